@@ -1,0 +1,41 @@
+# Two commands do everything on a machine that has Python >= 3.11 and make:
+#   make demo    train on real data with 8 replicas, print a table, draw demo.png
+#   make test    ruff, pyright and the whole test suite
+# PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
+
+PYTHON ?= python3
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+RUN := $(VENV)/bin
+
+.PHONY: demo test lint format clean
+.DEFAULT_GOAL := test
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "optx_sync needs Python 3.11 or newer, got " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo-installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN)/python -m pip install --quiet --editable '.[examples]'
+	@touch $@
+
+$(VENV)/test-installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/demo-installed
+	$(RUN)/python examples/train_digits.py
+
+lint: $(VENV)/test-installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pyright --pythonpath $(RUN)/python
+
+test: lint
+	$(RUN)/python -m pytest -n 2 --dist loadfile
+
+format: $(VENV)/test-installed
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache
