@@ -1,0 +1,373 @@
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optx_sync import audit
+from optx_sync.audit import Collective
+
+EVERYONE = (tuple(range(8)),)
+
+
+def auto_mesh(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def on_mesh(fn, mesh):
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def hlo(text):
+    return audit.parse(textwrap.dedent(text))
+
+
+def test_psum_of_a_tree_is_one_all_reduce():
+    step = on_mesh(lambda tree: lax.psum(tree, "d"), auto_mesh((8,), ("d",)))
+    tree = {"a": jnp.ones(5), "b": [jnp.ones((2, 3)), jnp.ones(())]}
+    expected = [Collective("all-reduce", 4 * (5 + 6 + 1), 3, EVERYONE, False)]
+    assert audit.collectives(step, tree) == expected
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    assert audit.collectives(lambda tree: step(tree), tree=abstract) == expected
+
+
+def test_a_program_at_any_stage():
+    step = jax.jit(
+        on_mesh(lambda x: lax.psum(x, "d"), auto_mesh((8,), ("d",))),
+    )
+    x = jnp.ones(3)
+    expected = [Collective("all-reduce", 12, 1, EVERYONE, False)]
+    assert audit.collectives(step.trace(x)) == expected
+    assert audit.collectives(step.lower(x)) == expected
+    compiled = step.lower(x).compile()
+    assert audit.collectives(compiled) == expected
+    assert audit.instructions(compiled)["all-reduce"] == 1
+    with pytest.raises(TypeError, match="compiled already"):
+        audit.collectives(compiled, x)
+    with pytest.raises(TypeError, match="got int"):
+        audit.collectives(3)
+
+
+def test_pmap():
+    step = jax.pmap(lambda x: lax.pmean(x, "d"), axis_name="d")
+    rows = audit.collectives(step, jnp.ones((8, 3)))
+    assert rows == [Collective("all-reduce", 12, 1, EVERYONE, False)]
+
+
+def test_every_kind():
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+
+    def step(x):
+        return (
+            lax.all_gather(x, "d", tiled=True),
+            lax.psum_scatter(x * 2, "d", tiled=True),
+            lax.ppermute(x * 3, "d", ring),
+            lax.all_to_all(x * 5, "d", 0, 0, tiled=True),
+        )
+
+    rows = audit.collectives(on_mesh(step, auto_mesh((8,), ("d",))), jnp.ones(16))
+    by_kind = {row.kind: row for row in rows}
+    assert len(rows) == len(by_kind) == 4
+    assert by_kind["all-gather"][1:] == (64, 1, EVERYONE, False)
+    assert by_kind["reduce-scatter"][1:] == (64, 1, EVERYONE, False)
+    assert by_kind["collective-permute"][1:] == (64, 1, tuple(ring), False)
+    # XLA:CPU splits the operand into one array per device.
+    assert by_kind["all-to-all"].bytes == 64
+    assert by_kind["all-to-all"].groups == EVERYONE
+
+
+def test_a_branch_is_conditional_and_a_loop_is_not():
+    def step(flag, x):
+        x = lax.cond(flag, lambda x: lax.psum(x, "d"), lambda x: x, x)
+        return lax.fori_loop(0, 3, lambda i, x: lax.pmax(x * 2, "d"), x)
+
+    rows = audit.collectives(
+        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+    )
+    assert sorted(row.conditional for row in rows) == [False, True]
+    assert {row.kind for row in rows} == {"all-reduce"}
+
+
+def test_a_loop_in_a_branch_is_conditional():
+    def step(flag, x):
+        def loop(x):
+            return lax.fori_loop(0, 3, lambda i, x: lax.psum(x, "d"), x)
+
+        return lax.cond(flag, loop, lambda x: x, x)
+
+    rows = audit.collectives(
+        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+    )
+    assert [row.conditional for row in rows] == [True]
+
+
+def test_a_select_is_not_conditional():
+    def step(flag, x):
+        return jnp.where(flag, lax.psum(x, "d"), x)
+
+    rows = audit.collectives(
+        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+    )
+    assert [row.conditional for row in rows] == [False]
+
+
+@pytest.mark.parametrize(
+    ("axis", "groups"),
+    [
+        ("a", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("b", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (("a", "b"), EVERYONE),
+    ],
+)
+def test_groups_of_a_mesh_axis(axis, groups):
+    step = on_mesh(lambda x: lax.psum(x, axis), auto_mesh((4, 2), ("a", "b")))
+    (row,) = audit.collectives(step, jnp.ones(3))
+    assert row.groups == groups
+
+
+def test_index_groups():
+    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
+    step = on_mesh(
+        lambda x: lax.psum(x, "d", axis_index_groups=groups), auto_mesh((8,), ("d",))
+    )
+    (row,) = audit.collectives(step, jnp.ones(3))
+    assert row.groups == tuple(map(tuple, groups))
+
+
+def test_islands_reduce_their_shard_over_the_worker_axis_in_the_branch():
+    mesh = auto_mesh((4, 2), ("w", "fsdp"))
+
+    def worker(count, x):
+        x = lax.cond(count % 4 == 0, lambda x: lax.pmean(x, "w"), lambda x: x, x)
+        return count + 1, x
+
+    step = jax.vmap(
+        worker, (None, 0), (None, 0), axis_name="w", spmd_axis_name="w", axis_size=4
+    )
+    x = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P("w", "fsdp")))
+    rows = audit.collectives(step, jnp.int32(0), x)
+    workers = ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert rows == [Collective("all-reduce", 12, 1, workers, True)]
+
+
+def test_instructions_count_the_whole_program():
+    step = on_mesh(lambda x: lax.psum(x * 2 + 1, "d"), auto_mesh((8,), ("d",)))
+    counts = audit.instructions(step, jnp.ones(3))
+    assert counts["all-reduce"] == 1
+    assert counts["fusion"] == 1
+    assert counts["multiply"] == 1  # inside of the fusion
+
+
+def test_asynchronous_pairs_count_once_in_gpu_spelling():
+    rows = hlo("""
+    HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=8
+
+    %add (x: f32[], y: f32[]) -> f32[] {
+      %x = f32[] parameter(0)
+      %y = f32[] parameter(1)
+      ROOT %sum = f32[] add(f32[] %x, f32[] %y)
+    }
+
+    %async_computation (param_0: bf16[16,4]) -> bf16[2,4] {
+      %param_0 = bf16[16,4]{1,0} parameter(0)
+      ROOT %reduce-scatter.1 = bf16[2,4]{1,0} reduce-scatter(bf16[16,4]{1,0} %param_0), channel_id=2, replica_groups={}, dimensions={0}, to_apply=%add
+    }, execution_thread="parallel"
+
+    ENTRY %main (p.0: f32[4], p.1: bf16[16,4], p.2: f32[2]) -> f32[4] {
+      %p.0 = f32[4]{0} parameter(0), metadata={op_name="all-gather(%p), replica_groups={{0}}" source_file="a \\"b\\" = f32[1] all-reduce(%x)"}
+      %p.1 = bf16[16,4]{1,0} parameter(1)
+      %p.2 = f32[2]{0} parameter(2)
+      %all-reduce-start = (f32[4]{0}, f32[2]{0}) all-reduce-start(f32[4]{0} %p.0, f32[2]{0} %p.2), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), use_global_device_ids=true, to_apply=%add, backend_config={"operation_queue_id":"0","collective_backend_config":{"is_sync":false}}
+      %all-reduce-done = (f32[4]{0}, f32[2]{0}) all-reduce-done((f32[4]{0}, f32[2]{0}) %all-reduce-start)
+      %all-gather-start = (f32[4]{0}, f32[32]{0}) all-gather-start(f32[4]{0} %p.0), channel_id=3, replica_groups=[1,8]<=[8], dimensions={0}
+      %all-gather-done = f32[32]{0} all-gather-done((f32[4]{0}, f32[32]{0}) %all-gather-start)
+      %collective-permute-start = (f32[2]{0}, f32[2]{0}, u32[], u32[]) collective-permute-start(f32[2]{0} %p.2), channel_id=4, source_target_pairs={{0,1},{1,0}}
+      %collective-permute-done = f32[2]{0} collective-permute-done((f32[2]{0}, f32[2]{0}, u32[], u32[]) %collective-permute-start)
+      %async-start = ((bf16[16,4]{1,0}), bf16[2,4]{1,0}) async-start(bf16[16,4]{1,0} %p.1), async_execution_thread="parallel", calls=%async_computation
+      %async-done = bf16[2,4]{1,0} async-done(((bf16[16,4]{1,0}), bf16[2,4]{1,0}) %async-start)
+      ROOT %out = f32[4]{0} get-tuple-element((f32[4]{0}, f32[2]{0}) %all-reduce-done), index=0
+    }
+    """)  # noqa: E501
+    assert rows == [
+        Collective("reduce-scatter", 128, 1, EVERYONE, False),
+        Collective("all-reduce", 24, 2, ((0, 2, 4, 6), (1, 3, 5, 7)), False),
+        Collective("all-gather", 16, 1, EVERYONE, False),
+        Collective("collective-permute", 8, 1, ((0, 1), (1, 0)), False),
+    ]
+
+
+def test_branches_fusions_and_tiled_layouts_in_tpu_spelling():
+    rows = hlo("""
+    HloModule jit_step, num_partitions=4
+
+    %fused_computation (p: bf16[8,128]) -> bf16[2,128] {
+      %p = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+      ROOT %all-reduce.7 = bf16[8,128]{1,0:T(8,128)(2,1)} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add
+    }
+
+    %shared (p: s4[7]) -> s4[7] {
+      %p = s4[7]{0:T(128)E(4)} parameter(0)
+      ROOT %collective-broadcast = s4[7]{0:T(128)E(4)} collective-broadcast(%p), replica_groups={{0,1,2,3}}
+    }
+
+    %taken (t: (bf16[8,128], s4[7])) -> (bf16[2,128], s4[7]) {
+      %t = (bf16[8,128]{1,0:T(8,128)(2,1)}, /*index=1*/s4[7]{0}) parameter(0)
+      %x = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%t), index=0
+      %y = s4[7]{0} get-tuple-element(%t), index=1
+      %all-reduce-scatter = bf16[2,128]{1,0} fusion(%x), kind=kCustom, calls=%fused_computation
+      %called = s4[7]{0} call(%y), to_apply=%shared
+      ROOT %r = (bf16[2,128]{1,0}, s4[7]{0}) tuple(%all-reduce-scatter, %called)
+    }
+
+    %other (t: pred[9]) -> pred[9] {
+      %t = pred[9]{0} parameter(0)
+      %all-to-all-start = ((pred[9]{0}), pred[9]{0}) all-to-all-start(%t), replica_groups={{0,1,2,3}}, dimensions={0}
+      ROOT %all-to-all-done = pred[9]{0} all-to-all-done(%all-to-all-start)
+    }
+
+    ENTRY %main (flag: pred[], t: (bf16[8,128], s4[7]), o: pred[9], f: f8e4m3fn[3,5]) -> s4[7] {
+      %flag = pred[] parameter(0)
+      %t = (bf16[8,128]{1,0}, s4[7]{0}) parameter(1)
+      %o = pred[9]{0} parameter(2)
+      %f = f8e4m3fn[3,5]{1,0} parameter(3)
+      %taken = f8e4m3fn[3,5]{1,0} all-reduce(%f), to_apply=%add
+      %c = (bf16[2,128]{1,0}, s4[7]{0}) conditional(%flag, %t, %o), true_computation=%taken, false_computation=%other, control-predecessors={%taken}
+      %y = s4[7]{0} get-tuple-element(%t), index=1
+      ROOT %z = s4[7]{0} call(%y), to_apply=%shared, control-predecessors={%taken}
+    }
+    """)  # noqa: E501
+    everyone = ((0, 1, 2, 3),)
+    assert rows == [
+        Collective("all-reduce", 2 * 8 * 128, 1, ((0, 1), (2, 3)), True),
+        Collective("collective-broadcast", 4, 1, everyone, False),
+        Collective("all-to-all", 9, 1, everyone, True),
+        Collective("all-reduce", 15, 1, everyone, False),
+    ]
+
+
+def test_branch_computations_through_a_while_body():
+    rows = hlo("""
+    HloModule jit_step
+    body {
+      p = f32[<=6] parameter(0)
+      ROOT r = f32[<=6] all-reduce(p), replica_groups={{1,0}}
+    }
+    condition {
+      p = f32[<=6] parameter(0)
+      ROOT r = pred[] constant(true)
+    }
+    first {
+      p = f32[<=6] parameter(0)
+      ROOT r = f32[<=6] while(p), condition=condition, body=body
+    }
+    second {
+      ROOT p = f32[<=6] parameter(0)
+    }
+    never {
+      p = f32[<=6] parameter(0)
+      ROOT r = f32[<=6] all-gather(p), replica_groups={{1,0}}
+    }
+    ENTRY main {
+      p = f32[<=6] parameter(0)
+      i = s32[] constant(0)
+      ROOT r = f32[<=6] conditional(i, p, p), branch_computations={first, second}
+    }
+    """)
+    assert rows == [Collective("all-reduce", 24, 1, ((1, 0),), True)]
+
+
+def test_an_asynchronous_wrapper_printed_beside_its_computation_counts_once():
+    rows = hlo("""
+    HloModule jit_step
+    wrapped {
+      p = f32[6] parameter(0)
+      ROOT r = f32[6] all-to-all(p), replica_groups={{0,1}}
+    }
+    ENTRY main {
+      p = f32[6] parameter(0)
+      s = ((f32[6]), f32[6]) all-to-all-start(p), calls=wrapped
+      ROOT d = f32[6] all-to-all-done(s)
+    }
+    """)
+    assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False)]
+
+
+def test_groups_of_meshes_over_permuted_devices_are_those_of_the_arrays():
+    devices = jax.devices()
+    order = [3, 1, 0, 2, 7, 6, 5, 4]
+    mesh = jax.sharding.Mesh(
+        [[devices[i] for i in order[:4]], [devices[i] for i in order[4:]]],
+        ("w", "f"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    step = jax.vmap(lambda x: lax.pmean(x, "w"), axis_name="w", spmd_axis_name="w")
+    x = jax.device_put(jnp.ones((2, 4)), NamedSharding(mesh, P("w", "f")))
+    (row,) = audit.collectives(step, x)
+    assert row.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
+        ("mesh['a'=4,'b'=2] {'a'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=4,'b'=2] {'b','a'}", ((0, 2, 4, 6, 1, 3, 5, 7),)),
+        (
+            "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'a'}", ((3, 0), (1, 2))),
+        ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ],
+)
+def test_written_groups(written, groups):
+    (row,) = hlo(f"""
+    ENTRY main {{
+      p = f32[6] parameter(0)
+      ROOT r = f32[6] all-reduce(p), replica_groups={written}, to_apply=a
+    }}
+    """)
+    assert row.groups == groups
+
+
+def test_what_cannot_be_read_is_an_error():
+    body = """
+    ENTRY main {
+      p = DTYPE[6] parameter(0)
+      ROOT r = DTYPE[6] all-reduce(OPERAND), replica_groups=GROUPS
+    }
+    """
+
+    def module(dtype="f32", operand="p", groups="{{0,1}}"):
+        return (
+            body.replace("DTYPE", dtype)
+            .replace("OPERAND", operand)
+            .replace("GROUPS", groups)
+        )
+
+    assert hlo(module())[0].bytes == 24
+    with pytest.raises(ValueError, match="does not define operand 'q'"):
+        hlo(module(operand="q"))
+    with pytest.raises(ValueError, match="unknown element type 'quad'"):
+        hlo(module(dtype="quad"))
+    with pytest.raises(ValueError, match="device groups of 'r'"):
+        hlo(module(groups="@mesh"))
+
+
+def test_table_adds_up():
+    text = audit.table(
+        [
+            Collective("all-reduce", 4096, 3, ((0, 1), (2, 3)), True),
+            Collective("collective-permute", 512, 1, ((0, 1), (1, 0)), False),
+        ]
+    )
+    lines = text.splitlines()
+    assert lines[1].split() == ["all-reduce", "4096", "3", "2", "x", "2", "yes"]
+    assert lines[2].split()[3:] == ["2", "pairs", "no"]
+    assert lines[3].split()[:3] == ["total", "4608", "4"]
+    assert lines[3].endswith("4096 bytes in conditionals")
+    assert len({line.index("  ") for line in lines[1:2]}) == 1
