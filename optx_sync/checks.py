@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every wrapper asks of its input: an inner transformation, matching gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.indexed_slices import IndexedSlices
+
+
+def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
+    """The wrapped transformation; a TypeError that shows `call` for anything else."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"inner must be an Optax gradient transformation; got {inner!r} of type "
+            f"{type(inner).__name__}. Write for example {call}."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def check_grads(grads: Any, params: Any | None) -> None:
+    """Refuse gradients that are not floating, or do not match the parameters.
+
+    A leaf is an array, an `IndexedSlices` or `None`. A mismatch names its path.
+    """
+    found = dict(_leaves(grads))
+    for path, grad in found.items():
+        if grad is None:
+            continue
+        dtype = jnp.result_type(_values(grad))
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"The gradient at {path} has dtype {dtype}; gradients must be "
+                "floating. Leave integer parameters out (optax.masked), or pass None."
+            )
+    if params is None:
+        return
+    expected = dict(_leaves(params))
+    for path in [*expected, *found]:
+        if (path in expected) != (path in found):
+            where = "gradients" if path in expected else "parameters"
+            raise ValueError(
+                f"The gradients do not have the structure of the parameters: {path} "
+                f"is missing in the {where}. Got gradients "
+                f"{jax.tree.structure(grads)} for parameters "
+                f"{jax.tree.structure(params)}."
+            )
+        grad, param = found[path], expected[path]
+        if grad is None or param is None:
+            continue
+        skip = 1 if isinstance(grad, IndexedSlices) else 0
+        shape = jnp.shape(_values(grad))
+        if shape[skip:] != jnp.shape(param)[skip:]:
+            raise ValueError(
+                f"The gradient at {path} has shape {shape}, which does not match its "
+                f"parameter's shape {jnp.shape(param)}."
+            )
+
+
+def fill_missing(updates: Any, params: Any | None) -> Any:
+    """Zeros for the updates that are `None`, so that `optax.apply_updates` works."""
+    if params is None:
+        return updates
+    return jax.tree.map(
+        lambda update, param: (
+            jnp.zeros_like(param) if update is None and param is not None else update
+        ),
+        updates,
+        params,
+        is_leaf=_is_leaf,
+    )
+
+
+def _leaves(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf):
+        yield jax.tree_util.keystr(path) or "the root", leaf
+
+
+def _is_leaf(x) -> bool:
+    return x is None or isinstance(x, IndexedSlices)
+
+
+def _values(grad):
+    return grad.values if isinstance(grad, IndexedSlices) else grad

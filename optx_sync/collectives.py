@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How arrays meet: the reduction core, and the only file that names a collective.
+
+A function of this package runs in one of several contexts: `jax.pmap`,
+`jax.shard_map` with `check_vma=True` (types say over which mesh axes a value varies)
+or `check_vma=False`, and `jax.vmap(axis_name=...)`. JAX's collectives differ between
+them: groups of replicas are refused under `vmap` and under `check_vma=True`, and
+`lax.pmean` of groups of unequal size divides by the first one's size. What differs is
+levelled out here, so that the rest of the package sees one answer everywhere.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from optx_sync.indexed_slices import IndexedSlices
+
+AxisName: TypeAlias = str | tuple[str, ...]
+GroupAssignment: TypeAlias = list[list[int]]
+Reduction: TypeAlias = Literal["mean", "sum"]
+Tree = TypeVar("Tree")
+
+
+def reduce(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    reduction: Reduction = "mean",
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+    reduce_dtype: Any = None,
+) -> Tree:
+    """Mean or sum over the replicas of every leaf of a tree.
+
+    For leaf x_i of replica i, with N replicas and weights w_i:
+
+        mean: sum_i x_i / N        weighted mean: sum_i w_i x_i / sum_i w_i
+
+    This is the reduction that `cross_shard` applies to gradients; losses, metrics and
+    batch statistics need it too. All leaves of one dtype travel in one all-reduce.
+    It runs wherever `axis_name` is bound: `jax.pmap`, `jax.shard_map`, `jax.vmap`.
+
+    Row-sparse leaves (`IndexedSlices` of k rows) are gathered, N k rows, and rows that
+    several replicas sent are summed after it: the table itself never travels. An
+    all-gather of N k rows costs more than the all-reduce of the dense table once
+    N k exceeds about twice the table's number of rows; reduce `slices.to_dense(rows)`
+    then.
+
+    Args:
+        tree: A tree of arrays, `IndexedSlices` and `None`. Inside
+            `jax.shard_map(check_vma=True)` each leaf must vary over `axis_name`.
+            The mean of integers and booleans is float32, their sum at least int32.
+        axis_name: The mapped axis, or a tuple of them.
+        reduction: `"mean"` or `"sum"`.
+        weight: This replica's weight (a scalar, not negative), for example its number
+            of tokens; makes the mean a weighted one. A replica of weight 0 leaves no
+            trace, NaN or not; if all weights are 0 the result is zero.
+        group_assignment: A partition of `range(axis_size)` into lists of equal size:
+            each replica gets the reduction over its own group.
+        reduce_dtype: The dtype on the wire of floating leaves. `None`: float32 for
+            half precision, else the leaf's own.
+
+    Returns:
+        A tree of the same structure; floating leaves keep their dtype.
+
+    Raises:
+        ValueError: `axis_name` is not bound; a leaf does not vary over it; a bad
+            `reduction`, `group_assignment` or `weight`.
+        TypeError: `axis_name` is not a str or a tuple of them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def mean_loss(loss, tokens):
+        ...     return oxs.reduce(loss, "data", weight=tokens)
+        >>> losses, tokens = jnp.array([1.0, 4.0]), jnp.array([30.0, 10.0])
+        >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
+        Array([1.75, 1.75], dtype=float32)
+    """
+    check_reduction(reduction)
+    wire_dtype = check_reduce_dtype(reduce_dtype)
+    axes = check_axis_name(axis_name)
+    size = axis_size(axis_name)
+    if weight is not None and reduction == "sum":
+        raise ValueError(
+            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
+            "leave weight out, or pass reduction='mean'."
+        )
+    groups = None
+    if group_assignment is not None:
+        check_group_assignment(group_assignment, size)
+        groups = _Groups(axes, group_assignment)
+    require_local(tree, axis_name)
+
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
+    arrays = [i for i, leaf in enumerate(leaves) if not _is_slices(leaf)]
+    originals = [jnp.asarray(leaves[i]) for i in arrays]
+    operands = [_to_wire(x, reduction, wire_dtype) for x in originals]
+    divisor: Any = size if groups is None else groups.size
+
+    fraction = None
+    if weight is not None:
+        own = localize(_check_weight(weight), axis_name)
+        if any(jnp.finfo(x.dtype).bits < 32 for x in operands if _is_inexact(x.dtype)):
+            # Weights such as token counts overflow a half precision sum, so here
+            # they are normalised before the gradients travel, in a scalar reduction.
+            (total,) = _sum([own], axes, groups)
+            fraction = own / _or_one(total)
+            operands = [_weigh(x, fraction) for x in operands]
+            sums, divisor = _sum(operands, axes, groups), 1
+        else:
+            *sums, total = _sum(
+                [*(_weigh(x, own) for x in operands), own], axes, groups
+            )
+            divisor = _or_one(total)
+            fraction = own / divisor
+    else:
+        sums = _sum(operands, axes, groups)
+
+    for i, original, total_value in zip(arrays, originals, sums, strict=True):
+        value = total_value
+        if reduction == "mean" and not (isinstance(divisor, int) and divisor == 1):
+            value = value / jnp.asarray(divisor, value.dtype)
+        keeps = _is_inexact(original.dtype)
+        leaves[i] = value.astype(original.dtype) if keeps else value
+    for i, leaf in enumerate(leaves):
+        if _is_slices(leaf):
+            scale = None if reduction == "sum" else fraction
+            mean_of = divisor if reduction == "mean" and fraction is None else 1
+            leaves[i] = _sum_rows(leaf, axes, groups, scale, mean_of, wire_dtype)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def localize(tree: Tree, axis_name: AxisName) -> Tree:
+    """Mark a tree as each replica's own, so that its gradients stay local.
+
+    In `jax.shard_map(check_vma=True)`, the default, autodiff sums the gradient of a
+    replicated parameter over the mesh by itself. Parameters that went through
+    `localize` vary over `axis_name`, and `jax.grad` gives each replica its own
+    gradient, as everywhere else. The values do not change and nothing is sent. In
+    `jax.pmap`, `jax.vmap` and under `check_vma=False` it is the identity.
+
+    Args:
+        tree: Any tree of arrays, usually the parameters.
+        axis_name: The mapped axis, or a tuple of them.
+
+    Returns:
+        The same tree, varying over `axis_name`.
+
+    Raises:
+        ValueError: `axis_name` is not bound.
+        TypeError: `axis_name` is not a str or a tuple of them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> def loss(w, x):
+        ...     return jnp.mean(w * x)
+        >>> def local_gradient(w, x):
+        ...     return jax.grad(loss)(oxs.localize(w, "data"), x)
+        >>> w, x = jnp.float32(2), jnp.array([[1.0], [3.0]])
+        >>> jax.vmap(local_gradient, axis_name="data", in_axes=(None, 0))(w, x)
+        Array([1., 3.], dtype=float32)
+    """
+    checked = checked_axes(axis_name)
+    if not checked:
+        return tree
+
+    def vary(x):
+        missing = tuple(a for a in checked if a not in _varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of replicas along the mapped axis, or along all axes of a tuple."""
+    return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))
+
+
+def axis_index(axis_name: AxisName) -> jax.Array:
+    """This replica's number, int32 in `range(axis_size)`; the first axis is major."""
+    index = jnp.int32(0)
+    for axis in check_axis_name(axis_name):
+        index = index * axis_size(axis) + _bound(lax.axis_index, axis)
+    return index
+
+
+def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the axes over which types say what varies (check_vma=True)."""
+    # The index varies by definition: where its type does not say so, no type does.
+    return tuple(
+        axis
+        for axis in check_axis_name(axis_name)
+        if axis in _varying_axes(_bound(lax.axis_index, axis))
+    )
+
+
+def require_local(tree: Any, axis_name: AxisName, what: str = "leaf") -> None:
+    """Refuse a tree in which a leaf is known to be equal on all replicas already.
+
+    Such a leaf has been reduced, by autodiff or by the user, and reducing it again
+    would be silently wrong. Types tell only under `check_vma=True`; elsewhere the
+    caller is trusted.
+    """
+    for axis in checked_axes(axis_name):
+        for path, leaf in _values_with_path(tree):
+            if axis not in _varying_axes(leaf):
+                raise ValueError(
+                    f"The {what} at {_name(path)} does not vary over the mesh axis "
+                    f"{axis!r}: its type is {jax.typeof(leaf)}. Inside jax.shard_map("
+                    "check_vma=True) autodiff has already summed the gradient of a "
+                    "replicated parameter, and summing it again would be wrong. Either "
+                    f"write `params = oxs.localize(params, {axis_name!r})` before "
+                    "jax.grad, so that gradients stay local, or, if it is reduced on "
+                    "purpose, say so: cross_shard(..., grads='summed') or "
+                    "cross_shard(..., grads='averaged')."
+                )
+
+
+def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
+    """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
+    for axis in checked_axes(axis_name):
+        for path, leaf in _values_with_path(tree):
+            if axis in _varying_axes(leaf):
+                raise ValueError(
+                    f"grads={grads!r} says that the gradients have been reduced "
+                    f"already, but the gradient at {_name(path)} varies over the mesh "
+                    f"axis {axis!r}: its type is {jax.typeof(leaf)}. Make all leaves "
+                    f"local with `params = oxs.localize(params, {axis_name!r})` before "
+                    "jax.grad and use grads='local', or reduce this one first with "
+                    "oxs.reduce."
+                )
+
+
+def check_axis_name(axis_name: Any) -> tuple[str, ...]:
+    """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
+    if not names or not axes:
+        raise TypeError(
+            "axis_name must be the name of a mapped axis, or a tuple of names; "
+            f"got {axis_name!r}. Pass for example axis_name='data'."
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
+    return tuple(axes)
+
+
+def check_reduction(reduction: Any) -> None:
+    """A ValueError for anything but "mean" and "sum"."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
+
+
+def check_reduce_dtype(reduce_dtype: Any) -> Any:
+    """The dtype, or None; a ValueError for what cannot hold a sum of gradients."""
+    if reduce_dtype is None:
+        return None
+    dtype = jnp.dtype(reduce_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            "reduce_dtype must be a floating dtype of 16 bits or more, since narrower "
+            f"sums overflow; got {dtype}. Pass for example jnp.bfloat16."
+        )
+    return dtype
+
+
+def check_group_assignment(groups: Any, size: int | None = None) -> None:
+    """Refuse what is not a partition of `range(size)` into lists of equal size.
+
+    Without `size` (outside of a mapped context) all is checked but the number of
+    replicas.
+    """
+    rule = "group_assignment must be a partition of range(axis size) into equal groups"
+    if not isinstance(groups, list) or not all(isinstance(g, list) for g in groups):
+        raise ValueError(
+            f"{rule}, given as a list of lists; got {groups!r}. "
+            "Pass for example [[0, 1], [2, 3]]."
+        )
+    members = [member for group in groups for member in group]
+    if not members or not all(
+        isinstance(m, int) and not isinstance(m, bool) for m in members
+    ):
+        raise ValueError(
+            f"{rule}, and its members integers; got {groups!r}. For one group of all "
+            "replicas pass None."
+        )
+    repeated = sorted({m for m in members if members.count(m) > 1})
+    if repeated:
+        raise ValueError(
+            f"{rule}; got {groups!r}, in which {repeated} stand more than once. "
+            "List every replica once."
+        )
+    if size is not None and sorted(members) != list(range(size)):
+        raise ValueError(
+            f"{rule}: a permutation of range({size}); got {groups!r}. "
+            "List every replica of the axis once."
+        )
+    if len({len(group) for group in groups}) > 1:
+        raise ValueError(
+            f"{rule}: the size of each group must be equal; got sizes "
+            f"{[len(group) for group in groups]} in {groups!r}."
+        )
+    if sorted(members) != list(range(len(members))):
+        raise ValueError(
+            f"{rule}: a permutation of range({len(members)}); got {groups!r}. "
+            "List every replica of the axis once."
+        )
+
+
+class _Groups:
+    """A checked partition of the replicas, and what a context needs to sum in it."""
+
+    def __init__(self, axes: tuple[str, ...], assignment: GroupAssignment):
+        self.assignment = assignment
+        self.size = len(assignment[0])
+        # own_group[i] is the number of the group that holds replica i.
+        self.own_group = [0] * (self.size * len(assignment))
+        for number, group in enumerate(assignment):
+            for member in group:
+                self.own_group[member] = number
+        # JAX has collectives of groups over a single manual axis only.
+        manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
+        self.native = len(axes) == 1 and manual
+
+
+def _bound(function, axis):
+    """`function(axis)`, with a telling error where the axis is not mapped."""
+    try:
+        return function(axis)
+    except NameError as error:
+        raise ValueError(
+            f"No mapped axis is named {axis!r} here. The reduction over replicas, and "
+            "so `update`, must run inside jax.shard_map or jax.pmap over a mesh with that "
+            f"axis, or inside jax.vmap(..., axis_name={axis!r})."
+        ) from error
+
+
+def _varying_axes(x) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _values_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_slices):
+        yield path, leaf.values if isinstance(leaf, IndexedSlices) else leaf
+
+
+def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
+    """The sums of all operands over the axes, or over this replica's group."""
+    operands = list(operands)
+    if not operands:
+        return operands
+    checked = checked_axes(axes)
+    if checked and len(checked) < len(axes):
+        raise ValueError(
+            f"JAX cannot reduce over {axes}, which mixes axes of jax.shard_map("
+            "check_vma=True) with axes of jax.vmap. Pass check_vma=False to "
+            "jax.shard_map."
+        )
+    if groups is None:
+        return lax.psum(operands, axes)
+    if not groups.native:
+        return _sum_by_slots(operands, axes, groups)
+    if not checked:
+        return lax.psum(operands, axes, axis_index_groups=groups.assignment)
+    return _sum_by_scatter(operands, axes[0], groups)
+
+
+def _sum_by_slots(operands, axes, groups: _Groups):
+    """Sums in groups where JAX has none: a slot for each group, of which one is own."""
+    own = jnp.asarray(groups.own_group)[axis_index(axes)]
+    slots = jnp.arange(len(groups.assignment))
+
+    def place(x):
+        mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
+        return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
+
+    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
+
+
+def _sum_by_scatter(operands, axis, groups: _Groups):
+    """Sums in groups under check_vma=True: a reduce-scatter and an all-gather.
+
+    Together they send as much as the all-reduce that JAX refuses there.
+    """
+    sums: list[Any] = [None] * len(operands)
+    for dtype in dict.fromkeys(x.dtype for x in operands):
+        members = [i for i, x in enumerate(operands) if x.dtype == dtype]
+        flat = jnp.concatenate([operands[i].reshape(-1) for i in members])
+        padded = jnp.pad(flat, (0, -flat.size % groups.size))
+        piece = lax.psum_scatter(
+            padded, axis, tiled=True, axis_index_groups=groups.assignment
+        )
+        whole = lax.all_gather(
+            piece, axis, tiled=True, axis_index_groups=groups.assignment
+        )
+        start = 0
+        for i in members:
+            stop = start + operands[i].size
+            sums[i] = whole[start:stop].reshape(operands[i].shape)
+            start = stop
+    return sums
+
+
+def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor, wire_dtype):
+    """The sum of all replicas' rows: gathered, then equal rows summed."""
+    original = slices.values.dtype
+    values = _to_wire(slices.values, "mean", wire_dtype)
+    indices = slices.indices
+    if fraction is not None:
+        values = _weigh(values, fraction)
+        # A row of a replica without weight is not a touched row: -1 names no row.
+        indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
+    if divisor != 1:
+        values = values / jnp.asarray(divisor, values.dtype)
+    indices, values = (_gather(x, axes, groups) for x in (indices, values))
+    summed = IndexedSlices(indices, values).sum_duplicates()
+    return IndexedSlices(summed.indices, summed.values.astype(original))
+
+
+def _gather(x: jax.Array, axes, groups: _Groups | None) -> jax.Array:
+    """The arrays of all replicas (of the group), one behind the other."""
+    if groups is None:
+        to = "invarying" if checked_axes(axes) else "varying"
+        return lax.all_gather(x, axes, tiled=True, to=to)
+    if groups.native:
+        return lax.all_gather(x, axes, tiled=True, axis_index_groups=groups.assignment)
+    members = jnp.asarray([groups.assignment[g] for g in groups.own_group])
+    everyone = lax.all_gather(x, axes)
+    return everyone[members[axis_index(axes)]].reshape((-1, *x.shape[1:]))
+
+
+def _to_wire(x: jax.Array, reduction, reduce_dtype) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        half = jnp.finfo(x.dtype).bits < 32
+        return x.astype(reduce_dtype or (jnp.float32 if half else x.dtype))
+    if _is_inexact(x.dtype):
+        return x
+    if reduction == "mean":
+        return x.astype(jnp.float32)
+    narrow = x.dtype.itemsize < 4
+    return x.astype(jnp.int32) if narrow else x
+
+
+def _weigh(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # Not by multiplication alone: 0 * NaN is NaN.
+    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def _or_one(total: jax.Array) -> jax.Array:
+    # If all weights are 0, so is the numerator. A NaN stays: it must be seen.
+    return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def _check_weight(weight) -> jax.Array:
+    if jnp.shape(weight) != ():
+        raise ValueError(
+            "weight must be a scalar per replica; got an array of shape "
+            f"{jnp.shape(weight)}. Pass for example this replica's number of tokens, "
+            "`weights.sum()`."
+        )
+    array = jnp.asarray(weight)
+    concrete = not isinstance(array, jax.core.Tracer)
+    if concrete and not bool(jnp.isfinite(array) & (array >= 0)):
+        raise ValueError(f"weight must be finite and not negative; got {weight}.")
+    keeps = array.dtype in (jnp.float32, jnp.float64)
+    return array if keeps else array.astype(jnp.float32)
+
+
+def _is_inexact(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_slices(x) -> bool:
+    return isinstance(x, IndexedSlices)
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path) or "the root"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where gradients of replicas meet: copies with equal parameters, one update."""

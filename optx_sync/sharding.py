@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the state of an optimizer lives: specs and axes from those of the parameters.
+
+A state class of this package names in `shared_fields` what is equal on all workers (its
+counters, the center). Everything else is the worker's own: it has a worker axis in
+front when the states of several workers are held together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+
+def state_axes(tx: optax.GradientTransformation, params: Any) -> Any:
+    """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
+
+    Args:
+        tx: Any Optax transformation, with or without wrappers of this package in it.
+        params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
+
+    Returns:
+        A tree like the state, of `None` for what is equal on all workers (this
+        package's counters and the center: they stay unbatched, so that conditionals on
+        them stay conditionals) and 0 for all that is per worker.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
+        (TraceState(trace=0), EmptyState())
+    """
+    return _mark(
+        jax.eval_shape(tx.init, params), lambda shared, _: None if shared else 0
+    )
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params: Any,
+    param_specs: Any,
+    worker_axis: str | tuple[str, ...] | None,
+) -> Any:
+    """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
+
+    A leaf of the state that belongs to a parameter takes its spec; other leaves are
+    replicated. What is per worker has the worker axis in front of that, as `stack`
+    puts it there; what is equal on all workers has not.
+
+    Args:
+        tx: Any Optax transformation, with or without wrappers of this package in it.
+        params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
+        param_specs: A tree like `params` (or a prefix of it) of their `PartitionSpec`,
+            without the worker axis.
+        worker_axis: The mesh axis along which the workers lie, or a tuple of them.
+            `None` for replicas, whose state is equal: no leaf has a worker axis then.
+
+    Returns:
+        A tree like the state, of `PartitionSpec`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> from jax.sharding import PartitionSpec as P
+        >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
+        (TraceState(trace=P('workers', 'fsdp')), EmptyState())
+    """
+    full_specs = jax.tree.broadcast(
+        param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    state = jax.eval_shape(tx.init, params)
+    placed = optax.tree.map_params(
+        tx,
+        lambda _, spec: spec,
+        state,
+        full_specs,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+    if worker_axis is None:
+        return placed
+    return _mark(
+        placed,
+        lambda shared, spec: spec if shared else PartitionSpec(worker_axis, *spec),
+    )
+
+
+def stack(tree: Any, n: int, axes: Any = None) -> Any:
+    """Put a worker axis in front: `n` equal copies of every leaf.
+
+    Args:
+        tree: A tree of arrays, for example one worker's parameters or state.
+        n: The number of workers.
+        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
+            equal on all workers and stay as they are. `None`: all leaves are stacked.
+
+    Returns:
+        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
+        (4, 3)
+    """
+    return _map(lambda x: jnp.repeat(jnp.asarray(x)[None], n, axis=0), tree, axes)
+
+
+def unstack(tree: Any, axes: Any = None) -> Any:
+    """Take the worker axis off: the first worker's copy of every leaf.
+
+    Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
+    it is one of them: for evaluation and checkpoints take `center_params`.
+
+    Args:
+        tree: A tree of arrays of shape `[n, ...]`.
+        axes: As for `stack`; leaves marked `None` have no worker axis.
+
+    Returns:
+        The tree with leaves of shape `[...]`.
+
+    Raises:
+        ValueError: A leaf has no axis to take off.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> oxs.unstack(oxs.stack(jnp.array([1.0, 2.0]), 4))
+        Array([1., 2.], dtype=float32)
+    """
+
+    def first(x):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                "unstack needs leaves with a worker axis in front; got a scalar. Pass "
+                "axes=oxs.state_axes(tx, params) if some leaves have none."
+            )
+        return x[0]
+
+    return _map(first, tree, axes)
+
+
+def _map(function: Callable, tree: Any, axes: Any) -> Any:
+    if axes is None:
+        return jax.tree.map(function, tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    marks = treedef.flatten_up_to(axes)
+    return treedef.unflatten(
+        leaf if mark is None else function(leaf)
+        for leaf, mark in zip(leaves, marks, strict=True)
+    )
+
+
+def _mark(tree: Any, mark: Callable[[bool, Any], Any], shared: bool = False) -> Any:
+    """`mark(is it shared, leaf)` for every leaf of a state."""
+
+    def is_ours(x):
+        return hasattr(type(x), "shared_fields")
+
+    def is_leaf(x):
+        return is_ours(x) or isinstance(x, PartitionSpec)
+
+    def visit(node):
+        if not is_ours(node):
+            return mark(shared, node)
+        return type(node)(
+            **{
+                field: _mark(value, mark, shared or field in node.shared_fields)
+                for field, value in node._asdict().items()
+            }
+        )
+
+    return jax.tree.map(visit, tree, is_leaf=is_leaf)

@@ -1,0 +1,150 @@
+"""The contexts in which a transformation must give one answer.
+
+`replay` runs a transformation for T steps on given per-replica gradients in one of
+`CONTEXTS` and returns the parameters of every replica after every step. Four replicas
+(devices, lanes of a vmap) everywhere, so that a 4 x 2 mesh of islands fits too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+REPLICAS = 4
+AXIS = "data"
+CONTEXTS = (
+    "pmap",
+    "shard_map",  # check_vma=True, everything stacked
+    "shard_map_axes",  # check_vma=True, counters and center replicated
+    "shard_map_unchecked",
+    "vmap",  # everything stacked
+    "vmap_axes",  # counters and center unbatched
+    "islands",  # vmap with spmd_axis_name over a 4 x 2 mesh
+)
+
+
+@functools.cache
+def mesh(replicas=REPLICAS):
+    devices = jax.devices()[:replicas]
+    return jax.make_mesh(
+        (replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+@functools.cache
+def island_mesh():
+    return jax.make_mesh(
+        (REPLICAS, 2), (AXIS, "inside"), axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def steps(tx, prepare=lambda grads: grads):
+    """The body: T steps on one replica, (history of the parameters, last state)."""
+
+    def body(params, state, grads, extra):
+        def step(carry, now):
+            params, state = carry
+            grads, extra = now
+            updates, state = tx.update(prepare(grads), state, params, **extra)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        (_, state), history = jax.lax.scan(step, (params, state), (grads, extra))
+        return history, state
+
+    return body
+
+
+def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
+    """Parameters [T, N, ...] and the last state, for gradients and extras [T, N, ...]."""
+    body = steps(tx, prepare)
+    extra = {} if extra is None else extra
+    # [T, N, ...] -> [N, T, ...]: one slice per replica.
+    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    workers = jax.tree.leaves((grads, extra))[0].shape[0]
+    axes = oxs.state_axes(tx, params) if context in AXES_CONTEXTS else None
+    state = oxs.stack(tx.init(params), workers, axes)
+    params = oxs.stack(params, workers)
+
+    if context == "pmap":
+        run = jax.pmap(body, axis_name=AXIS, devices=jax.devices()[:workers])
+    elif context in ("vmap", "vmap_axes", "islands"):
+        spmd = AXIS if context == "islands" else None
+        placed = 0 if axes is None else axes
+        run = jax.jit(
+            jax.vmap(
+                body,
+                in_axes=(0, placed, 0, 0),
+                out_axes=(0, placed),
+                axis_name=AXIS,
+                spmd_axis_name=spmd,
+            )
+        )
+        if context == "islands":
+            params, grads = jax.tree.map(_on_islands, (params, grads))
+    else:
+        run = mapped(body, tx, params, axes, mesh(), context != "shard_map_unchecked")
+    history, state = run(params, state, grads, extra)
+    return jax.tree.map(lambda x: np.swapaxes(_numpy(x), 0, 1), history), state
+
+
+AXES_CONTEXTS = ("shard_map_axes", "vmap_axes", "islands")
+
+
+def mapped(body, tx, params, axes, over, check_vma):
+    """The body under shard_map, state stacked as `axes` says (None: all of it)."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    if axes is None:
+        specs = P(AXIS)
+    else:
+        specs = oxs.state_specs(tx, one, jax.tree.map(lambda _: P(), one), AXIS)
+
+    def local(params, state, grads, extra):
+        params, grads, extra = oxs.unstack((params, grads, extra))
+        history, state = body(params, oxs.unstack(state, axes), grads, extra)
+        return jax.tree.map(lambda x: x[None], history), oxs.stack(state, 1, axes)
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=over,
+            in_specs=(P(AXIS), specs, P(AXIS), P(AXIS)),
+            out_specs=(P(AXIS), specs),
+            check_vma=check_vma,
+        )
+    )
+
+
+def _on_islands(x):
+    inside = "inside" if x.ndim > 1 and x.shape[-1] % 2 == 0 and x.shape[-1] else None
+    spec = P(AXIS, *(None,) * (x.ndim - 2), inside) if x.ndim > 1 else P(AXIS)
+    return jax.device_put(x, NamedSharding(island_mesh(), spec))
+
+
+def _numpy(x):
+    return np.asarray(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x)
+
+
+def assert_close(actual, expected, relative=1e-6):
+    """Each element to `relative` of the largest magnitude that it has had so far.
+
+    Magnitudes below 1 count as 1: a parameter near 0 is the difference of larger terms.
+    """
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape, (path, a.shape, e.shape)
+        scale = np.maximum(1, np.maximum.accumulate(np.abs(e), axis=0))
+        error = np.abs(a - e)
+        worst = np.max(error - relative * scale, initial=-1.0)
+        assert np.all(error <= relative * scale), (path, worst)
