@@ -73,3 +73,11 @@ def expected(name):
 def test_one_answer_everywhere(context, name):
     history, _ = contexts.replay(context, *inputs(name))
     contexts.assert_close(history, expected(name))
+
+
+def process_cases():
+    """For tests/two_processes.py."""
+    cases = {name: inputs(name) for name in CASES}
+    for name in ("mean", "weighted"):
+        cases[f"{name} replicated"] = (*inputs(name), ("replicated",))
+    return cases

@@ -1,0 +1,42 @@
+"""Two processes with jax.distributed give the numbers that one process gives."""
+
+import functools
+
+import jax
+import pytest
+
+from tests import contexts, two_processes
+
+CASES = two_processes.cases()
+RUNS = [
+    (name, style) for name in CASES for style in two_processes.styles_of(*CASES[name])
+]
+
+
+@pytest.fixture(scope="session")
+def histories():
+    return two_processes.replay_all()
+
+
+@functools.cache
+def in_one_process(name):
+    history, _ = contexts.replay("vmap", *CASES[name][:4])
+    return history
+
+
+@pytest.mark.parametrize(("name", "style"), RUNS)
+def test_two_processes_agree_with_one(histories, name, style):
+    expected = in_one_process(name)
+    structure = jax.tree.structure(expected)
+    contexts.assert_close(structure.unflatten(histories[name, style]), expected)
+
+
+def test_failure_of_a_process_is_shown_and_ends_the_other(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\nif [ "$3" = 0 ]; then exec sleep 100; fi\necho broken; exit 3\n'
+    )
+    python.chmod(0o700)
+    monkeypatch.setattr(two_processes.sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=r"\[None, 3\](.|\n)*process 1:\nbroken"):
+        two_processes._launch(tmp_path, tmp_path / "result.npz")

@@ -1,0 +1,190 @@
+"""Transformations replayed in two processes of two CPU devices each, over gloo.
+
+`replay_all` launches the processes once for all cases of `CASES` and returns what every
+replica's parameters were. A module takes part by naming a function below that returns
+`{name: (tx, params, grads, extra)}`, with `grads` and `extra` [T, 4, ...] as for
+`contexts.replay`; a fifth element, a tuple of `STYLES`, says how to place the state
+where it is not to be all of the styles that `styles_of` finds.
+"""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+CASES = ("tests.replicas.test_cross_shard:process_cases",)
+# All under check_vma=True: everything stacked; counters and center replicated;
+# parameters and state replicated (equal on all replicas) with `P()` in and out.
+STYLES = ("shard_map", "shard_map_axes", "replicated")
+PROCESSES = 2
+SECONDS = 300
+
+
+def cases():
+    """{"module:function name": case} of all registered modules."""
+    found = {}
+    for entry in CASES:
+        module, function = entry.split(":")
+        for name, case in getattr(importlib.import_module(module), function)().items():
+            found[f"{module} {name}"] = case
+    return found
+
+
+def styles_of(tx, params, grads, extra, styles=None):
+    """The styles of a case: stacked, and with axes where these say something else."""
+    if styles is not None:
+        return styles
+    axes = oxs.state_axes(tx, params)
+    marks = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
+    return STYLES[:2] if None in marks else STYLES[:1]
+
+
+def replicated(tx, over, axis_name=contexts.AXIS):
+    """The body of `contexts.steps` with equal parameters and state on all replicas."""
+
+    def local(params, state, grads, extra):
+        grads, extra = oxs.unstack((grads, extra))
+        return contexts.steps(tx)(params, state, grads, extra)
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=over,
+            in_specs=(P(), P(), P(axis_name), P(axis_name)),
+            out_specs=P(),
+        )
+    )
+
+
+def replay_all():
+    """{(case, style): the leaves of the history [T, 4, ...]}, by two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.npz")
+        _launch(folder, result)
+        with np.load(result) as arrays:
+            flat = {key: arrays[key] for key in arrays.files}
+    histories: dict[tuple[str, str], list[np.ndarray]] = {}
+    for key, array in flat.items():
+        case, style, _ = key.split("|")
+        histories.setdefault((case, style), []).append(array)
+    return histories
+
+
+def _launch(folder, result):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[1]
+    logs = [Path(folder, f"{number}.log") for number in range(PROCESSES)]
+    children = []
+    try:
+        for number, log in enumerate(logs):
+            arguments = (str(number), str(port), str(result))
+            with log.open("w") as output:
+                children.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.two_processes", *arguments],
+                        cwd=root,
+                        env={**os.environ, "PYTHONPATH": str(root)},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        end = time.monotonic() + SECONDS
+        # One that fails leaves the other waiting in a collective: look at all of them.
+        while True:
+            codes = [child.poll() for child in children]
+            if all(code == 0 for code in codes):
+                return
+            failed = any(code not in (0, None) for code in codes)
+            if failed or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    said = "\n".join(
+        f"--- process {i}:\n{log.read_text()}" for i, log in enumerate(logs)
+    )
+    raise RuntimeError(f"Exit codes {codes} (None: still running).\n{said}")
+
+
+def _child(number, port, result):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", contexts.REPLICAS // PROCESSES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)
+    arrays = {}
+    for name, case in cases().items():
+        for style in styles_of(*case):
+            history = jax.tree.leaves(_replay(style, *case[:4]))
+            for leaf, value in enumerate(history):
+                arrays[f"{name}|{style}|{leaf}"] = value
+    if number == 0:
+        np.savez(result, **arrays)
+
+
+def _replay(style, tx, params, grads, extra):
+    over = contexts.mesh()
+    grads, extra = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), (grads, extra))
+    state = tx.init(jax.tree.map(np.asarray, params))
+    if style == "replicated":
+        run = replicated(tx, over)
+        specs = (P(), P(), P(contexts.AXIS), P(contexts.AXIS))
+    else:
+        axes = oxs.state_axes(tx, params) if style == "shard_map_axes" else None
+        state = oxs.stack(state, contexts.REPLICAS, axes)
+        params = oxs.stack(params, contexts.REPLICAS)
+        run = contexts.mapped(contexts.steps(tx), tx, params, axes, over, True)
+        state_specs = P(contexts.AXIS)
+        if axes is not None:
+            state_specs = jax.tree.map(
+                lambda axis: P() if axis is None else P(contexts.AXIS),
+                axes,
+                is_leaf=lambda x: x is None,
+            )
+        specs = (P(contexts.AXIS), state_specs, P(contexts.AXIS), P(contexts.AXIS))
+    history, _ = run(*_place((params, state, grads, extra), specs, over))
+    # [N, T, ...], or [T, ...] if replicated: from all processes to each of them.
+    history = multihost_utils.process_allgather(history, tiled=True)
+    if style == "replicated":
+        return jax.tree.map(
+            lambda x: np.stack([contexts._numpy(x)] * contexts.REPLICAS, axis=1),
+            history,
+        )
+    return jax.tree.map(lambda x: np.swapaxes(contexts._numpy(x), 0, 1), history)
+
+
+def _place(tree, specs, over):
+    """Arrays over the devices of all processes; each process holds the whole here."""
+
+    def place(spec, below):
+        sharding = NamedSharding(over, spec)
+        return jax.tree.map(lambda x: _global(x, sharding), below)
+
+    return jax.tree.map(place, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def _global(x, sharding):
+    local = np.asarray(x)
+    return jax.make_array_from_callback(local.shape, sharding, lambda at: local[at])
+
+
+if __name__ == "__main__":
+    _child(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
