@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any Keras 3 optimizer as an Optax gradient transformation."""
+
+import contextlib
+import copy
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.checks import check_grads
+from optx_sync.indexed_slices import IndexedSlices
+
+
+class KerasState(NamedTuple):
+    """The variables of a Keras optimizer, as arrays under their Keras names."""
+
+    variables: dict[str, jax.Array]  # "iteration", "learning_rate", ...
+    slots: dict[str, Any]  # "momentum", "velocity", ...: trees like the parameters
+
+
+def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """A Keras 3 optimizer, on the JAX backend, as a gradient transformation.
+
+        update = apply(grads, params) - params
+
+    where ``apply`` is Keras's own step, with the optimizer's learning rate schedule,
+    weight decay, clipping, moving average and gradient accumulation. Only the
+    configuration of `optimizer` is read: it is not changed, a copy is built on the
+    parameters in each traced call, and its slots start anew. A learning rate that is
+    not a schedule lies in ``state.variables["learning_rate"]`` and may be changed
+    there.
+
+    It departs from the rest of the catalogue where Keras does: the slots of half
+    precision parameters are of half precision, and the parameters in an update are
+    rounded before their difference is taken. A leaf whose gradient is ``None`` keeps
+    its value and its slots, the moving average included; if all are ``None``, nothing
+    changes, also not ``"iteration"``. Row-sparse gradients are refused.
+
+    Keras names a parameter by its path in the tree, "encoder/dense/3.kernel" with its
+    number among the leaves: ``exclude_from_weight_decay(var_names=...)`` searches in
+    the last part. Variables that do not have their parameter's shape (Adafactor), or
+    that not all parameters have (Muon), stand in ``state.variables``, where
+    ``optax.tree_utils.tree_map_params`` does not find them. `init` with abstract
+    parameters gives zeros to a slot that starts as the parameter (ScheduleFreeAdamW).
+
+    Args:
+      optimizer: A ``keras.optimizers.Optimizer``.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs`` whose update needs `params`.
+
+    Raises:
+      ImportError: If Keras is not installed.
+      RuntimeError: If Keras runs on another backend.
+      TypeError: If `optimizer` is not a Keras optimizer, or is a ``MultiOptimizer``;
+        at the update, for a row-sparse gradient.
+      ValueError: If variables, not names, were excluded from the weight decay.
+
+    Example:
+      >>> import os
+      >>> os.environ["KERAS_BACKEND"] = "jax"
+      >>> import jax.numpy as jnp, keras, optax, optx_sync as oxs
+      >>> tx = oxs.keras(keras.optimizers.SGD(0.5, momentum=0.5))
+      >>> params = {"w": jnp.array([3.0])}
+      >>> state = tx.init(params)
+      >>> for _ in range(2):
+      ...     updates, state = tx.update({"w": jnp.array([1.0])}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params["w"].item(), state.slots["momentum"]["w"].item()
+      (1.75, -0.75)
+
+    Reference: Keras 3, ``Optimizer.stateless_apply``.
+    """
+    library = _import_keras()
+    _check_optimizer(library, optimizer)
+    with warnings.catch_warnings():
+        # Keras reads its own learning rate through an `__array__` without `copy`.
+        warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)
+        config = optimizer.get_config()
+
+    def build(leaves: Mapping[int, tuple[Any, Any]], slots: list[str] | None):
+        """A new copy of the optimizer, built on parameters given as (path, leaf)."""
+        built = type(optimizer).from_config(copy.deepcopy(config))
+        excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+        if excluded is not None:
+            built.exclude_from_weight_decay(var_names=[excluded.pattern])
+        params = {
+            index: _variable(library, index, path, leaf)
+            for index, (path, leaf) in leaves.items()
+        }
+        built.build(list(params.values()))
+        return built, _names(built, params, slots)
+
+    slots = _common_slots(build)
+
+    def init(params):
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        with _standard_promotion():
+            built, names = build(dict(enumerate(leaves)), slots)
+            values = {
+                name: _detach(variable.value, _leaf(leaves, name))
+                for name, variable in zip(names, built.variables, strict=True)
+            }
+        return _to_state(values, slots, structure)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(
+                "keras needs the parameters; got params=None. Call "
+                "update(grads, state, params)."
+            )
+        _check_dense(updates)
+        check_grads(updates, params)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        grads = {
+            index: grad
+            for index, grad in enumerate(structure.flatten_up_to(updates))
+            if grad is not None
+        }
+        moves = [jnp.zeros_like(leaf) for _, leaf in leaves]
+        if not grads:
+            return structure.unflatten(moves), state
+        values = _from_state(state, structure)
+        with _standard_promotion():
+            built, names = build({index: leaves[index] for index in grads}, slots)
+            moved, changed = built.stateless_apply(
+                [values[name] for name in names],
+                list(grads.values()),
+                [leaves[index][1] for index in grads],
+            )
+        for index, new in zip(grads, moved, strict=True):
+            moves[index] = new - leaves[index][1]
+        values.update(zip(names, changed, strict=True))
+        return structure.unflatten(moves), _to_state(values, slots, structure)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# A variable of Keras: a slot and its parameter's number, or a name and None.
+_Name = tuple[str, int | None]
+
+
+def _import_keras() -> Any:
+    try:
+        import keras as library
+    except ImportError as error:
+        raise ImportError(
+            "optx_sync.keras needs Keras 3. Run: pip install 'optx-sync[keras]'."
+        ) from error
+    if library.backend.backend() != "jax":
+        raise RuntimeError(
+            f"Keras must run on JAX; got the backend {library.backend.backend()!r}. "
+            "Set KERAS_BACKEND=jax (or the backend in ~/.keras/keras.json) before "
+            "keras is imported first."
+        )
+    return library
+
+
+def _check_optimizer(library: Any, optimizer: Any) -> None:
+    if not isinstance(optimizer, library.optimizers.Optimizer):
+        raise TypeError(
+            f"keras takes a Keras optimizer; got {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Pass keras.optimizers.Adam(1e-3), for "
+            "example."
+        )
+    multiple = getattr(library.optimizers, "MultiOptimizer", ())
+    if isinstance(optimizer, multiple):
+        raise TypeError(
+            "keras takes one optimizer for all parameters; got a MultiOptimizer. "
+            "Use optax.partition with several oxs.keras(...)."
+        )
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise ValueError(
+            "exclude_from_weight_decay(var_list=...) names variables that only Keras "
+            "has. Pass var_names=..., or use optax.masked."
+        )
+
+
+def _check_dense(grads: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(
+        grads, is_leaf=lambda leaf: isinstance(leaf, IndexedSlices)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, IndexedSlices):
+            raise TypeError(
+                "Keras optimizers take dense gradients; got IndexedSlices at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. Pass "
+                "slices.to_dense(rows), or use a row-sparse optimizer such as "
+                "oxs.adagrad."
+            )
+
+
+def _variable(library: Any, index: int, path: Any, leaf: Any) -> Any:
+    """A Keras variable for a parameter, its number in the name: paths may collide."""
+    keys = [jax.tree_util.keystr((key,), simple=True).replace("/", "_") for key in path]
+    with contextlib.ExitStack() as scopes:
+        for key in keys[:-1]:
+            # An empty name is no scope, but it is a key.
+            scopes.enter_context(library.name_scope(key or "_"))
+        name = ".".join([str(index), *keys[-1:]])
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return library.Variable(
+                "zeros", shape=leaf.shape, dtype=leaf.dtype.name, name=name
+            )
+        return library.Variable(jnp.asarray(leaf), name=name)
+
+
+def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[_Name]:
+    """Name the variables of a built optimizer the same way in every build."""
+    prefixes = {
+        f"{variable.path.replace('/', '_')}_": index
+        for index, variable in params.items()
+    }
+    names: list[_Name] = []
+    for variable in built.variables:
+        # The slot of a parameter is called like the parameter, with a suffix.
+        prefix = max(filter(variable.name.startswith, prefixes), key=len, default="")
+        slot = variable.name.removeprefix(prefix)
+        if prefix and (slots is None or slot in slots):
+            name, index = slot, prefixes[prefix]
+        else:
+            # Keras numbers what has no name by how many it has made in all.
+            name, index = re.sub(r"^variable_\d+$", "variable", variable.name), None
+        unique, count = name, 0
+        while (unique, index) in names:
+            count += 1
+            unique = f"{name}#{count}"
+        names.append((unique, index))
+    return names
+
+
+def _common_slots(build: Any) -> list[str]:
+    """The slots that parameters of any shape have, in the shape of the parameter."""
+    shapes = [(), (2,), (2, 2), (2, 2, 2)]
+    leaves = [((), jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
+    with _standard_promotion():
+        built, names = build(dict(enumerate(leaves)), None)
+    found = {
+        (slot, index)
+        for (slot, index), variable in zip(names, built.variables, strict=True)
+        if index is not None and tuple(variable.shape) == shapes[index]
+    }
+    return sorted(
+        slot
+        for slot in {slot for slot, _ in found}
+        if all((slot, index) in found for index in range(len(shapes)))
+    )
+
+
+def _leaf(leaves: list[tuple[Any, Any]], name: _Name) -> Any:
+    return None if name[1] is None else leaves[name[1]][1]
+
+
+def _detach(value: jax.Array, leaf: Any) -> jax.Array:
+    """A slot's own buffer, placed and typed like the parameter that it belongs to."""
+    if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return value
+    if value.shape != jnp.shape(leaf):
+        return jnp.array(value)
+    return value + jnp.zeros_like(leaf, dtype=value.dtype)
+
+
+def _to_state(values: dict[_Name, jax.Array], slots: list[str], structure: Any) -> Any:
+    return KerasState(
+        variables={name: value for (name, i), value in values.items() if i is None},
+        slots={
+            slot: structure.unflatten(
+                [values[slot, index] for index in range(structure.num_leaves)]
+            )
+            for slot in slots
+        },
+    )
+
+
+def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
+    values: dict[_Name, jax.Array] = {}
+    for name, value in state.variables.items():
+        values[name, None] = value
+    for slot, tree in state.slots.items():
+        for index, value in enumerate(structure.flatten_up_to(tree)):
+            values[slot, index] = value
+    return values
+
+
+@contextlib.contextmanager
+def _standard_promotion():
+    # Keras mixes dtypes and ranks by the standard rules, whatever the user has set.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
