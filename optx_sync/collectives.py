@@ -132,7 +132,12 @@ def reduce(
         if _is_slices(leaf):
             scale = None if reduction == "sum" else fraction
             mean_of = divisor if reduction == "mean" and fraction is None else 1
-            leaves[i] = _sum_rows(leaf, axes, groups, scale, mean_of, wire_dtype)
+            values = _to_wire(leaf.values, reduction, wire_dtype)
+            rows = IndexedSlices(leaf.indices, values)
+            summed = _sum_rows(rows, axes, groups, scale, mean_of)
+            keeps = _is_inexact(leaf.values.dtype)
+            dtype = leaf.values.dtype if keeps else values.dtype
+            leaves[i] = summed.map_values(lambda v, dtype=dtype: v.astype(dtype))
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -176,6 +181,46 @@ def localize(tree: Tree, axis_name: AxisName) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
+
+
+def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
+    """`localize` where the axis is mapped, the identity outside: for `init`."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return tree
+    return localize(tree, axis_name)
+
+
+def vary_like(tree: Tree, reference: Tree) -> Tree:
+    """The tree, each leaf varying over the axes that its counterpart varies over.
+
+    Branches of a conditional must agree in this, and a reduction takes it away.
+    """
+
+    def vary(x, like):
+        missing = tuple(sorted(_varying_axes(like) - _varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree, reference)
+
+
+def vary_like(tree: Tree, like: Any, axis_name: AxisName) -> Tree:
+    """The tree, each leaf of which varies over the axis where that of `like` does.
+
+    What a collective returns is known to be equal everywhere, while the state that it
+    goes into may have come in stacked: its types must not change from step to step.
+    """
+    varying = {
+        path: _varying_axes(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like)
+    }
+
+    def vary(path, x):
+        axes = [a for a in checked_axes(axis_name) if a in varying.get(path, ())]
+        return localize(x, tuple(axes)) if axes else x
+
+    return jax.tree_util.tree_map_with_path(vary, tree)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -337,8 +382,8 @@ def _bound(function, axis):
     except NameError as error:
         raise ValueError(
             f"No mapped axis is named {axis!r} here. The reduction over replicas, and "
-            "so `update`, must run inside jax.shard_map or jax.pmap over a mesh with that "
-            f"axis, or inside jax.vmap(..., axis_name={axis!r})."
+            "so `update`, must run inside jax.shard_map or jax.pmap over a mesh with "
+            f"that axis, or inside jax.vmap(..., axis_name={axis!r})."
         ) from error
 
 
@@ -356,20 +401,23 @@ def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     operands = list(operands)
     if not operands:
         return operands
-    checked = checked_axes(axes)
-    if checked and len(checked) < len(axes):
-        raise ValueError(
-            f"JAX cannot reduce over {axes}, which mixes axes of jax.shard_map("
-            "check_vma=True) with axes of jax.vmap. Pass check_vma=False to "
-            "jax.shard_map."
-        )
     if groups is None:
-        return lax.psum(operands, axes)
+        return _sum_over_all(operands, axes)
     if not groups.native:
         return _sum_by_slots(operands, axes, groups)
-    if not checked:
+    if not checked_axes(axes):
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     return _sum_by_scatter(operands, axes[0], groups)
+
+
+def _sum_over_all(operands, axes):
+    # JAX cannot sum over an axis of shard_map(check_vma=True) and one of vmap at once.
+    checked = checked_axes(axes)
+    unchecked = tuple(axis for axis in axes if axis not in checked)
+    for part in (unchecked, checked):
+        if part:
+            operands = lax.psum(operands, part)
+    return operands
 
 
 def _sum_by_slots(operands, axes, groups: _Groups):
@@ -381,7 +429,8 @@ def _sum_by_slots(operands, axes, groups: _Groups):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
+    totals = _sum_over_all([place(x) for x in operands], axes)
+    return [total[own] for total in totals]
 
 
 def _sum_by_scatter(operands, axis, groups: _Groups):
@@ -389,9 +438,13 @@ def _sum_by_scatter(operands, axis, groups: _Groups):
 
     Together they send as much as the all-reduce that JAX refuses there.
     """
-    sums: list[Any] = [None] * len(operands)
-    for dtype in dict.fromkeys(x.dtype for x in operands):
-        members = [i for i, x in enumerate(operands) if x.dtype == dtype]
+    sums = list(operands)  # An array without elements is its own sum.
+    # Joined arrays get one type: what varies over another mesh axis stays apart.
+    kinds = [(x.dtype, _varying_axes(x)) for x in operands]
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, x in enumerate(operands) if x.size and kinds[i] == kind]
+        if not members:
+            continue
         flat = jnp.concatenate([operands[i].reshape(-1) for i in members])
         padded = jnp.pad(flat, (0, -flat.size % groups.size))
         piece = lax.psum_scatter(
@@ -408,11 +461,9 @@ def _sum_by_scatter(operands, axis, groups: _Groups):
     return sums
 
 
-def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor, wire_dtype):
+def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor):
     """The sum of all replicas' rows: gathered, then equal rows summed."""
-    original = slices.values.dtype
-    values = _to_wire(slices.values, "mean", wire_dtype)
-    indices = slices.indices
+    indices, values = slices.indices, slices.values
     if fraction is not None:
         values = _weigh(values, fraction)
         # A row of a replica without weight is not a touched row: -1 names no row.
@@ -420,20 +471,26 @@ def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor, wire_dtyp
     if divisor != 1:
         values = values / jnp.asarray(divisor, values.dtype)
     indices, values = (_gather(x, axes, groups) for x in (indices, values))
-    summed = IndexedSlices(indices, values).sum_duplicates()
-    return IndexedSlices(summed.indices, summed.values.astype(original))
+    return IndexedSlices(indices, values).sum_duplicates()
 
 
 def _gather(x: jax.Array, axes, groups: _Groups | None) -> jax.Array:
     """The arrays of all replicas (of the group), one behind the other."""
-    if groups is None:
-        to = "invarying" if checked_axes(axes) else "varying"
-        return lax.all_gather(x, axes, tiled=True, to=to)
-    if groups.native:
-        return lax.all_gather(x, axes, tiled=True, axis_index_groups=groups.assignment)
-    members = jnp.asarray([groups.assignment[g] for g in groups.own_group])
-    everyone = lax.all_gather(x, axes)
-    return everyone[members[axis_index(axes)]].reshape((-1, *x.shape[1:]))
+    everyone = localize(x, axes)[None]
+    if groups is not None and groups.native:
+        everyone = lax.all_gather(
+            everyone, axes, tiled=True, axis_index_groups=groups.assignment
+        )
+    else:
+        checked = checked_axes(axes)
+        # One by one, as JAX cannot gather over two axes of vmap; the first is major.
+        for axis in reversed(axes):
+            to = "invarying" if axis in checked else "varying"
+            everyone = lax.all_gather(everyone, axis, tiled=True, to=to)
+        if groups is not None:
+            members = jnp.asarray([groups.assignment[g] for g in groups.own_group])
+            everyone = everyone[members[axis_index(axes)]]
+    return everyone.reshape((everyone.shape[0] * x.shape[0], *x.shape[1:]))
 
 
 def _to_wire(x: jax.Array, reduction, reduce_dtype) -> jax.Array:
@@ -465,10 +522,10 @@ def _check_weight(weight) -> jax.Array:
             f"{jnp.shape(weight)}. Pass for example this replica's number of tokens, "
             "`weights.sum()`."
         )
-    array = jnp.asarray(weight)
-    concrete = not isinstance(array, jax.core.Tracer)
-    if concrete and not bool(jnp.isfinite(array) & (array >= 0)):
+    concrete = not isinstance(weight, jax.core.Tracer)
+    if concrete and not 0 <= float(weight) < math.inf:
         raise ValueError(f"weight must be finite and not negative; got {weight}.")
+    array = jnp.asarray(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
     return array if keeps else array.astype(jnp.float32)
 

@@ -16,8 +16,7 @@ from optx_sync.collectives import (
     check_group_assignment,
     check_reduce_dtype,
     check_reduction,
-    checked_axes,
-    localize,
+    localize_where_mapped,
     reduce,
     require_reduced,
 )
@@ -157,16 +156,9 @@ def cross_shard(
     def init(params):
         if inner is None:
             return optax.EmptyState()
-        return inner.init(_per_group(params))
-
-    def _per_group(params):
-        if group_assignment is None:
-            return params
-        try:
-            checked = checked_axes(axis_name)
-        except ValueError:  # Outside of a mapped context there is no type to set.
-            return params
-        return localize(params, axis_name) if checked else params
+        if group_assignment is not None:  # The groups' states will differ.
+            params = localize_where_mapped(params, axis_name)
+        return inner.init(params)
 
     def update(updates, state, params=None, *, weight=None, **extra_args):
         check_grads(updates, params)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AGN: workers push an accumulated normalised gradient and pull the center."""
+
+from typing import Any, Literal, get_args
+
+import optax
+
+from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.checks import check_inner
+from optx_sync.collectives import AxisName, Reduction, check_reduction
+
+Accumulate = Literal["gradients", "updates"]
+
+
+def agn_rule(
+    outer: optax.GradientTransformation | None,
+    *,
+    accumulate: Accumulate = "gradients",
+    reduction: Reduction = "mean",
+) -> CenterRule:
+    """The rule of `agn`, where its arguments are described; `outer` is as given."""
+    check_reduction(reduction)
+    if accumulate not in get_args(Accumulate):
+        raise ValueError(
+            f"accumulate must be 'gradients' or 'updates'; got {accumulate!r}."
+        )
+    if accumulate == "updates" and outer is not None:
+        raise ValueError(
+            "accumulate='updates' adds the workers' updates to the center, so outer "
+            "has no part in it. Leave outer out, or pass accumulate='gradients'."
+        )
+    if accumulate == "gradients":
+        outer = check_inner(outer, "oxs.agn_rule(optax.sgd(0.1))")
+    return CenterRule(
+        contribute=lambda own, center, at: (
+            own.accumulated / at.steps.astype(own.accumulated.dtype)
+        ),
+        outer=outer,
+        mean_over="pushed" if reduction == "mean" else None,
+        accumulate=accumulate,
+    )
+
+
+def agn(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    accumulate: Accumulate = "gradients",
+    reduction: Reduction = "mean",
+    communication_period: Period = 10,
+    inner_state: InnerState = "keep",
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Workers push an accumulated normalised gradient and pull the center (AGN).
+
+    Every worker trains on its own with `inner` and sums up its gradients. After
+    `communication_period` steps, k of them, with c the center:
+
+        d = mean_i (sum of worker i's gradients / k)
+        c <- one step of `outer` on c with the gradient d        x_i <- c
+
+    The original is TensorFlow's `AGNOptimizer`: it runs the worker's optimizer a
+    second time, on the center, with slots of the center's own; so does `outer=None`.
+    The paper accumulates the worker's *updates* and adds them to the center,
+    `accumulate="updates"`; for SGD without momentum the two are the same.
+
+    In the original the workers push one after the other. In lockstep their
+    contributions are averaged, which keeps the step of the center at the worker's
+    learning rate; `reduction="sum"` adds them, for SGD the same as pushing one after
+    the other. At `communication_period=1`, with the sum, it is DOWNPOUR. In the
+    original Adam's powers of beta are shared between a worker and the center; here
+    each has its own count.
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        outer: What absorbs the contributions at the center; `None`: `inner` again.
+        accumulate: `"gradients"` (the original) or `"updates"` (the paper).
+        reduction: `"mean"` or `"sum"` of the workers' contributions.
+        communication_period: See `center_variable`.
+        inner_state: See `center_variable`.
+        drop_nonfinite: See `center_variable`.
+        accumulator_dtype: See `center_variable`.
+
+    Returns:
+        The transformation; it stands last in a chain.
+
+    Raises:
+        ValueError: `outer` together with `accumulate="updates"`; what
+            `center_variable` refuses.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.agn(optax.adam(1e-3), "workers", communication_period=20)
+        >>> oxs.metrics(tx.init(jnp.ones(3))).rounds
+        Array(0, dtype=int32)
+
+    References:
+        Hermans, Spanakis, Moeckel, "Accumulated Gradient Normalization", 2017, arXiv
+        1710.02368. TensorFlow 1.15, `tf.contrib.opt.AGNOptimizer`.
+    """
+    if outer is None and accumulate == "gradients":
+        outer = inner
+    return center_variable(
+        inner,
+        agn_rule(outer, accumulate=accumulate, reduction=reduction),
+        axis_name,
+        communication_period=communication_period,
+        inner_state=inner_state,
+        drop_nonfinite=drop_nonfinite,
+        accumulator_dtype=accumulator_dtype,
+    )

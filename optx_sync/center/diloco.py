@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiLoCo: what the workers moved is a gradient for an outer optimizer."""
+
+from typing import Any
+
+import optax
+
+from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.checks import check_inner
+from optx_sync.collectives import AxisName
+
+
+def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:
+    """The rule of `diloco`; `None`: Nesterov SGD of rate 0.7 and momentum 0.9."""
+    if outer is None:
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return CenterRule(
+        # Optax negates: the gradient points from where the worker went to the center.
+        contribute=lambda own, center, at: own.taken - own.params,
+        outer=check_inner(outer, "oxs.diloco_rule(optax.sgd(0.7, 0.9, nesterov=True))"),
+        mean_over="workers",
+    )
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    communication_period: Period = 500,
+    inner_state: InnerState = "keep",
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Workers train on their own; what they moved is an outer optimizer's gradient.
+
+    Every `communication_period` steps, with N workers and c the center that all of
+    them took last:
+
+        d = sum_i (c - x_i) / N
+        c <- one step of `outer` on c with the gradient d        x_i <- c
+
+    With `outer=optax.sgd(1.0)` it is local SGD. The paper's settings: AdamW inside,
+    500 steps between rounds, and the default outer optimizer. The best outer learning
+    rate grows with the number of workers and with the period; an outer momentum needs
+    50 rounds or more to pay.
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        outer: What absorbs the pseudo-gradient; `None`: Nesterov SGD with learning
+            rate 0.7 and momentum 0.9.
+        communication_period: See `center_variable`.
+        inner_state: See `center_variable`.
+        drop_nonfinite: See `center_variable`.
+        accumulator_dtype: See `center_variable`.
+
+    Returns:
+        The transformation; it stands last in a chain.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.diloco(optax.adamw(1e-3), "workers", communication_period=50)
+        >>> state = tx.init({"w": jnp.full(2, 3.0)})
+        >>> oxs.center_params(state, {"w": jnp.zeros(2)})
+        {'w': Array([3., 3.], dtype=float32)}
+
+    References:
+        Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+        Models", 2023, arXiv 2311.08105. Charles et al., "Communication-Efficient
+        Language Model Training Scales Reliably and Robustly", 2025, arXiv 2503.09799.
+    """
+    return center_variable(
+        inner,
+        diloco_rule(outer),
+        axis_name,
+        communication_period=communication_period,
+        inner_state=inner_state,
+        drop_nonfinite=drop_nonfinite,
+        accumulator_dtype=accumulator_dtype,
+    )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic averaging: workers drift, tied to the center by a spring."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+
+from optx_sync.center.rule import (
+    CenterRule,
+    InnerState,
+    Own,
+    Period,
+    Round,
+    center_variable,
+)
+from optx_sync.collectives import AxisName
+
+
+def elastic_rule(
+    *,
+    moving_rate: float | jax.Array | None = None,
+    rho: float | jax.Array | None = None,
+    learning_rate: float | None = None,
+) -> CenterRule:
+    """The rule of `elastic_average`, where its arguments are described."""
+    _check("moving_rate", moving_rate, 0.0, 1.0)
+    _check("rho", rho, 0.0, math.inf)
+    if rho is None and learning_rate is None:
+        raise ValueError(
+            "rho=None stands for moving_rate / learning_rate and so needs "
+            "learning_rate. Pass learning_rate=0.1, say, or rho=0.0 for no penalty on "
+            "the gradient."
+        )
+    if rho is None and (
+        isinstance(learning_rate, bool)
+        or not isinstance(learning_rate, int | float)
+        or not 0 < learning_rate < math.inf
+    ):
+        raise ValueError(
+            "learning_rate must be a float > 0, from which rho = moving_rate / "
+            f"learning_rate follows; got {learning_rate!r}. With a schedule pass rho."
+        )
+
+    def check(communication_period: Period) -> None:
+        if moving_rate is None and callable(communication_period):
+            raise ValueError(
+                "With a schedule as communication_period there is no default moving "
+                "rate, which is 0.9 / communication_period / num_workers. Pass "
+                "moving_rate."
+            )
+
+    def rate(at: Round) -> Any:
+        if moving_rate is not None or at.communication_period is None:
+            return moving_rate
+        return 0.9 / at.communication_period / at.num_workers
+
+    def penalty(own: Own, at: Round) -> Any:
+        if rho is not None:
+            strength = rho
+        else:
+            strength = rate(at) / learning_rate
+        return strength * (own.params - own.taken)
+
+    without_penalty = isinstance(rho, int | float) and rho == 0
+    return CenterRule(
+        contribute=lambda own, center, at: rate(at) * (own.params - center),
+        take=lambda own, center, contribution: own.params - contribution,
+        penalty=None if without_penalty else penalty,
+        keeps_taken=not without_penalty,
+        check=check,
+    )
+
+
+def elastic_average(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    num_workers: int | None = None,
+    moving_rate: float | jax.Array | None = None,
+    rho: float | jax.Array | None = None,
+    learning_rate: float | None = None,
+    communication_period: Period = 10,
+    inner_state: InnerState = "keep",
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Workers with parameters of their own, pulled elastically to a center (EASGD).
+
+    In every step, with s the center at the worker's last exchange, before the pushes
+    of that round:
+
+        gradient of the worker:   g + rho (x - s)
+
+    and after it, every `communication_period` steps, with a the moving rate and c the
+    center:
+
+        x_i <- x_i - a (x_i - c)        c <- c + sum_i a (x_i - c)
+
+    An exchange conserves the sum of all workers' parameters and the center. Momentum
+    inside, `optax.sgd(lr, momentum=0.9, nesterov=True)`, makes it EAMSGD.
+
+    The original is TensorFlow's `ElasticAverageOptimizer`, and the defaults are its
+    own: `moving_rate = 0.9 / communication_period / num_workers` and `rho =
+    moving_rate / learning_rate`. The paper's rate does not shrink with the period,
+
+        oxs.elastic_average(inner, "workers", moving_rate=0.9 / num_workers, rho=0.0)
+
+    and is far better at long periods. In lockstep all workers pull at once, and the
+    center is stable for num_workers * moving_rate below 2 or so.
+
+    The original is asynchronous; this is the paper's synchronous form. A penalty
+    (rho != 0) makes row-sparse gradients dense, and keeps a second copy of the center.
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        num_workers: Checked against the size of the axis where given.
+        moving_rate: a, in [0, 1].
+        rho: The strength of the penalty, >= 0; 0.0 switches it off; `None`:
+            `moving_rate / learning_rate`.
+        learning_rate: The inner learning rate, a float > 0; read only for `rho=None`.
+        communication_period: See `center_variable`; with a schedule `moving_rate` must
+            be given.
+        inner_state: See `center_variable`.
+        drop_nonfinite: See `center_variable`.
+        accumulator_dtype: See `center_variable`.
+
+    Returns:
+        The transformation; it stands last in a chain.
+
+    Raises:
+        ValueError: `rho=None` without a `learning_rate`; a rate out of range; what
+            `center_variable` refuses.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.elastic_average(
+        ...     optax.sgd(0.1, momentum=0.9), "workers", learning_rate=0.1
+        ... )
+        >>> state = tx.init(jnp.ones(3))
+        >>> oxs.center_params(state, jnp.ones(3))
+        Array([1., 1., 1.], dtype=float32)
+
+    References:
+        Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", 2015,
+        arXiv 1412.6651. TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer`.
+    """
+    rule = elastic_rule(moving_rate=moving_rate, rho=rho, learning_rate=learning_rate)
+    return center_variable(
+        inner,
+        rule._replace(num_workers=num_workers),
+        axis_name,
+        communication_period=communication_period,
+        inner_state=inner_state,
+        drop_nonfinite=drop_nonfinite,
+        accumulator_dtype=accumulator_dtype,
+    )
+
+
+def _check(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse a number out of range; what is traced passes."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (math.isfinite(value) and low <= value <= high):
+            above = f" and at most {high}" if math.isfinite(high) else ""
+            raise ValueError(
+                f"{name} must be finite, at least {low}{above}; got {value}."
+            )
+    elif value is not None and not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be a number or None; got {value!r}.")

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: workers average their parameters every few steps."""
+
+from typing import Any
+
+import optax
+
+from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.collectives import AxisName
+
+
+def local_sgd_rule() -> CenterRule:
+    """The rule of `local_sgd`: the center moves by the mean of the workers' moves."""
+    return CenterRule(
+        contribute=lambda own, center, at: own.params - own.taken,
+        mean_over="workers",
+    )
+
+
+def local_sgd(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    communication_period: Period = 10,
+    inner_state: InnerState = "keep",
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Workers train on their own and average their parameters every few steps.
+
+    Every `communication_period` steps, with N workers and c the center that all of
+    them took last:
+
+        c <- c + sum_i (x_i - c) / N        x_i <- c
+
+    Any optimizer may be inside. A schedule as period gives post-local SGD: every step
+    during a warm-up, every 16 after it, with
+
+        communication_period=lambda step: jnp.where(step < 1000, 1, 16)
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        communication_period: See `center_variable`.
+        inner_state: See `center_variable`. Averaging the moments of Adam costs two
+            more exchanges of the parameters' size per round.
+        drop_nonfinite: See `center_variable`.
+        accumulator_dtype: See `center_variable`.
+
+    Returns:
+        The transformation; it stands last in a chain.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.local_sgd(optax.sgd(1.0), "workers", communication_period=1)
+        >>> params = jnp.zeros(())
+        >>> axes = oxs.state_axes(tx, params)
+        >>> state = oxs.stack(tx.init(params), 2, axes)
+        >>> def step(gradient, state, params):
+        ...     updates, state = tx.update(gradient, state, params)
+        ...     return optax.apply_updates(params, updates)
+        >>> two = jax.vmap(step, in_axes=(0, axes, 0), axis_name="workers")
+        >>> two(jnp.array([1.0, 3.0]), state, oxs.stack(params, 2))
+        Array([-2., -2.], dtype=float32)
+
+    References:
+        Stich, "Local SGD converges fast and communicates little", 2018, arXiv
+        1805.09767. Lin et al., "Don't use large mini-batches, use local SGD", 2018,
+        arXiv 1808.07217.
+    """
+    return center_variable(
+        inner,
+        local_sgd_rule(),
+        axis_name,
+        communication_period=communication_period,
+        inner_state=inner_state,
+        drop_nonfinite=drop_nonfinite,
+        accumulator_dtype=accumulator_dtype,
+    )
