@@ -195,7 +195,8 @@ def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
 def vary_like(tree: Tree, reference: Tree) -> Tree:
     """The tree, each leaf varying over the axes that its counterpart varies over.
 
-    Branches of a conditional must agree in this, and a reduction takes it away.
+    Branches of a conditional must agree in this, and so must a state from step to
+    step; a reduction takes it away. The two trees have the same structure.
     """
 
     def vary(x, like):
@@ -203,24 +204,6 @@ def vary_like(tree: Tree, reference: Tree) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree, reference)
-
-
-def vary_like(tree: Tree, like: Any, axis_name: AxisName) -> Tree:
-    """The tree, each leaf of which varies over the axis where that of `like` does.
-
-    What a collective returns is known to be equal everywhere, while the state that it
-    goes into may have come in stacked: its types must not change from step to step.
-    """
-    varying = {
-        path: _varying_axes(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like)
-    }
-
-    def vary(path, x):
-        axes = [a for a in checked_axes(axis_name) if a in varying.get(path, ())]
-        return localize(x, tuple(axes)) if axes else x
-
-    return jax.tree_util.tree_map_with_path(vary, tree)
 
 
 def axis_size(axis_name: AxisName) -> int:
