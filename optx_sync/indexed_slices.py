@@ -110,7 +110,7 @@ class IndexedSlices:
             >>> slices = oxs.IndexedSlices(jnp.array([7, 3, 7]), jnp.arange(3.0))
             >>> unique = slices.sum_duplicates()
             >>> unique.indices.tolist(), unique.values.tolist()
-            ([3, 7, 2147483647], [0.0, 2.0, 0.0])
+            ([3, 7, 2147483647], [1.0, 2.0, 0.0])
         """
         if self._words.ndim > 1:
             return jax.vmap(IndexedSlices.sum_duplicates)(self)
@@ -467,13 +467,18 @@ class _GatheredRows:
                     "loss passes to take."
                 )
         ids = jnp.asarray(ids)
-        named = _show(self.words)
-        position = jnp.searchsorted(named, ids).astype(jnp.int32)
-        found = named.at[position].get(mode="fill", fill_value=_LAST_INDEX) == ids
         in_range = (ids >= 0) & (ids < self.shape[0])
-        # Half precision: the gradients of an id that occurs often add up in float32.
-        wide = self.rows.astype(_at_least_float32(self.dtype))
-        looked_up = wide.at[position].get(mode="fill", fill_value=0).astype(self.dtype)
+        if self.rows.shape[0]:
+            named = _show(self.words)
+            position = jnp.searchsorted(named, ids).astype(jnp.int32)
+            found = named.at[position].get(mode="fill", fill_value=_LAST_INDEX) == ids
+            # Half precision: the gradients of a frequent id add up in float32.
+            wide = self.rows.astype(_at_least_float32(self.dtype))
+            looked_up = wide.at[position].get(mode="fill", fill_value=0)
+            looked_up = looked_up.astype(self.dtype)
+        else:
+            found = jnp.zeros_like(in_range)
+            looked_up = jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
         found, in_range = (_like_rows(m, looked_up) for m in (found, in_range))
         zeros = jnp.zeros_like(looked_up)
         not_named = jnp.where(in_range, jnp.full_like(zeros, jnp.nan), zeros)
