@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adadelta with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require
+
+
+class AdadeltaSlots(NamedTuple):
+    """Slots of `adadelta`."""
+
+    accum: Any  # running average of squared gradients
+    accum_update: Any  # running average of squared updates, without the learning rate
+
+
+def adadelta(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    rho: float = 0.95,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adadelta: TensorFlow's AdadeltaOptimizer.
+
+    .. math::
+
+        a &\leftarrow \rho a + (1 - \rho) g^2 \\
+        u &= \sqrt{d + \epsilon} \, g / \sqrt{a + \epsilon} \\
+        p &\leftarrow p - \eta u \\
+        d &\leftarrow \rho d + (1 - \rho) u^2
+
+    The paper has no learning rate: pass 1.0 for it. TensorFlow's default of 0.001 is
+    very slow. `optax.adadelta` is equal when given the same numbers; its defaults are
+    others. Of a table, only the rows named by a gradient see any of this.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        rho: decay of both averages, in [0, 1).
+        eps: >= 0, inside of both roots; with 0 nothing ever moves.
+
+    Returns:
+        A transformation with the slots `accum` and `accum_update`, both 0 at first.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.adadelta(1.0, rho=0.75, eps=1.0)
+        >>> state = tx.init(jnp.zeros(1))
+        >>> update, state = tx.update(jnp.array([2.0]), state)
+        >>> round(update.item(), 4), state.slots.accum.item()
+        (-1.4142, 1.0)
+
+    Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701.
+    """
+    require("[0, 1)", rho=rho)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        rho, eps = at.hyper
+        accum = slots.accum * rho + jnp.square(grad) * (1.0 - rho)
+        change = jnp.sqrt(slots.accum_update + eps) * lax.rsqrt(accum + eps) * grad
+        accum_update = slots.accum_update * rho + jnp.square(change) * (1.0 - rho)
+        return -change * at.learning_rate, AdadeltaSlots(accum, accum_update)
+
+    slots = AdadeltaSlots(accum=0.0, accum_update=0.0)
+    return from_rule(LeafRule(step, slots, hyper=(rho, eps)), learning_rate)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam in its epsilon-hat form, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import (
+    BetaPowers,
+    LeafRule,
+    bias_corrected_rate,
+    from_rule,
+    require,
+)
+
+
+class AdamSlots(NamedTuple):
+    """Slots of `adam`."""
+
+    m: Any  # running average of gradients
+    v: Any  # running average of squared gradients
+
+
+def adam(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam: TensorFlow's AdamOptimizer.
+
+    .. math::
+
+        m &\leftarrow m + (1 - b_1)(g - m) \\
+        v &\leftarrow v + (1 - b_2)(g^2 - v) \\
+        \alpha &= \eta \sqrt{1 - b_2^t} / (1 - b_1^t) \\
+        p &\leftarrow p - \alpha m / (\sqrt{v} + \epsilon)
+
+    This is the paper's epsilon-hat form: epsilon is added before the bias correction.
+    `optax.adam` adds it after, which over the first steps is an epsilon about 30 times
+    smaller. The powers of `b1` and `b2` are running float32 products.
+
+    A row-sparse gradient is the dense one that it stands for: slots of all rows decay,
+    and all rows move, at the cost of the whole table. For the rows named alone see
+    `custom_adam`.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the average of gradients, in [0, 1).
+        b2: decay of the average of their squares, in [0, 1).
+        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
+            gradient becomes NaN, as in the original.
+
+    Returns:
+        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        `beta1_power` and `beta2_power`.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        With a large epsilon the first step is far from the learning rate, which it is
+        with `optax.adam` (-0.0909 there for this case):
+
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.adam(0.1, eps=0.1)
+        >>> update, state = tx.update(jnp.array([1.0]), tx.init(jnp.zeros(1)))
+        >>> round(update.item(), 4), round(state.powers.beta1_power.item(), 4)
+        (-0.024, 0.81)
+
+    Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
+    arXiv:1412.6980, end of section 2.
+    """
+    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        b1, b2, eps = at.hyper
+        m = slots.m + (grad - slots.m) * (1.0 - b1)
+        v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
+        update = -(m * bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
+        return update, AdamSlots(m, v)
+
+    rule = LeafRule(
+        step,
+        AdamSlots(m=0.0, v=0.0),
+        rows="all",
+        hyper=(b1, b2, eps),
+        powers=BetaPowers(b1, b2),
+    )
+    return from_rule(rule, learning_rate)

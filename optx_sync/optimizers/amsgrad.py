@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AMSGrad without bias correction, with RETURNN's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+
+
+class AMSGradSlots(NamedTuple):
+    """Slots of `amsgrad`."""
+
+    m: Any  # running average of gradients
+    v: Any  # running average of squared gradients
+    v_hat: Any  # the largest v so far
+
+
+def amsgrad(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    decay: bool = False,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AMSGrad: RETURNN's AMSGradOptimizer.
+
+    .. math::
+
+        m &\leftarrow b_1 m + (1 - b_1) g \\
+        v &\leftarrow b_2 v + (1 - b_2) g^2, \qquad
+            \hat v \leftarrow \max(\hat v, v) \\
+        p &\leftarrow p - \eta_t m / (\epsilon + \sqrt{\hat v}), \qquad
+            \eta_t = \eta / \sqrt{t} \text{ with decay, else } \eta
+
+    As in the paper there is no bias correction; `optax.amsgrad` corrects both averages
+    unless told not to, and has other defaults.
+
+    It departs from the original where that one fails: with `eps=0`, the default, an
+    element that has seen no gradient so far stays where it is, instead of becoming
+    NaN. As in the original there is no row-sparse form; it is refused in so many words.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        decay: whether to divide the rate by :math:`\sqrt t`. A flag, second as in the
+            original: not to be mistaken for `b1`.
+        b1: decay of the average of gradients, in [0, 1).
+        b2: decay of the average of their squares, in [0, 1).
+        eps: >= 0.
+
+    Returns:
+        A transformation with the slots `m`, `v` and `v_hat`, all 0 at first.
+
+    Raises:
+        TypeError: if an argument is no number, or `decay` no bool; in `update`, if a
+            gradient is row-sparse.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.amsgrad(0.1, decay=True, b1=0.5, b2=0.75)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for _ in range(2):
+        ...     update, state = tx.update(jnp.array([4.0, 0.0]), state)
+        >>> print(update.round(4), state.slots.v_hat)
+        [-0.0802  0.    ] [7. 0.]
+
+    Reference: Reddi, Kale and Kumar, On the Convergence of Adam and Beyond, 2018.
+    """
+    require_flag(decay=decay)
+    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        b1, b2, rest1, rest2, eps = at.hyper
+        lr = at.learning_rate
+        if decay:
+            lr = lr / jnp.sqrt((at.count + 1).astype(lr.dtype))
+        m = b1 * slots.m + rest1 * grad
+        v = b2 * slots.v + rest2 * jnp.square(grad)
+        v_hat = jnp.maximum(slots.v_hat, v)
+        denominator = eps + jnp.sqrt(v_hat)
+        moves = denominator > 0.0
+        safe = jnp.where(moves, denominator, jnp.ones_like(denominator))
+        update = jnp.where(moves, -lr * m / safe, jnp.zeros_like(m))
+        return update, AMSGradSlots(m, v, v_hat)
+
+    rule = LeafRule(
+        step,
+        AMSGradSlots(m=0.0, v=0.0, v_hat=0.0),
+        rows="refused",
+        # The original subtracts in double precision, unlike all others.
+        hyper=(b1, b2, 1.0 - b1, 1.0 - b2, eps),
+    )
+    return from_rule(rule, learning_rate)

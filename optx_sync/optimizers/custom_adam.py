@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam of which only touched rows see anything, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import (
+    BetaPowers,
+    LeafRule,
+    bias_corrected_rate,
+    from_rule,
+    require,
+)
+
+
+class CustomAdamSlots(NamedTuple):
+    """Slots of `custom_adam`."""
+
+    m: Any  # running average of gradients
+    v: Any  # running average of squared gradients
+
+
+def custom_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adam on touched rows: RETURNN's CustomAdamOptimizer.
+
+    Also contrib's LazyAdamOptimizer.
+
+    .. math::
+
+        m &\leftarrow b_1 m + (1 - b_1) g \\
+        v &\leftarrow b_2 v + (1 - b_2) g^2 \\
+        \alpha &= \eta \sqrt{1 - b_2^t} / (1 - b_1^t) \\
+        p &\leftarrow p - \alpha m / (\sqrt{v} + \epsilon)
+
+    For dense gradients this is `adam`, with the same epsilon. Of a table, only the rows
+    named by a gradient decay and move, at a cost that does not grow with the table;
+    :math:`t` counts all updates, whatever they touch. A rare row therefore keeps its
+    averages from when it was last seen: what it learns differs from `adam`.
+
+    Equal rows of a gradient are summed first, as LazyAdam does; CustomAdam keeps the
+    last one's slots and moves the row once for each. Optax has no counterpart.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule; no default.
+        b1: decay of the average of gradients, in [0, 1).
+        b2: decay of the average of their squares, in [0, 1).
+        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
+            gradient, in a row that has been named, becomes NaN.
+
+    Returns:
+        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        `beta1_power` and `beta2_power`.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        Row 1 is not named, and does not even decay:
+
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.custom_adam(0.1, b1=0.5)
+        >>> table = jnp.zeros([2, 1])
+        >>> _, state = tx.update(jnp.ones([2, 1]), tx.init(table), table)
+        >>> grads = oxs.IndexedSlices(jnp.array([0]), jnp.zeros([1, 1]))
+        >>> _, state = tx.update(grads, state, table)
+        >>> state.slots.m[:, 0].tolist()
+        [0.25, 0.5]
+
+    Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
+    """
+    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        b1, b2, eps = at.hyper
+        m = b1 * slots.m + (1.0 - b1) * grad
+        v = b2 * slots.v + (1.0 - b2) * jnp.square(grad)
+        update = -bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
+        return update, CustomAdamSlots(m, v)
+
+    rule = LeafRule(
+        step,
+        CustomAdamSlots(m=0.0, v=0.0),
+        hyper=(b1, b2, eps),
+        powers=BetaPowers(b1, b2),
+    )
+    return from_rule(rule, learning_rate)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow the regularized leader, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require
+
+
+class FtrlSlots(NamedTuple):
+    """Slots of `ftrl`."""
+
+    accum: Any  # sum of squared gradients, and the initial value
+    linear: Any  # the linear term of the leader's objective
+
+
+def ftrl(
+    learning_rate: optax.ScalarOrSchedule,
+    learning_rate_power: float = -0.5,
+    initial_accumulator_value: float = 0.1,
+    l1: float = 0.0,
+    l2: float = 0.0,
+    l2_shrinkage: float = 0.0,
+    beta: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""FTRL-Proximal: TensorFlow's FtrlOptimizer.
+
+    .. math::
+
+        n' &= n + g^2, \qquad k = -\text{learning\_rate\_power} \\
+        z &\leftarrow z + g + 2 l_2^{shrinkage} p - \frac{n'^k - n^k}{\eta} p \\
+        p &\leftarrow \begin{cases} \dfrac{\operatorname{sign}(z) l_1 - z}
+            {n'^k / \eta + 2 l_2 + \beta / \eta} & |z| > l_1 \\ 0 & \text{else}
+            \end{cases}, \qquad n \leftarrow n'
+
+    The parameter is set anew from the sums; its initial value enters through `linear`
+    alone, so an element whose first gradient is zero becomes zero at once, and `l1`
+    makes parameters exactly zero. With a schedule, the current rate is used throughout,
+    and it must never be 0: the formula divides by it. Optax has no counterpart. Of a
+    table, only the rows named by a gradient see any of this, shrinkage included.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule, not 0.
+        learning_rate_power: :math:`-k`, <= 0; 0 keeps the rate constant.
+        initial_accumulator_value: where :math:`n` starts, >= 0.
+        l1: strength of the l1 norm, >= 0.
+        l2: strength of the squared l2 norm of the leader, >= 0.
+        l2_shrinkage: strength of the squared l2 norm of the loss, >= 0: it enters the
+            gradient, but not its square.
+        beta: the paper's :math:`\beta`, >= 0 (the original takes any number).
+
+    Returns:
+        A transformation with the slots `accum` and `linear`. It needs `params`.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.ftrl(0.5, l1=1.0)
+        >>> params = jnp.zeros(3)
+        >>> grads = jnp.array([3.0, 0.5, -2.0])
+        >>> updates, state = tx.update(grads, tx.init(params), params)
+        >>> [round(p, 3) for p in optax.apply_updates(params, updates).tolist()]
+        [-0.331, 0.0, 0.247]
+
+    Reference: McMahan et al., Ad Click Prediction: a View from the Trenches, 2013.
+    """
+    require("(-inf, 0]", learning_rate_power=learning_rate_power)
+    require("[0, inf)", initial_accumulator_value=initial_accumulator_value)
+    require("[0, inf)", l1=l1, l2=l2, l2_shrinkage=l2_shrinkage, beta=beta)
+    if isinstance(learning_rate, int | float) and learning_rate == 0:
+        raise ValueError("learning_rate must not be 0 for ftrl, which divides by it.")
+    known_power = not isinstance(learning_rate_power, jax.Array)
+    is_root = known_power and learning_rate_power == -0.5
+
+    def step(grad, slots, param, at):
+        power, l1, l2, l2_shrinkage, beta = at.hyper
+        lr = at.learning_rate
+
+        def to_the_k(x):
+            return jnp.sqrt(x) if is_root else jnp.power(x, -power)
+
+        # TensorFlow adds beta to l2, with the same guard against a rate of zero.
+        l2 = l2 + beta / (2.0 * jnp.maximum(lr, 1e-36))
+        accum = slots.accum + jnp.square(grad)
+        shrunk = grad + 2.0 * l2_shrinkage * param
+        growth = to_the_k(accum) - to_the_k(slots.accum)
+        linear = slots.linear + (shrunk - growth * param / lr)
+        quadratic = to_the_k(accum) / lr + 2.0 * l2
+        leader = (jnp.sign(linear) * l1 - linear) / quadratic
+        new_param = jnp.where(jnp.abs(linear) > l1, leader, jnp.zeros_like(leader))
+        return new_param - param, FtrlSlots(accum, linear)
+
+    rule = LeafRule(
+        step,
+        FtrlSlots(accum=initial_accumulator_value, linear=0.0),
+        hyper=(learning_rate_power, l1, l2, l2_shrinkage, beta),
+        needs_params=True,
+    )
+    return from_rule(rule, learning_rate)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient descent, slower where a gradient is unusual, with RETURNN's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require
+
+
+class GradVarianceScaledSlots(NamedTuple):
+    """Slots of `grad_variance_scaled`."""
+
+    m: Any  # running average of gradients
+    v: Any  # running average of squared distances from it
+
+
+def grad_variance_scaled(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps scaled by gradient variance: RETURNN's GradVarianceScaledOptimizer.
+
+    .. math::
+
+        m &\leftarrow b_1 m + (1 - b_1) g \\
+        s &= (g - m)^2, \qquad v \leftarrow b_2 v + (1 - b_2) s \\
+        p &\leftarrow p - \eta g \min\left(\frac{v}{s + \epsilon}, 1\right)
+
+    A gradient that is no further from the average than usual is followed in full, an
+    outlier in part. There is no bias correction: the first steps are shortened by about
+    :math:`1 - b_2`. Optax has no counterpart.
+
+    Of a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows named by a gradient move. Equal rows are summed first; the original treats
+    them one by one.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule; no default.
+        b1: decay of the average of gradients, in [0, 1).
+        b2: decay of the average of squared distances, in [0, 1).
+        eps: >= 0; with 0 an element that has never seen a gradient becomes NaN, as in
+            the original.
+
+    Returns:
+        A transformation with the slots `m` and `v`, both 0 at first.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.grad_variance_scaled(1.0, b1=0.5, b2=0.75)
+        >>> state = tx.init(jnp.zeros(1))
+        >>> for _ in range(3):
+        ...     update, state = tx.update(jnp.array([1.0]), state)
+        ...     print(round(update.item(), 4))
+        -0.25
+        -1.0
+        -1.0
+
+    Reference: `GradVarianceScaledOptimizer` in RETURNN, `returnn/tf/updater.py`.
+    """
+    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        b1, b2, eps = at.hyper
+        m = slots.m * b1 + grad * (1.0 - b1)
+        distance = jnp.square(grad - m)
+        v = slots.v * b2 + distance * (1.0 - b2)
+        factor = jnp.minimum(v / (distance + eps), 1.0)
+        return -at.learning_rate * grad * factor, GradVarianceScaledSlots(m, v)
+
+    def decay(slots, at):
+        b1, b2, _ = at.hyper
+        return GradVarianceScaledSlots(slots.m * b1, slots.v * b2)
+
+    rule = LeafRule(
+        step,
+        GradVarianceScaledSlots(m=0.0, v=0.0),
+        rows="decay_all",
+        decay=decay,
+        hyper=(b1, b2, eps),
+    )
+    return from_rule(rule, learning_rate)

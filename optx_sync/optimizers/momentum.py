@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Momentum, Polyak's or Nesterov's, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+
+
+class MomentumSlots(NamedTuple):
+    """Slots of `momentum`."""
+
+    momentum: Any  # decaying sum of gradients, without the learning rate
+
+
+def momentum(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gradient descent with momentum: TensorFlow's MomentumOptimizer.
+
+    .. math::
+
+        a &\leftarrow \mu a + g \\
+        p &\leftarrow p - \eta a
+            \quad\text{or, with nesterov,}\quad p - (\eta g + \eta \mu a)
+
+    Equal to `optax.sgd(learning_rate, momentum, nesterov)`. As there, the learning rate
+    stands outside of the sum, where the paper has it inside: a new rate also rescales
+    the momentum gathered so far. A table's rows that a gradient does not name neither
+    decay nor move.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        momentum: :math:`\mu`, any finite number; there is no default, as in the
+            original.
+        nesterov: whether to look ahead, as Sutskever et al. do.
+
+    Returns:
+        A transformation with the slot `momentum`, at first 0.
+
+    Raises:
+        TypeError: if `momentum` is no number, or `nesterov` no bool.
+        ValueError: if a number is not finite.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.momentum(0.5, momentum=0.5)
+        >>> state = tx.init(jnp.array([1.0]))
+        >>> for _ in range(3):
+        ...     update, state = tx.update(jnp.array([1.0]), state)
+        ...     print(update.item(), state.slots.momentum.item())
+        -0.5 1.0
+        -0.75 1.5
+        -0.875 1.75
+
+    Reference: Sutskever, Martens, Dahl and Hinton, On the importance of initialization
+    and momentum in deep learning, 2013.
+    """
+    require("(-inf, inf)", momentum=momentum)
+    require_flag(nesterov=nesterov)
+
+    def step(grad, slots, param, at):
+        (mu,) = at.hyper
+        total = slots.momentum * mu + grad
+        if nesterov:
+            update = -(grad * at.learning_rate + total * mu * at.learning_rate)
+        else:
+            update = -total * at.learning_rate
+        return update, MomentumSlots(total)
+
+    rule = LeafRule(step, MomentumSlots(momentum=0.0), hyper=(momentum,))
+    return from_rule(rule, learning_rate)

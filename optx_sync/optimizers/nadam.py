@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam with Nesterov's momentum, with the arithmetic of TensorFlow's contrib."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import (
+    BetaPowers,
+    LeafRule,
+    bias_corrected_rate,
+    from_rule,
+    require,
+)
+
+
+class NadamSlots(NamedTuple):
+    """Slots of `nadam`."""
+
+    m: Any  # running average of gradients
+    v: Any  # running average of squared gradients
+
+
+def nadam(
+    learning_rate: optax.ScalarOrSchedule = 0.001,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Nadam: contrib's and RETURNN's NadamOptimizer.
+
+    .. math::
+
+        m &\leftarrow m + (1 - b_1)(g - m) \\
+        v &\leftarrow v + (1 - b_2)(g^2 - v) \\
+        \alpha &= \eta \sqrt{1 - b_2^t} / (1 - b_1^t) \\
+        p &\leftarrow p - \alpha \frac{b_1 m + (1 - b_1) g}{\sqrt{v} + \epsilon}
+
+    Both terms are corrected with the current :math:`t`. The paper, `optax.nadam` and
+    Keras correct the momentum with the next one, and add epsilon after the correction.
+
+    Of a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows named by a gradient move.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        b1: decay of the average of gradients, in [0, 1).
+        b2: decay of the average of their squares, in [0, 1).
+        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
+            gradient becomes NaN, as in the original.
+
+    Returns:
+        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        `beta1_power` and `beta2_power`.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        The first step is longer than the learning rate, by the look ahead:
+
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.nadam(0.01, b1=0.75)
+        >>> update, _ = tx.update(jnp.array([5.0, -2.0]), tx.init(jnp.zeros(2)))
+        >>> print(update.round(4))
+        [-0.0175  0.0175]
+
+    Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
+    """
+    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, inf)", eps=eps)
+
+    def step(grad, slots, param, at):
+        b1, b2, eps = at.hyper
+        m = slots.m + (grad - slots.m) * (1.0 - b1)
+        v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
+        ahead = grad * (1.0 - b1) + b1 * m
+        update = -(ahead * bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
+        return update, NadamSlots(m, v)
+
+    def decay(slots, at):
+        b1, b2, _ = at.hyper
+        return NadamSlots(slots.m * b1, slots.v * b2)
+
+    rule = LeafRule(
+        step,
+        NadamSlots(m=0.0, v=0.0),
+        rows="decay_all",
+        decay=decay,
+        hyper=(b1, b2, eps),
+        powers=BetaPowers(b1, b2),
+    )
+    return from_rule(rule, learning_rate)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer found by search: slow down where gradient and momentum disagree."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require
+
+
+class NeuralOptimizer1Slots(NamedTuple):
+    """Slots of `neural_optimizer_1`."""
+
+    m: Any  # running average of gradients
+
+
+def neural_optimizer_1(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    decrease_factor: float = 0.1,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Smaller steps against the average gradient: RETURNN's NeuralOptimizer1.
+
+    .. math::
+
+        m &\leftarrow b_1 m + (1 - b_1) g \\
+        p &\leftarrow p - \eta g \cdot \begin{cases}
+            1 & \operatorname{sign}(m) = \operatorname{sign}(g) \\
+            \text{decrease\_factor} & \text{else} \end{cases}
+
+    The paper found :math:`g \exp(\operatorname{sign}(g) \operatorname{sign}(m))`
+    (PowerSign); this is that rule but for constants: the default ratio of 0.1 between
+    disagreement and agreement is :math:`e^{-2} \approx 0.135` there. Optax has no
+    counterpart.
+
+    Of a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows named by a gradient move. Equal rows are summed first; the original treats
+    them one by one.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule; no default.
+        b1: decay of the average of gradients, in [0, 1).
+        decrease_factor: what a step is multiplied by where the signs differ, any finite
+            number.
+
+    Returns:
+        A transformation with the slot `m`, at first 0.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or `b1` is not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.neural_optimizer_1(1.0, b1=0.75, decrease_factor=0.25)
+        >>> state = tx.init(jnp.zeros(1))
+        >>> for grad in [8.0, -2.0, -16.0]:
+        ...     update, state = tx.update(jnp.array([grad]), state)
+        ...     print(update.item(), state.slots.m.item())
+        -8.0 2.0
+        0.5 1.0
+        16.0 -3.25
+
+    Reference: Bello, Zoph, Vasudevan and Le, Neural Optimizer Search with Reinforcement
+    Learning, 2017.
+    """
+    require("[0, 1)", b1=b1)
+    require("(-inf, inf)", decrease_factor=decrease_factor)
+
+    def step(grad, slots, param, at):
+        b1, decrease_factor = at.hyper
+        m = slots.m * b1 + grad * (1.0 - b1)
+        agree = jnp.sign(m) == jnp.sign(grad)
+        factor = jnp.where(agree, jnp.ones_like(grad), decrease_factor)
+        return -at.learning_rate * grad * factor, NeuralOptimizer1Slots(m)
+
+    def decay(slots, at):
+        b1, _ = at.hyper
+        return NeuralOptimizer1Slots(slots.m * b1)
+
+    rule = LeafRule(
+        step,
+        NeuralOptimizer1Slots(m=0.0),
+        rows="decay_all",
+        decay=decay,
+        hyper=(b1, decrease_factor),
+    )
+    return from_rule(rule, learning_rate)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proximal Adagrad, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
+
+
+class ProximalAdagradSlots(NamedTuple):
+    """Slots of `proximal_adagrad`."""
+
+    accumulator: Any  # sum of squared gradients, and the initial value
+
+
+def proximal_adagrad(
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: float = 0.1,
+    l1: float = 0.0,
+    l2: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adagrad with a proximal step: TensorFlow's ProximalAdagradOptimizer.
+
+    .. math::
+
+        a &\leftarrow a + g^2, \qquad e = \eta / \sqrt{a} \\
+        w &= p - e g \\
+        p &\leftarrow \frac{\operatorname{sign}(w) \max(|w| - e l_1, 0)}{1 + e l_2}
+
+    Each element's own rate :math:`e` also scales its regularization, which makes
+    parameters exactly zero. Without `l1` and `l2` it is `adagrad`. Optax has no
+    counterpart. Of a table, only the rows named by a gradient shrink.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        initial_accumulator_value: where :math:`a` starts, > 0.
+        l1: strength of the l1 norm, >= 0.
+        l2: strength of the squared l2 norm, >= 0.
+
+    Returns:
+        A transformation with the slot `accumulator`. It needs `params`.
+
+    Raises:
+        TypeError: if an argument is no number.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.proximal_adagrad(2.0, initial_accumulator_value=3.0, l1=0.5)
+        >>> params = jnp.array([4.0, 1.25])
+        >>> updates, _ = tx.update(jnp.ones(2), tx.init(params), params)
+        >>> optax.apply_updates(params, updates).round(4).tolist()
+        [2.5, 0.0]
+
+    Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization, 2011; Duchi and Singer, 2009.
+    """
+    require("(0, inf)", initial_accumulator_value=initial_accumulator_value)
+    require("[0, inf)", l1=l1, l2=l2)
+
+    def step(grad, slots, param, at):
+        l1, l2 = at.hyper
+        accumulator = slots.accumulator + jnp.square(grad)
+        rate = at.learning_rate * lax.rsqrt(accumulator)
+        moved = param - grad * rate
+        new_param = soft_threshold(moved, rate * l1) / (1.0 + l2 * rate)
+        return new_param - param, ProximalAdagradSlots(accumulator)
+
+    rule = LeafRule(
+        step,
+        ProximalAdagradSlots(accumulator=initial_accumulator_value),
+        hyper=(l1, l2),
+        needs_params=True,
+    )
+    return from_rule(rule, learning_rate)

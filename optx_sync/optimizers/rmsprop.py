@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSProp, plain or centered, with TensorFlow's arithmetic."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+
+
+class RMSPropSlots(NamedTuple):
+    """Slots of `rmsprop`."""
+
+    rms: Any  # running average of squared gradients; starts at one
+    momentum: Any  # decaying sum of steps; there even if momentum is 0
+
+
+class CenteredRMSPropSlots(NamedTuple):
+    """Slots of `rmsprop(..., centered=True)`."""
+
+    rms: Any
+    momentum: Any
+    mg: Any  # running average of gradients
+
+
+def rmsprop(
+    learning_rate: optax.ScalarOrSchedule,
+    decay: float = 0.9,
+    momentum: float = 0.0,
+    eps: float = 1e-10,
+    centered: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""RMSProp: TensorFlow's RMSPropOptimizer.
+
+    .. math::
+
+        s &\leftarrow s + (1 - \rho)(g^2 - s), \qquad
+            c \leftarrow c + (1 - \rho)(g - c) \quad\text{if centered} \\
+        m &\leftarrow \mu m + \eta \, g / \sqrt{s - c^2 + \epsilon} \\
+        p &\leftarrow p - m
+
+    The average of squares starts at 1, epsilon is inside of the root, and the learning
+    rate inside of the momentum. `optax.rmsprop` starts at 0 with an epsilon of 1e-8
+    outside; with `initial_scale=1.0, eps_in_sqrt=True` and the same numbers it is
+    equal. Of a table, only the rows named by a gradient see any of this.
+
+    Args:
+        learning_rate: :math:`\eta`, a number or a schedule.
+        decay: :math:`\rho` of the averages, in [0, 1).
+        momentum: :math:`\mu`, any finite number.
+        eps: >= 0. With `centered` choose it well above 1e-7: the difference under the
+            root can round to below zero.
+        centered: whether to subtract the square of the average gradient.
+
+    Returns:
+        A transformation with the slots `rms`, `momentum` and, if centered, `mg`.
+
+    Raises:
+        TypeError: if an argument is no number, or `centered` no bool.
+        ValueError: if an argument is not finite, or not in its range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.rmsprop(1.0, decay=0.75, momentum=0.5, eps=0.0)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> update, state = tx.update(jnp.array([1.0, 5.0]), state)
+        >>> print(update.round(4), state.slots.rms)
+        [-1.     -1.8898] [1. 7.]
+
+    Reference: Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5,
+    2012; centered: Graves, arXiv:1308.0850.
+    """
+    require("[0, 1)", decay=decay)
+    require("(-inf, inf)", momentum=momentum)
+    require("[0, inf)", eps=eps)
+    require_flag(centered=centered)
+
+    def step(grad, slots, param, at):
+        rho, mu, eps = at.hyper
+        rms = slots.rms + (jnp.square(grad) - slots.rms) * (1.0 - rho)
+        variance = rms
+        averages = ()
+        if centered:
+            mg = slots.mg + (grad - slots.mg) * (1.0 - rho)
+            variance = rms - jnp.square(mg)
+            averages = (mg,)
+        root = jnp.sqrt(variance + eps)
+        change = slots.momentum * mu + grad * at.learning_rate / root
+        return -change, type(slots)(rms, change, *averages)
+
+    slots = RMSPropSlots(rms=1.0, momentum=0.0)
+    if centered:
+        slots = CenteredRMSPropSlots(*slots, mg=0.0)
+    return from_rule(LeafRule(step, slots, hyper=(decay, momentum, eps)), learning_rate)

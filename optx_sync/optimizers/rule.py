@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rule for one array becomes an Optax transformation, dense and row-sparse.
+
+An optimizer of this room is a formula. `LeafRule` holds the formula for one array and
+says what a row without a gradient suffers; `from_rule` makes it an
+`optax.GradientTransformationExtraArgs` over whole trees. What all optimizers of the
+room have in common is therefore told, and written, here:
+
+* `learning_rate` is a number, a traced scalar, or an Optax schedule, which is called
+  with the number of updates so far (0 at the first). It may be negative, as in the
+  originals and in Optax; `None`, NaN and infinity are refused.
+* The other hyper-parameters are numbers or traced scalars (`optax.inject_hyperparams`).
+  They become float32 before use, as TensorFlow's do: `1 - b1` is 0.100000024 for 0.9.
+  Concrete numbers are checked; traced ones cannot be, and pass.
+* Slots of half precision parameters are float32, those of float64 parameters float64.
+  The arithmetic is the slots', the update is cast to the parameter's dtype at the end.
+* A gradient leaf may be `None`: its slots stay as they are and its update is zero (or
+  `None` where neither `params` nor a slot tells the shape).
+* A gradient leaf may be an `IndexedSlices`, the rows of a table. Equal rows are summed
+  first. Then, by the rule's `rows`:
+
+  - `"touched"`: the rows named, and their slots, see the rule; nothing else changes,
+    and nothing of the table's size is computed.
+  - `"decay_all"`: the slots of all other rows see the rule's `decay`; only the rows
+    named move.
+  - `"all"`: what the dense gradient, zero elsewhere, would do; all rows move.
+  - `"refused"`: a `TypeError`.
+
+  Rows out of range are dropped. The update is an `IndexedSlices` again (dense for
+  `"all"`), which `optax.apply_updates` scatter-adds.
+* `params` are needed for row-sparse gradients, and by the rules that set the parameter
+  anew rather than move it (FTRL, the proximal ones, AdagradDA).
+* Inside `jax.shard_map`, `pmap` and `vmap` a rule acts on what it is given: it holds no
+  collective.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.checks import check_grads
+from optx_sync.indexed_slices import IndexedSlices, check_rows
+
+Rows = Literal["touched", "decay_all", "all", "refused"]
+
+
+class Step(NamedTuple):
+    """What all arrays of one update have in common; scalars in the slots' dtype."""
+
+    learning_rate: Any  # of this update: a schedule has been evaluated
+    count: Any  # updates before this one: 0 at the first
+    hyper: tuple  # the rule's `hyper`
+    powers: Any  # the rule's `powers`, running
+
+
+class NoSlots(NamedTuple):
+    """The slots of a rule that remembers nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRule:
+    """The formula of an optimizer, for one array.
+
+    Attributes:
+        step: `step(grad, slots, param, at) -> (update, slots)`, the formula. `grad`,
+            `param` (`None` where the caller gave no `params`) and each field of `slots`
+            are arrays of one shape and dtype, the whole leaf or some rows of it; `at`
+            is a `Step`. `param + update` is the new parameter.
+        slots: a NamedTuple of initial values, one field for each slot. The same type
+            then holds whole parameter-shaped trees in the state, and one leaf's arrays
+            in `step`.
+        rows: what becomes of the rows that an `IndexedSlices` does not name.
+        decay: for `rows="decay_all"`: `decay(slots, at) -> slots` of such a row.
+        hyper: hyper-parameters, which `step` reads as `at.hyper` in the right dtype.
+        powers: a NamedTuple of numbers, of which running powers are kept: the value
+            itself in the first update, multiplied by it after each (float32 products,
+            as TensorFlow's `beta1_power`); `step` reads them as `at.powers`.
+        needs_params: whether `step` reads `param`.
+
+    Raises:
+        TypeError: if `slots` is no NamedTuple.
+        ValueError: if `rows` is unknown, or `decay` and `rows` do not go together.
+    """
+
+    step: Callable[[Any, Any, Any, Step], tuple[Any, Any]]
+    slots: Any = NoSlots()  # noqa: RUF009 # a NamedTuple is as immutable as a tuple
+    rows: Rows = "touched"
+    decay: Callable[[Any, Step], Any] | None = None
+    hyper: tuple = ()
+    powers: Any = ()
+    needs_params: bool = False
+
+    def __post_init__(self):
+        if not hasattr(self.slots, "_fields"):
+            raise TypeError(
+                "slots must be a NamedTuple of initial values; got "
+                f"{self.slots!r}. Pass an instance of a `class MySlots(NamedTuple)`."
+            )
+        if self.rows not in get_args(Rows):
+            raise ValueError(
+                f"rows must be one of {get_args(Rows)}; got {self.rows!r}."
+            )
+        if (self.rows == "decay_all") != (self.decay is not None):
+            raise ValueError(
+                'decay goes with rows="decay_all", and with nothing else; got '
+                f"rows={self.rows!r} and decay={self.decay!r}."
+            )
+
+
+class RuleState(NamedTuple):
+    """State of every optimizer of this room."""
+
+    update_count: Any  # int32, updates so far
+    powers: Any  # the rule's running powers, shared by all leaves
+    slots: Any  # the rule's NamedTuple, each field a tree like the parameters'
+
+
+def from_rule(
+    rule: LeafRule, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """Make an optimizer of a rule for one array.
+
+    Args:
+        rule: the formula, its slots, and what it does to rows without a gradient.
+        learning_rate: a number or an Optax schedule, handed to the rule as
+            `at.learning_rate`.
+
+    Returns:
+        A transformation over trees of parameters. Extra arguments of `update` are
+        accepted and ignored.
+
+    Raises:
+        TypeError: if an argument has the wrong type; in `update`, if a gradient is not
+            real and floating, or is row-sparse where the rule refuses it.
+        ValueError: if `learning_rate` is not finite; in `update`, if gradients,
+            parameters and state do not match (the leaf's path is named), or if
+            `params` is missing where it is needed.
+
+    Example:
+        Gradients' signs, with one slot that counts how often an element has moved:
+
+        >>> from typing import Any, NamedTuple
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> class SignSlots(NamedTuple):
+        ...     moved: Any
+        >>> def step(grad, slots, param, at):
+        ...     sign = jnp.sign(grad)
+        ...     return -at.learning_rate * sign, SignSlots(slots.moved + jnp.abs(sign))
+        >>> tx = oxs.from_rule(oxs.LeafRule(step, SignSlots(moved=0.0)), 0.5)
+        >>> state = tx.init({"w": jnp.zeros(3)})
+        >>> updates, state = tx.update({"w": jnp.array([3.0, 0.0, -2.0])}, state)
+        >>> print(updates["w"], state.slots.moved["w"])
+        [-0.5 -0.   0.5] [1. 0. 1.]
+    """
+    if not isinstance(rule, LeafRule):
+        raise TypeError(
+            f"rule must be a LeafRule; got {rule!r}. Pass LeafRule(step, slots)."
+        )
+    if not callable(learning_rate):
+        require("(-inf, inf)", learning_rate=learning_rate)
+
+    def init(params):
+        dtypes = [slot_dtype(param) for param in jax.tree.leaves(params)]
+        widest = max(dtypes, key=lambda d: d.itemsize, default=jnp.dtype(jnp.float32))
+        return RuleState(
+            update_count=jnp.zeros([], jnp.int32),
+            # Copies: an injected b1 lies in another state that may be donated too.
+            powers=jax.tree.map(lambda base: jnp.array(base, widest), rule.powers),
+            slots=jax.tree.map(
+                lambda value: jax.tree.map(
+                    lambda p: jnp.full_like(p, value, dtype=slot_dtype(p)), params
+                ),
+                rule.slots,
+            ),
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        paths, grad_leaves, param_leaves, slot_leaves, structure = _align(
+            updates, state.slots, params
+        )
+        if rule.needs_params and params is None:
+            raise ValueError(
+                "This optimizer sets parameters anew and needs them; got params=None. "
+                "Call update(grads, state, params)."
+            )
+        rate = learning_rate
+        if callable(rate):
+            rate = rate(state.update_count)
+        if jnp.ndim(rate) != 0:
+            raise ValueError(
+                "learning_rate must be a scalar, or a schedule of scalars; got shape "
+                f"{jnp.shape(rate)}."
+            )
+
+        def at(dtype):
+            def cast(number):
+                return jnp.asarray(number, dtype=dtype)
+
+            return Step(
+                # A rate known to XLA would be folded into the formula (x / rate into
+                # x * (1 / rate)) and round otherwise than a scheduled one.
+                learning_rate=jnp.where(state.update_count >= 0, cast(rate), math.nan),
+                count=state.update_count,
+                hyper=tuple(cast(number) for number in rule.hyper),
+                powers=jax.tree.map(cast, state.powers),
+            )
+
+        results = [
+            _update_leaf(rule, at, *leaf)
+            for leaf in zip(paths, grad_leaves, slot_leaves, param_leaves, strict=True)
+        ]
+        updates = structure.unflatten([update for update, _ in results])
+        columns = [[slots[i] for _, slots in results] for i in range(len(rule.slots))]
+        return updates, RuleState(
+            update_count=optax.safe_increment(state.update_count),
+            powers=jax.tree.map(
+                lambda power, base: power * jnp.asarray(base, dtype=power.dtype),
+                state.powers,
+                rule.powers,
+            ),
+            slots=type(rule.slots)(*map(structure.unflatten, columns)),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def require(interval: str, **hyperparameters: Any) -> None:
+    """Refuse a hyper-parameter that is no finite number in an interval.
+
+    Args:
+        interval: as one writes it, `"[0, 1)"`.
+        **hyperparameters: name and value. A `jax.Array`, traced or not, is only asked
+            for its shape: reading it would wait for the device.
+
+    Raises:
+        TypeError: if a value is not a real number.
+        ValueError: if it is not finite, not a scalar, or outside of the interval.
+    """
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    for name, value in hyperparameters.items():
+        shape = getattr(value, "shape", ())
+        if isinstance(value, jax.Array | np.ndarray) and shape != ():
+            raise ValueError(f"{name} must be a scalar; got an array of shape {shape}.")
+        if isinstance(value, jax.Array):
+            continue
+        if isinstance(value, np.ndarray):
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            mend = " or an Optax schedule" if name == "learning_rate" else ""
+            raise TypeError(
+                f"{name} must be a number in {interval}; got {value!r} of type "
+                f"{type(value).__name__}. Pass a float, a traced scalar{mend}."
+            )
+        number = float(value)
+        above = number >= low if interval[0] == "[" else number > low
+        below = number <= high if interval[-1] == "]" else number < high
+        if not (math.isfinite(number) and above and below):
+            raise ValueError(
+                f"{name} must be a finite number in {interval}; got {value!r}."
+            )
+
+
+def require_flag(**flags: Any) -> None:
+    """Refuse a flag that is not True or False: it may be a number meant for another.
+
+    Raises:
+        TypeError: if a value is not a bool.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} must be True or False; got {value!r}.")
+
+
+class BetaPowers(NamedTuple):
+    """Running powers of Adam and its relatives, named as TensorFlow's variables."""
+
+    beta1_power: Any
+    beta2_power: Any
+
+
+def bias_corrected_rate(at: Step) -> jax.Array:
+    """Adam's `learning_rate sqrt(1 - b2^t) / (1 - b1^t)`, of a rule with BetaPowers."""
+    beta1_power, beta2_power = at.powers
+    return at.learning_rate * jnp.sqrt(1.0 - beta2_power) / (1.0 - beta1_power)
+
+
+def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Where the l1 norm pulls `x` to: zero, or the threshold nearer to it."""
+    return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0.0)
+
+
+def slot_dtype(leaf: Any) -> np.dtype:
+    """The dtype of a leaf's slots and of its arithmetic: float32, or wider."""
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+def _align(grads, slots, params):
+    """The leaves of gradients, parameters and slots side by side, or a ValueError."""
+    reference = params
+    if params is None and slots:
+        reference = slots[0]
+    check_grads(grads, reference)
+    pairs, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_leaf)
+    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in pairs]
+
+    def leaves_like_grads(name, tree):
+        leaves, other = jax.tree.flatten(tree, is_leaf=_is_leaf)
+        if other != structure:
+            raise ValueError(
+                f"The gradients do not have the structure of the {name}: got "
+                f"{structure} for {other}. Differentiate the tree that init was given."
+            )
+        return leaves
+
+    missing = [None] * len(pairs)
+    param_leaves = (
+        missing if params is None else leaves_like_grads("parameters", params)
+    )
+    trees = [leaves_like_grads("optimizer's state", tree) for tree in slots]
+    slot_leaves = [
+        type(slots)(*(leaves[i] for leaves in trees)) for i in range(len(pairs))
+    ]
+    for path, (_, grad), slot in zip(paths, pairs, slot_leaves, strict=True):
+        if grad is None or isinstance(grad, IndexedSlices):
+            continue
+        if jnp.issubdtype(jnp.result_type(grad), jnp.complexfloating):
+            raise TypeError(
+                f"The gradient at {path} is complex; gradients must be real. Use "
+                "optax.contrib.split_real_and_imaginary."
+            )
+        if slot and jnp.shape(grad) != slot[0].shape:
+            raise ValueError(
+                f"The gradient at {path} has shape {jnp.shape(grad)}, but the state "
+                f"was made by init for shape {slot[0].shape}."
+            )
+    return paths, [grad for _, grad in pairs], param_leaves, slot_leaves, structure
+
+
+def _is_leaf(x) -> bool:
+    return x is None or isinstance(x, IndexedSlices)
+
+
+def _update_leaf(rule, at, path, grad, slots, param):
+    """The update of one leaf, and its slots."""
+    if grad is None:
+        known = param if param is not None else (slots[0] if slots else None)
+        return (None if known is None else jnp.zeros_like(known)), slots
+    if isinstance(grad, IndexedSlices):
+        return _update_rows(rule, at, path, grad, slots, param)
+    grad = jnp.asarray(grad)
+    target = grad.dtype if param is None else jnp.result_type(param)
+    dtype = slots[0].dtype if slots and param is None else slot_dtype(target)
+    wide_param = None if param is None else jnp.asarray(param).astype(dtype)
+    update, slots = _step(rule, path, grad.astype(dtype), slots, wide_param, at(dtype))
+    return update.astype(target), slots
+
+
+def _update_rows(rule, at, path, grad, slots, table):
+    """The same for a row-sparse gradient."""
+    if rule.rows == "refused":
+        raise TypeError(
+            "This optimizer takes no row-sparse gradients; got IndexedSlices at "
+            f"{path}. Pass its to_dense(rows), or use another optimizer."
+        )
+    if table is None:
+        raise ValueError(
+            f"The row-sparse gradient at {path} needs its parameter; got params=None. "
+            "Call update(grads, state, params)."
+        )
+    check_rows(grad, table, path)
+    rows = table.shape[0]
+    dtype = slot_dtype(table)
+    grad = grad.map_values(lambda values: values.astype(dtype))
+    if rule.rows == "all":
+        return _update_leaf(rule, at, path, grad.to_dense(rows), slots, table)
+
+    grad = grad.sum_duplicates()
+    here = at(dtype)
+    indices = grad.indices
+    in_table = indices < rows
+
+    def rows_or_zero(values):
+        shaped = jax.lax.expand_dims(in_table, range(1, values.ndim))
+        return jnp.where(shaped, values, jnp.zeros_like(values))
+
+    def gather(array):
+        # An entry that names no row computes with some row, and is dropped after.
+        return array.at[indices].get(
+            mode="clip", indices_are_sorted=True, wrap_negative_indices=False
+        )
+
+    def scatter(array, rows):
+        return array.at[indices].set(
+            rows,
+            mode="drop",
+            indices_are_sorted=True,
+            unique_indices=True,
+            wrap_negative_indices=False,
+        )
+
+    update, new_rows = _step(
+        rule,
+        path,
+        rows_or_zero(grad.values),
+        type(slots)(*map(gather, slots)),
+        gather(table).astype(dtype),
+        here,
+    )
+    if rule.decay is not None:
+        slots = rule.decay(slots, here)
+    slots = type(slots)(*map(scatter, slots, new_rows))
+    return grad.map_values(lambda _: rows_or_zero(update).astype(table.dtype)), slots
+
+
+def _step(rule, path, grad, slots, param, at):
+    """`rule.step`, held to its contract: no shape or dtype may change."""
+    update, new_slots = rule.step(grad, slots, param, at)
+    if jnp.shape(update) != grad.shape:
+        raise ValueError(
+            f"The rule's update at {path} must have the gradient's shape {grad.shape}; "
+            f"got {jnp.shape(update)}."
+        )
+    if type(new_slots) is not type(slots):
+        raise TypeError(
+            f"The rule must return its slots as {type(slots).__name__}; got "
+            f"{type(new_slots).__name__} at {path}."
+        )
+    for name, old, new in zip(slots._fields, slots, new_slots, strict=True):
+        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+            raise ValueError(
+                f"The rule must keep the shape and dtype of slot {name} at {path}, "
+                f"{old.dtype}{list(old.shape)}; got "
+                f"{jnp.result_type(new)}{list(jnp.shape(new))}."
+            )
+    return update, new_slots
