@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.indexed_slices import IndexedSlices, check_rows
 
 
 def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
@@ -50,12 +50,12 @@ def check_grads(grads: Any, params: Any | None) -> None:
         grad, param = found[path], expected[path]
         if grad is None or param is None:
             continue
-        skip = 1 if isinstance(grad, IndexedSlices) else 0
-        shape = jnp.shape(_values(grad))
-        if shape[skip:] != jnp.shape(param)[skip:]:
+        if isinstance(grad, IndexedSlices):
+            check_rows(grad, param, path)
+        elif jnp.shape(grad) != jnp.shape(param):
             raise ValueError(
-                f"The gradient at {path} has shape {shape}, which does not match its "
-                f"parameter's shape {jnp.shape(param)}."
+                f"The gradient at {path} has shape {jnp.shape(grad)}, which does not "
+                f"match its parameter's shape {jnp.shape(param)}."
             )
 
 

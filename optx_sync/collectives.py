@@ -95,6 +95,7 @@ def reduce(
     if group_assignment is not None:
         check_group_assignment(group_assignment, size)
         groups = _Groups(axes, group_assignment)
+    _check_reducible(axes)
     require_local(tree, axis_name)
 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
@@ -192,18 +193,22 @@ def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
     return localize(tree, axis_name)
 
 
-def vary_like(tree: Tree, reference: Tree) -> Tree:
+def vary_like(tree: Tree, reference: Any) -> Tree:
     """The tree, each leaf varying over the axes that its counterpart varies over.
 
     Branches of a conditional must agree in this, and so must a state from step to
-    step; a reduction takes it away. The two trees have the same structure.
+    step; a reduction takes it away. A leaf without a counterpart stays as it is.
     """
+    varying = {
+        path: _varying_axes(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(reference)
+    }
 
-    def vary(x, like):
-        missing = tuple(sorted(_varying_axes(like) - _varying_axes(x)))
+    def vary(path, x):
+        missing = tuple(sorted(varying.get(path, frozenset()) - _varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, tree, reference)
+    return jax.tree_util.tree_map_with_path(vary, tree)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -379,28 +384,28 @@ def _values_with_path(tree):
         yield path, leaf.values if isinstance(leaf, IndexedSlices) else leaf
 
 
+def _check_reducible(axes: tuple[str, ...]) -> None:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mapped = set(axes) - set(checked_axes(axes))
+    if mapped and any(checked_axes(axis) for axis in manual):
+        raise ValueError(
+            f"JAX has no collective over {sorted(mapped)}, an axis of jax.vmap inside "
+            "jax.shard_map(check_vma=True). Pass check_vma=False to jax.shard_map."
+        )
+
+
 def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     """The sums of all operands over the axes, or over this replica's group."""
     operands = list(operands)
     if not operands:
         return operands
     if groups is None:
-        return _sum_over_all(operands, axes)
+        return lax.psum(operands, axes)
     if not groups.native:
         return _sum_by_slots(operands, axes, groups)
     if not checked_axes(axes):
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     return _sum_by_scatter(operands, axes[0], groups)
-
-
-def _sum_over_all(operands, axes):
-    # JAX cannot sum over an axis of shard_map(check_vma=True) and one of vmap at once.
-    checked = checked_axes(axes)
-    unchecked = tuple(axis for axis in axes if axis not in checked)
-    for part in (unchecked, checked):
-        if part:
-            operands = lax.psum(operands, part)
-    return operands
 
 
 def _sum_by_slots(operands, axes, groups: _Groups):
@@ -412,8 +417,7 @@ def _sum_by_slots(operands, axes, groups: _Groups):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    totals = _sum_over_all([place(x) for x in operands], axes)
-    return [total[own] for total in totals]
+    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
 
 
 def _sum_by_scatter(operands, axis, groups: _Groups):

@@ -3,7 +3,8 @@
 
 A state class of this package names in `shared_fields` what is equal on all workers (its
 counters, the center). Everything else is the worker's own: it has a worker axis in
-front when the states of several workers are held together.
+front when the states of several workers are held together. `replicated_fields` are
+equal too, and have no such axis, where the parameters are replicated themselves.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,17 @@ import optax
 from jax.sharding import PartitionSpec
 
 
-def state_axes(tx: optax.GradientTransformation, params: Any) -> Any:
+def state_axes(
+    tx: optax.GradientTransformation, params: Any, *, replicated: bool = False
+) -> Any:
     """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
         params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
+        replicated: Whether the parameters have no worker axis, being equal on all
+            replicas (`in_axes=None`). What `sync_replicas` derives from them, its
+            inner state and averages, has none then either.
 
     Returns:
         A tree like the state, of `None` for what is equal on all workers (this
@@ -33,9 +39,8 @@ def state_axes(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
-    return _mark(
-        jax.eval_shape(tx.init, params), lambda shared, _: None if shared else 0
-    )
+    state = jax.eval_shape(tx.init, params)
+    return _mark(state, lambda shared, _: None if shared else 0, replicated)
 
 
 def state_specs(
@@ -43,6 +48,8 @@ def state_specs(
     params: Any,
     param_specs: Any,
     worker_axis: str | tuple[str, ...] | None,
+    *,
+    replicated: bool = False,
 ) -> Any:
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
@@ -57,6 +64,7 @@ def state_specs(
             without the worker axis.
         worker_axis: The mesh axis along which the workers lie, or a tuple of them.
             `None` for replicas, whose state is equal: no leaf has a worker axis then.
+        replicated: As for `state_axes`: the parameters' own spec has no worker axis.
 
     Returns:
         A tree like the state, of `PartitionSpec`.
@@ -74,16 +82,18 @@ def state_specs(
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
         tx,
-        lambda _, spec: spec,
+        lambda leaf, spec: leaf if _is_masked(leaf) else spec,
         state,
         full_specs,
         transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=_is_masked,
     )
     if worker_axis is None:
         return placed
     return _mark(
         placed,
         lambda shared, spec: spec if shared else PartitionSpec(worker_axis, *spec),
+        replicated,
     )
 
 
@@ -105,7 +115,11 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
-    return _map(lambda x: jnp.repeat(jnp.asarray(x)[None], n, axis=0), tree, axes)
+
+    def repeat(x):
+        return jnp.repeat(jnp.asarray(x)[None], n, axis=0)
+
+    return _map(repeat, tree, axes, shared=jnp.copy)
 
 
 def unstack(tree: Any, axes: Any = None) -> Any:
@@ -139,21 +153,27 @@ def unstack(tree: Any, axes: Any = None) -> Any:
             )
         return x[0]
 
-    return _map(first, tree, axes)
+    return _map(first, tree, axes, shared=lambda x: x)
 
 
-def _map(function: Callable, tree: Any, axes: Any) -> Any:
+def _map(function: Callable, tree: Any, axes: Any, shared: Callable) -> Any:
+    """`function` of the leaves that are per worker, `shared` of those that are not."""
     if axes is None:
         return jax.tree.map(function, tree)
     leaves, treedef = jax.tree.flatten(tree)
     marks = treedef.flatten_up_to(axes)
     return treedef.unflatten(
-        leaf if mark is None else function(leaf)
+        shared(leaf) if mark is None else function(leaf)
         for leaf, mark in zip(leaves, marks, strict=True)
     )
 
 
-def _mark(tree: Any, mark: Callable[[bool, Any], Any], shared: bool = False) -> Any:
+def _mark(
+    tree: Any,
+    mark: Callable[[bool, Any], Any],
+    replicated: bool = False,
+    shared: bool = False,
+) -> Any:
     """`mark(is it shared, leaf)` for every leaf of a state."""
 
     def is_ours(x):
@@ -165,11 +185,18 @@ def _mark(tree: Any, mark: Callable[[bool, Any], Any], shared: bool = False) -> 
     def visit(node):
         if not is_ours(node):
             return mark(shared, node)
+        equal = node.shared_fields
+        if replicated:
+            equal = (*equal, *getattr(node, "replicated_fields", ()))
         return type(node)(
             **{
-                field: _mark(value, mark, shared or field in node.shared_fields)
+                field: _mark(value, mark, replicated, shared or field in equal)
                 for field, value in node._asdict().items()
             }
         )
 
     return jax.tree.map(visit, tree, is_leaf=is_leaf)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)

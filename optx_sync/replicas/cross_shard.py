@@ -19,6 +19,7 @@ from optx_sync.collectives import (
     localize_where_mapped,
     reduce,
     require_reduced,
+    vary_like,
 )
 from optx_sync.indexed_slices import IndexedSlices
 
@@ -156,17 +157,19 @@ def cross_shard(
     def init(params):
         if inner is None:
             return optax.EmptyState()
-        if group_assignment is not None:  # The groups' states will differ.
-            params = localize_where_mapped(params, axis_name)
-        return inner.init(params)
+        if group_assignment is None:
+            return inner.init(params)
+        # The groups' states will differ, so all of it varies from the start.
+        params = localize_where_mapped(params, axis_name)
+        return localize_where_mapped(inner.init(params), axis_name)
 
     def update(updates, state, params=None, *, weight=None, **extra_args):
         check_grads(updates, params)
         updates = reduced(updates, weight)
         if inner is None:
             return updates, state
-        updates, state = inner.update(updates, state, params, **extra_args)
-        return fill_missing(updates, params), state
+        updates, new_state = inner.update(updates, state, params, **extra_args)
+        return fill_missing(updates, params), vary_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
