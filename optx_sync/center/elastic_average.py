@@ -66,7 +66,7 @@ def elastic_rule(
     without_penalty = isinstance(rho, int | float) and rho == 0
     return CenterRule(
         contribute=lambda own, center, at: rate(at) * (own.params - center),
-        take=lambda own, center, contribution: own.params - contribution,
+        take=lambda x, before, after, at: x - rate(at) * (x - before),
         penalty=None if without_penalty else penalty,
         keeps_taken=not without_penalty,
         check=check,

@@ -64,8 +64,9 @@ class CenterRule(NamedTuple):
         contribute: `(own: Own, center, at: Round) -> array`.
         outer: The transformation that absorbs the contributions as a gradient, in one
             step on the center. `None`: they are added to the center.
-        take: `(own, center, contribution) -> array`, the worker's new parameters, from
-            the center as it was before the round. `None`: the center after the round.
+        take: `(x, before, after, at) -> array`, the worker's new parameters from its
+            own and the center before and after the round. `None`: it takes the center
+            after the round.
         mean_over: `None`: contributions are summed. `"pushed"`: divided by the number
             that came together, all in lockstep, one when asynchronous. `"workers"`:
             divided by the number of workers of the round in lockstep, and by N when
@@ -73,8 +74,8 @@ class CenterRule(NamedTuple):
         accumulate: What a worker sums up between rounds: `"gradients"`, `"updates"` of
             `inner`, or `None`.
         penalty: `(own, at) -> array` added to the gradient in every step, or `None`.
-        keeps_taken: Whether a rule with `take` reads `own.taken` (a copy of the
-            parameters). It is the center before the round then.
+        keeps_taken: Whether a rule with `take` reads `own.taken`: the worker then keeps
+            a copy of the center as it was before its last round.
         num_workers: The number of workers that the rule was made for, checked against
             the axis; `None`: any.
         check: `(communication_period) -> None`, raises for a period that the rule
@@ -94,7 +95,7 @@ class CenterRule(NamedTuple):
 
     contribute: Callable[[Own, Any, Round], Any]
     outer: optax.GradientTransformation | None = None
-    take: Callable[[Own, Any, Any], Any] | None = None
+    take: Callable[[Any, Any, Any, Round], Any] | None = None
     mean_over: Literal["pushed", "workers"] | None = None
     accumulate: Literal["gradients", "updates"] | None = None
     penalty: Callable[[Own, Round], Any] | None = None
@@ -259,22 +260,18 @@ def center_variable(
         else:
             due = steps >= period
 
-        def quiet(updates, moved):
-            return updates, moved
-
         def exchange(updates, moved):
             center, taken, outer, accumulated, dropped, inner_new = moved
             x = worker_params(params, updates, center)
             own = own_of(rule, x, taken if rule.keeps_taken else center, accumulated)
             contribution = contributions(rule, own, center, at)
-            finite = jnp.bool_(True)
-            pushed: Any = workers
             if drop_nonfinite:
                 finite = is_finite((x, contribution))
                 contribution = _where(finite, contribution, 0)
                 count = localize(finite.astype(jnp.int32), axis_name)
                 total, pushed = _sum((contribution, count), axis_name)
             else:
+                finite, pushed = jnp.bool_(True), workers
                 total = _sum(contribution, axis_name)
             if rule.mean_over is not None:
                 total = divide(total, jnp.maximum(pushed, 1))
@@ -283,21 +280,19 @@ def center_variable(
                 new_center, new_outer = _where(
                     pushed > 0, (new_center, new_outer), (center, outer)
                 )
-            new_x = take(rule, own, center, contribution, new_center)
+            new_x = take(rule, x, center, new_center, at)
             if drop_nonfinite:
                 new_x = _where(finite, new_x, new_center)
-            updates = landing(params, new_x)
-            rounded = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
+            landed = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
             if inner_state == "average":
                 weight = finite.astype(jnp.float32) if drop_nonfinite else None
                 inner_new = _average(inner_new, axis_name, weight)
             elif inner_state == "reset":
-                inner_new = inner.init(rounded)
+                inner_new = inner.init(landed)
             if drop_nonfinite:
-                fresh = inner.init(rounded)
-                inner_new = _where(finite, inner_new, fresh)
+                inner_new = _where(finite, inner_new, inner.init(landed))
                 dropped = dropped + (~finite).astype(jnp.int32)
-            moved = (
+            return localize(landing(params, new_x), axis_name), (
                 new_center,
                 center if rule.keeps_taken else (),
                 new_outer,
@@ -305,19 +300,25 @@ def center_variable(
                 dropped,
                 inner_new,
             )
-            return localize(updates, axis_name), moved
 
-        updates = jax.tree.map(_widen, updates, params)
-        moved = (
-            state.center,
-            state.taken,
-            state.outer,
-            accumulated,
-            state.dropped,
-            inner_new,
+        # A hard pull widens the updates of half precision, so a quiet step does too.
+        updates = jax.tree.map(lambda u, p: u.astype(_wide(p.dtype)), updates, params)
+        operands = (
+            updates,
+            (
+                state.center,
+                state.taken,
+                state.outer,
+                accumulated,
+                state.dropped,
+                inner_new,
+            ),
         )
         updates, moved = jax.lax.cond(
-            due, lambda *a: vary_like(exchange(*a), a), quiet, updates, moved
+            due,
+            lambda *operands: vary_like(exchange(*operands), operands),
+            lambda *operands: operands,
+            *operands,
         )
         center, taken, outer, accumulated, dropped, inner_new = moved
         rounds = due.astype(jnp.int32)
@@ -460,13 +461,14 @@ def absorb(
     return optax.apply_updates(center, updates), outer
 
 
-def take(
-    rule: CenterRule, own: Any, center: Any, contribution: Any, new_center: Any
-) -> Any:
+def take(rule: CenterRule, params: Any, before: Any, after: Any, at: Round) -> Any:
     """The worker's parameters after a round, in the center's dtype."""
     if rule.take is None:
-        return new_center
-    return jax.tree.map(rule.take, own, center, contribution, is_leaf=_is_own)
+        return after
+    formula = rule.take
+    return jax.tree.map(
+        lambda x, before, after: formula(x, before, after, at), params, before, after
+    )
 
 
 def divide(total: Any, count: jax.Array | int) -> Any:
@@ -483,10 +485,9 @@ def landing(params: Any, target: Any) -> Any:
     """
 
     def difference(param, target):
-        # Without the barrier XLA may drop the rounding (excess precision).
-        rounded = jax.lax.optimization_barrier(target.astype(param.dtype))
         wide = _wide(param.dtype)
-        return rounded.astype(wide) - param.astype(wide)
+        rounded = _round(target.astype(wide), param.dtype)
+        return rounded - param.astype(wide)
 
     return jax.tree.map(difference, params, target)
 
@@ -526,8 +527,21 @@ def _dense(update, param):
     return update
 
 
-def _widen(update, param):
-    return update.astype(_wide(param.dtype))
+def _round(x, dtype):
+    """`x` rounded to a narrower dtype, in its own.
+
+    Not by two casts: XLA may drop such a pair (excess precision).
+    """
+    if x.dtype == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return rounded
+    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
+    smallest = float(info.smallest_subnormal)
+    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
 
 
 def _wide(dtype):
