@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients summed until enough have come in: in lockstep and in the event replay.
+
+The original's accumulators: dense gradients have one divisor, the number accumulated,
+and a row of a row-sparse gradient has its own, the number of gradients that contained
+this row.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.indexed_slices import IndexedSlices
+
+
+class Accumulator(NamedTuple):
+    """What has been accumulated since the last update."""
+
+    sums: Any  # like the parameters, float32 for half precision
+    # int32[rows of all leaves, one leaf behind the other]: the gradients that contained
+    # a row. One array, since its parts have not the parameters' shapes.
+    row_counts: jax.Array
+
+
+def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
+    """Nothing accumulated, for parameters or their `jax.ShapeDtypeStruct`."""
+    sums = jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype_of(p.dtype, dtype)), params
+    )
+    rows = sum(map(_rows, jax.tree.leaves(sums)))
+    return Accumulator(sums, jnp.zeros(rows, jnp.int32))
+
+
+def accumulate(accumulator: Accumulator, grads: Any, accepted: Any) -> Accumulator:
+    """Add a gradient where `accepted` holds; elsewhere it leaves no trace, NaN or not.
+
+    Row-sparse leaves are as `sum_duplicates` leaves them.
+    """
+    sums, row_counts = [], accumulator.row_counts
+    leaves, treedef, olds, starts = _match(accumulator, grads)
+    for grad, old, start in zip(leaves, olds, starts, strict=True):
+        if grad is None:
+            sums.append(old)
+        elif isinstance(grad, IndexedSlices):
+            indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))
+            sums.append(
+                old.at[indices].add(
+                    grad.values.astype(old.dtype),
+                    mode="drop",
+                    wrap_negative_indices=False,
+                )
+            )
+            row_counts = row_counts.at[_behind(indices, start, _rows(old))].add(
+                1, mode="drop", wrap_negative_indices=False
+            )
+        else:
+            sums.append(jnp.where(accepted, old + grad.astype(old.dtype), old))
+    return Accumulator(treedef.unflatten(sums), row_counts)
+
+
+def mean_of(
+    accumulator: Accumulator,
+    grads: Any,
+    count: Any,
+    at_most: int,
+    total: Callable[[Any], Any] = lambda tree: tree,
+) -> Any:
+    """The mean of what was accumulated, in the form and the dtypes of `grads`.
+
+    Args:
+        accumulator: This replica's, or the only one.
+        grads: A gradient, of which only form, number of rows and dtypes matter.
+        count: The number of gradients accumulated by all replicas.
+        at_most: The largest number that `count` can be.
+        total: The sum over the replicas of a tree of arrays.
+
+    Returns:
+        A tree like `grads`. A row-sparse leaf has min(table's rows, `at_most` times the
+        rows of a gradient) entries, sorted and unique.
+    """
+    leaves, treedef, sums, starts = _match(accumulator, grads)
+    row_counts = accumulator.row_counts
+    sparse = any(isinstance(grad, IndexedSlices) for grad in leaves)
+    needed = [
+        None if grad is None else own for grad, own in zip(leaves, sums, strict=True)
+    ]
+    sums, row_counts = total((needed, row_counts if sparse else None))
+    means = []
+    for grad, summed, start in zip(leaves, sums, starts, strict=True):
+        if grad is None:
+            means.append(None)
+        elif isinstance(grad, IndexedSlices):
+            counts = row_counts[start : start + _rows(summed)]
+            size = min(len(counts), at_most * grad.values.shape[0])
+            mean = _rows_mean(summed, counts, size)
+            means.append(mean.map_values(lambda v, d=grad.values.dtype: v.astype(d)))
+        else:
+            means.append((summed / count.astype(summed.dtype)).astype(grad.dtype))
+    return treedef.unflatten(means)
+
+
+def clear(accumulator: Accumulator, mean: Any) -> Accumulator:
+    """What is left when `mean` has been taken: nothing.
+
+    But where gradients with fewer rows complete an update that ones with more rows
+    began, the rows for which `mean` had no room wait for the next one.
+    """
+    sums, row_counts = [], accumulator.row_counts
+    leaves, treedef, olds, starts = _match(accumulator, mean)
+    for taken, old, start in zip(leaves, olds, starts, strict=True):
+        if isinstance(taken, IndexedSlices):
+            indices = taken.indices
+            sums.append(
+                old.at[indices].set(0, mode="drop", wrap_negative_indices=False)
+            )
+            row_counts = row_counts.at[_behind(indices, start, _rows(old))].set(
+                0, mode="drop", wrap_negative_indices=False
+            )
+        else:
+            sums.append(None if old is None else jnp.zeros_like(old))
+    return Accumulator(treedef.unflatten(sums), row_counts)
+
+
+def unique_rows(grads: Any) -> Any:
+    """The gradients, with equal rows of row-sparse leaves added up."""
+    return jax.tree.map(
+        lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
+        grads,
+        is_leaf=lambda x: isinstance(x, IndexedSlices),
+    )
+
+
+def accumulator_dtype_of(dtype: Any, asked: Any) -> Any:
+    """At least float32, unless another dtype was asked for."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return asked or (jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
+def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:
+    """The touched rows, each divided by its own count."""
+    rows = jnp.nonzero(counts > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
+    values = sums.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    divisor = counts.at[rows].get(
+        mode="fill", fill_value=1, wrap_negative_indices=False
+    )
+    divisor = divisor.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+    # The entries left over get the indices that `sum_duplicates` gives to such.
+    return IndexedSlices(rows, values / divisor).sum_duplicates()
+
+
+def _match(accumulator: Accumulator, grads: Any):
+    """Leaves of the gradients, their tree, and for each its sum and its first count."""
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=_is_grad)
+    sums = treedef.flatten_up_to(accumulator.sums)
+    starts, start = [], 0
+    for own in sums:
+        starts.append(start)
+        start += _rows(own)
+    return leaves, treedef, sums, starts
+
+
+def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
+    """Where a leaf's rows are counted; rows out of range must not count elsewhere."""
+    in_range = (indices >= 0) & (indices < rows)
+    return jnp.where(in_range, indices + start, jnp.full_like(indices, -1))
+
+
+def _rows(leaf: Any) -> int:
+    return leaf.shape[0] if leaf is not None and leaf.ndim else 0
+
+
+def _is_grad(x: Any) -> bool:
+    return x is None or isinstance(x, IndexedSlices)

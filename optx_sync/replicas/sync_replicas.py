@@ -1,0 +1,528 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are late, stale, missing or broken do not stop or spoil the update."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+
+from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.collectives import (
+    AxisName,
+    axis_index,
+    axis_size,
+    check_axis_name,
+    localize_where_mapped,
+    reduce,
+    require_local,
+    vary_like,
+)
+from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.replicas.accumulator import (
+    Accumulator,
+    accumulate,
+    accumulator_dtype_of,
+    clear,
+    mean_of,
+    start_accumulator,
+    unique_rows,
+)
+
+
+class Outcomes(NamedTuple):
+    """What may become of a replica's gradient; one of them does.
+
+    Where several reasons apply to one that is not used, not_contributed counts before
+    stale, stale before nonfinite, and nonfinite before no_token.
+    """
+
+    used: Any  # accumulated
+    stale: Any  # computed before the last update
+    nonfinite: Any  # held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: Any  # `contributes` was False
+    no_token: Any  # the tokens of this update were gone
+
+
+class SyncReplicasState(NamedTuple):
+    """State of `sync_replicas`; `shared_fields` are equal on all replicas.
+
+    `replicated_fields` are equal too where the parameters are; the rest is the
+    replica's own.
+    """
+
+    global_step: jax.Array  # int32[], updates
+    accumulated: jax.Array  # int32[], gradients since the last one, of all replicas
+    accumulator: Accumulator  # of this replica
+    outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
+    outcome_counts: Outcomes  # int32[] each
+    inner: optax.OptState
+    averages: Any  # like the parameters, MaskedNode where there is none, or ()
+
+    # Without an annotation, so that they are attributes of the class and no fields.
+    shared_fields = ("global_step", "accumulated")
+    replicated_fields = ("inner", "averages")
+
+
+class SyncReplicasMetrics(NamedTuple):
+    """What became of a replica's gradients; no collective, one value per replica."""
+
+    used: jax.Array  # bool[], whether the last gradient was accumulated
+    stale: jax.Array  # bool[], or else why it was not; all False before the first
+    nonfinite: jax.Array
+    not_contributed: jax.Array
+    no_token: jax.Array
+    counts: Outcomes  # int32[] each, since the start
+
+
+def sync_replicas(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    replicas_to_aggregate: int,
+    *,
+    total_num_replicas: int | None = None,
+    variable_averages: float | optax.Schedule | None = None,
+    variables_to_average: Any = None,
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Apply `inner` to the mean of gradients once enough of them have come in.
+
+    With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
+    accumulated since the last update:
+
+        |A| >= R:  updates = inner(sum of A / |A|);  A = {};  global_step += 1
+        |A| <  R:  updates = 0; parameters, inner state and averages stay as they are
+
+    A gradient is accumulated if its replica `contributes`, if it is fresh
+    (`gradient_step >= global_step`), if it is finite (with `drop_nonfinite`), and if a
+    token is left. N > R makes the others backup replicas: an update needs R of them,
+    and takes what came in with these. N < R lets each replica run several batches.
+
+    An update has exactly max(N, R) tokens, and only an accumulated gradient uses one.
+    Where more gradients come in than tokens are left, the replicas with the numbers
+    s, s + 1, ... (modulo N), s = `global_step` modulo N, are served first. Every update
+    starts with another replica, so that over N updates none is preferred.
+
+    The original is TensorFlow's `SyncReplicasOptimizer`, whose workers do not march in
+    step: there tokens wait in a queue, and late workers waste some of them. That
+    machine is `oxs.simulate.sync_replicas`. As there, a row of a row-sparse gradient is
+    divided by the number of gradients that contained the row, not by |A|. (The original
+    merges rows correctly only if each gradient's are sorted and unique. Here equal rows
+    are summed first.)
+
+    `update` takes two more arguments, scalars that may differ between replicas:
+
+    * `contributes` (bool): `False` leaves this replica's gradient out, whatever it
+      holds. Default: `True`.
+    * `gradient_step` (int): the `global_step` at which the gradient was computed.
+      Default: the current one.
+
+    Each replica keeps the sum of its own gradients. A step that cannot complete an
+    update sends one flag per replica and nothing else; `inner` runs, and the sums
+    are reduced, inside a conditional. All replicas' parameters stay equal, bit for bit.
+
+    With `variable_averages` it computes `params + updates`, so it stands last in a
+    chain, `update` needs `params`, and `oxs.averaged_params(state, params)` reads the
+    averages: e = e - (1 - decay) (e - params), after each update.
+
+    Row-sparse gradients (`IndexedSlices` of k rows) are accumulated in a dense array,
+    which is what travels, with an int32 count per row. `inner` gets row-sparse means of
+    min(rows, max(N, R) k) rows. An average moves the whole table. For a `None`
+    gradient `inner` gets what Optax does with `None`, and the update is zeros.
+
+    The state holds what is each replica's own: start with `oxs.stack(tx.init(params),
+    n, oxs.state_axes(tx, params))`, or call `init` where the axis is mapped. Where the
+    parameters are not stacked but replicated (`P()` in `jax.shard_map`), pass
+    `replicated=True` to `state_axes` and `state_specs`: `inner` is then replicated too.
+
+    Args:
+        inner: The transformation that gets the mean gradient.
+        axis_name: The mapped axis, or a tuple of them.
+        replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
+        total_num_replicas: N, checked against the axis. `None`: the axis size.
+        variable_averages: The decay of a moving average of the parameters, a float or a
+            schedule that is called with the new `global_step` (1 at the first update):
+            the original's `num_updates=global_step` is
+            `lambda step: jnp.minimum(decay, (1 + step) / (10 + step))`.
+        variables_to_average: Which parameters to average, a tree of bools or a function
+            of the parameters that returns one, as in `optax.masked`. `None`: all.
+        drop_nonfinite: Leave out a gradient with a NaN or infinity anywhere, all leaves
+            of it. If none is left nothing changes.
+        accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
+            precision parameters, else their own.
+
+    Returns:
+        A transformation with a `SyncReplicasState`, whose `update` must run where
+        `axis_name` is mapped. `oxs.metrics(state)` tells what became of gradients.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a bad axis name, extra
+            arguments that are no bool or int, integer gradients.
+        ValueError: A number below 1, a decay outside of [0, 1], a mask without
+            averages; at the call, no variables, an axis that is not mapped or whose
+            size is not `total_num_replicas`, gradients that autodiff has summed
+            already or that do not match the parameters, missing `params`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.sync_replicas(optax.sgd(0.5), "data", replicas_to_aggregate=2)
+        >>> params = jnp.zeros(2)
+        >>> state = tx.init(params)
+        >>> def step(gradient, contributes):
+        ...     updates, new = tx.update(
+        ...         gradient, state, params, contributes=contributes
+        ...     )
+        ...     return optax.apply_updates(params, updates), oxs.metrics(new).used
+        >>> gradients = jnp.array([[1.0, 2.0], [jnp.nan, 0.0], [3.0, 6.0]])
+        >>> in_time = jnp.array([True, False, True])
+        >>> params, used = jax.vmap(step, axis_name="data")(gradients, in_time)
+        >>> params[0].tolist(), used.tolist()
+        ([-1.0, -2.0], [True, False, True])
+
+    References:
+        TensorFlow 1.15, `tf.train.SyncReplicasOptimizer`. Chen, Pan, Monga, Bengio,
+        Jozefowicz 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981.
+    """
+    inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
+    check_axis_name(axis_name)
+    check_replicas(replicas_to_aggregate, total_num_replicas)
+    check_averages(variable_averages)
+    if variables_to_average is not None and variable_averages is None:
+        raise ValueError(
+            "variables_to_average says which parameters to average, but there is no "
+            "average. Pass variable_averages=, a decay or a schedule, too."
+        )
+    dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"accumulator_dtype must be a floating dtype; got {dtype}. Pass for "
+            "example jnp.float32."
+        )
+
+    def init(params):
+        check_variables(params)
+        averages: Any = ()
+        if variable_averages is not None:
+            averages = start_averages(params, variables_to_average, dtype)
+
+        def own(tree: Any) -> Any:
+            # What is a replica's own varies over the axis from the start.
+            return localize_where_mapped(tree, axis_name)
+
+        return SyncReplicasState(
+            global_step=jnp.zeros((), jnp.int32),
+            accumulated=jnp.zeros((), jnp.int32),
+            accumulator=own(start_accumulator(params, dtype)),
+            outcome=own(jnp.full((), -1, jnp.int32)),
+            outcome_counts=own(
+                Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
+            ),
+            inner=inner.init(params),
+            averages=averages,
+        )
+
+    def update(
+        updates,
+        state,
+        params=None,
+        *,
+        contributes=True,
+        gradient_step=None,
+        **extra_args,
+    ):
+        check_variables(updates)
+        check_grads(updates, params)
+        if params is None and variable_averages is not None:
+            raise ValueError(
+                "A moving average of the parameters needs them; got params=None. Call "
+                "update(grads, state, params)."
+            )
+        require_local(updates, axis_name, "gradient")
+        replicas = axis_size(axis_name)
+        if total_num_replicas not in (None, replicas):
+            raise ValueError(
+                f"total_num_replicas={total_num_replicas}, but the axis {axis_name!r} "
+                f"has {replicas} replicas. Leave it out, or make them equal."
+            )
+        tokens = max(replicas, replicas_to_aggregate)
+        grads = unique_rows(updates)
+
+        contributes = _extra(contributes, "contributes", jnp.bool_)
+        fresh = jnp.bool_(True)
+        if gradient_step is not None:
+            gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
+            fresh = gradient_step.astype(jnp.int32) >= state.global_step
+        finite = _is_finite(grads) if drop_nonfinite else jnp.bool_(True)
+        used, arrived = _hand_out(
+            contributes & fresh & finite,
+            tokens - state.accumulated,
+            state.global_step,
+            axis_name,
+        )
+        outcome = jnp.int32(Outcomes._fields.index("no_token"))
+        for name, applies in (
+            ("used", used),
+            ("nonfinite", ~finite),
+            ("stale", ~fresh),
+            ("not_contributed", ~contributes),
+        ):
+            place = jnp.int32(Outcomes._fields.index(name))
+            outcome = jnp.where(applies, place, outcome)
+        outcome_counts = Outcomes(
+            *(
+                count + (outcome == place).astype(jnp.int32)
+                for place, count in enumerate(state.outcome_counts)
+            )
+        )
+
+        accumulated = state.accumulated + arrived
+        complete = accumulated >= replicas_to_aggregate
+        new_step = state.global_step + complete.astype(jnp.int32)
+        before = (
+            accumulate(state.accumulator, grads, used), state.inner, state.averages
+        )  # fmt: skip
+
+        def move(accumulator, inner_state, averages):
+            def total(tree):
+                return reduce(tree, axis_name, reduction="sum")
+
+            mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            moved, inner_state = inner.update(mean, inner_state, params, **extra_args)
+            moved = fill_missing(moved, params)
+            if variable_averages is not None:
+                averages = advance_averages(
+                    averages, apply_updates(params, moved), variable_averages, new_step
+                )
+            return moved, (clear(accumulator, mean), inner_state, averages)
+
+        shapes, _ = types = jax.eval_shape(move, *before)
+        after = jax.lax.cond(
+            complete,
+            lambda *before: vary_like(move(*before), (shapes, before)),
+            lambda *before: vary_like((_no_updates(shapes), before), types),
+            *before,
+        )
+        updates, (accumulator, inner_state, averages) = after
+        return updates, SyncReplicasState(
+            global_step=new_step,
+            accumulated=jnp.where(complete, jnp.zeros_like(accumulated), accumulated),
+            accumulator=accumulator,
+            outcome=outcome,
+            outcome_counts=outcome_counts,
+            inner=inner_state,
+            averages=averages,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def metrics(state: optax.OptState) -> SyncReplicasMetrics:
+    """What became of a replica's last gradient, and of all of them, for logging.
+
+    Args:
+        state: The state of `sync_replicas`, alone or inside of a chain, of one replica
+            or of all with a worker axis in front.
+
+    Returns:
+        `SyncReplicasMetrics`, each value in the state's own shape.
+
+    Raises:
+        ValueError: There is no `sync_replicas` in the state.
+    """
+    found = _find(state)
+    last = Outcomes(*(found.outcome == place for place in range(len(Outcomes._fields))))
+    return SyncReplicasMetrics(**last._asdict(), counts=found.outcome_counts)
+
+
+def averaged_params(state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The moving average of the parameters, in their structure and dtypes.
+
+    Args:
+        state: The state of `sync_replicas(..., variable_averages=...)`, alone or inside
+            of a chain, of one replica or of all with a worker axis in front.
+        params: The parameters; those that are not averaged are returned as they are.
+
+    Returns:
+        The averages, in the state's own shape.
+
+    Raises:
+        ValueError: There are no averages in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.sync_replicas(optax.sgd(0.1), "data", 2, variable_averages=0.99)
+        >>> params = {"w": jnp.ones(2)}
+        >>> oxs.averaged_params(tx.init(params), params)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    averages = _find(state).averages
+    if isinstance(averages, tuple) and averages == ():
+        raise ValueError(
+            "This state holds no averages. Pass variable_averages= to sync_replicas."
+        )
+    return jax.tree.map(
+        lambda average, param: (
+            param if _is_masked(average) else average.astype(param.dtype)
+        ),
+        averages,
+        params,
+        is_leaf=_is_masked,
+    )
+
+
+def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
+    """Copies of the parameters that the mask selects, sharing no buffer with them."""
+    if _is_placeholder(params):
+        return params
+    mask = mask(params) if callable(mask) else mask
+    mask = jax.tree.broadcast(True if mask is None else mask, params)
+
+    def start(selected, param):
+        if not selected or not jnp.issubdtype(param.dtype, jnp.inexact):
+            return optax.MaskedNode()
+        wide = accumulator_dtype_of(param.dtype, dtype)
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(param.shape, wide)
+        return jnp.array(param, dtype=wide, copy=True)
+
+    return jax.tree.map(start, mask, params)
+
+
+def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
+    """The averages after an update, from the new parameters and the new step."""
+    decay = decay(global_step) if callable(decay) else decay
+    rate = 1 - jnp.asarray(decay, jnp.float32)
+
+    def advance(average, param):
+        if _is_masked(average):
+            return average
+        distance = average - param.astype(average.dtype)
+        return average - rate.astype(average.dtype) * distance
+
+    return jax.tree.map(advance, averages, params, is_leaf=_is_masked)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, which adds in the wider dtype even where JAX is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
+
+
+def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
+    """Refuse what is not an integer of 1 or more."""
+    for name, value in (
+        ("replicas_to_aggregate", replicas_to_aggregate),
+        ("total_num_replicas", total_num_replicas),
+    ):
+        if value is None and name == "total_num_replicas":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(
+                f"{name} must be an integer, known when the optimizer is made; got "
+                f"{value!r}."
+            )
+        if value < 1:
+            raise ValueError(
+                f"{name} must be 1 or more; got {value}. Pass the number of "
+                + ("gradients that an update needs." if "agg" in name else "replicas.")
+            )
+
+
+def check_averages(variable_averages: Any) -> None:
+    """Refuse a decay outside of [0, 1]; what is traced or a schedule passes."""
+    if variable_averages is None or callable(variable_averages):
+        return
+    if isinstance(variable_averages, jax.core.Tracer):
+        return
+    if jnp.shape(variable_averages) != () or not 0 <= variable_averages <= 1:
+        raise ValueError(
+            "variable_averages must be a decay in [0, 1], or a schedule of the global "
+            f"step that returns one; got {variable_averages!r}. Pass for example 0.999."
+        )
+
+
+def check_variables(tree: Any) -> None:
+    """Refuse a tree of parameters or gradients that has no leaf at all."""
+    if jax.tree.leaves(tree, is_leaf=lambda x: x is None) or _is_placeholder(tree):
+        return
+    raise ValueError(
+        f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
+        "the parameters, and gradients like them."
+    )
+
+
+def _hand_out(candidate, tokens, global_step, axis_name):
+    """Whether this replica's gradient gets a token, and how many get one."""
+    replicas = axis_size(axis_name)
+    numbers = jnp.arange(replicas, dtype=jnp.int32)
+    me = axis_index(axis_name)
+    mine = jnp.where(numbers == me, candidate, False).astype(jnp.int32)
+    everyone = reduce(mine, axis_name, reduction="sum")
+    # Another replica is the first one in each update.
+    before_me = (numbers - global_step) % replicas < (me - global_step) % replicas
+    ahead = jnp.sum(jnp.where(before_me, everyone, 0), dtype=jnp.int32)
+    arrived = jnp.minimum(jnp.sum(everyone, dtype=jnp.int32), tokens)
+    return candidate & (ahead < tokens), arrived
+
+
+def _no_updates(shapes):
+    """Updates that leave parameters as they are, bit for bit."""
+
+    def none(leaf):
+        if isinstance(leaf, IndexedSlices):
+            nowhere = jnp.full(leaf.values.shape[:1], -1, jnp.int32)
+            values = jnp.zeros(leaf.values.shape, leaf.values.dtype)
+            return IndexedSlices(nowhere, values).sum_duplicates()
+        # Minus zero, because 0.0 would turn a parameter of -0.0 into 0.0.
+        return jnp.full(leaf.shape, -0.0, leaf.dtype)
+
+    return jax.tree.map(none, shapes, is_leaf=lambda x: isinstance(x, IndexedSlices))
+
+
+def _is_finite(grads):
+    finite = jnp.bool_(True)
+    for leaf in jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, IndexedSlices)):
+        values = leaf.values if isinstance(leaf, IndexedSlices) else leaf
+        finite = finite & jnp.all(jnp.isfinite(values))
+    return finite
+
+
+def _extra(value, name, kind):
+    """An extra argument as a scalar array."""
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, kind):
+        wanted = "a bool" if kind is jnp.bool_ else "an integer"
+        raise TypeError(f"{name} must be {wanted} per replica; got {value.dtype}.")
+    if value.ndim:
+        raise ValueError(
+            f"{name} must be a scalar per replica; got an array of shape "
+            f"{value.shape}. Split it over the replicas as the batch is."
+        )
+    return value
+
+
+def _find(state) -> SyncReplicasState:
+    def is_ours(x):
+        return isinstance(x, SyncReplicasState)
+
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
+    if not found:
+        raise ValueError(
+            "There is no sync_replicas in this state: "
+            f"{jax.tree.structure(state)}. Pass the state of oxs.sync_replicas(...)."
+        )
+    return found[0]
+
+
+def _is_placeholder(tree) -> bool:
+    """Whether this is what Optax's `tree_map_params` calls `init` with."""
+    plain = tree is None or isinstance(tree, dict | list | tuple)
+    return not plain and not jax.tree.leaves(tree)
+
+
+def _is_masked(x) -> bool:
+    return isinstance(x, optax.MaskedNode)
