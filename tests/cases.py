@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import optax
-
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerCase:
@@ -27,7 +25,7 @@ class OptimizerCase:
         module = importlib.import_module(f"optx_sync.optimizers.{self.name}")
         return getattr(module, self.name)
 
-    def make(self, learning_rate: Any = 0.1) -> optax.GradientTransformationExtraArgs:
+    def make(self, learning_rate: Any = 0.1) -> Any:
         return self.factory(learning_rate, **self.hyperparameters)
 
 

@@ -1,7 +1,9 @@
 """The catalogue against trajectories recorded from the originals."""
 
+import functools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,41 +59,49 @@ CANCELLING = {
 }
 
 
+@functools.cache
+def compiled(factory, hyperparameters):
+    """The scan over steps, shared by the cases that differ in data alone."""
+    arguments: dict[str, Any] = dict(hyperparameters)
+    learning_rate = arguments.pop("learning_rate")
+
+    @jax.jit
+    def trajectory(params, grads, rates):
+        rate = rates.__getitem__ if learning_rate == "schedule" else learning_rate
+        tx = factory(rate, **arguments)
+
+        def step(carry, grads):
+            params, state = carry
+            grads = {
+                name: IndexedSlices(*grad) if isinstance(grad, tuple) else grad
+                for name, grad in grads.items()
+            }
+            updates, state = tx.update(grads, state, params)
+            carry = optax.apply_updates(params, updates), state
+            return carry, carry
+
+        return lax.scan(step, (params, tx.init(params)), grads)[1]
+
+    return trajectory
+
+
 def run(case, arrays):
     """The parameters after every step, and the states after every step."""
-    hyperparameters = {
-        NAMES.get(key, key): value for key, value in case["hyperparameters"].items()
-    }
-    learning_rate = hyperparameters.pop("learning_rate")
-    if learning_rate == "schedule":
-        rates = jnp.asarray(arrays["lr"])
-        learning_rate = rates.__getitem__
-    row = BY_ORIGINAL[f"{case['group']}/{case['optimizer']}"]
-    tx = row.factory(learning_rate, **hyperparameters)
+    hyperparameters = tuple(
+        (NAMES.get(key, key), value) for key, value in case["hyperparameters"].items()
+    )
     names = [param["name"] for param in case["params"]]
+    params = {name: arrays[f"p0_{name}"] for name in names}
     grads = {
         name: (arrays[f"idx_{name}"], arrays[f"val_{name}"])
         if f"idx_{name}" in arrays
         else arrays[f"g_{name}"]
         for name in names
     }
-
-    def step(carry, grads):
-        params, state = carry
-        grads = {
-            name: IndexedSlices(*grad) if isinstance(grad, tuple) else grad
-            for name, grad in grads.items()
-        }
-        updates, state = tx.update(grads, state, params)
-        carry = optax.apply_updates(params, updates), state
-        return carry, carry
-
-    @jax.jit
-    def trajectory(params, grads):
-        return lax.scan(step, (params, tx.init(params)), grads)[1]
-
-    params = {name: jnp.asarray(arrays[f"p0_{name}"]) for name in names}
-    return jax.tree.map(np.asarray, trajectory(params, grads))
+    rates = jnp.asarray(arrays.get("lr", 0.0))
+    row = BY_ORIGINAL[f"{case['group']}/{case['optimizer']}"]
+    trajectory = compiled(row.factory, hyperparameters)
+    return jax.tree.map(np.asarray, trajectory(params, grads, rates))
 
 
 def check(actual, recorded, magnitude, tolerance, what):
@@ -105,7 +115,7 @@ def check(actual, recorded, magnitude, tolerance, what):
     )
 
 
-def check_params(arrays, name, actual, select=...):
+def check_params(arrays, name, actual, select: Any = ...):
     recorded = arrays[f"p_{name}"]
     history = np.concatenate([arrays[f"p0_{name}"][None], recorded])
     magnitude = np.maximum.accumulate(np.abs(history))[1:]
@@ -115,7 +125,7 @@ def check_params(arrays, name, actual, select=...):
 @pytest.mark.parametrize("name", RUN)
 def test_trajectory(name):
     case = RECORDED[name]
-    arrays = np.load(GOLDEN / case["file"])
+    arrays = dict(np.load(GOLDEN / case["file"]))
     params, states = run(case, arrays)
     unchecked = {key for key in case["arrays"] if key[:2] not in ("g_", "id", "va")}
     unchecked -= {"lr"}
@@ -143,7 +153,7 @@ def test_trajectory(name):
 
 def test_amsgrad_without_gradient_stays_put():
     case = RECORDED[AMSGRAD_NAN]
-    arrays = np.load(GOLDEN / case["file"])
+    arrays = dict(np.load(GOLDEN / case["file"]))
     params, _ = run(case, arrays)
     for name in ("s", "v", "m"):
         check_params(arrays, name, params[name])
