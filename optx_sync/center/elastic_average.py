@@ -2,9 +2,12 @@
 """Elastic averaging: workers drift, tied to the center by a spring."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import optax
 
 from optx_sync.center.rule import (
@@ -22,25 +25,24 @@ def elastic_rule(
     *,
     moving_rate: float | jax.Array | None = None,
     rho: float | jax.Array | None = None,
-    learning_rate: float | None = None,
+    learning_rate: float | jax.Array | None = None,
 ) -> CenterRule:
     """The rule of `elastic_average`, where its arguments are described."""
-    _check("moving_rate", moving_rate, 0.0, 1.0)
-    _check("rho", rho, 0.0, math.inf)
-    if rho is None and learning_rate is None:
-        raise ValueError(
-            "rho=None stands for moving_rate / learning_rate and so needs "
-            "learning_rate. Pass learning_rate=0.1, say, or rho=0.0 for no penalty on "
-            "the gradient."
-        )
-    if rho is None and (
-        isinstance(learning_rate, bool)
-        or not isinstance(learning_rate, int | float)
-        or not 0 < learning_rate < math.inf
-    ):
-        raise ValueError(
-            "learning_rate must be a float > 0, from which rho = moving_rate / "
-            f"learning_rate follows; got {learning_rate!r}. With a schedule pass rho."
+    _check("moving_rate", moving_rate, lambda a: 0 <= a <= 1, "in [0, 1]")
+    _check("rho", rho, lambda rho: 0 <= rho < math.inf, "finite and at least 0")
+    if rho is None:
+        if learning_rate is None:
+            raise ValueError(
+                "rho=None stands for moving_rate / learning_rate and so needs "
+                "learning_rate. Pass learning_rate=0.1, say, or rho=0.0 for no penalty "
+                "on the gradient."
+            )
+        _check(
+            "learning_rate",
+            learning_rate,
+            lambda rate: 0 < rate < math.inf,
+            "a float > 0, from which rho = moving_rate / learning_rate follows (with "
+            "a schedule pass rho)",
         )
 
     def check(communication_period: Period) -> None:
@@ -61,12 +63,12 @@ def elastic_rule(
             strength = rho
         else:
             strength = rate(at) / learning_rate
-        return strength * (own.params - own.taken)
+        return _times(strength, own.params - own.taken)
 
     without_penalty = isinstance(rho, int | float) and rho == 0
     return CenterRule(
-        contribute=lambda own, center, at: rate(at) * (own.params - center),
-        take=lambda x, before, after, at: x - rate(at) * (x - before),
+        contribute=lambda own, center, at: _times(rate(at), own.params - center),
+        take=lambda x, before, after, at: x - _times(rate(at), x - before),
         penalty=None if without_penalty else penalty,
         keeps_taken=not without_penalty,
         check=check,
@@ -80,7 +82,7 @@ def elastic_average(
     num_workers: int | None = None,
     moving_rate: float | jax.Array | None = None,
     rho: float | jax.Array | None = None,
-    learning_rate: float | None = None,
+    learning_rate: float | jax.Array | None = None,
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
     drop_nonfinite: bool = False,
@@ -160,13 +162,17 @@ def elastic_average(
     )
 
 
-def _check(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse a number out of range; what is traced passes."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not (math.isfinite(value) and low <= value <= high):
-            above = f" and at most {high}" if math.isfinite(high) else ""
-            raise ValueError(
-                f"{name} must be finite, at least {low}{above}; got {value}."
-            )
-    elif value is not None and not hasattr(value, "dtype"):
+def _check(name: str, value: Any, holds: Callable[[float], bool], rule: str) -> None:
+    """Refuse a number for which `holds` is false; what is traced passes."""
+    if value is None or isinstance(value, jax.core.Tracer):
+        return
+    number = isinstance(value, int | float) or hasattr(value, "dtype")
+    if isinstance(value, bool) or not number or jnp.shape(value) != ():
         raise TypeError(f"{name} must be a number or None; got {value!r}.")
+    if not holds(float(value)):
+        raise ValueError(f"{name} must be {rule}; got {value}.")
+
+
+def _times(rate: Any, x: jax.Array) -> jax.Array:
+    # A rate that is an array (inject_hyperparams) may have another dtype than x.
+    return jnp.asarray(rate, x.dtype) * x
