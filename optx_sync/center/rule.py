@@ -429,7 +429,7 @@ def worker_params(params: Any, updates: Any, center: Any) -> Any:
 
     def moved(param, update, center):
         wide = param.astype(update.dtype) + update
-        return wide.astype(param.dtype).astype(center.dtype)
+        return _round(wide, param.dtype).astype(center.dtype)
 
     return jax.tree.map(moved, params, updates, center)
 
