@@ -31,8 +31,8 @@ def center_params(state: optax.OptState, params: optax.Params) -> optax.Params:
             they are.
 
     Returns:
-        The center in the structure and dtypes of `params` and in its own shape, without
-        a worker axis.
+        A copy of the center, so that the state can be donated, in the structure and
+        dtypes of `params` and in its own shape, without a worker axis.
 
     Raises:
         ValueError: There is no center in the state.
@@ -50,7 +50,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> optax.Params:
         if jnp.ndim(found.local_step) == 1:  # All workers hold the same center.
             center = jax.tree.map(lambda c: c[0], center)
         params = jax.tree.map(
-            lambda c, p: p if _is_masked(c) else c.astype(p.dtype),
+            lambda c, p: p if _is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
             params,
             is_leaf=_is_masked,
@@ -78,7 +78,8 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     """What became of a worker's last steps; no collective, values are per worker.
 
     Args:
-        state: The state of an optimizer of this package, alone or inside of a chain.
+        state: The state of an optimizer of this package, alone or inside of a chain;
+            the first one that is found (of several in `optax.multi_transform`, say).
         params: This worker's parameters, or stacked ones with a stacked state: adds
             the distance from the center.
 
@@ -104,7 +105,12 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         if jnp.ndim(found.local_step) < stacked:
             center = jax.tree.map(lambda c: c[None], center)
         squares = jax.tree.map(
-            lambda c, p: _square_sum(p.astype(c.dtype) - c, stacked), center, params
+            lambda c, p: (
+                0.0 if _is_masked(c) else _square_sum(p.astype(c.dtype) - c, stacked)
+            ),
+            center,
+            params,
+            is_leaf=_is_masked,
         )
         distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
     return CenterMetrics(
