@@ -70,31 +70,30 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     half precision reductions to float32, and keeps collectives over one device.
 
     Args:
-      fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
-        `.trace(...)`, `.lower(...)` or `.compile()`, which take no arguments here.
-      *args: Arrays or `jax.ShapeDtypeStruct` (with a sharding, where it matters).
-      **kwargs: The same by name.
+        fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
+          `.trace(...)`, `.lower(...)` or `.compile()`, which take no arguments here.
+        *args: Arrays or `jax.ShapeDtypeStruct` (with a sharding, where it matters).
+        **kwargs: The same by name.
 
     Returns:
-      The rows in the order of the program's text (a called computation stands
-      before its caller).
+        The rows in the order of the program's text (a called computation stands
+        before its caller).
 
     Raises:
-      TypeError: If `fn` is none of these, or is compiled already and got arguments.
+        TypeError: If `fn` is none of these, or is compiled already and got arguments.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optx_sync as oxs
-      >>> from jax.sharding import PartitionSpec as P
-      >>> mesh = jax.make_mesh(
-      ...     (jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-      ... )
-      >>> mean = jax.shard_map(
-      ...     lambda x: jax.lax.pmean(x, "data"), mesh=mesh, in_specs=P("data"),
-      ...     out_specs=P(),
-      ... )
-      >>> rows = oxs.audit.collectives(mean, jnp.ones((jax.device_count(), 3)))
-      >>> rows[0].kind, rows[0].bytes, rows[0].conditional
-      ('all-reduce', 12, False)
+        >>> import jax, jax.numpy as jnp, optx_sync as oxs
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> n = jax.device_count()
+        >>> mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+        >>> mean = jax.shard_map(
+        ...     lambda x: oxs.reduce(x, "data"), mesh=mesh, in_specs=P("data"),
+        ...     out_specs=P(),
+        ... )
+        >>> rows = oxs.audit.collectives(mean, jnp.ones((n, 3)))
+        >>> rows[0].kind, rows[0].bytes, rows[0].conditional
+        ('all-reduce', 12, False)
     """
     return parse(_text(fn, args, kwargs))
 
@@ -105,12 +104,12 @@ def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
     All computations of the program count, also those inside fusions.
 
     Returns:
-      A dictionary from XLA's opcode ("fusion", "all-reduce", "while") to a count.
+        A dictionary from XLA's opcode ("fusion", "all-reduce", "while") to a count.
 
     Example:
-      >>> import jax.numpy as jnp, optx_sync as oxs
-      >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
-      1
+        >>> import jax.numpy as jnp, optx_sync as oxs
+        >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
+        1
     """
     computations = _read(_text(fn, args, kwargs)).computations
     counts = Counter(
@@ -123,24 +122,24 @@ def parse(text: str) -> list[Collective]:
     """List the collectives in the text of a compiled program (`as_text()`, a dump).
 
     Args:
-      text: One HLO module as XLA prints it, from whatever platform.
+        text: One HLO module as XLA prints it, from whatever platform.
 
     Returns:
-      The rows of `collectives`.
+        The rows of `collectives`.
 
     Raises:
-      ValueError: If a collective's shapes or device groups cannot be read.
+        ValueError: If a collective's shapes or device groups cannot be read.
 
     Example:
-      >>> import optx_sync as oxs
-      >>> rows = oxs.audit.parse('''
-      ... HloModule step, num_partitions=8
-      ... ENTRY %main (p: bf16[1024]) -> bf16[1024] {
-      ...   %p = bf16[1024]{0} parameter(0)
-      ...   ROOT %r = bf16[1024]{0} all-reduce(%p), replica_groups=[2,4]<=[8]
-      ... }''')
-      >>> rows[0].kind, rows[0].bytes, rows[0].groups
-      ('all-reduce', 2048, ((0, 1, 2, 3), (4, 5, 6, 7)))
+        >>> import optx_sync as oxs
+        >>> rows = oxs.audit.parse('''
+        ... HloModule step, num_partitions=8
+        ... ENTRY %main (p: bf16[1024]) -> bf16[1024] {
+        ...   %p = bf16[1024]{0} parameter(0)
+        ...   ROOT %r = bf16[1024]{0} all-reduce(%p), replica_groups=[2,4]<=[8]
+        ... }''')
+        >>> rows[0].kind, rows[0].bytes, rows[0].groups
+        ('all-reduce', 2048, ((0, 1, 2, 3), (4, 5, 6, 7)))
     """
     program = _read(text)
     always, reached = _reach(program)
@@ -174,16 +173,16 @@ def table(rows: Iterable[Collective]) -> str:
     """Write the rows of `collectives` as a table in plain text, with the sums.
 
     Example:
-      >>> import optx_sync as oxs
-      >>> pairs = ((0, 1), (1, 0))
-      >>> print(oxs.audit.table([
-      ...     oxs.audit.Collective("all-reduce", 4096, 3, ((0, 1),), True),
-      ...     oxs.audit.Collective("collective-permute", 512, 1, pairs, False),
-      ... ]))
-      kind                bytes  operands  groups   conditional
-      all-reduce           4096         3  1 x 2    yes
-      collective-permute    512         1  2 pairs  no
-      total                4608         4           4096 bytes in conditionals
+        >>> import optx_sync as oxs
+        >>> pairs = ((0, 1), (1, 0))
+        >>> print(oxs.audit.table([
+        ...     oxs.audit.Collective("all-reduce", 4096, 3, ((0, 1),), True),
+        ...     oxs.audit.Collective("collective-permute", 512, 1, pairs, False),
+        ... ]))
+        kind                bytes  operands  groups   conditional
+        all-reduce           4096         3  1 x 2    yes
+        collective-permute    512         1  2 pairs  no
+        total                4608         4           4096 bytes in conditionals
     """
     rows = list(rows)
     quiet = sum(row.bytes for row in rows if row.conditional)

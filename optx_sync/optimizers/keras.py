@@ -49,30 +49,30 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     parameters gives zeros to a slot that starts as the parameter (ScheduleFreeAdamW).
 
     Args:
-      optimizer: A ``keras.optimizers.Optimizer``.
+        optimizer: A ``keras.optimizers.Optimizer``.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs`` whose update needs `params`.
+        An ``optax.GradientTransformationExtraArgs`` whose update needs `params`.
 
     Raises:
-      ImportError: If Keras is not installed.
-      RuntimeError: If Keras runs on another backend.
-      TypeError: If `optimizer` is not a Keras optimizer, or is a ``MultiOptimizer``;
-        at the update, for a row-sparse gradient.
-      ValueError: If variables, not names, were excluded from the weight decay.
+        ImportError: If Keras is not installed.
+        RuntimeError: If Keras runs on another backend.
+        TypeError: If `optimizer` is not a Keras optimizer, or is a ``MultiOptimizer``;
+          at the update, for a row-sparse gradient.
+        ValueError: If variables, not names, were excluded from the weight decay.
 
     Example:
-      >>> import os
-      >>> os.environ["KERAS_BACKEND"] = "jax"
-      >>> import jax.numpy as jnp, keras, optax, optx_sync as oxs
-      >>> tx = oxs.keras(keras.optimizers.SGD(0.5, momentum=0.5))
-      >>> params = {"w": jnp.array([3.0])}
-      >>> state = tx.init(params)
-      >>> for _ in range(2):
-      ...     updates, state = tx.update({"w": jnp.array([1.0])}, state, params)
-      ...     params = optax.apply_updates(params, updates)
-      >>> params["w"].item(), state.slots["momentum"]["w"].item()
-      (1.75, -0.75)
+        >>> import os
+        >>> os.environ["KERAS_BACKEND"] = "jax"
+        >>> import jax.numpy as jnp, keras, optax, optx_sync as oxs
+        >>> tx = oxs.keras(keras.optimizers.SGD(0.5, momentum=0.5))
+        >>> params = {"w": jnp.array([3.0])}
+        >>> state = tx.init(params)
+        >>> for _ in range(2):
+        ...     updates, state = tx.update({"w": jnp.array([1.0])}, state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> params["w"].item(), state.slots["momentum"]["w"].item()
+        (1.75, -0.75)
 
     Reference: Keras 3, ``Optimizer.stateless_apply``.
     """
