@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require
 
@@ -19,8 +20,8 @@ class AdadeltaSlots(NamedTuple):
 
 def adadelta(
     learning_rate: optax.ScalarOrSchedule = 0.001,
-    rho: float = 0.95,
-    eps: float = 1e-8,
+    rho: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adadelta: TensorFlow's AdadeltaOptimizer.
 

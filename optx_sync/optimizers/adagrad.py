@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require
 
@@ -18,7 +19,7 @@ class AdagradSlots(NamedTuple):
 
 def adagrad(
     learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: float = 0.1,
+    initial_accumulator_value: ArrayLike = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad: TensorFlow's AdagradOptimizer.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
 
@@ -18,9 +19,9 @@ class AdagradDASlots(NamedTuple):
 
 def adagrad_da(
     learning_rate: optax.ScalarOrSchedule,
-    initial_gradient_squared_accumulator_value: float = 0.1,
-    l1: float = 0.0,
-    l2: float = 0.0,
+    initial_gradient_squared_accumulator_value: ArrayLike = 0.1,
+    l1: ArrayLike = 0.0,
+    l2: ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad with dual averaging: TensorFlow's AdagradDAOptimizer.
 

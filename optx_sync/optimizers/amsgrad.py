@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
 
@@ -20,9 +21,9 @@ class AMSGradSlots(NamedTuple):
 def amsgrad(
     learning_rate: optax.ScalarOrSchedule = 0.001,
     decay: bool = False,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    eps: float = 0.0,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.99,
+    eps: ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AMSGrad: RETURNN's AMSGradOptimizer.
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require
 
@@ -19,12 +20,12 @@ class FtrlSlots(NamedTuple):
 
 def ftrl(
     learning_rate: optax.ScalarOrSchedule,
-    learning_rate_power: float = -0.5,
-    initial_accumulator_value: float = 0.1,
-    l1: float = 0.0,
-    l2: float = 0.0,
-    l2_shrinkage: float = 0.0,
-    beta: float = 0.0,
+    learning_rate_power: ArrayLike = -0.5,
+    initial_accumulator_value: ArrayLike = 0.1,
+    l1: ArrayLike = 0.0,
+    l2: ArrayLike = 0.0,
+    l2_shrinkage: ArrayLike = 0.0,
+    beta: ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""FTRL-Proximal: TensorFlow's FtrlOptimizer.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require
 
@@ -18,9 +19,9 @@ class GradVarianceScaledSlots(NamedTuple):
 
 def grad_variance_scaled(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Steps scaled by gradient variance: RETURNN's GradVarianceScaledOptimizer.
 

@@ -4,6 +4,7 @@
 from typing import Any, NamedTuple
 
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
 
@@ -16,7 +17,7 @@ class MomentumSlots(NamedTuple):
 
 def momentum(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: float,
+    momentum: ArrayLike,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gradient descent with momentum: TensorFlow's MomentumOptimizer.

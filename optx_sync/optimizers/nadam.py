@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import (
     BetaPowers,
@@ -24,9 +25,9 @@ class NadamSlots(NamedTuple):
 
 def nadam(
     learning_rate: optax.ScalarOrSchedule = 0.001,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Nadam: contrib's and RETURNN's NadamOptimizer.
 

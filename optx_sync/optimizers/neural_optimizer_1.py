@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require
 
@@ -17,8 +18,8 @@ class NeuralOptimizer1Slots(NamedTuple):
 
 def neural_optimizer_1(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    decrease_factor: float = 0.1,
+    b1: ArrayLike = 0.9,
+    decrease_factor: ArrayLike = 0.1,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Smaller steps against the average gradient: RETURNN's NeuralOptimizer1.
 

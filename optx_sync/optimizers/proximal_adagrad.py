@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
 
@@ -18,9 +19,9 @@ class ProximalAdagradSlots(NamedTuple):
 
 def proximal_adagrad(
     learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: float = 0.1,
-    l1: float = 0.0,
-    l2: float = 0.0,
+    initial_accumulator_value: ArrayLike = 0.1,
+    l1: ArrayLike = 0.0,
+    l2: ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad with a proximal step: TensorFlow's ProximalAdagradOptimizer.
 

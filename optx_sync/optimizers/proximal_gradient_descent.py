@@ -2,14 +2,15 @@
 """Proximal gradient descent (FOBOS), with TensorFlow's arithmetic."""
 
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
 
 
 def proximal_gradient_descent(
     learning_rate: optax.ScalarOrSchedule,
-    l1: float = 0.0,
-    l2: float = 0.0,
+    l1: ArrayLike = 0.0,
+    l2: ArrayLike = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Forward-backward splitting: TensorFlow's ProximalGradientDescentOptimizer.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
 
@@ -26,9 +27,9 @@ class CenteredRMSPropSlots(NamedTuple):
 
 def rmsprop(
     learning_rate: optax.ScalarOrSchedule,
-    decay: float = 0.9,
-    momentum: float = 0.0,
-    eps: float = 1e-10,
+    decay: ArrayLike = 0.9,
+    momentum: ArrayLike = 0.0,
+    eps: ArrayLike = 1e-10,
     centered: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""RMSProp: TensorFlow's RMSPropOptimizer.
