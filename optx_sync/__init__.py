@@ -60,6 +60,8 @@ from optx_sync.center.diloco import diloco_rule as diloco_rule
 # Read a state, and say where it lives.
 from optx_sync.state import center_params as center_params
 from optx_sync.state import metrics as metrics
+from optx_sync.state import slot as slot
+from optx_sync.state import slot_names as slot_names
 from optx_sync.state import swap_center as swap_center
 from optx_sync.sharding import stack as stack
 from optx_sync.sharding import state_axes as state_axes

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.rule import CenterState
+from optx_sync.optimizers.keras import KerasState
+from optx_sync.optimizers.rule import RuleState
 
 
 class CenterMetrics(NamedTuple):
@@ -116,6 +118,110 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     return CenterMetrics(
         found.global_step, found.steps_since_round, found.dropped, distance
     )
+
+
+def slot_names(state: optax.OptState) -> tuple[str, ...]:
+    """Names of the arrays that an optimizer keeps for each parameter.
+
+    A slot is what TensorFlow calls one: `accum` of FTRL, `m` of Adam; and Optax's own,
+    `mu` or `trace`. Where a name occurs twice in a state, for example in the inner and
+    the outer optimizer of a center, it is qualified: `inner.trace`, `outer.trace`.
+    Counters, hyper-parameters and running powers are no slots.
+
+    Args:
+        state: The state of any optimizer.
+
+    Returns:
+        The names that `slot` takes, in the order in which they stand in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.diloco(optax.sgd(0.1, momentum=0.9), "workers")
+        >>> oxs.slot_names(tx.init(jnp.zeros(2)))
+        ('center', 'outer.trace', 'inner.trace')
+    """
+    paths = [path for path, _ in _slots(state)]
+    return tuple(_shortest(path, paths) for path in paths)
+
+
+def slot(state: optax.OptState, name: str) -> Any:
+    """A slot of an optimizer, by its name: a tree like the parameters.
+
+    Args:
+        state: The state of any optimizer.
+        name: One of `slot_names(state)`, or a longer form of it.
+
+    Returns:
+        The slot's tree, as it stands in the state.
+
+    Raises:
+        ValueError: No slot, or more than one, has this name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> state = oxs.adagrad(0.1).init({"w": jnp.zeros(2)})
+        >>> oxs.slot(state, "accumulator")
+        {'w': Array([0.1, 0.1], dtype=float32)}
+    """
+    wanted = name.split(".")
+    found = [tree for path, tree in _slots(state) if _ends(path, wanted)]
+    if len(found) != 1:
+        what = "No slot" if not found else "More than one slot"
+        raise ValueError(
+            f"{what} of this state has the name {name!r}. Pass one of "
+            f"{slot_names(state)}."
+        )
+    return found[0]
+
+
+def _slots(node, path=()):
+    """Path and tree of every slot: the last fields of nested NamedTuples."""
+    if isinstance(node, RuleState | KerasState):
+        by_name = node.slots if isinstance(node, KerasState) else node.slots._asdict()
+        for name, tree in by_name.items():
+            yield [*path, name], tree
+    elif hasattr(node, "_fields") or _holds_states(node):
+        if hasattr(node, "_fields"):
+            children = node._asdict()
+        else:
+            children = node if isinstance(node, dict) else dict(enumerate(node))
+        for name, child in children.items():
+            # `optax.inject_hyperparams` keeps its own numbers beside the state.
+            if not str(name).startswith("hyperparams"):
+                yield from _slots(child, (*path, str(name)))
+    elif any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(node)):
+        yield list(path), node
+
+
+def _holds_states(node) -> bool:
+    """Whether this is a container of states, such as the state of a chain."""
+
+    def is_state(x):
+        return hasattr(x, "_fields") and not _is_masked(x)
+
+    leaves = jax.tree.leaves(node, is_leaf=is_state)
+    return isinstance(node, tuple | list | dict) and any(map(is_state, leaves))
+
+
+def _shortest(path, paths):
+    """The shortest end of a path that no other path has."""
+    for candidate in (_words(path), path):
+        for length in range(1, len(candidate) + 1):
+            end = candidate[-length:]
+            if sum(_ends(other, end) for other in paths) == 1:
+                return ".".join(end)
+    return ".".join(path)
+
+
+def _ends(path, end) -> bool:
+    return end in (path[-len(end) :], _words(path)[-len(end) :])
+
+
+def _words(path):
+    """The path without the places in chains."""
+    return [part for part in path if not part.isdigit()]
 
 
 def _square_sum(x, skip):
