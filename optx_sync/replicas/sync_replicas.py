@@ -233,7 +233,7 @@ def sync_replicas(
         gradient_step=None,
         **extra_args,
     ):
-        check_variables(updates)
+        check_variables(updates if params is None else params)
         check_grads(updates, params)
         if params is None and variable_averages is not None:
             raise ValueError(
@@ -447,7 +447,7 @@ def check_averages(variable_averages: Any) -> None:
 
 def check_variables(tree: Any) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
-    if jax.tree.leaves(tree, is_leaf=lambda x: x is None) or _is_placeholder(tree):
+    if jax.tree.leaves(tree) or _is_placeholder(tree):
         return
     raise ValueError(
         f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
