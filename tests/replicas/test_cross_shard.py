@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 from collections import Counter
+from typing import Any
 
 import flax.training.train_state
 import jax
@@ -18,6 +19,8 @@ from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
 from tests.reference import replicas as reference
 
+# Optax's types know no gradient that is a tree of rows, or of arrays by name.
+cross_shard: Any = oxs.cross_shard
 AXIS = contexts.AXIS
 GROUPS = [[0, 2], [1, 3]]
 PARAMS = {
@@ -80,7 +83,7 @@ def inputs(name):
         {"momentum": optax.sgd(0.1, momentum=0.9), "exact": optax.sgd(1.0)}, LABELS
     )
     extra = {"weight": weights()} if weighted else {}
-    tx = oxs.cross_shard(inner, AXIS, **arguments)
+    tx = cross_shard(inner, AXIS, **arguments)
     return tx, PARAMS, gradients(weighted=weighted), extra
 
 
@@ -106,7 +109,7 @@ def expected(name):
 
 def process_cases():
     """For tests/two_processes.py."""
-    cases = {name: inputs(name) for name in CASES}
+    cases: dict[str, Any] = {name: inputs(name) for name in CASES}
     for name in ("mean", "weighted"):
         cases[f"{name} replicated"] = (*inputs(name), ("replicated",))
     return cases
@@ -141,12 +144,12 @@ def test_one_answer_where_parameters_are_replicated(name):
 INPUT = np.arange(1, 9, dtype=np.float32)  # mean 4.5, sum 36
 
 
-def over_eight(function, *args, in_specs=P(AXIS), out_specs=P(), check_vma=True):  # noqa: B008 # immutable
+def over_eight(function, *args, check_vma=True):
     mapped = jax.shard_map(
         function,
         mesh=contexts.mesh(8),
-        in_specs=in_specs,
-        out_specs=out_specs,
+        in_specs=P(AXIS),
+        out_specs=P(),
         check_vma=check_vma,
     )
     return jax.jit(mapped)(*args)
@@ -172,9 +175,7 @@ def one_gradient(x, way, reduction="mean", told=None):
     local, of, grads = WAYS[way]
     w = jnp.float32(2)
     gradient = jax.grad(of)(oxs.localize(w, AXIS) if local else w, x)
-    tx = oxs.cross_shard(
-        optax.scale(1.0), AXIS, reduction=reduction, grads=told or grads
-    )
+    tx = cross_shard(optax.scale(1.0), AXIS, reduction=reduction, grads=told or grads)
     return tx.update(gradient, tx.init(w), w)[0]
 
 
@@ -212,32 +213,32 @@ def test_a_local_gradient_that_is_called_reduced_raises(told):
     [("local", "summed"), ("summed", "local"), ("averaged", "local")],
 )
 def test_a_tree_of_local_and_reduced_leaves_raises(told, path):
-    tx = oxs.cross_shard(axis_name=AXIS, grads=told)
+    tx = cross_shard(axis_name=AXIS, grads=told)
 
     def step(x):
         grads = {"local": x, "summed": jax.lax.psum(x, AXIS)}
         return tx.update(grads, tx.init(None))
 
     with pytest.raises(ValueError, match=rf"at \['{path}'\]"):
-        over_eight(step, INPUT, out_specs=P(AXIS))
+        over_eight(step, INPUT)
 
 
 @pytest.mark.parametrize("told", ["summed", "averaged"])
 def test_rows_of_each_replica_beside_reduced_leaves_raise(told):
-    tx = oxs.cross_shard(axis_name=AXIS, grads=told)
+    tx = cross_shard(axis_name=AXIS, grads=told)
 
     def step(x):
         rows = oxs.IndexedSlices(jnp.array([0]), x)
         return tx.update({"table": rows, "w": jax.lax.psum(x, AXIS)}, tx.init(None))
 
     with pytest.raises(ValueError, match=r"at \['table'\] varies"):
-        over_eight(step, INPUT, out_specs=P(AXIS))
+        over_eight(step, INPUT)
 
 
 @pytest.mark.parametrize("told", ["summed", "averaged"])
 def test_reduced_rows_are_scaled(told):
     reduction = "mean" if told == "summed" else "sum"
-    tx = oxs.cross_shard(axis_name=AXIS, grads=told, reduction=reduction)
+    tx = cross_shard(axis_name=AXIS, grads=told, reduction=reduction)
 
     def step(x):
         rows = oxs.IndexedSlices(jnp.array([2]), jax.lax.psum(x, AXIS))
@@ -248,8 +249,9 @@ def test_reduced_rows_are_scaled(told):
 
 
 def test_an_update_of_a_replicated_parameter_is_known_to_be_equal():
-    def train(w, x):
-        tx = oxs.cross_shard(optax.sgd(0.125, momentum=0.5), AXIS)
+    def train(x):
+        w = jnp.float32(2)
+        tx = cross_shard(optax.sgd(0.125, momentum=0.5), AXIS)
 
         def step(carry, _):
             w, state = carry
@@ -259,8 +261,7 @@ def test_an_update_of_a_replicated_parameter_is_known_to_be_equal():
 
         return jax.lax.scan(step, (w, tx.init(w)), length=3)[0][0]
 
-    got = over_eight(train, np.float32(2), INPUT, in_specs=(P(), P(AXIS)))
-    assert got == 2 - 0.125 * 4.5 * (1 + 1.5 + 1.75)
+    assert over_eight(train, INPUT) == 2 - 0.125 * 4.5 * (1 + 1.5 + 1.75)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +276,13 @@ def test_an_update_of_a_replicated_parameter_is_known_to_be_equal():
     ids=["sgd", "apply_if_finite", "inject_hyperparams"],
 )
 def test_groups_that_start_inside_checked_shard_map(inner):
-    tx = oxs.cross_shard(inner, AXIS, group_assignment=GROUPS)
+    tx = cross_shard(inner, AXIS, group_assignment=GROUPS)
     grads = np.random.default_rng(0).normal(size=(4, 4, 3)).astype(np.float32)
 
     def train(grads):
         params = oxs.localize(jnp.ones(3), AXIS)
         history, _ = contexts.steps(tx)(params, tx.init(params), grads[0], {})
-        return history[None]
+        return oxs.stack(history, 1)
 
     run = jax.jit(
         jax.shard_map(train, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P(AXIS))
@@ -316,7 +317,7 @@ def test_rows_give_the_dense_answer(context, name):
         "table": jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, values),
     }
     params = {"bias": np.zeros(2, np.float32), "table": np.ones((rows, 2), np.float32)}
-    tx = oxs.cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS, **arguments)
+    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS, **arguments)
     extra = {"weight": weight} if weighted else {}
     history, _ = contexts.replay(context, tx, params, grads, extra)
     for leaf, start, grad in (
@@ -335,7 +336,7 @@ def test_rows_give_the_dense_answer(context, name):
 
 def test_no_table_travels_and_the_result_is_known_to_be_equal():
     rows, width, ids = 1000, 8, 3
-    tx = oxs.cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS)
+    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS)
 
     def dense_loss(params, batch):
         return jnp.sum(params["table"][batch] ** 2 @ params["w"])
@@ -350,7 +351,7 @@ def test_no_table_travels_and_the_result_is_known_to_be_equal():
         return optax.apply_updates(params, updates)
 
     def dense_step(params, batch):
-        plain = oxs.cross_shard(optax.sgd(0.5), AXIS)
+        plain = cross_shard(optax.sgd(0.5), AXIS)
         grads = jax.grad(dense_loss)(oxs.localize(params, AXIS), batch[0])
         updates, _ = plain.update(grads, plain.init(params), params)
         return optax.apply_updates(params, updates)
@@ -411,7 +412,7 @@ def by_hand(inner, check_vma=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("weight", [False, True])
 def test_one_all_reduce_for_a_whole_tree(check_vma, weight):
-    tx = oxs.cross_shard(optax.sgd(0.1, momentum=0.9), AXIS)
+    tx = cross_shard(optax.sgd(0.1, momentum=0.9), AXIS)
     (row,) = compiled(tx, check_vma, weight)
     size = sum(leaf.size for leaf in leaves().values())
     assert row.kind == "all-reduce"
@@ -438,7 +439,7 @@ def test_one_all_reduce_per_dtype():
 )
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_step_compiles_to_what_the_step_by_hand_compiles_to(inner, check_vma):
-    ours = compiled(oxs.cross_shard(inner, AXIS), check_vma, of="instructions")
+    ours = compiled(cross_shard(inner, AXIS), check_vma, of="instructions")
     hand = compiled(by_hand(inner), check_vma, of="instructions")
     assert ours == hand
     assert ours["all-reduce"] == 1
@@ -447,7 +448,7 @@ def test_a_step_compiles_to_what_the_step_by_hand_compiles_to(inner, check_vma):
 @pytest.mark.parametrize("told", ["summed", "averaged"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_reduced_gradients_are_not_sent_again(told, reduction):
-    tx = oxs.cross_shard(optax.sgd(0.1), AXIS, grads=told, reduction=reduction)
+    tx = cross_shard(optax.sgd(0.1), AXIS, grads=told, reduction=reduction)
 
     def step(params, state, grads):
         return tx.update(grads, state, params)
@@ -486,11 +487,12 @@ FIRST = {"v": True, "m": False}
 
 
 def with_mask_around(shard):
-    return optax.chain(
-        optax.masked(shard(optax.sgd(0.1, momentum=0.9)), FIRST),
-        # What the mask leaves out has not met; here it does not move.
-        optax.stateless(lambda updates, p: updates | {"m": jnp.zeros_like(p["m"])}),
-    )
+    # What the mask leaves out has not met; here it does not move.
+    def still(updates: Any, params: Any):
+        return updates | {"m": jnp.zeros_like(params["m"])}
+
+    masked = optax.masked(shard(optax.sgd(0.1, momentum=0.9)), FIRST)
+    return optax.chain(masked, optax.stateless(still))
 
 
 # Each with `shard`, which wraps an inner transformation in cross_shard, or does not.
@@ -535,7 +537,7 @@ COMPOSED = {
 
 
 def sharded(inner):
-    return oxs.cross_shard(inner, AXIS)
+    return cross_shard(inner, AXIS)
 
 
 def composed_gradients(replicas=contexts.REPLICAS, steps=6):
@@ -576,14 +578,14 @@ def test_composed_with_optax_it_is_the_inner_one_on_the_mean(name, style):
 
 
 def test_clipping_before_the_link_is_each_replica_s_own():
-    tx = optax.chain(optax.clip(1.0), oxs.cross_shard(axis_name=AXIS), optax.sgd(1.0))
+    tx = optax.chain(optax.clip(1.0), cross_shard(axis_name=AXIS), optax.sgd(1.0))
     grads = np.array([[[8.0]], [[0.5]], [[-0.5]], [[2.0]]], np.float32).reshape(1, 4, 1)
     history, _ = contexts.replay("shard_map", tx, np.zeros(1, np.float32), grads)
     assert np.array_equal(history, np.full((1, 4, 1), -(1 + 0.5 - 0.5 + 1) / 4))
 
 
 def test_optax_finds_and_changes_what_is_in_the_state():
-    tx = oxs.cross_shard(
+    tx = cross_shard(
         optax.inject_hyperparams(optax.adam)(learning_rate=0.1, b1=0.8), AXIS
     )
     state = tx.init(TREE)
@@ -602,16 +604,16 @@ def test_optax_finds_and_changes_what_is_in_the_state():
 
 def test_the_state_is_that_of_the_inner_one_and_init_takes_shapes():
     inner = optax.adam(0.1)
-    tx = oxs.cross_shard(inner, AXIS, group_assignment=GROUPS)
+    tx = cross_shard(inner, AXIS, group_assignment=GROUPS)
     expected = jax.eval_shape(inner.init, TREE)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), TREE)
     assert jax.eval_shape(tx.init, shapes) == expected
     assert jax.tree.structure(tx.init(TREE)) == jax.tree.structure(expected)
-    assert oxs.cross_shard(axis_name=AXIS).init(TREE) == optax.EmptyState()
+    assert cross_shard(axis_name=AXIS).init(TREE) == optax.EmptyState()
 
 
 def test_parameters_and_state_are_donated_together():
-    tx = oxs.cross_shard(optax.sgd(0.5, momentum=0.5), AXIS)
+    tx = cross_shard(optax.sgd(0.5, momentum=0.5), AXIS)
 
     def step(params, state, grads):
         updates, state = tx.update(oxs.unstack(grads), state, params)
@@ -647,7 +649,7 @@ def test_one_replica_is_the_inner_one(context, name, monkeypatch):
     grads = composed_gradients(replicas=1)
     extra = {"weight": np.full((6, 1), 7.0, np.float32)} if "groups" in name else {}
     history, _ = contexts.replay(
-        context, oxs.cross_shard(inner, AXIS, **arguments), TREE, grads, extra
+        context, cross_shard(inner, AXIS, **arguments), TREE, grads, extra
     )
     contexts.assert_close(history, plain_history(inner, grads))
 
@@ -669,52 +671,52 @@ def test_other_extra_arguments_reach_the_inner_one():
         seen.update(extra_args)
         return updates, state
 
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
     grads = oxs.stack(TREE, 4)
-    tx = oxs.cross_shard(inner, AXIS)
+    tx = cross_shard(inner, AXIS)
     lanes(tx, grads, value=jnp.ones(4), weight=jnp.ones(4), batch=jnp.ones(4))
     assert set(seen) == {"value", "batch"}
 
-    polyak = oxs.cross_shard(optax.polyak_sgd(), AXIS)
+    polyak = cross_shard(optax.polyak_sgd(), AXIS)
     (updates, _) = lanes(polyak, grads, params=TREE, value=jnp.full(4, 2.0))
     squares = sum(np.sum(np.square(g)) for g in jax.tree.leaves(TREE))
     expected = jax.tree.map(lambda g: -g * 2.0 / squares, TREE)
     contexts.assert_close(updates, oxs.stack(expected, 4))
     # An inner transformation without extra arguments is not bothered with them.
-    lanes(oxs.cross_shard(optax.scale(1.0), AXIS), grads, value=jnp.ones(4))
+    lanes(cross_shard(optax.scale(1.0), AXIS), grads, value=jnp.ones(4))
 
 
 def test_no_gradient():
     grads = {"v": jnp.ones((4, 3)), "m": None}
-    updates, _ = lanes(oxs.cross_shard(optax.sgd(0.5), AXIS), grads, params=TREE)
+    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads, params=TREE)
     assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
     assert np.array_equal(updates["v"], np.full((4, 3), -0.5))
-    updates, _ = lanes(oxs.cross_shard(optax.sgd(0.5), AXIS), grads)
+    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads)
     assert updates["m"] is None  # Without the parameters its shape is not known.
-    updates, _ = lanes(oxs.cross_shard(axis_name=AXIS), grads, params=TREE)
+    updates, _ = lanes(cross_shard(axis_name=AXIS), grads, params=TREE)
     assert updates["m"] is None  # The next link of the chain shall see it.
-    chain = optax.chain(oxs.cross_shard(axis_name=AXIS), adam(0.1))
+    chain: Any = optax.chain(cross_shard(axis_name=AXIS), adam(0.1))
     updates, _ = lanes(chain, grads, params=TREE)
     assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
     for told in ("summed", "averaged"):
-        tx = oxs.cross_shard(optax.sgd(0.5), AXIS, grads=told, reduction="sum")
+        tx = cross_shard(optax.sgd(0.5), AXIS, grads=told, reduction="sum")
         updates, _ = lanes(tx, grads, params=TREE)
         assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
 
 
 def test_updates_keep_the_dtype_of_the_gradients():
     grads = {"b": jnp.ones((4, 2), jnp.bfloat16), "h": jnp.ones((4, 2), jnp.float16)}
-    updates, _ = lanes(oxs.cross_shard(optax.sgd(0.5), AXIS), grads)
+    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads)
     assert updates["b"].dtype == jnp.bfloat16 and updates["h"].dtype == jnp.float16
     for told in ("summed", "averaged"):
         for reduction in ("mean", "sum"):
-            tx = oxs.cross_shard(None, AXIS, grads=told, reduction=reduction)
+            tx = cross_shard(None, AXIS, grads=told, reduction=reduction)
             updates, _ = lanes(tx, grads)
             assert updates["b"].dtype == jnp.bfloat16
 
 
 def test_flax_train_state_in_pmap():
-    tx = oxs.cross_shard(optax.sgd(0.5), AXIS)
+    tx = cross_shard(optax.sgd(0.5), AXIS)
     state = flax.training.train_state.TrainState.create(
         apply_fn=lambda: None, params={"w": jnp.ones(2)}, tx=tx
     )
@@ -736,7 +738,7 @@ def test_a_guard_inside_skips_the_step_on_all_replicas(context):
     grads = np.ones((3, 4, 2), np.float32)
     grads[1, 2, 0] = np.nan
     history, state = contexts.replay(
-        context, oxs.cross_shard(inner, AXIS), np.ones(2, np.float32), grads
+        context, cross_shard(inner, AXIS), np.ones(2, np.float32), grads
     )
     assert np.array_equal(history[:, :, 1], np.repeat([[0.5], [0.5], [0.0]], 4, 1))
     assert np.asarray(state.total_notfinite).tolist() == [1] * 4
@@ -767,7 +769,7 @@ def test_recorded_from_the_original(name, context):
     hyper = RECORDED[name]["hyperparameters"]
     shards, groups = hyper["num_shards"], hyper["group_assignment"]
     inner = dict(hyper["inner"])
-    tx = oxs.cross_shard(
+    tx = cross_shard(
         INNER[inner.pop("class")](**inner),
         AXIS,
         reduction=hyper["reduction"],
@@ -864,7 +866,7 @@ def test_refused_at_construction(error, match, arguments):
     if arguments and "inner" not in arguments:
         arguments = {"axis_name": AXIS, **arguments}
     with pytest.raises(error, match=match):
-        oxs.cross_shard(**arguments)
+        cross_shard(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -907,13 +909,13 @@ def test_refused_at_construction(error, match, arguments):
     ],
 )
 def test_refused_at_the_call(error, match, arguments, grads):
-    tx = oxs.cross_shard(optax.sgd(0.1), AXIS, **arguments)
+    tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
     with pytest.raises(error, match=match):
         lanes(tx, oxs.stack(grads, 4), params=TREE, weight=jnp.ones(4))
 
 
 def test_rows_that_do_not_fit_their_table():
-    tx = oxs.cross_shard(axis_name=AXIS)
+    tx = cross_shard(axis_name=AXIS)
     for values, index in ((jnp.ones((1, 3)), 0), (jnp.ones((1, 2)), 2)):
 
         def update(x, index=index, values=values):
@@ -926,7 +928,7 @@ def test_rows_that_do_not_fit_their_table():
 
 @pytest.mark.parametrize("grads", ["local", "summed", "averaged"])
 def test_update_outside_of_any_mapped_context(grads):
-    tx = oxs.cross_shard(optax.sgd(0.1), AXIS, grads=grads)
+    tx = cross_shard(optax.sgd(0.1), AXIS, grads=grads)
     state = tx.init(TREE)
     match = r"(?s)No mapped axis is named 'data'.*`update`, must run inside"
     for update in (tx.update, jax.jit(tx.update)):
@@ -939,7 +941,7 @@ def test_update_outside_of_any_mapped_context(grads):
 
 
 def test_a_mixed_vmap_and_checked_shard_map_says_what_to_do():
-    tx = oxs.cross_shard(optax.sgd(0.1), (AXIS, "lane"))
+    tx = cross_shard(optax.sgd(0.1), (AXIS, "lane"))
 
     def lane(grad):
         return tx.update(grad, tx.init(grad))[0]
