@@ -49,5 +49,5 @@ class SyncTrainState(train_state.TrainState):
             optax.with_extra_args_support(self.tx).update, **kwargs
         )
         bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
-        stepped = train_state.TrainState.apply_gradients(bound, grads=grads, **fields)
-        return stepped.replace(tx=self.tx)
+        stepped = super(SyncTrainState, bound).apply_gradients(grads=grads, **fields)
+        return stepped.replace(tx=self.tx)  # pyright: ignore[reportReturnType] # Flax types replace as of its base
