@@ -1,0 +1,242 @@
+"""Where a state lives: specs, axes and the worker axis itself."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+SPECS = {"w": P("fsdp", None), "b": P()}
+LABELS = {"w": "first", "b": "second"}
+# Every leaf of the state of these is one worker's own.
+WITH_OPTAX = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "chain": optax.chain(optax.clip(1.0), optax.scale_by_adam(), optax.scale(-0.1)),
+    "masked": optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+    "multi_transform": optax.multi_transform(
+        {"first": optax.adam(0.1), "second": optax.sgd(0.1, momentum=0.9)}, LABELS
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.8
+    ),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.1),
+    "key": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(0.1)),
+    "multi_steps": optax.MultiSteps(
+        optax.sgd(0.1, momentum=0.9), 2
+    ).gradient_transformation(),
+    "cross_shard": oxs.cross_shard(optax.adam(0.1), "workers"),
+    "catalogue": oxs.adam(0.1),
+    "stateless": optax.sgd(0.1),
+}
+each = pytest.mark.parametrize("name", WITH_OPTAX)
+
+
+def center(inner=None):
+    inner = optax.sgd(0.1, momentum=0.9) if inner is None else inner
+    return oxs.local_sgd(inner, "workers", communication_period=4)
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, P))
+
+
+@each
+def test_what_is_optax_s_is_per_worker(name):
+    tx = WITH_OPTAX[name]
+    state = tx.init(PARAMS)
+    axes = oxs.state_axes(tx, PARAMS)
+    assert jax.tree.structure(axes) == jax.tree.structure(state)
+    assert all(axis == 0 for axis in jax.tree.leaves(axes))
+
+
+@each
+def test_specs_of_one_worker(name):
+    tx = WITH_OPTAX[name]
+    state = tx.init(PARAMS)
+    specs = oxs.state_specs(tx, PARAMS, SPECS, None)
+    expected = {(4, 2): SPECS["w"], (2,): SPECS["b"], (): P()}
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    for leaf, spec in zip(jax.tree.leaves(state), leaves(specs), strict=True):
+        assert spec == expected[leaf.shape]
+    per_worker = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    assert leaves(per_worker) == [P("workers", *spec) for spec in leaves(specs)]
+
+
+@each
+def test_specs_and_axes_place_a_run(name):
+    """Stacked, placed by the specs, one step under vmap over workers, types kept."""
+    tx: Any = WITH_OPTAX[name]
+    mesh = jax.make_mesh((4, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    axes = oxs.state_axes(tx, PARAMS)
+    state = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        oxs.stack(tx.init(PARAMS), 4, axes),
+        specs,
+    )
+    params = oxs.stack(PARAMS, 4)
+
+    def step(params, state):
+        return tx.update(params, state, params)[1]
+
+    mapped = jax.vmap(step, in_axes=(0, axes), out_axes=axes, axis_name="workers")
+    with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
+        after = jax.eval_shape(mapped, params, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+def test_what_workers_share_has_no_worker_axis():
+    tx = center()
+    state: Any = tx.init(PARAMS)
+    axes: Any = oxs.state_axes(tx, PARAMS)
+    specs: Any = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    shared = set(type(state).shared_fields)
+    assert {"center"} < shared < set(state._fields)
+    for field in state._fields:
+        at = getattr(axes, field)
+        assert all((axis is None) == (field in shared) for axis in leaves(at))
+        for spec in leaves(getattr(specs, field)):
+            assert ("workers" in spec) == (field not in shared)
+    assert specs.center == SPECS
+    assert leaves(specs.inner) == [P("workers"), P("workers", "fsdp", None)]
+    assert "workers" not in str(oxs.state_specs(tx, PARAMS, SPECS, None))
+
+
+@pytest.mark.parametrize("around", ["chain", "masked", "multi_transform", "inject"])
+def test_what_workers_share_is_found_inside_of_optax(around):
+    tx = {
+        "chain": optax.chain(optax.clip(1.0), center()),
+        "masked": optax.masked(center(), {"w": True, "b": False}),
+        "multi_transform": optax.multi_transform(
+            {"first": center(), "second": optax.sgd(0.1, momentum=0.9)}, LABELS
+        ),
+        "inject": optax.inject_hyperparams(lambda rate: center(optax.sgd(rate)))(
+            rate=0.1
+        ),
+    }[around]
+    axes = oxs.state_axes(tx, PARAMS)
+    specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    assert optax.tree_utils.tree_get(axes, "local_step") is None
+    assert optax.tree_utils.tree_get(axes, "center")["w"] is None
+    assert optax.tree_utils.tree_get(specs, "local_step") == P()
+    assert optax.tree_utils.tree_get(specs, "center")["w"] == SPECS["w"]
+    state = tx.init(PARAMS)
+    stacked = oxs.stack(state, 3, axes)
+    assert optax.tree_utils.tree_get(stacked, "center")["w"].shape == (4, 2)
+    assert jax.tree.structure(stacked) == jax.tree.structure(state)
+
+
+def test_several_mesh_axes_of_workers():
+    specs = oxs.state_specs(optax.adam(0.1), PARAMS, SPECS, ("pod", "workers"))
+    assert specs[0].mu == {
+        "w": P(("pod", "workers"), "fsdp", None),
+        "b": P(("pod", "workers")),
+    }
+    assert specs[0].count == P(("pod", "workers"))
+
+
+def test_specs_that_are_a_prefix_of_the_parameters():
+    nested = {"layer": PARAMS, "head": jnp.ones(3)}
+    specs = oxs.state_specs(
+        optax.sgd(0.1, momentum=0.9), nested, {"layer": P("fsdp"), "head": P()}, None
+    )
+    assert specs[0].trace == {"layer": {"w": P("fsdp"), "b": P("fsdp")}, "head": P()}
+    everywhere = oxs.state_specs(optax.sgd(0.1, momentum=0.9), nested, P(), "workers")
+    assert set(leaves(everywhere)) == {P("workers")}
+
+
+@pytest.mark.parametrize("name", [*WITH_OPTAX, "center"])
+def test_shapes_do_for_parameters(name):
+    tx = center() if name == "center" else WITH_OPTAX[name]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    assert oxs.state_axes(tx, shapes) == oxs.state_axes(tx, PARAMS)
+    for axis in (None, "workers"):
+        assert oxs.state_specs(tx, shapes, SPECS, axis) == oxs.state_specs(
+            tx, PARAMS, SPECS, axis
+        )
+
+
+# The worker axis.
+
+
+def equal(a, b):
+    def same(x, y):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        return x.dtype == y.dtype and np.array_equal(x, y)
+
+    return jax.tree.all(jax.tree.map(same, a, b))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", [*WITH_OPTAX, "center"])
+def test_stack_and_unstack_are_each_other_s_inverse(name, n):
+    tx = center() if name == "center" else WITH_OPTAX[name]
+    state = tx.init(PARAMS)
+    for axes in (None, oxs.state_axes(tx, PARAMS)):
+        stacked = oxs.stack(state, n, axes)
+        marks = [0] * len(jax.tree.leaves(state)) if axes is None else leaves(axes)
+        for leaf, whole, mark in zip(
+            jax.tree.leaves(state), jax.tree.leaves(stacked), marks, strict=True
+        ):
+            assert whole.shape == (leaf.shape if mark is None else (n, *leaf.shape))
+        assert equal(oxs.unstack(stacked, axes), state)
+
+
+def test_stack_of_other_leaves():
+    tree = {
+        "number": 2.0,
+        "numpy": np.arange(3),
+        "none": None,
+        "rows": oxs.IndexedSlices(jnp.array([1, 4]), jnp.ones((2, 3))),
+    }
+    stacked: Any = oxs.stack(tree, 4)
+    assert stacked["number"].shape == (4,) and stacked["none"] is None
+    assert stacked["numpy"].shape == (4, 3)
+    assert stacked["rows"].values.shape == (4, 2, 3)
+    one: Any = oxs.unstack(stacked)
+    assert np.array_equal(one["rows"].indices, [1, 4])
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_stacked_state_does_not_alias_what_it_came_from(n):
+    tx = center()
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    axes = oxs.state_axes(tx, params)
+    stacked = (oxs.stack(params, n), oxs.stack(state, n, axes), oxs.stack(state, n))
+
+    def pointers(tree):
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+    together = pointers((params, state, stacked))
+    assert len(set(together)) == len(together)
+    jax.jit(lambda *args: args, donate_argnums=(0, 1, 2))(*stacked)
+    assert equal(state, tx.init(PARAMS))  # Still there.
+
+
+def test_stack_and_unstack_inside_of_compiled_code():
+    axes = {"own": 0, "shared": None}
+
+    @jax.jit
+    def run(tree):
+        return oxs.unstack(oxs.stack(tree, 2, axes), axes)
+
+    tree = {"own": jnp.arange(3), "shared": jnp.ones(2)}
+    assert equal(run(tree), tree)
+
+
+def test_unstack_of_what_has_no_worker_axis():
+    with pytest.raises(ValueError, match=r"worker axis in front.*Pass axes=oxs"):
+        oxs.unstack({"scalar": jnp.float32(1)})
+    axes = {"scalar": None}
+    assert oxs.unstack({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
