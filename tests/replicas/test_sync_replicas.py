@@ -1,0 +1,645 @@
+"""sync_replicas: which gradients count, what they become, and what it communicates."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync.replicas import sync_replicas as sync
+from optx_sync.replicas.sync_replicas import sync_replicas
+from tests import contexts
+from tests.reference import sync_replicas as reference
+
+AXIS = contexts.AXIS
+N = contexts.REPLICAS
+STEPS = 24
+ROWS = 5
+RATE, DECAY = 0.1, 0.9
+# As many replicas as are required, backup replicas, several batches.
+REQUIRED = {"equal": 4, "backup": 3, "several": 6}
+PARAMS = {
+    "scalar": np.float32(0.5),
+    "matrix": np.linspace(-2, 2, 6, dtype=np.float32).reshape(3, 2),
+    "table": np.linspace(-1, 1, 2 * ROWS, dtype=np.float32).reshape(ROWS, 2),
+    "fixed": np.array([1, 2], np.float32),  # its gradient is None
+}
+AVERAGED = ("matrix", "table")
+
+
+def leaves_of(name):
+    """Row-sparse gradients in one of the cases, for the compiler's sake."""
+    return [leaf for leaf in PARAMS if leaf != "table" or name == "several"]
+
+
+def average_decay(step):
+    """The original's, with `num_updates=global_step`."""
+    return jnp.minimum(0.6, (1 + step) / (10 + step))
+
+
+def faults(seed=0):
+    """contributes, lag (in updates; negative: ahead) and finite, each [T, N]."""
+    rng = np.random.default_rng(seed)
+    contributes = rng.random((STEPS, N)) < 0.75
+    contributes[5] = False
+    lag = rng.choice([-1, 0, 0, 0, 0, 1, 3], (STEPS, N)).astype(np.int32)
+    lag[6] = 2
+    finite = rng.random((STEPS, N)) < 0.85
+    finite[7] = False
+    # The last ones are all there, so that the tokens run out too.
+    contributes[-8:], lag[-8:], finite[-8:] = True, 0, True
+    return contributes, lag, finite
+
+
+def gradients(seed=0):
+    """Gradients [T, N, ...] that are spoilt where they must leave no trace."""
+    rng = np.random.default_rng(seed)
+    contributes, lag, finite = faults(seed)
+    shapes = {"scalar": (), "matrix": (3, 2), "values": (3, 2)}
+    grads = {
+        name: rng.normal(size=(STEPS, N, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    # Duplicates, and rows out of range, which are dropped.
+    indices = rng.integers(-1, ROWS + 1, (STEPS, N, 3)).astype(np.int32)
+    for name, spoilt in (
+        ("scalar", ~contributes),
+        ("matrix", ~contributes | (lag > 0)),
+        ("values", ~contributes),
+    ):
+        grads[name][spoilt] = np.nan
+    # One leaf alone is not finite: all leaves of that replica are left out.
+    grads["matrix"][~finite, 0, 0] = np.inf
+    return grads, indices
+
+
+def by_lag(tx):
+    """The extra argument `lag`, how old a gradient is, in place of `gradient_step`."""
+
+    def update(updates, state, params=None, *, lag=0, **extra):
+        step = state.global_step - lag
+        return tx.update(updates, state, params, gradient_step=step, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def averaged(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key in AVERAGED, params
+    )
+
+
+@functools.cache
+def inputs():
+    """All of REQUIRED in one transformation, so that each context compiles once."""
+    tx = optax.chain(
+        *(
+            optax.masked(
+                by_lag(
+                    sync_replicas(
+                        oxs.momentum(RATE, DECAY),
+                        AXIS,
+                        required,
+                        total_num_replicas=N,
+                        variable_averages=average_decay,
+                        variables_to_average=averaged,
+                        drop_nonfinite=True,
+                    )
+                ),
+                {other: other == name for other in REQUIRED},
+            )
+            for name, required in REQUIRED.items()
+        )
+    )
+    contributes, lag, _ = faults()
+    grads, indices = gradients()
+    slices = jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, grads["values"])
+    tree = grads | {"table": slices, "fixed": None}
+    return (
+        tx,
+        {name: {leaf: PARAMS[leaf] for leaf in leaves_of(name)} for name in REQUIRED},
+        {name: {leaf: tree[leaf] for leaf in leaves_of(name)} for name in REQUIRED},
+        {"contributes": contributes, "lag": lag},
+    )
+
+
+@functools.cache
+def expected():
+    """For each of REQUIRED: parameters and averages [T, ...], outcome [T, N], steps."""
+    grads, indices = gradients()
+    result = {}
+    for name, required in REQUIRED.items():
+        outcome, complete, steps = reference.decide(required, *faults())
+        used = outcome == reference.OUTCOMES.index("used")
+        how = (used, complete, RATE, DECAY)
+        history = {"fixed": np.broadcast_to(PARAMS["fixed"], (STEPS, 2))}
+        for leaf in ("scalar", "matrix"):
+            history[leaf] = reference.momentum(PARAMS[leaf], grads[leaf], *how)
+        if name == "several":
+            history["table"] = reference.momentum_rows(
+                PARAMS["table"], indices, grads["values"], *how
+            )
+        averages = {
+            leaf: reference.moving_average(
+                PARAMS[leaf], history[leaf], complete, steps, average_decay
+            )
+            if leaf in AVERAGED
+            else history[leaf]
+            for leaf in leaves_of(name)
+        }
+        result[name] = history, averages, outcome, steps
+    return result
+
+
+def check(history, state):
+    """History [T, N, ...] and last state against the reference, for all replicas."""
+    for (name, got), own in zip(history.items(), sorted_states(state), strict=True):
+        want, averages, outcome, steps = expected()[name]
+        assert 0 < steps[-1] < STEPS, "the case has steps with and without an update"
+        contexts.assert_close(got, on_all(want))
+        assert np.all(np.asarray(optax.tree.get(own, "global_step")) == steps[-1])
+        metrics = sync.metrics(own)
+        for place, which in enumerate(reference.OUTCOMES):
+            now = outcome == place
+            np.testing.assert_array_equal(getattr(metrics.counts, which), now.sum(0))
+            np.testing.assert_array_equal(getattr(metrics, which), now[-1])
+        params: Any = {other: optax.MaskedNode() for other in REQUIRED}
+        params[name] = jax.tree.map(lambda x: jnp.asarray(x[-1]), got)
+        every: Any = sync.averaged_params(own, params)
+        for leaf, read in every[name].items():
+            replicated = np.ndim(read) == averages[leaf][-1].ndim
+            read = np.stack([read] * N) if replicated else np.asarray(read)
+            contexts.assert_close(read, on_all(averages[leaf])[-1])
+
+
+def on_all(tree):
+    return jax.tree.map(
+        lambda x: np.broadcast_to(x[:, None], (len(x), N, *x.shape[1:])), tree
+    )
+
+
+def sorted_states(state):
+    """One state for each of REQUIRED, in the order of a dict that went through jit."""
+    return [state[list(REQUIRED).index(name)] for name in sorted(REQUIRED)]
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_one_answer_everywhere(context):
+    check(*contexts.replay(context, *inputs()))
+
+
+def process_cases():
+    """For `tests/two_processes.py`."""
+    return {"sync_replicas": inputs()}
+
+
+def test_replicated_parameters_keep_their_type():
+    """check_vma=True with `P()` for parameters and inner state, in and out."""
+    tx, params, grads, extra = inputs()
+    axes = oxs.state_axes(tx, params, replicated=True)
+    specs = oxs.state_specs(tx, params, P(), AXIS, replicated=True)
+
+    def local(params, state, grads, extra):
+        grads, extra = oxs.unstack((grads, extra))
+        state = oxs.unstack(state, axes)
+        history, state = contexts.steps(tx)(params, state, grads, extra)
+        return history, oxs.stack(state, 1, axes)
+
+    run = jax.shard_map(
+        local,
+        mesh=contexts.mesh(),
+        in_specs=(P(), specs, P(AXIS), P(AXIS)),
+        out_specs=(P(), specs),
+    )
+    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    state = oxs.stack(tx.init(params), N, axes)
+    history, state = jax.jit(run)(params, state, grads, extra)
+    check(on_all(jax.tree.map(np.asarray, history)), state)
+
+
+def test_init_where_the_axis_is_mapped():
+    tx, params, grads, extra = inputs()
+
+    def local(grads, extra):
+        state = tx.init(params)
+        history, _ = contexts.steps(tx)(params, state, *oxs.unstack((grads, extra)))
+        return history
+
+    run = jax.shard_map(
+        local, mesh=contexts.mesh(), in_specs=(P(AXIS), P(AXIS)), out_specs=P()
+    )
+    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    history = jax.jit(run)(grads, extra)
+    for name, got in history.items():
+        contexts.assert_close(got, expected()[name][0])
+
+
+def lanes(tx, params, replicas=N) -> Any:
+    """Steps of all replicas on one device: (updates of the first, state) of each."""
+    axes = oxs.state_axes(tx, params)
+    start = oxs.stack(tx.init(params), replicas, axes)
+
+    def one(state, grads, extra):
+        return tx.update(grads, state, params, **extra)
+
+    run = jax.jit(jax.vmap(one, (axes, 0, 0), (0, axes), axis_name=AXIS))
+
+    def step(grads, state=start, **extra):
+        updates, state = run(state, grads, extra)
+        return jax.tree.map(lambda x: x[0], updates), state
+
+    return step
+
+
+def init(tx, params) -> Any:
+    return tx.init(params)
+
+
+def marking():
+    """An inner transformation that no compiler can hide: it permutes its gradients."""
+    ring = [(i, (i + 1) % N) for i in range(N)]
+
+    def update(updates, state, params=None):
+        moved = jax.tree.map(lambda g: jax.lax.ppermute(g, AXIS, ring), updates)
+        return moved, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("context", ["shard_map", "shard_map_axes"])
+def test_quiet_step_sends_flags_only(context):
+    params = {"w": np.zeros((6, 5), np.float32), "b": np.zeros(3, np.float32)}
+    tx = sync_replicas(marking(), AXIS, 6, variable_averages=0.9, drop_nonfinite=True)
+    axes = oxs.state_axes(tx, params) if context in contexts.AXES_CONTEXTS else None
+    many = oxs.stack(oxs.stack(params, 2), N)
+    run = contexts.mapped(
+        contexts.steps(tx), tx, oxs.stack(params, N), axes, contexts.mesh(), True
+    )
+    state = oxs.stack(tx.init(params), N, axes)
+    rows = oxs.audit.collectives(run, oxs.stack(params, N), state, many, {})
+    always = [row for row in rows if not row.conditional]
+    assert [(row.kind, row.bytes) for row in always] == [("all-reduce", 4 * N)]
+    due = [row for row in rows if row.conditional]
+    assert {row.kind for row in due} == {"all-reduce", "collective-permute"}
+    reduced = sum(row.bytes for row in due if row.kind == "all-reduce")
+    assert reduced == 4 * (6 * 5 + 3)
+
+
+def test_quiet_step_of_islands_sends_flags_only():
+    params = {"w": np.zeros((6, 4), np.float32)}
+    tx = sync_replicas(optax.sgd(0.1), AXIS, 6)
+    axes = oxs.state_axes(tx, params)
+    run = jax.jit(
+        jax.vmap(
+            contexts.steps(tx),
+            in_axes=(0, axes, 0, 0),
+            out_axes=(0, axes),
+            axis_name=AXIS,
+            spmd_axis_name=AXIS,
+        )
+    )
+    stacked, grads = jax.tree.map(
+        contexts._on_islands,
+        (oxs.stack(params, N), oxs.stack(oxs.stack(params, 2), N)),
+    )
+    state = oxs.stack(tx.init(params), N, axes)
+    rows = oxs.audit.collectives(run, stacked, state, grads, {})
+    assert sum(row.bytes for row in rows if not row.conditional) <= 4 * N
+    assert any(row.conditional and row.bytes >= 4 * 6 * 2 for row in rows)
+
+
+def test_thousand_steps_with_late_and_broken_replicas():
+    replicas, steps = 8, 1000
+    rng = np.random.default_rng(0)
+    fault = np.array([0, 0, 1, 2, 2, 2, 2, 2])  # two late ones, one broken one
+    faults = np.stack([rng.permutation(fault) for _ in range(steps)], axis=1)
+    targets = rng.normal(size=(replicas, steps, 3)).astype(np.float32)
+    curvature = np.array([0.5, 1.0, 3.0], np.float32)
+    tx = sync_replicas(optax.sgd(0.05, momentum=0.9), AXIS, 5, drop_nonfinite=True)
+    start = jnp.ones(3)
+    mesh = contexts.mesh(replicas)
+
+    def local(targets, faults):
+        def step(carry, now):
+            params, state = carry
+            target, fault = now
+            grads = jnp.where(fault == 1, jnp.nan, curvature * (params - target))
+            updates, state = tx.update(
+                grads,
+                state,
+                params,
+                gradient_step=state.global_step - (fault == 0).astype(jnp.int32),
+            )
+            return (optax.apply_updates(params, updates), state), params
+
+        # They could differ from here on: nothing in the types keeps them equal.
+        params: Any = oxs.localize(start, AXIS)
+        state = oxs.localize(init(tx, params), AXIS)
+        carry: Any = (params, state)
+        carry, _ = jax.lax.scan(step, carry, (targets[0], faults[0]))
+        params, state = carry
+        return params[None], oxs.stack(sync.metrics(state), 1)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P(AXIS))
+    )
+    got, metrics = jax.jit(run)(targets, faults)
+    got = np.asarray(got)
+    assert np.all(got.view(np.uint32) == got[:1].view(np.uint32))
+
+    wanted, trace = np.ones(3), np.zeros(3)
+    for t in range(steps):
+        good = targets[faults[:, t] == 2, t].astype(np.float64)
+        trace = 0.9 * trace + np.mean(curvature * (wanted - good), axis=0)
+        wanted = wanted - 0.05 * trace
+    np.testing.assert_allclose(got[0], wanted, atol=1e-5)
+    for name, place in (("stale", 0), ("nonfinite", 1), ("used", 2)):
+        counts = getattr(metrics.counts, name)
+        np.testing.assert_array_equal(counts, np.sum(faults == place, axis=1))
+
+
+def test_nothing_changes_where_nobody_is_left():
+    params = {"w": jnp.array([-0.0, 1e-30, 3.0]), "s": jnp.float32(-0.0)}
+    tx = sync_replicas(
+        optax.adam(0.1), AXIS, 1, variable_averages=0.5, drop_nonfinite=True
+    )
+    before = init(tx, params)
+    grads = jax.tree.map(lambda p: jnp.full((N, *p.shape), jnp.nan), params)
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
+        updates, state = lanes(tx, params)(grads)
+    moved = optax.apply_updates(params, updates)
+    for new, old in zip(
+        jax.tree.leaves((moved, oxs.unstack((state.inner, state.averages)))),
+        jax.tree.leaves((params, before.inner, before.averages)),
+        strict=True,
+    ):
+        assert np.array_equal(np.asarray(new).view(np.uint32), old.view(jnp.uint32))
+    assert int(state.global_step) == 0
+    assert np.all(sync.metrics(state).nonfinite)
+
+
+def test_without_dropping_a_nan_passes_once_and_is_gone():
+    tx = sync_replicas(optax.identity(), AXIS, 2)
+    broken, good = jnp.array([jnp.nan, 1.0]), jnp.array([1.0, 3.0])
+    step = lanes(tx, jnp.float32(0), 2)
+    updates, state = step(broken)
+    assert np.isnan(updates)
+    updates, state = step(good, state)
+    assert float(updates) == 2.0
+
+
+def test_tokens_are_handed_out_fairly():
+    tx = sync_replicas(optax.identity(), AXIS, 6)
+    step, arrived = lanes(tx, jnp.float32(0)), []
+    _, state = step(jnp.ones(N))
+    for _ in range(2 * N - 1):  # N updates of two steps each
+        arrived.append(np.asarray(sync.metrics(state).no_token))
+        _, state = step(jnp.ones(N), state)
+    arrived.append(np.asarray(sync.metrics(state).no_token))
+    assert int(state.global_step) == N
+    assert np.all(state.outcome_counts.used == 6)
+    assert np.argwhere(arrived[1]).tolist() == [[2], [3]]
+    assert np.argwhere(arrived[3]).tolist() == [[0], [3]]
+
+
+def test_late_replicas_do_not_starve_an_update():
+    """Gradients that are not used leave the tokens to those that are."""
+    tx = sync_replicas(optax.identity(), AXIS, 6)
+    step = lanes(tx, jnp.float32(0))
+    late = {"contributes": jnp.array([True, False, False, False])}
+    updates, state = step(jnp.ones(N), **late)
+    for _ in range(5):
+        assert float(updates) == 0.0
+        updates, state = step(jnp.ones(N), state, **late)
+    assert int(state.global_step) == 1
+    assert float(updates) == 1.0
+    assert state.outcome_counts.no_token.tolist() == [0] * N
+
+
+def test_one_replica():
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 2, total_num_replicas=1)
+    step = lanes(tx, jnp.zeros(2), 1)
+    updates, state = step(jnp.ones((1, 2)))
+    assert updates.tolist() == [0, 0]
+    updates, state = step(jnp.full((1, 2), 3.0), state)
+    assert updates.tolist() == [-2, -2]
+
+
+def test_half_precision_is_accumulated_in_float32():
+    params = jnp.zeros(2, jnp.bfloat16)
+    tx = sync_replicas(optax.identity(), AXIS, 8, variable_averages=0.999)
+    assert init(tx, params).accumulator.sums.dtype == jnp.float32
+    assert init(tx, params).averages.dtype == jnp.float32
+    grads = jnp.ones((N, 2), jnp.bfloat16).at[0].set(256)  # 256 + 1 = 256 in bfloat16
+    step = lanes(tx, params)
+    _, state = step(grads)
+    updates, _ = step(grads, state)
+    assert updates.dtype == jnp.bfloat16
+    assert updates.tolist() == [jnp.bfloat16((2 * 256 + 6) / 8)] * 2
+    assert jnp.bfloat16((2 * 256 + 6) / 8) != jnp.bfloat16(2 * 256 / 8)
+    tx = sync_replicas(optax.identity(), AXIS, 8, accumulator_dtype=jnp.bfloat16)
+    assert init(tx, params).accumulator.sums.dtype == jnp.bfloat16
+
+
+def test_double_precision():
+    with jax.enable_x64(True):
+        params = jnp.zeros(2, jnp.float64)
+        tx = sync_replicas(optax.sgd(1.0), AXIS, 3, variable_averages=0.5)
+        grads = jnp.full((N, 2), 1 + 1e-12)
+        updates, state = lanes(tx, params)(grads)
+        assert updates.tolist() == [-1 - 1e-12] * 2
+        types = jax.tree.map(jnp.result_type, tx.init(params))
+        assert jax.tree.map(jnp.result_type, state) == types
+
+
+def moved_by(params, updates) -> Any:
+    return optax.apply_updates(params, updates)
+
+
+def rows_of(indices, values):
+    """Row-sparse gradients [N, k] of all replicas."""
+    return jax.vmap(oxs.IndexedSlices)(jnp.asarray(indices), jnp.asarray(values))
+
+
+def test_rows_that_inner_sees():
+    seen = []
+
+    def update(updates, state, params=None):
+        grads: Any = updates
+        seen.append({name: g.values.shape[0] for name, g in grads.items()})
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    params = {"long": jnp.zeros((100, 2)), "short": jnp.zeros((5, 2))}
+    grads = {
+        name: rows_of(
+            np.arange(N * 3).reshape(N, 3) % 5, np.ones((N, 3, 2), np.float32)
+        )
+        for name in params
+    }
+    updates, _ = lanes(sync_replicas(spy, AXIS, 3), params)(grads)
+    assert seen[0] == {"long": 3 * N, "short": 5}  # at most (R + N - 1) k
+    for name, param in params.items():
+        moved = np.asarray(optax.apply_updates(param, updates[name]))
+        np.testing.assert_array_equal(moved[:5], 1)  # each row's own mean
+        np.testing.assert_array_equal(moved[5:], 0)
+
+
+def test_rows_without_room_wait_for_the_next_update():
+    """A batch with fewer rows completes what one with more rows began."""
+    tx = sync_replicas(optax.identity(), AXIS, 2)
+    table = jnp.zeros((9, 1))
+    many = rows_of([[1, 3, 5, 7]], np.ones((1, 4, 1), np.float32))
+    few = rows_of([[8]], np.full((1, 1, 1), 2, np.float32))
+    step = lanes(tx, table, 1)
+    _, state = step(many)
+    updates, state = step(few, state)
+    table = moved_by(table, updates)
+    assert table[:, 0].tolist() == [0, 1, 0, 1, 0, 0, 0, 0, 0]
+    _, state = step(few, state)
+    updates, state = step(many, state)
+    table = moved_by(table, updates)
+    # Rows 5 and 7 hold two gradients now, row 8 has one of the first update too.
+    assert table[:, 0].tolist() == [0, 2, 0, 2, 0, 1, 0, 1, 2]
+    assert not np.any(state.accumulator.row_counts)
+
+
+def test_state_is_what_optax_expects():
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    tx = optax.chain(
+        optax.clip(1.0),
+        sync_replicas(optax.sgd(0.1, momentum=0.9), AXIS, 2, variable_averages=0.9),
+    )
+    state = init(tx, params)
+    assert int(optax.tree.get(state, "global_step")) == 0
+    abstract = jax.eval_shape(lambda: params)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), tx.init(abstract)) == shapes
+    mapped = []
+    optax.tree.map_params(
+        tx, lambda leaf, param: mapped.append(leaf.shape == param.shape), state, params
+    )
+    assert mapped == [True] * 6  # sums, trace and averages of two parameters
+    for average, param in zip(
+        jax.tree.leaves(state[1].averages), jax.tree.leaves(params), strict=True
+    ):
+        own = average.unsafe_buffer_pointer() != param.unsafe_buffer_pointer()
+        assert own, "both may be donated"
+
+
+def test_extra_arguments_reach_inner():
+    def update(updates, state, params=None, *, value=1.0, **extra):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        update,
+    )
+    tx = optax.chain(sync_replicas(inner, AXIS, 2), optax.scale(-1.0))
+    updates, _ = lanes(tx, jnp.float32(0))(jnp.ones(N), value=jnp.full(N, 5.0))
+    assert float(updates) == -5.0
+
+
+def test_injected_hyperparameters_are_traced():
+    tx = optax.inject_hyperparams(
+        sync_replicas, static_args=("axis_name", "replicas_to_aggregate", "inner")
+    )(optax.sgd(1.0), AXIS, 2, variable_averages=0.5)
+    params = jnp.float32(0)
+    updates, state = lanes(tx, params)(jnp.full(N, 4.0))
+    assert float(updates) == -4.0
+    averages: Any = sync.averaged_params(state, jnp.zeros(N))
+    assert averages.tolist() == [-2.0] * N
+
+
+def test_averages_are_read_in_the_parameters_dtype():
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
+    mask = {"a": True, "b": False}
+    tx = sync_replicas(
+        optax.identity(), AXIS, 1, variable_averages=0.5, variables_to_average=mask
+    )
+    state = oxs.stack(tx.init(params), N)
+    read: Any = sync.averaged_params(state, {"a": params["a"], "b": 7 * params["b"]})
+    assert read["a"].dtype == jnp.bfloat16 and read["a"].shape == (N, 2)
+    assert read["b"].tolist() == [7, 7, 7]
+
+
+def refuse(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "arguments"),
+    [
+        (ValueError, "replicas_to_aggregate must be 1 or more; got 0", (0,)),
+        (TypeError, "replicas_to_aggregate must be an integer", (2.0,)),
+        (ValueError, "total_num_replicas must be 1", (2, {"total_num_replicas": 0})),
+        (ValueError, "a decay in .0, 1.", (2, {"variable_averages": 1.5})),
+        (ValueError, "there is no average", (2, {"variables_to_average": True})),
+        (ValueError, "must be a floating dtype", (2, {"accumulator_dtype": "int32"})),
+    ],
+)
+def test_refused_at_construction(kind, message, arguments):
+    required: Any
+    required, keywords = (*arguments, {})[:2]
+    refuse(
+        kind, message, lambda: sync_replicas(optax.sgd(1.0), AXIS, required, **keywords)
+    )
+
+
+def test_refuses_what_is_no_transformation_or_axis():
+    refuse(TypeError, "inner must be", lambda: sync_replicas("data", AXIS, 2))  # pyright: ignore[reportArgumentType] # the wrong call itself
+    refuse(TypeError, "axis_name", lambda: sync_replicas(optax.sgd(1.0), 2, 2))  # pyright: ignore[reportArgumentType] # the wrong call itself
+
+
+@pytest.mark.parametrize("empty", [{}, (), None, {"a": {}}])
+def test_refuses_no_variables(empty):
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 2)
+    refuse(ValueError, "at least one variable", lambda: tx.init(empty))
+    state = tx.init(jnp.zeros(2))
+    refuse(ValueError, "at least one variable", lambda: tx.update(empty, state, empty))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "keywords", "extra"),
+    [
+        (ValueError, "=3, but the axis 'data' has 4", {"total_num_replicas": 3}, {}),
+        (TypeError, "must be a bool", {}, {"contributes": jnp.ones(N)}),
+        (ValueError, "be a scalar", {}, {"contributes": jnp.ones((N, 2), bool)}),
+        (TypeError, "must be an integer", {}, {"gradient_step": jnp.ones(N)}),
+    ],
+)
+def test_refused_at_the_call(kind, message, keywords, extra):
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 2, **keywords)
+    refuse(kind, message, lambda: lanes(tx, jnp.float32(0))(jnp.ones(N), **extra))
+
+
+def test_averages_need_the_parameters():
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 2, variable_averages=0.9)
+    refuse(ValueError, "params=None", lambda: tx.update(1.0, tx.init(jnp.float32(0))))
+
+
+def test_refuses_summed_gradients_and_unmapped_axes():
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 2)
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    refuse(ValueError, "No mapped axis", lambda: tx.update(params, state, params))
+
+    def summed(x):
+        grads = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    run = jax.shard_map(summed, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
+    refuse(ValueError, "oxs.localize", lambda: run(jnp.ones((N, 2))))
+
+
+def test_reading_a_foreign_state():
+    state = optax.adam(0.1).init(jnp.zeros(2))
+    refuse(ValueError, "no sync_replicas", lambda: sync.metrics(state))
+    own = sync_replicas(optax.sgd(1.0), AXIS, 2).init(jnp.zeros(2))
+    refuse(ValueError, "no averages", lambda: sync.averaged_params(own, jnp.zeros(2)))
