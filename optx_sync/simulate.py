@@ -1,21 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that do not march in step, replayed on one device as a list of events.
+"""Asynchronous workers on one device: a schedule of events, replayed exactly.
 
-The originals run every worker at its own pace. Here that pace is data: `schedule`
-names the worker that takes each event, and one event is one whole training step of one
-worker, with its exchange where one is due. `asynchronous` replays workers that share a
-center, by the same rules and formulas as lockstep; `sync_replicas` replays replicas
-that wait for each other's gradients, with tokens, stale gradients and backup replicas.
-For tests, for studies, and for thousands of workers: their states are stacked, and an
-event touches one row.
-
-Both compile to one loop, work inside `jax.jit`, and take
-
-* `grad_fn(worker, params, event)`: the gradients of this worker (int32[]) at these
-  parameters; `event` (int32[]) counts from 0, and is there to choose the batch.
-* `record`: what to keep of the way there. `"all"`, of every event; an int n, of every
-  n-th event (n - 1, 2 n - 1, ...); or a function, of which `kept` then holds the
-  results of every event. Counters are always kept whole.
+At each event one worker steps, at the parameters as they are then. What the wrappers
+of this package do in lockstep is done here worker by worker, with the same code, so
+that what asynchrony does to training can be tested, studied, and scaled to thousands
+of workers without any of them running.
 """
 
 from collections.abc import Callable
@@ -42,12 +31,28 @@ from optx_sync.center.rule import (
     take,
     worker_params,
 )
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, fill_missing
 from optx_sync.optimizers.rule import RuleState
+from optx_sync.replicas.accumulator import (
+    Accumulator,
+    accumulate,
+    clear,
+    mean_of,
+    start_accumulator,
+    unique_rows,
+)
+from optx_sync.replicas.sync_replicas import (
+    advance_averages,
+    apply_updates,
+    check_averages,
+    check_replicas,
+    check_variables,
+    start_averages,
+)
 from optx_sync.sharding import stack
 
 GradFn: TypeAlias = Callable[[jax.Array, Any, jax.Array], Any]
-Record: TypeAlias = Literal["all"] | int | Callable[..., Any]
+Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any]
 
 
 class WorkerState(NamedTuple):
@@ -73,11 +78,11 @@ class AsynchronousState(NamedTuple):
 class AsynchronousRecord(NamedTuple):
     """What happened, event by event; T events, of which `record` keeps K."""
 
-    params: Any  # [K, ...], the stepping worker's after its step, or None
-    center: Any  # [K, ...], after the event, or None
+    params: Any  # [K, ...], the stepping worker's, or None where `record` is a function
+    center: Any  # [K, ...], or None where `record` is a function
     local_step: jax.Array  # int32[T], the stepping worker's steps so far
-    global_step: jax.Array  # int32[T], rounds so far
-    kept: Any  # [T, ...], the results of a function given as `record`, or None
+    global_step: jax.Array  # int32[T], rounds of all workers so far
+    recorded: Any  # [T, ...], what the function `record` returned, or None
     final: AsynchronousState
 
 
@@ -125,9 +130,10 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
-        record: See the top of this page; a function is called with `(params, center)`,
-            the stepping worker's and the shared one. `"all"` needs memory for 2 T
-            copies of the parameters.
+        record: Which history of `params` and `center` to keep: `"all"`, which takes
+            the memory of 2 T copies of the parameters; an int n, after every n-th
+            event; or a function of (params, center) whose results are `recorded`
+            instead. The counters are kept of every event.
 
     Returns:
         An `AsynchronousRecord`.
@@ -156,8 +162,8 @@ def asynchronous(
         ...     communication_period=1,
         ...     record=30,
         ... )
-        >>> run.center.round(1), int(run.global_step[-1])
-        (Array([1.8, 1.8], dtype=float32), 60)
+        >>> [f"{center:.2f}" for center in run.center], int(run.global_step[-1])
+        (['1.81', '1.81'], 60)
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
@@ -181,11 +187,13 @@ def asynchronous(
     keeps_taken = rule.take is None or rule.keeps_taken
     shares_powers = rule.outer is inner
 
-    def step(state, event, worker):
+    def advance(machine, event):
+        state, _ = machine
+        worker, number = event
         known = (worker >= 0) & (worker < num_workers)
         place = jnp.clip(worker, 0, num_workers - 1)
         own = _row(state.workers, place)
-        grads = grad_fn(place, own.params, event)
+        grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
         at = Round(num_workers, static_period, steps)
@@ -242,11 +250,13 @@ def asynchronous(
             outer=outer,
             global_step=state.global_step + (due & known).astype(jnp.int32),
         )
-        return state, (moved.local_step, state.global_step)
+        return (state, moved.params), (moved.local_step, state.global_step)
 
-    def show(state, worker):
-        place = jnp.clip(worker, 0, num_workers - 1)
-        return _row(state.workers.params, place), state.center
+    def view(machine):
+        state, params = machine
+        if callable(record):
+            return None, None, record(params, state.center)
+        return params, state.center, None
 
     params = jax.tree.map(jnp.asarray, params)
     center = start_center(params)
@@ -264,12 +274,233 @@ def asynchronous(
         outer=() if rule.outer is None else rule.outer.init(center),
         global_step=jnp.zeros((), jnp.int32),
     )
-    final, (local_steps, global_steps), shown, kept = _replay(
-        step, show, state, schedule, record
+    (final, _), (local_steps, global_steps), views = _replay(
+        advance, view, (state, params), schedule, record
     )
-    shown_params, shown_center = (None, None) if shown is None else shown
+    shown_params, shown_center, recorded = views
     return AsynchronousRecord(
-        shown_params, shown_center, local_steps, global_steps, kept, final
+        shown_params, shown_center, local_steps, global_steps, recorded, final
+    )
+
+
+class SyncReplicasMachine(NamedTuple):
+    """Chief, accumulators and workers of `sync_replicas`, as an event leaves them."""
+
+    params: Any
+    inner: optax.OptState
+    averages: Any  # like the parameters, or ()
+    accumulator: Accumulator
+    accumulated: jax.Array  # int32[], gradients in it
+    global_step: jax.Array  # int32[], updates
+    local_step: jax.Array  # int32[N], the token that each worker took last
+    blocked: jax.Array  # bool[N], whether it waits for a token
+    # The queue holds tokens of the last two steps only: nothing of a later step is
+    # accumulated before all tokens of earlier steps have been taken.
+    old_tokens: jax.Array  # int32[], of `global_step - 1`, which are taken first
+    new_tokens: jax.Array  # int32[], of `global_step`
+
+
+class SyncReplicasRecord(NamedTuple):
+    """What happened at each of T events; every array is as after the event."""
+
+    params: Any  # [T, ...], or None where `record` is a function
+    accepted: jax.Array  # bool[T], whether the gradient was accumulated
+    updated: jax.Array  # bool[T], whether it completed an update
+    blocked: Any  # bool[T, N], the workers that wait for a token
+    local_step: Any  # int32[T, N]
+    tokens: jax.Array  # int32[T], in the queue
+    global_step: jax.Array  # int32[T]
+    averages: Any  # [T, ...], or None where there are none or `record` is a function
+    recorded: Any  # [T, ...], what the function `record` returned, or None
+    final: SyncReplicasMachine
+
+
+def sync_replicas(
+    inner: optax.GradientTransformation,
+    params: optax.Params,
+    grad_fn: GradFn,
+    schedule: Any,
+    *,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    num_tokens: int = -1,
+    variable_averages: float | optax.Schedule | None = None,
+    initial_global_step: int = 0,
+    record: Record = "all",
+) -> SyncReplicasRecord:
+    """Replay TensorFlow's `SyncReplicasOptimizer`: accumulators, token queue, chief.
+
+    With R = `replicas_to_aggregate` and N = `total_num_replicas`, at each event:
+
+        worker w:  g = grad_fn(w, params, event)
+                   if local_step[w] >= global_step: accumulate g, else drop it
+        chief:     once R gradients are in: params move by inner(their mean),
+                   global_step += 1, max(N, R) tokens of this value join the queue,
+                   then the moving averages follow
+        worker w:  local_step[w] = the first token of the queue; wait if there is none
+
+    A worker that waits goes on as soon as there are tokens; an event of one that still
+    waits changes nothing. A dropped gradient takes a token all the same, and nothing
+    binds tokens to workers: a fast one may contribute several gradients to one update.
+    A row of a row-sparse gradient is divided by the number of gradients that contained
+    it. The lockstep form is `oxs.sync_replicas`.
+
+    Args:
+        inner: The transformation that gets the mean gradient.
+        params: The parameters to start from.
+        grad_fn: `(worker, params, event) -> grads`, from int32 scalars, traced.
+        schedule: int[T], the worker that steps at each event. Where it is traced a
+            number that names no worker cannot be refused, and its event changes
+            nothing.
+        replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
+        total_num_replicas: N, the number of workers. `None`: R.
+        num_tokens: Tokens in the queue at the start, at least R - N; -1: R. They carry
+            the initial step, so that the workers that take one waste it: their first
+            gradient after the first update is stale. 0 wastes none.
+        variable_averages: The decay of a moving average of the parameters, or a
+            schedule of the new global step.
+        initial_global_step: Where a restarted run goes on; may be traced.
+        record: Which history of `params`, `averages`, `blocked` and `local_step` to
+            keep: `"all"`; an int n, after every n-th event, [T // n, ...]; or a
+            function of (params, averages) whose results are `recorded` instead.
+
+    Returns:
+        A `SyncReplicasRecord`. Nothing else depends on the host: it can be jitted,
+        with everything but the arrays static.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a bad number or schedule.
+        ValueError: No variables, a number below 1, too few tokens, a worker out of
+            range, gradients that do not match the parameters.
+
+    Example:
+        Worker 1 is slow, and one of two gradients is enough:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> run = oxs.simulate.sync_replicas(
+        ...     optax.sgd(0.5),
+        ...     jnp.float32(1),
+        ...     lambda worker, params, event: params,
+        ...     jnp.array([0, 0, 1, 0, 1]),
+        ...     replicas_to_aggregate=1,
+        ...     total_num_replicas=2,
+        ... )
+        >>> run.accepted.tolist()
+        [True, False, False, True, False]
+        >>> run.params.tolist()
+        [0.5, 0.5, 0.5, 0.25, 0.25]
+    """
+    inner = check_inner(
+        inner, "oxs.simulate.sync_replicas(optax.sgd(0.1), params, ...)"
+    )
+    check_variables(params)
+    check_replicas(replicas_to_aggregate, total_num_replicas)
+    check_averages(variable_averages)
+    required = replicas_to_aggregate
+    workers = required if total_num_replicas is None else total_num_replicas
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+        raise TypeError(f"num_tokens must be an integer; got {num_tokens!r}.")
+    needed = max(required - workers, 0)
+    if num_tokens != -1 and num_tokens < needed:
+        raise ValueError(
+            f"Too few tokens to finish the first update: got num_tokens={num_tokens}, "
+            f"and {needed} are needed, replicas_to_aggregate - total_num_replicas. "
+            "Pass as many or more, or -1 for replicas_to_aggregate."
+        )
+    schedule = _check_schedule(schedule, workers)
+    step = jnp.asarray(initial_global_step, jnp.int32)
+
+    def new_update(machine: SyncReplicasMachine, grads):
+        mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
+        updates, inner_state = inner.update(mean, machine.inner, machine.params)
+        moved = apply_updates(machine.params, fill_missing(updates, machine.params))
+        global_step = machine.global_step + 1
+        averages = machine.averages
+        if variable_averages is not None:
+            averages = advance_averages(averages, moved, variable_averages, global_step)
+        return machine._replace(
+            params=moved,
+            inner=inner_state,
+            averages=averages,
+            accumulator=clear(machine.accumulator, mean),
+            accumulated=jnp.zeros_like(machine.accumulated),
+            global_step=global_step,
+            old_tokens=machine.new_tokens,
+            new_tokens=jnp.full_like(machine.new_tokens, max(workers, required)),
+        )
+
+    def advance(machine: SyncReplicasMachine, event):
+        worker, number = event
+        known = (worker >= 0) & (worker < workers)
+        place = jnp.clip(worker, 0, workers - 1)
+        grads = grad_fn(place, machine.params, number)
+        check_grads(grads, machine.params)
+        grads = unique_rows(grads)
+        fresh = machine.local_step[place] >= machine.global_step
+        accepted = known & ~machine.blocked[place] & fresh
+        machine = machine._replace(
+            accumulator=accumulate(machine.accumulator, grads, accepted),
+            accumulated=machine.accumulated + accepted.astype(jnp.int32),
+        )
+        updated = machine.accumulated >= required
+        machine = jax.lax.cond(
+            updated, lambda machine: new_update(machine, grads), lambda m: m, machine
+        )
+        # A queue that was empty has been filled for all, so that whoever waits is
+        # served, or nobody; and several wait only where no old token is left.
+        waiting = machine.blocked | (jnp.arange(workers, dtype=jnp.int32) == worker)
+        served = waiting & (machine.old_tokens + machine.new_tokens > 0)
+        taken = jnp.sum(served, dtype=jnp.int32)
+        old = machine.old_tokens > 0
+        token = machine.global_step - old.astype(jnp.int32)
+        machine = machine._replace(
+            local_step=jnp.where(served, token, machine.local_step),
+            blocked=waiting & ~served,
+            old_tokens=jnp.where(old, machine.old_tokens - taken, 0),
+            new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
+        )
+        tokens = machine.old_tokens + machine.new_tokens
+        return machine, (accepted, updated, tokens, machine.global_step)
+
+    def view(machine: SyncReplicasMachine):
+        averages = None if variable_averages is None else machine.averages
+        if callable(record):
+            return None, None, None, None, record(machine.params, averages)
+        return (
+            machine.params, averages, machine.blocked, machine.local_step, None
+        )  # fmt: skip
+
+    params = jax.tree.map(jnp.asarray, params)
+    averages = () if variable_averages is None else start_averages(params, None)
+    machine = SyncReplicasMachine(
+        params=params,
+        inner=inner.init(params),
+        averages=averages,
+        accumulator=start_accumulator(params),
+        accumulated=jnp.zeros((), jnp.int32),
+        global_step=step,
+        local_step=jnp.full(workers, step, jnp.int32),
+        blocked=jnp.zeros(workers, jnp.bool_),
+        old_tokens=jnp.zeros((), jnp.int32),
+        new_tokens=jnp.full(
+            (), required if num_tokens == -1 else num_tokens, jnp.int32
+        ),
+    )
+    machine, scalars, views = _replay(advance, view, machine, schedule, record)
+    accepted, updated, tokens, global_step = scalars
+    params, averages, blocked, local_step, recorded = views
+    return SyncReplicasRecord(
+        params=params,
+        accepted=accepted,
+        updated=updated,
+        blocked=blocked,
+        local_step=local_step,
+        tokens=tokens,
+        global_step=global_step,
+        averages=averages,
+        recorded=recorded,
+        final=machine,
     )
 
 
@@ -290,61 +521,6 @@ def _with_powers(state: Any, source: Any) -> Any:
         source,
         is_leaf=is_rule_state,
     )
-
-
-def _replay(
-    step: Callable[[Any, jax.Array, jax.Array], tuple[Any, Any]],
-    show: Callable[[Any, jax.Array], tuple[Any, Any]],
-    state: Any,
-    schedule: jax.Array,
-    record: Record,
-) -> tuple[Any, Any, Any, Any]:
-    """All events in their order: (last state, counters, shown, kept).
-
-    `step(state, event, worker)` gives the next state and counters, which are kept of
-    every event; `show(state, worker)` what `record` chooses from.
-    """
-    if not (callable(record) or record == "all"):
-        if isinstance(record, bool | str) or not isinstance(record, int):
-            raise TypeError(
-                "record must be 'all', an int or a function; got "
-                f"{record!r}. Pass for example 100, for every hundredth event."
-            )
-        _check_count("record", record)
-    events = (jnp.arange(len(schedule), dtype=jnp.int32), schedule)
-
-    def advance(state, event):
-        return step(state, *event)
-
-    def advance_and_show(state, event):
-        state, counters = step(state, *event)
-        shown = show(state, event[1])
-        return state, (counters, record(*shown) if callable(record) else shown)
-
-    if callable(record) or record == "all":
-        state, (counters, shown) = jax.lax.scan(advance_and_show, state, events)
-        if callable(record):
-            return state, counters, None, shown
-        return state, counters, shown, None
-
-    whole = len(schedule) // record * record
-
-    def advance_many(state, events):
-        state, counters = jax.lax.scan(advance, state, events)
-        return state, (counters, show(state, events[1][-1]))
-
-    state, (counters, shown) = jax.lax.scan(
-        advance_many,
-        state,
-        jax.tree.map(lambda x: x[:whole].reshape(-1, record), events),
-    )
-    counters = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), counters)
-    if whole < len(schedule):
-        state, last = jax.lax.scan(
-            advance, state, jax.tree.map(lambda x: x[whole:], events)
-        )
-        counters = jax.tree.map(lambda *x: jnp.concatenate(x), counters, last)
-    return state, counters, shown, None
 
 
 def _row(tree, place):
@@ -370,27 +546,67 @@ def _check_count(name: str, number: Any) -> None:
         raise ValueError(f"{name} must be at least 1; got {number}.")
 
 
-def _check_schedule(schedule: Any, num_workers: int) -> jax.Array:
-    """The schedule as int32[T]; what is traced is not read."""
-    if not isinstance(schedule, jax.Array):
-        schedule = np.asarray(schedule)
-    mend = "Pass for example jnp.arange(100) % num_workers."
-    if not jnp.issubdtype(schedule.dtype, jnp.integer):
-        raise TypeError(
-            "schedule must hold integers, the worker of each event; got dtype "
-            f"{schedule.dtype}. {mend}"
-        )
-    if schedule.ndim != 1:
+def _replay(
+    advance: Callable,
+    view: Callable,
+    state: Any,
+    schedule: jax.Array,
+    record: Record,
+) -> tuple[Any, Any, Any]:
+    """(last state, what `advance` returns of each event, `view` of those to record).
+
+    `advance(state, (worker, event))` returns the next state and small values.
+    """
+    every = _check_record(record)
+    events = schedule, jnp.arange(len(schedule), dtype=jnp.int32)
+    chunks = len(schedule) // every
+
+    def advance_chunk(state, of_chunk):
+        state, values = jax.lax.scan(advance, state, of_chunk)
+        return state, (values, view(state))
+
+    first = jax.tree.map(lambda x: x[: chunks * every].reshape(chunks, every), events)
+    state, (values, views) = jax.lax.scan(advance_chunk, state, first)
+    # Events after the last view.
+    rest = jax.tree.map(lambda x: x[chunks * every :], events)
+    state, values_of_rest = jax.lax.scan(advance, state, rest)
+    values = jax.tree.map(
+        lambda x, y: jnp.concatenate([x.reshape(-1, *y.shape[1:]), y]),
+        values,
+        values_of_rest,
+    )
+    return state, values, views
+
+
+def _check_schedule(schedule: Any, workers: int) -> jax.Array:
+    known = None if isinstance(schedule, jax.core.Tracer) else np.asarray(schedule)
+    dtype = schedule.dtype if known is None else known.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"schedule must hold integers, workers; got {dtype}.")
+    if np.ndim(schedule) != 1:
         raise ValueError(
-            "schedule must be one-dimensional, one worker per event; got shape "
-            f"{schedule.shape}. {mend}"
+            "schedule must have one axis, the worker of each event; got shape "
+            f"{np.shape(schedule)}."
         )
-    if not isinstance(schedule, jax.core.Tracer):
-        workers = np.asarray(schedule)
-        outside = np.flatnonzero((workers < 0) | (workers >= num_workers))
-        if outside.size:
+    if known is not None and known.size:
+        worst = known.max() if known.max() >= workers else known.min()
+        if not 0 <= worst < workers:
             raise ValueError(
-                f"schedule names worker {workers[outside[0]]} at event {outside[0]}; "
-                f"with num_workers={num_workers} they are 0 ... {num_workers - 1}."
+                f"schedule names worker {worst}, but there are {workers}, numbered "
+                "from 0. Pass workers in this range, or their number."
             )
     return jnp.asarray(schedule).astype(jnp.int32)
+
+
+def _check_record(record: Any) -> int:
+    """Every how many events to look at the state."""
+    if callable(record) or (isinstance(record, str) and record == "all"):
+        return 1
+    if isinstance(record, bool) or not isinstance(record, int):
+        raise TypeError(
+            "record must be 'all', an integer (every how many events), or a function "
+            f"of parameters and averages (or center); got {record!r}."
+        )
+    if record < 1:
+        raise ValueError(f"record must be 1 or more events; got {record}.")
+    return record
