@@ -1,0 +1,30 @@
+"""`pmap` and `TrainState`, run as a user runs it, for fewer steps."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pmap_flax.py"
+
+
+def test_replicas_learn_the_digits():
+    finished = subprocess.run(
+        [sys.executable, EXAMPLE, "--steps", "120"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    number = r"([\d.]+)"
+    lines = re.findall(
+        rf"^step +{number}   loss {number}   "
+        rf"train accuracy {number}%   test accuracy {number}%$",
+        finished.stdout,
+        re.MULTILINE,
+    )
+    steps, losses, train, test = zip(*lines, strict=True)
+    assert steps == ("50", "100", "120")
+    assert float(losses[-1]) < 0.3  # 2.3 by chance
+    assert float(train[-1]) >= 95
+    assert float(test[-1]) >= 95
