@@ -52,7 +52,9 @@ def steps(tx, prepare=lambda grads: grads):
             params, state = carry
             grads, extra = now
             updates, state = tx.update(prepare(grads), state, params, **extra)
-            params = optax.apply_updates(params, updates)
+            # Optax itself adds wide updates to half precision by promotion.
+            with jax.numpy_dtype_promotion("standard"):
+                params = optax.apply_updates(params, updates)
             return (params, state), params
 
         (_, state), history = jax.lax.scan(step, (params, state), (grads, extra))

@@ -114,6 +114,7 @@ class CenterState(NamedTuple):
     taken: Any  # the center before the last round, or ()
     outer: optax.OptState  # state of the rule's outer transformation, or ()
     accumulated: Any  # what the worker summed up since the last round, or ()
+    broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     inner: optax.OptState
 
@@ -167,9 +168,11 @@ def center_variable(
         inner_state: What happens to `inner`'s state in a round: `"keep"` it,
             `"average"` its floating leaves over the workers, or `"reset"` it to that of
             a first step (which restarts schedules too).
-        drop_nonfinite: Leave a worker out of a round in which it has a NaN or infinity
-            anywhere. It takes the center and a fresh inner state; if no worker is left
-            the center stays.
+        drop_nonfinite: A worker whose step would bring a NaN or infinity into its
+            parameters does not make it: it stands still until the next round, is left
+            out of that, and takes the center and a fresh inner state (what is added to
+            a NaN is NaN, so it could not come back later). If no worker is left the
+            center stays.
         accumulator_dtype: The dtype of the center and of accumulators. `None`: float32
             for half precision parameters, else their own.
 
@@ -222,6 +225,7 @@ def center_variable(
             taken=start_center(params, dtype) if rule.keeps_taken else (),
             outer=() if rule.outer is None else rule.outer.init(center),
             accumulated=own(start_accumulated(rule, center)),
+            broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             inner=own(inner.init(params)),
         )
@@ -251,6 +255,12 @@ def center_variable(
         updates, inner_new, accumulated = localize(
             (updates, inner_new, accumulated), axis_name
         )
+        # A hard pull widens the updates of half precision, so a quiet step does too.
+        updates = jax.tree.map(lambda u, p: u.astype(_wide(p.dtype)), updates, params)
+        broken = state.broken
+        if drop_nonfinite:
+            broken |= ~is_finite(worker_params(params, updates, state.center))
+            updates = _where(broken, 0, updates)
         period = communication_period
         if callable(period):
             # Schedules may give floats; the counter is exact in float32 up to 2^24.
@@ -266,8 +276,8 @@ def center_variable(
             own = own_of(rule, x, taken if rule.keeps_taken else center, accumulated)
             contribution = contributions(rule, own, center, at)
             if drop_nonfinite:
-                finite = is_finite((x, contribution))
-                contribution = _where(finite, contribution, 0)
+                finite = ~broken & is_finite(contribution)
+                contribution = _where(~finite, 0, contribution)
                 count = localize(finite.astype(jnp.int32), axis_name)
                 total, pushed = _sum((contribution, count), axis_name)
             else:
@@ -301,8 +311,6 @@ def center_variable(
                 inner_new,
             )
 
-        # A hard pull widens the updates of half precision, so a quiet step does too.
-        updates = jax.tree.map(lambda u, p: u.astype(_wide(p.dtype)), updates, params)
         operands = (
             updates,
             (
@@ -330,6 +338,7 @@ def center_variable(
             taken=taken,
             outer=outer,
             accumulated=accumulated,
+            broken=broken & ~due if drop_nonfinite else (),
             dropped=dropped,
             inner=inner_new,
         )
@@ -400,7 +409,10 @@ def local_step(
             if grad is None:
                 return None
             pull = penalty(Own(param.astype(taken.dtype), taken, None), at)
-            return _dense(grad, param) + pull.astype(_dtype(grad))
+            grad = _dense(grad, param)
+            wide = _wide(grad.dtype)
+            total = grad.astype(wide) + pull.astype(wide)
+            return _round(total, grad.dtype).astype(grad.dtype)
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=_is_grad)
     updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
@@ -515,9 +527,9 @@ def _average(state, axis_name, weight):
 
 
 def _where(flag, tree, other):
-    """`tree` where the flag holds, else `other` (a tree, or 0)."""
-    if isinstance(other, int):
-        other = jax.tree.map(jnp.zeros_like, tree)
+    """`tree` (or 0) where the flag holds, else `other`."""
+    if isinstance(tree, int):
+        tree = jax.tree.map(jnp.zeros_like, other)
     return jax.tree.map(lambda x, y: jnp.where(flag, x, y), tree, other)
 
 
@@ -548,10 +560,6 @@ def _wide(dtype):
     """At least float32."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if half else jnp.dtype(dtype)
-
-
-def _dtype(grad):
-    return grad.values.dtype if isinstance(grad, IndexedSlices) else grad.dtype
 
 
 def _is_floating(x) -> bool:

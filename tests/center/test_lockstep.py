@@ -90,33 +90,186 @@ CASES = {
 }
 
 
-def gradients(seed=0):
+# Where powers of two are the only factors, contracted and separate products round
+# alike, so half precision numbers can be asked for bit by bit.
+HALF_PARAMS = {
+    "bfloat16": np.linspace(-2, 2, 17).astype(jnp.bfloat16),
+    "float16": np.linspace(-1, 1, 9).astype(np.float16),
+    "float32": np.linspace(-1, 1, 4, dtype=np.float32).reshape(2, 2),
+}
+HALF_INNER = oxs.momentum(0.0625, 0.5)
+HALF_NUMPY_INNER = reference.momentum(0.0625, 0.5)
+HALF_CASES = {
+    "elastic": (
+        oxs.elastic_average(
+            HALF_INNER, AXIS, moving_rate=0.25, rho=0.5, communication_period=warm_up
+        ),
+        {"rule": "elastic", "period": warm_up, "rate": 0.25, "rho": 0.5},
+    ),
+    "agn": (
+        oxs.agn(HALF_INNER, AXIS, outer=oxs.momentum(0.5, 0.5), communication_period=4),
+        {
+            "rule": "agn",
+            "period": lambda t: 4,
+            "outer": reference.momentum(0.5, 0.5),
+        },
+    ),
+    "local_sgd": (
+        oxs.local_sgd(HALF_INNER, AXIS, communication_period=3),
+        {"rule": "local_sgd", "period": lambda t: 3},
+    ),
+    "diloco": (
+        oxs.diloco(
+            HALF_INNER,
+            AXIS,
+            outer=optax.sgd(0.5, momentum=0.5, nesterov=True),
+            communication_period=3,
+        ),
+        {
+            "rule": "diloco",
+            "period": lambda t: 3,
+            "outer": reference.momentum(0.5, 0.5, nesterov=True),
+        },
+    ),
+}
+
+# Worker 2 breaks in the middle of a period, all of them in one of the next, worker 0 in
+# the step of a round.
+BROKEN = np.zeros((STEPS, WORKERS), bool)
+BROKEN[4, 2] = BROKEN[13] = BROKEN[17, 0] = True
+DROPPED = [2, 1, 2, 1]
+
+
+def breaks(grads):
+    """The gradients with a NaN in one leaf of the broken workers."""
+    matrix = grads["matrix"].copy()
+    matrix[BROKEN, 1, 1] = np.nan
+    return {**grads, "matrix": matrix}
+
+
+EVERY_THIRD = {"inner": INNER, "axis_name": AXIS, "communication_period": 3}
+# name: (transformation, arguments of the recurrence, what becomes of the gradients)
+VARIANTS = {
+    "agn_average": (
+        oxs.agn(**EVERY_THIRD, inner_state="average"),
+        {"rule": "agn", "outer": NUMPY_INNER, "inner_state": "average"},
+    ),
+    "diloco_reset": (
+        oxs.diloco(**EVERY_THIRD, inner_state="reset"),
+        {"rule": "diloco", "outer": NUMPY_OUTER, "inner_state": "reset"},
+    ),
+    "elastic_drop": (
+        oxs.elastic_average(
+            **EVERY_THIRD, moving_rate=0.2, rho=0.3, drop_nonfinite=True
+        ),
+        {"rule": "elastic", "rate": 0.2, "rho": 0.3, "broken": BROKEN},
+    ),
+    "agn_drop": (
+        oxs.agn(**EVERY_THIRD, drop_nonfinite=True),
+        {"rule": "agn", "outer": NUMPY_INNER, "broken": BROKEN},
+    ),
+    "agn_updates_sum_drop": (
+        oxs.agn(
+            **EVERY_THIRD, accumulate="updates", reduction="sum", drop_nonfinite=True
+        ),
+        {"rule": "agn_updates", "mean": False, "broken": BROKEN},
+    ),
+    "local_sgd_drop_average": (
+        oxs.local_sgd(**EVERY_THIRD, drop_nonfinite=True, inner_state="average"),
+        {"rule": "local_sgd", "inner_state": "average", "broken": BROKEN},
+    ),
+    "diloco_drop": (
+        oxs.diloco(**EVERY_THIRD, drop_nonfinite=True),
+        {"rule": "diloco", "outer": NUMPY_OUTER, "broken": BROKEN},
+    ),
+}
+
+
+def gradients(params=PARAMS, seed=0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda p: rng.normal(size=(STEPS, WORKERS, *p.shape)).astype(np.float32), PARAMS
+        lambda p: rng.normal(size=(STEPS, WORKERS, *p.shape)).astype(np.float32), params
     )
 
 
-def expected(name):
+def coarse_gradients():
+    """Multiples of a quarter, in the dtypes of `HALF_PARAMS`."""
+    return jax.tree.map(
+        lambda p, g: (np.round(4 * g) / 4).astype(p.dtype),
+        HALF_PARAMS,
+        gradients(HALF_PARAMS),
+    )
+
+
+def expected(params, grads, inner, arguments):
     """Trees of workers' parameters [T, N, ...] and of centers [T, ...]."""
-    _, arguments = CASES[name]
-    leaves, treedef = jax.tree.flatten(PARAMS)
+    leaves, treedef = jax.tree.flatten(params)
     pairs = [
-        reference.lockstep(x0=p, grads=g, inner=NUMPY_INNER, **arguments)
-        for p, g in zip(leaves, jax.tree.leaves(gradients()), strict=True)
+        reference.lockstep(x0=p, grads=g, inner=inner, **arguments)
+        for p, g in zip(leaves, jax.tree.leaves(grads), strict=True)
     ]
     return [treedef.unflatten(part) for part in zip(*pairs, strict=True)]
+
+
+def assert_replays(context, tx, params, grads, inner, arguments, replayed=None):
+    """The history equals the recurrence's; `replayed` gradients are not its own."""
+    history, state = contexts.replay(context, tx, params, replayed or grads)
+    workers, centers = expected(params, grads, inner, arguments)
+    contexts.assert_close(history, workers)
+    (found,) = optax.tree_utils.tree_get_all_with_path(state, "center")
+    center = found[1]
+    if context not in contexts.AXES_CONTEXTS:
+        center = oxs.unstack(center)
+    contexts.assert_close(
+        jax.tree.map(lambda c: np.asarray(c)[None], center),
+        jax.tree.map(lambda c: c[-1:], centers),
+    )
+    return history, workers, state
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("context", contexts.CONTEXTS)
 def test_one_answer_everywhere(context, name):
-    tx, _ = CASES[name]
-    history, state = contexts.replay(context, tx, PARAMS, gradients())
-    workers, centers = expected(name)
-    contexts.assert_close(history, workers)
-    center = oxs.center_params(state, PARAMS)
-    contexts.assert_close(
-        jax.tree.map(lambda c: np.asarray(c)[None], center),
-        jax.tree.map(lambda c: c[-1:], centers),
+    tx, arguments = CASES[name]
+    assert_replays(context, tx, PARAMS, gradients(), NUMPY_INNER, arguments)
+
+
+@pytest.mark.parametrize("name", HALF_CASES)
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_half_precision_everywhere_bit_by_bit(context, name):
+    tx, arguments = HALF_CASES[name]
+    history, workers, _ = assert_replays(
+        context, tx, HALF_PARAMS, coarse_gradients(), HALF_NUMPY_INNER, arguments
     )
+    for half in ("bfloat16", "float16"):
+        np.testing.assert_array_equal(history[half], workers[half])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("context", ["shard_map_axes", "vmap_axes"])
+def test_inner_state_and_broken_workers(context, name):
+    tx, arguments = VARIANTS[name]
+    grads = gradients()
+    drops = "broken" in arguments
+    _, _, state = assert_replays(
+        context,
+        tx,
+        PARAMS,
+        grads,
+        NUMPY_INNER,
+        {"period": lambda t: 3, **arguments},
+        replayed=breaks(grads) if drops else grads,
+    )
+    dropped = oxs.metrics(state).dropped
+    np.testing.assert_array_equal(dropped, DROPPED if drops else [0] * WORKERS)
+
+
+def process_cases():
+    """For `tests/two_processes.py`."""
+    float32 = {
+        name: (CASES[name][0], PARAMS, gradients(), None)
+        for name in ("elastic_schedule", "agn", "diloco")
+    }
+    half = (HALF_CASES["local_sgd"][0], HALF_PARAMS, coarse_gradients(), None)
+    broken = (VARIANTS["local_sgd_drop_average"][0], PARAMS, breaks(gradients()), None)
+    return {**float32, "local_sgd_half": half, "local_sgd_drop": broken}

@@ -9,58 +9,95 @@ def momentum(learning_rate, decay=0.0, nesterov=False):
     """SGD as (start, step): the worker's optimizer of the recurrences below."""
 
     def start(x):
-        return np.zeros_like(x)
+        return np.zeros(np.shape(x), F)
 
-    def step(x, grad, trace):
+    def step(grad, trace):
         trace = grad + F(decay) * trace
         direction = grad + F(decay) * trace if nesterov else trace
-        return x - F(learning_rate) * direction, trace
+        return -F(learning_rate) * direction, trace
 
     return start, step
 
 
 def lockstep(
-    rule, x0, grads, inner, *, period, rate=None, rho=0.0, outer=None, mean=True
+    rule,
+    x0,
+    grads,
+    inner,
+    *,
+    period,
+    rate=None,
+    rho=0.0,
+    outer=None,
+    mean=True,
+    inner_state="keep",
+    broken=None,
 ):
     """Workers' parameters [T, N, ...] and centers [T, ...] for gradients [T, N, ...].
 
     `rule` is "elastic", "agn", "agn_updates", "local_sgd" or "diloco"; `period` is a
-    function of the 0-based step.
+    function of the 0-based step; `broken` bool[T, N] says whose step brings a NaN
+    (though `grads` has none): it stands still until the next round, without it. The workers' dtype is that of `x0`: half precision parameters,
+    gradients and updates are rounded to it, all else is float32.
     """
-    workers = len(grads[0])
+    dtype = np.asarray(x0).dtype
+
+    def rounded(value):
+        return value.astype(dtype).astype(F)
+
+    grads = np.asarray(grads)
+    workers = grads.shape[1]
     start, step = inner
-    x = np.stack([np.asarray(x0, F)] * workers)
-    c, taken = np.array(x0, F), np.array(x0, F)
+    x = np.stack([np.asarray(x0).astype(F)] * workers)
+    c, taken = x[0], x[0]
     slots = start(x)
     outer_slots = outer[0](c) if outer else None
     total = np.zeros_like(x)
+    out = np.zeros((workers, *(1,) * np.ndim(x0)), bool)
     since = 0
     history, centers = [], []
-    for t, grad in enumerate(np.asarray(grads, F)):
+    for t, grad in enumerate(grads.astype(F)):
         if rho:
-            grad = grad + F(rho) * (x - taken)
-        before = x
-        x, slots = step(x, grad, slots)
-        total = total + (x - before if rule == "agn_updates" else grad)
+            grad = rounded(grad + F(rho) * (x - taken))
+        update, slots = step(grad, slots)
+        update = rounded(update)
+        if broken is not None:
+            out = out | broken[t].reshape(out.shape)
+        x = np.where(out, x, rounded(x + update))
+        total = total + (update if rule == "agn_updates" else grad)
         since += 1
         if since >= period(t):
+            came = F(max(workers - out.sum(), 1))
+
+            def pushed(values, out=out):
+                return np.where(out, F(0), values).sum(0)
+
             if rule == "elastic":
-                taken = c
                 pull = F(rate) * (x - c)
-                x, c = x - pull, c + pull.sum(0)
-            else:
-                if rule in ("local_sgd", "diloco"):
-                    pushed = (x - c) / F(workers)
+                taken, before, c = c, x, c + pushed(pull)
+                x = before - pull
+            elif not out.all():
+                if rule == "local_sgd":
+                    c = c + pushed(x - c) / came
+                elif rule == "diloco":
+                    update, outer_slots = outer[1](pushed(c - x) / came, outer_slots)
+                    c = c + update
                 else:
-                    pushed = total / F(since) / (F(workers) if mean else F(1))
-                pushed = pushed.sum(0)
-                if rule in ("local_sgd", "agn_updates"):
-                    c = c + pushed
-                else:
-                    sign = F(-1) if rule == "diloco" else F(1)
-                    c, outer_slots = outer[1](c, sign * pushed, outer_slots)
+                    mean_of = pushed(total / F(since)) / (came if mean else F(1))
+                    if rule == "agn_updates":
+                        c = c + mean_of
+                    else:
+                        update, outer_slots = outer[1](mean_of, outer_slots)
+                        c = c + update
+            if rule != "elastic":
                 x = np.stack([c] * workers)
-            total, since = np.zeros_like(x), 0
+            if inner_state == "average":
+                slots = np.stack([pushed(slots) / came] * workers)
+            elif inner_state == "reset":
+                slots = start(x)
+            x = rounded(np.where(out, c, x))
+            slots = np.where(out, F(0), slots)
+            total, out, since = np.zeros_like(x), np.zeros_like(out), 0
         history.append(x)
         centers.append(c)
     return np.stack(history), np.stack(centers)
