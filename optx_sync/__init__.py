@@ -44,6 +44,7 @@ from optx_sync.optimizers.keras import keras as keras
 
 # Where gradients of replicas meet.
 from optx_sync.replicas.cross_shard import cross_shard as cross_shard
+from optx_sync.replicas.sync_replicas import sync_replicas as sync_replicas
 
 # Where parameters of workers meet.
 from optx_sync.center.rule import CenterRule as CenterRule
@@ -58,6 +59,7 @@ from optx_sync.center.diloco import diloco as diloco
 from optx_sync.center.diloco import diloco_rule as diloco_rule
 
 # Read a state, and say where it lives.
+from optx_sync.state import averaged_params as averaged_params
 from optx_sync.state import center_params as center_params
 from optx_sync.state import metrics as metrics
 from optx_sync.state import slot as slot
@@ -67,6 +69,9 @@ from optx_sync.sharding import stack as stack
 from optx_sync.sharding import state_axes as state_axes
 from optx_sync.sharding import state_specs as state_specs
 from optx_sync.sharding import unstack as unstack
+
+# Workers that do not march in step.
+from optx_sync import simulate as simulate
 
 # What is communicated.
 from optx_sync import audit as audit

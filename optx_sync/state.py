@@ -10,6 +10,7 @@ import optax
 from optx_sync.center.rule import CenterState
 from optx_sync.optimizers.keras import KerasState
 from optx_sync.optimizers.rule import RuleState
+from optx_sync.replicas.sync_replicas import Outcomes, SyncReplicasState
 
 
 class CenterMetrics(NamedTuple):
@@ -19,6 +20,20 @@ class CenterMetrics(NamedTuple):
     steps_since_round: jax.Array  # int32[]
     dropped: jax.Array  # int32[], rounds that left this worker out
     distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+
+
+class SyncReplicasMetrics(NamedTuple):
+    """What became of a replica's gradients; one value per replica, nothing is sent.
+
+    At most one of the flags holds for the last gradient; before the first one none.
+    """
+
+    used: jax.Array  # bool[], it was accumulated
+    stale: jax.Array  # bool[], it was computed before the last update
+    nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: jax.Array  # bool[], `contributes` was False
+    no_token: jax.Array  # bool[], the tokens of this update were gone
+    counts: Outcomes  # int32[] each, how often since the start
 
 
 def center_params(state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -47,7 +62,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> optax.Params:
         >>> oxs.center_params(oxs.stack(tx.init(params), 4), oxs.stack(params, 4))
         Array([0., 1., 2.], dtype=float32)
     """
-    for found in _require(state, CenterState, "center"):
+    for found in _require(state, CenterState):
         center = found.center
         if jnp.ndim(found.local_step) == 1:  # All workers hold the same center.
             center = jax.tree.map(lambda c: c[0], center)
@@ -76,17 +91,57 @@ def swap_center(train_state: Any) -> Any:
     return train_state.replace(params=center)
 
 
+def averaged_params(state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The moving average of the parameters, in their structure and dtypes.
+
+    Args:
+        state: The state of `sync_replicas(..., variable_averages=...)`, alone or inside
+            of a chain, of one replica or of all with a worker axis in front.
+        params: The parameters; those that are not averaged are returned as they are.
+
+    Returns:
+        The averages, in the state's own shape.
+
+    Raises:
+        ValueError: There are no averages in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.sync_replicas(optax.sgd(0.1), "data", 2, variable_averages=0.99)
+        >>> params = {"w": jnp.ones(2)}
+        >>> oxs.averaged_params(tx.init(params), params)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    found, *_ = _require(state, SyncReplicasState)
+    averages = found.averages
+    if isinstance(averages, tuple) and averages == ():
+        raise ValueError(
+            "This state holds no averages. Pass variable_averages= to sync_replicas."
+        )
+    return jax.tree.map(
+        lambda average, param: (
+            param if _is_masked(average) else average.astype(param.dtype)
+        ),
+        averages,
+        params,
+        is_leaf=_is_masked,
+    )
+
+
 def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     """What became of a worker's last steps; no collective, values are per worker.
 
     Args:
-        state: The state of an optimizer of this package, alone or inside of a chain;
-            the first one that is found (of several in `optax.multi_transform`, say).
-        params: This worker's parameters, or stacked ones with a stacked state: adds
-            the distance from the center.
+        state: The state of an optimizer of this package, alone or inside of a chain, of
+            one worker or of all; the first one that is found (of several in
+            `optax.multi_transform`, say).
+        params: For an optimizer with a center: this worker's parameters, or stacked
+            ones with a stacked state; adds the distance from the center.
 
     Returns:
-        `CenterMetrics` for an optimizer with a center.
+        `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
+        `sync_replicas`.
 
     Raises:
         ValueError: There is no state in it that has metrics.
@@ -99,7 +154,10 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         >>> oxs.metrics(state, jnp.ones(4)).distance
         Array(2., dtype=float32)
     """
-    found, *_ = _require(state, CenterState, "center")
+    found, *_ = _require(state, CenterState, SyncReplicasState)
+    if isinstance(found, SyncReplicasState):
+        last = (found.outcome == place for place in range(len(Outcomes._fields)))
+        return SyncReplicasMetrics(*last, counts=found.outcome_counts)
     distance = None
     if params is not None:
         stacked = jnp.ndim(found.dropped)  # 1 with a worker axis in front, else 0
@@ -229,15 +287,19 @@ def _square_sum(x, skip):
     return jnp.sum(squares, axis=tuple(range(skip, x.ndim)))
 
 
-def _require(state, kind, what):
+def _require(state, *kinds):
+    """The states of these kinds, wherever they stand; a ValueError if there is none."""
+
     def is_kind(x):
-        return isinstance(x, kind)
+        return isinstance(x, kinds)
 
     found = [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
     if not found:
+        names = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            f"There is no {what} in this state: {jax.tree.structure(state)}. Pass the "
-            "state of an optimizer such as oxs.local_sgd(...)."
+            f"There is no {names} in this state: {jax.tree.structure(state)}. Pass the "
+            "state of an optimizer that has one, such as oxs.local_sgd(...) or "
+            "oxs.sync_replicas(...)."
         )
     return found
 
