@@ -25,8 +25,8 @@ def state_axes(
         tx: Any Optax transformation, with or without wrappers of this package in it.
         params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
         replicated: Whether the parameters have no worker axis, being equal on all
-            replicas (`in_axes=None`). What `sync_replicas` derives from them, its
-            inner state and averages, has none then either.
+            replicas (`in_axes=None`). What follows from them has none then either: the
+            state has one only where it is a replica's own, as in `sync_replicas`.
 
     Returns:
         A tree like the state, of `None` for what is equal on all workers (this
@@ -172,9 +172,13 @@ def _mark(
     tree: Any,
     mark: Callable[[bool, Any], Any],
     replicated: bool = False,
-    shared: bool = False,
+    around: bool | None = None,
 ) -> Any:
-    """`mark(is it shared, leaf)` for every leaf of a state."""
+    """`mark(is it shared, leaf)` for every leaf of a state.
+
+    `around` says whether the field that holds the tree is shared; `None`: no state of
+    this package holds it.
+    """
 
     def is_ours(x):
         return hasattr(type(x), "shared_fields")
@@ -184,13 +188,13 @@ def _mark(
 
     def visit(node):
         if not is_ours(node):
-            return mark(shared, node)
+            return mark(replicated if around is None else around, node)
         equal = node.shared_fields
         if replicated:
             equal = (*equal, *getattr(node, "replicated_fields", ()))
         return type(node)(
             **{
-                field: _mark(value, mark, replicated, shared or field in equal)
+                field: _mark(value, mark, replicated, bool(around) or field in equal)
                 for field, value in node._asdict().items()
             }
         )

@@ -222,6 +222,19 @@ def test_replicated_parameters_keep_their_type():
     check(on_all(jax.tree.map(np.asarray, history)), state)
 
 
+def test_replicated_state_has_an_axis_where_it_is_a_replicas_own():
+    params = {"w": jnp.zeros(3)}
+    tx = optax.chain(optax.trace(0.9), sync_replicas(optax.adam(0.1), AXIS, 2))
+    trace, own = oxs.state_axes(tx, params, replicated=True)
+    shared = (trace, own.inner, own.averages, own.global_step, own.accumulated)
+    assert not jax.tree.leaves(shared)
+    assert set(jax.tree.leaves((own.accumulator, own.outcome))) == {0}
+    plain = oxs.cross_shard(optax.adam(0.1), AXIS)
+    assert not jax.tree.leaves(oxs.state_axes(plain, params, replicated=True))
+    specs = oxs.state_specs(plain, params, P("fsdp"), AXIS, replicated=True)
+    assert set(jax.tree.leaves(specs)) == {P(), P("fsdp")}
+
+
 def test_init_where_the_axis_is_mapped():
     tx, params, grads, extra = inputs()
 
