@@ -1,0 +1,185 @@
+"""Every name of the originals has its row on the migration page, and leads somewhere."""
+
+import inspect
+import pathlib
+import pkgutil
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "migration.md"
+
+BASE = "use_locking name"
+FORWARDED = "get_slot get_slot_names variables"
+STEP = "compute_gradients apply_gradients minimize global_step"
+ADAM = f"learning_rate beta1 beta2 epsilon {BASE}"
+# Of the originals, TensorFlow 1.15 (Ftrl's beta: 2.x) and RETURNN: arguments of the
+# constructor, public methods and their arguments, constants, names of variables.
+ORIGINALS = {
+    "Optimizer": (
+        "minimize compute_gradients apply_gradients loss var_list grads_and_vars "
+        "global_step gate_gradients GATE_NONE GATE_OP GATE_GRAPH aggregation_method "
+        "colocate_gradients_with_ops grad_loss get_name learning_rate "
+        f"tf.IndexedSlices tf.gather {FORWARDED} {BASE}"
+    ),
+    "SyncReplicasOptimizer": (
+        "opt replicas_to_aggregate total_num_replicas variable_averages "
+        "variables_to_average get_init_tokens_op num_tokens get_chief_queue_runner "
+        "make_session_run_hook is_chief chief_init_op local_step_init_op "
+        "ready_for_local_init_op sync_token_q sync_rep_local_step grad_accum "
+        f"{STEP} {FORWARDED} {BASE}"
+    ),
+    "CrossShardOptimizer": (
+        "opt reduction name group_assignment number_of_shards cross_replica_sum "
+        f"{STEP} {FORWARDED}"
+    ),
+    "ElasticAverageOptimizer": (
+        "opt num_worker ea_custom_getter communication_period moving_rate rho BETA "
+        "synchronous local_step get_init_op task_index make_session_run_hook is_chief "
+        f"swapping_saver {STEP} {FORWARDED} {BASE}"
+    ),
+    "ElasticAverageCustomGetter": (
+        "ElasticAverageCustomGetter worker_device __call__ global_center_variable "
+        "local_center_variable"
+    ),
+    "AGNOptimizer": (
+        "optimizer num_worker custom_getter communication_period local_step "
+        "get_init_op task_index make_session_run_hook is_chief "
+        f"{STEP} {FORWARDED} {BASE}"
+    ),
+    "AGNCustomGetter": (
+        "AGNCustomGetter worker_device __call__ global_center_variable grad_variable"
+    ),
+    "GradientDescentOptimizer": f"learning_rate {BASE}",
+    "MomentumOptimizer": f"learning_rate momentum use_nesterov {BASE}",
+    "AdagradOptimizer": f"learning_rate initial_accumulator_value {BASE}",
+    "AdagradDAOptimizer": (
+        "learning_rate global_step initial_gradient_squared_accumulator_value "
+        f"l1_regularization_strength l2_regularization_strength {BASE}"
+    ),
+    "AdadeltaOptimizer": f"learning_rate rho epsilon {BASE}",
+    "AdamOptimizer": f"beta1_power beta2_power {ADAM}",
+    "FtrlOptimizer": (
+        "learning_rate learning_rate_power initial_accumulator_value "
+        "l1_regularization_strength l2_regularization_strength accum_name linear_name "
+        f"l2_shrinkage_regularization_strength beta {BASE}"
+    ),
+    "ProximalGradientDescentOptimizer": (
+        f"learning_rate l1_regularization_strength l2_regularization_strength {BASE}"
+    ),
+    "ProximalAdagradOptimizer": (
+        "learning_rate initial_accumulator_value l1_regularization_strength "
+        f"l2_regularization_strength {BASE}"
+    ),
+    "RMSPropOptimizer": f"learning_rate decay momentum epsilon centered {BASE}",
+    "NadamOptimizer": ADAM,
+    "LazyAdamOptimizer": ADAM,
+    "BaseCustomOptimizer": (
+        f"_apply _gather _assign _assign_add _assign_sub learning_rate {BASE}"
+    ),
+    "CustomGradientDescentOptimizer": f"learning_rate {BASE}",
+    "NormalizedSGD": f"learning_rate {BASE}",
+    "NeuralOptimizer1": f"learning_rate beta1 decrease_factor {BASE}",
+    "GradVarianceScaledOptimizer": ADAM,
+    "CustomAdamOptimizer": ADAM,
+    "AMSGradOptimizer": "learning_rate decay beta1 beta2 epsilon var_list",
+    "KerasOptimizerWrapper": "get_factory optimizer name",
+}
+
+
+def _rows():
+    """Of each section: the first column's names -> what the second one says."""
+    sections = {}
+    for part in re.split(r"^##+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        title, _, body = part.partition("\n")
+        rows = sections.setdefault(title.strip(), {})
+        for original, write in re.findall(
+            r"^\| (.+?) \| (.*?) \| .*\|$", body, flags=re.MULTILINE
+        ):
+            for name in re.findall(r"`([^`]+)`", original):
+                assert name not in rows, (title, name)
+                rows[name] = write
+    return sections
+
+
+ROWS = _rows()
+
+
+@pytest.mark.parametrize("original", ORIGINALS)
+def test_every_name_has_its_row(original):
+    rows = ROWS[original]
+    missing = [name for name in ORIGINALS[original].split() if name not in rows]
+    assert not missing
+    assert all(rows.values()), [name for name, write in rows.items() if not write]
+    if original.endswith(("Optimizer", "SGD", "1")) and original in rows:
+        assert "oxs." in rows[original]
+
+
+def test_every_name_here_exists():
+    names = set(re.findall(r"\boxs(?:\.[A-Za-z_][A-Za-z_0-9]*)+", PAGE.read_text()))
+    assert len(names) > 40
+    for name in names | {"optx_sync.flax.SyncTrainState"}:
+        pkgutil.resolve_name(name.replace("oxs.", "optx_sync.", 1))
+
+
+def test_every_argument_of_the_catalogue_exists():
+    for original, rows in ROWS.items():
+        call = re.match(r"`oxs\.(\w+)\(", rows.get(original, ""))
+        if call is None or call[1] in ("from_rule", "keras"):
+            continue
+        ours = set(inspect.signature(getattr(oxs, call[1])).parameters)
+        written = {
+            write.strip("`")
+            for name, write in rows.items()
+            if name != original and re.fullmatch(r"`\w+`", write)
+        }
+        assert written == ours, original
+
+
+def test_a_clip_between_the_two_calls():
+    # The original clips gradients that the loss has scaled by 1 / N.
+    grads = jnp.array([[3.0, 4.0], [0.3, 0.4], [-6.0, 8.0], [0.0, 1.0]])
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0 * 4), oxs.cross_shard(optax.sgd(1.0), "data")
+    )
+    updates = jax.vmap(
+        lambda g: tx.update(g, tx.init(jnp.zeros(2)))[0], axis_name="data"
+    )(grads)
+    scaled = np.asarray(grads) / 4
+    norms = np.linalg.norm(scaled, axis=1, keepdims=True)
+    wanted = -(scaled / np.maximum(norms, 1.0)).sum(0)
+    np.testing.assert_allclose(updates, np.tile(wanted, (4, 1)), rtol=1e-6)
+
+
+def test_a_rate_set_from_outside():
+    tx = optax.inject_hyperparams(oxs.momentum, static_args="nesterov")(
+        learning_rate=0.5, momentum=0.0, nesterov=True
+    )
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    state.hyperparams["learning_rate"] = jnp.float32(0.25)
+    updates, _ = tx.update(jnp.array([1.0, -2.0]), state, params)
+    np.testing.assert_array_equal(updates, [-0.25, 0.5])
+
+
+def test_some_variables_only():
+    tx = optax.multi_transform(
+        {"train": oxs.adagrad(0.1), "keep": optax.set_to_zero()},
+        {"w": "train", "b": "keep"},
+    )
+    params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert np.all(updates["w"] < 0) and np.all(updates["b"] == 0)
+
+
+def test_slots_of_worker_and_center():
+    params = {"w": jnp.zeros(2)}
+    state = oxs.agn(oxs.adam(), "workers").init(params)
+    for name in ("inner.m", "outer.m"):
+        np.testing.assert_array_equal(oxs.slot(state, name)["w"], np.zeros(2))
