@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that do not march in step: a server holds the center, workers come and go.
+
+`run` does it all on Ray (extra `ray`, imported only when `run` is called). `Server` and
+`Worker` are plain Python, for those who have a launcher of their own: a worker needs a
+connection, any object with the methods of `Connection`; a `Server` in the same process
+is one.
+"""
+
+from optx_sync.runtime.ray import History as History
+from optx_sync.runtime.ray import RayConnection as RayConnection
+from optx_sync.runtime.ray import run as run
+from optx_sync.runtime.ray import start_servers as start_servers
+from optx_sync.runtime.server import Event as Event
+from optx_sync.runtime.server import Joined as Joined
+from optx_sync.runtime.server import Push as Push
+from optx_sync.runtime.server import PushRefused as PushRefused
+from optx_sync.runtime.server import Reply as Reply
+from optx_sync.runtime.server import Server as Server
+from optx_sync.runtime.server import SyncReplicas as SyncReplicas
+from optx_sync.runtime.server import join_parts as join_parts
+from optx_sync.runtime.server import partition as partition
+from optx_sync.runtime.worker import Connection as Connection
+from optx_sync.runtime.worker import Worker as Worker

@@ -1,0 +1,567 @@
+"""The holder of the center, without processes: numbers, refusals, retries, restarts."""
+
+import json
+import pathlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import (
+    Push,
+    PushRefused,
+    Server,
+    SyncReplicas,
+    Worker,
+    join_parts,
+    partition,
+)
+from optx_sync.runtime.server import traffic
+from optx_sync.simulate import asynchronous
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+CASES = {
+    case["name"]: case
+    for case in json.loads((GOLDEN / "manifest.json").read_text())["cases"]
+}
+PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.array(0.5)}
+INNER = optax.sgd(0.1, momentum=0.9)
+# Reads all there is to read: own parameters, what was taken, what was summed up, and
+# the center before and after.
+GREEDY = oxs.CenterRule(
+    contribute=lambda own, center, at: (
+        0.2 * (own.params - center)
+        + 0.1 * (own.params - own.taken)
+        - 0.01 * own.accumulated / at.steps.astype(own.accumulated.dtype)
+    ),
+    take=lambda x, before, after, at: x - 0.3 * (x - before) + 0.1 * (after - before),
+    mean_over="workers",
+    accumulate="gradients",
+    keeps_taken=True,
+)
+RULES = {
+    "elastic": oxs.elastic_rule(learning_rate=0.1),
+    "elastic without penalty": oxs.elastic_rule(moving_rate=0.3, rho=0.0),
+    "agn": oxs.agn_rule(oxs.adam(0.1)),
+    "agn of updates": oxs.agn_rule(None, accumulate="updates"),
+    "local_sgd": oxs.local_sgd_rule(),
+    "diloco": oxs.diloco_rule(),
+    "all of it": GREEDY,
+}
+
+
+def gradient(worker, params, event):
+    """Another direction for each worker and event, and a pull towards zero."""
+    angle = 1.3 * jnp.float32(worker) + 0.7 * jnp.float32(event)
+    return jax.tree.map(lambda p: jnp.sin(angle) + 0.5 * p, params)
+
+
+def close(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
+        actual,
+        expected,
+    )
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_server_and_workers_in_order_are_the_replay(name):
+    rule, workers, period = RULES[name], 2, 3
+    schedule = np.array(
+        [0, 1, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0], np.int32
+    )
+    expected = asynchronous(
+        INNER, rule, PARAMS, gradient, schedule,
+        num_workers=workers, communication_period=period,
+    )  # fmt: skip
+    settings = {"num_workers": workers, "communication_period": period}
+    server = Server(PARAMS, rule, **settings)
+    party = [
+        Worker(server, PARAMS, INNER, rule, index=i, **settings) for i in range(workers)
+    ]
+    for event, w in enumerate(schedule):
+        worker = party[w]
+        worker.step(gradient(w, worker.params, event))
+        close(worker.params, jax.tree.map(lambda x, t=event: x[t], expected.params))
+        close(server.center(), jax.tree.map(lambda x, t=event: x[t], expected.center))
+        assert worker.local_step == expected.local_step[event]
+        assert server.global_step == expected.global_step[event]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "easgd_n2_p3_momentum_round_robin_quadratic_mrdef_rhodef",
+        "easgd_n4_p3_sgd_bursts_quadratic_mr0.25_rhodef",
+        "agn_n2_p3_nesterov_w1_double_quadratic",
+        "agn_n4_p3_sgd_bursts_quadratic",
+    ],
+)
+def test_server_and_workers_reproduce_the_originals(name):
+    case, data = CASES[name], np.load(GOLDEN / f"{name}.npz")
+    given = case["hyperparameters"]
+    names = [key[3:] for key in data if key.startswith("p0_")]
+    sgd = given["inner"]
+    rate = sgd["learning_rate"]
+    inner = optax.sgd(rate, sgd.get("momentum"), sgd.get("use_nesterov", False))
+    if name.startswith("agn"):
+        rule = oxs.agn_rule(inner)
+    else:
+        rule = oxs.elastic_rule(
+            moving_rate=given["moving_rate"], rho=given["rho"], learning_rate=rate
+        )
+    settings = {
+        "num_workers": given["num_worker"],
+        "communication_period": given["communication_period"],
+    }
+    params = {key: data[f"p0_{key}"] for key in names}
+    server = Server(params, rule, **settings)
+    party = [
+        Worker(server, params, inner, rule, index=i, **settings)
+        for i in range(given["num_worker"])
+    ]
+    for t, w in enumerate(data["schedule"]):
+        x = party[w].params
+        grads = {
+            key: data[f"a_{key}"][w] * (x[key] - data[f"c_{key}"][w]) for key in names
+        }
+        party[w].step(grads)
+        for key in names:
+            for kind, value in (
+                ("local", party[w].params),
+                ("center", server.center()),
+            ):
+                seen = data[f"{kind}_{key}"][: t + 1]
+                scale = np.maximum(1, np.abs(seen).max(0))
+                error = np.abs(value[key] - seen[t]) / scale
+                assert np.all(error <= 1e-6), (t, kind, key)
+        assert server.global_step == data["global_step"][t]
+
+
+def test_only_what_the_formulas_read_travels():
+    at = oxs.center.rule.Round(2, 3, jnp.int32(1))
+    found = {name: traffic(rule, at) for name, rule in RULES.items()}
+    assert found == {
+        "elastic": (("params",), ("before",)),
+        "elastic without penalty": (("params",), ("before",)),
+        "agn": (("contribution",), ("after",)),
+        "agn of updates": (("contribution",), ("after",)),
+        "local_sgd": (("contribution",), ("after",)),
+        "diloco": (("contribution",), ("after",)),
+        "all of it": (("params", "taken", "accumulated"), ("before", "after")),
+    }
+
+
+def center_server(**settings):
+    return Server(
+        PARAMS, oxs.local_sgd_rule(), num_workers=2, communication_period=1, **settings
+    )
+
+
+def moves(amount=1.0, **changed):
+    arrays = {path: np.full(np.shape(p), amount, np.float32) for path, p in (
+        ("['b']", PARAMS["b"]), ("['w']", PARAMS["w"])
+    )}  # fmt: skip
+    return {"contribution": {**arrays, **changed}}
+
+
+def nan_in_w():
+    w = np.zeros((2, 3), np.float32)
+    w[1, 2] = np.nan
+    return w
+
+
+BAD = {
+    "NaN": ({"arrays": moves(**{"['w']": nan_in_w()})}, "['w'] holds a NaN"),
+    "infinity": ({"arrays": moves(np.inf)}, "holds a NaN or infinity"),
+    "shape": (
+        {"arrays": moves(**{"['w']": np.zeros((3, 2), np.float32)})},
+        "['w'] must have shape (2, 3); got (3, 2)",
+    ),
+    "dtype": (
+        {"arrays": moves(**{"['w']": np.zeros((2, 3), np.float64)})},
+        "['w'] must have dtype float32; got float64",
+    ),
+    "no array": ({"arrays": moves(**{"['w']": [[0.0] * 3] * 2})}, "must be an array"),
+    "unknown path": ({"arrays": moves(v=np.zeros(2))}, "unknown ['v'], missing []"),
+    "missing path": (
+        {"arrays": {"contribution": {"['b']": np.float32(0)}}},
+        "missing [\"['w']\"]",
+    ),
+    "wrong kind": (
+        {"arrays": {"params": {}}},
+        "needs ['contribution']; got ['params']",
+    ),
+    "no dict": ({"arrays": 3}, "needs ['contribution']"),
+    "worker": ({"worker": 2}, "no worker 2. Workers have the numbers 0 to 1"),
+    "negative worker": ({"worker": -1}, "no worker -1"),
+    "worker of another type": ({"worker": "0"}, "no worker '0'"),
+    "replayed round": ({"round": 1}, "round 1 of worker 0 is over: round 2"),
+    "round 0": ({"round": 0}, "round 0 of worker 0 is over"),
+    "early round": ({"round": 4}, "too early: the next one is 3"),
+    "round of another type": ({"round": 3.0}, "round must be an integer; got 3.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_push_is_refused_and_changes_nothing(name):
+    changed, message = BAD[name]
+    server = center_server()
+    good = Push(0, 1, moves())
+    server.push(good)
+    server.push(good._replace(round=2))
+    before = bits(server.center())
+    bad = good._replace(**{"round": 3, **changed})
+    with pytest.raises(PushRefused) as error:
+        server.push(bad)
+    assert message in str(error.value)
+    assert bits(server.center()) == before
+    assert server.global_step == 2
+    known = changed.get("worker", 0) == 0
+    assert server.refused == [int(known), 0]
+    _, events = server.events()
+    assert events[-1].kind == "refused" and message in events[-1].message
+    # The same worker goes on.
+    server.push(good._replace(round=3))
+    assert server.global_step == 3
+
+
+def test_worker_of_bad_number_cannot_join():
+    with pytest.raises(ValueError, match="numbers 0 to 1"):
+        center_server().join(2)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "elastic", "diloco"])
+def test_retry_is_answered_and_applied_once(name):
+    rule = RULES[name]
+    server = Server(PARAMS, rule, num_workers=2, communication_period=1)
+    sends = "params" if name == "elastic" else "contribution"
+    push = Push(0, 1, {sends: moves()["contribution"]})
+    first = server.push(push)
+    server.push(push._replace(worker=1))
+    before = bits(server.center())
+    again = server.push(push)
+    assert bits(server.center()) == before
+    assert server.global_step == 2
+    assert [event.kind for event in server.events()[1]][-1] == "retry"
+    if name == "elastic":  # It takes from the center before its own push.
+        assert bits(again.arrays) == bits(first.arrays)
+    else:  # It takes the center, as it is now.
+        assert bits(again.arrays["after"]) == bits(
+            {path: server.center()[path[2]] for path in again.arrays["after"]}
+        )
+
+
+def test_answers_are_copies():
+    server = center_server()
+    reply = server.push(Push(0, 1, moves()))
+    before = bits(reply.arrays)
+    server.push(Push(1, 1, moves()))
+    assert bits(reply.arrays) == before
+
+
+@pytest.mark.parametrize("rule", ["elastic", "diloco"])
+def test_views_hold_until_the_next_push(rule):
+    """With `copy_replies=False` the numbers are the same when sent off at once."""
+    servers = [
+        Server(PARAMS, RULES[rule], num_workers=2, copy_replies=copy)
+        for copy in (True, False)
+    ]
+    sends = "params" if rule == "elastic" else "contribution"
+    for number in range(1, 5):
+        for worker in (0, 1):
+            arrays = {sends: moves(0.3 * number + worker)["contribution"]}
+            replies = [
+                bits(server.push(Push(worker, number, arrays)).arrays)
+                for server in servers
+            ]
+            assert replies[0] == replies[1]
+    assert bits(servers[0].center()) == bits(servers[1].center())
+
+
+def test_pushes_from_many_threads_all_count():
+    params = {"w": jnp.zeros(3000)}
+    rule = oxs.agn_rule(None, accumulate="updates")
+    server = Server(params, rule, num_workers=4)
+    one = {"contribution": {"['w']": np.ones(3000, np.float32)}}
+    torn = []
+
+    def work(worker):
+        for number in range(1, 101):
+            seen = server.push(Push(worker, number, one)).arrays["after"]["['w']"]
+            torn.append(seen.min() != seen.max())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert np.all(server.center()["w"] == 400)
+    assert len(torn) == 400 and not any(torn)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "elastic", "diloco"])
+def test_restarted_server_goes_on_from_the_last_checkpoint(name, tmp_path):
+    rule = RULES[name]
+
+    def start():
+        return Server(
+            PARAMS, rule, num_workers=2, checkpoint_dir=tmp_path, checkpoint_every=2
+        )
+
+    sends = "params" if name == "elastic" else "contribution"
+    pushes = [
+        Push(w, r, {sends: moves(0.1 * r + w)["contribution"]}, local_step=10 * r)
+        for r in (1, 2, 3, 4)
+        for w in (0, 1)
+    ]
+    server, expected = start(), start()
+    for push in pushes[:5]:
+        server.push(push)  # Saved after the second and the fourth; the fifth is lost.
+    for push in pushes[:4]:
+        expected.push(push)
+    again = start()
+    assert [event.kind for event in again.events()[1]] == ["restored"]
+    assert again.global_step == 4
+    # Bit-equal, and so it is after the next pushes: the outer state came back too.
+    assert bits(again.center()) == bits(expected.center())
+    # A push of before the checkpoint is not applied again; the lost one may be
+    # missing, or may come again.
+    again.push(pushes[2])
+    assert again.global_step == 4
+    again.push(pushes[6])
+    again.push(pushes[5])
+    for push in (pushes[4], pushes[5]):
+        expected.push(push)
+    if name == "local_sgd":  # Worker 0's third round is lost; its fourth is there.
+        lost, there = pushes[4].arrays[sends], pushes[6].arrays[sends]
+        close(
+            again.center()["w"],
+            expected.center()["w"] + there["['w']"] - lost["['w']"],
+        )
+    assert again.join(0).round == 4 and again.join(0).local_step == 40
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_checkpoint_is_what_orbax_reads(tmp_path):
+    import orbax.checkpoint
+
+    server = center_server(checkpoint_dir=tmp_path)
+    server.push(Push(0, 1, moves()))
+    path = server.checkpoint()
+    assert path is not None
+    handler = orbax.checkpoint.PyTreeCheckpointHandler()
+    restored = orbax.checkpoint.Checkpointer(handler).restore(path)
+    np.testing.assert_array_equal(restored["center"]["['w']"], server.center()["w"])
+    # An unfinished one, as a crash leaves it, is not looked at.
+    (tmp_path / "9.orbax-checkpoint-tmp").mkdir()
+    assert center_server(checkpoint_dir=tmp_path).global_step == 1
+
+
+def test_checkpoint_of_other_variables_or_workers_is_refused(tmp_path):
+    center_server(checkpoint_dir=tmp_path).checkpoint()
+    rule = oxs.local_sgd_rule()
+    with pytest.raises(ValueError, match="of 2 workers; got num_workers=3"):
+        Server(PARAMS, rule, num_workers=3, checkpoint_dir=tmp_path)
+    other = {**PARAMS, "w": jnp.zeros((3, 2))}
+    with pytest.raises(ValueError, match=r"\['w'\] with shape \(2, 3\)"):
+        Server(other, rule, num_workers=2, checkpoint_dir=tmp_path)
+
+
+def test_half_precision_center_is_float32():
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    server = Server(params, oxs.local_sgd_rule(), num_workers=2)
+    server.push(Push(0, 1, {"contribution": {"['w']": np.full(2, 1e-4, np.float32)}}))
+    np.testing.assert_array_equal(server.center()["w"], np.float32(1 + 1e-4))
+    assert join_parts([server.center()], params)["w"].dtype == jnp.bfloat16
+
+
+def test_partition_is_by_size_and_joins_again():
+    params = {
+        str(i): np.full(size, i, np.float32) for i, size in enumerate([8, 0, 5, 4])
+    }
+    parts = partition(params, 3)
+    sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in parts]
+    assert sizes == [8, 5, 4]
+    assert all(jax.tree.leaves(part) for part in parts)
+    assert bits(join_parts(parts, params)) == bits(params)
+    for bad in (0, 5):
+        with pytest.raises(ValueError, match="cannot be split among"):
+            partition(params, bad)
+
+
+# Synchronous replicas with backup workers.
+
+
+def sync_server(required, workers, **settings):
+    agreement = SyncReplicas(required, **settings)
+    inner = oxs.gradient_descent(1.0)
+    return Server(PARAMS, agreement, num_workers=workers, inner=inner)
+
+
+def grads(amount):
+    return {"grads": moves(amount)["contribution"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["sync_n2_r4_sgd_multi_batch", "sync_n1_r3_sgd_multi_batch_mintokens"]
+)
+def test_several_batches_per_update_are_the_original(name):
+    case, data = CASES[name], np.load(GOLDEN / f"{name}.npz")
+    given = case["hyperparameters"]
+    names = [key[3:] for key in data if key.startswith("p0_")]
+    agreement = SyncReplicas(
+        given["replicas_to_aggregate"],
+        given["total_num_replicas"],
+        num_tokens=given["hook_num_tokens"],
+    )
+    workers = given["total_num_replicas"]
+    server = Server(
+        {key: data[f"p0_{key}"] for key in names},
+        agreement,
+        num_workers=workers,
+        inner=optax.sgd(given["inner"]["learning_rate"]),
+    )
+    rounds = [0] * workers
+    for t, w in enumerate(data["worker"]):
+        rounds[w] += 1
+        arrays = {f"['{key}']": data[f"g_{key}"][t] for key in names}
+        reply = server.push(Push(int(w), rounds[w], {"grads": arrays}))
+        assert reply.used == data["accepted"][t]
+        assert reply.waiting == data["blocked"][t][w]
+        assert server.global_step == data["global_step"][t]
+        for key in names:
+            np.testing.assert_allclose(
+                server.center()[key], data[f"p_{key}"][t], rtol=1e-6, atol=1e-6
+            )
+
+
+def test_first_gradients_win_and_the_late_one_leaves_no_trace():
+    server = sync_server(2, 3)
+    first = server.push(Push(0, 1, grads(1.0)))
+    assert first.used and first.waiting
+    second = server.push(Push(1, 1, grads(3.0)))
+    assert second.used and not second.waiting and second.global_step == 1
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 2)
+    late = server.push(Push(2, 1, grads(100.0)))
+    assert not late.used and late.staleness == 1 and not late.waiting
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 2)
+    # The first one waited for the update it is part of; now it may go on.
+    assert not server.wait(0, timeout=0.0).waiting
+    kinds = [event.kind for event in server.events()[1]]
+    assert kinds == ["started", "push", "push", "dropped"]
+
+
+def test_straggler_costs_nothing_with_a_backup():
+    """Where the original's leftover tokens would cost every fourth gradient."""
+    server = sync_server(3, 4)
+    for number in range(1, 41):
+        for worker in (0, 1, 2):
+            assert server.push(Push(worker, number, grads(0.0))).used
+        if number % 10 == 0:
+            assert not server.push(Push(3, number // 10, grads(0.0))).used
+    assert server.global_step == 40
+
+
+def test_waiting_worker_is_woken_by_the_update():
+    server = sync_server(2, 2)
+    assert server.push(Push(0, 1, grads(1.0))).waiting
+    assert server.wait(0, timeout=0.01).waiting
+    found = []
+    thread = threading.Thread(target=lambda: found.append(server.wait(0, timeout=60)))
+    thread.start()
+    server.push(Push(1, 1, grads(3.0)))
+    thread.join()
+    assert not found[0].waiting and found[0].global_step == 1
+    np.testing.assert_array_equal(found[0].arrays["params"]["['w']"], PARAMS["w"] - 2)
+
+
+def test_replaced_worker_may_push_at_once():
+    server = sync_server(3, 3)
+    assert server.push(Push(0, 1, grads(1.0))).waiting
+    assert server.join(0).round == 1
+    assert server.push(Push(0, 2, grads(1.0))).used
+    assert server.push(Push(1, 1, grads(1.0))).global_step == 1
+
+
+def test_gradients_are_checked_too():
+    server = sync_server(1, 2)
+    with pytest.raises(PushRefused, match="NaN"):
+        server.push(Push(0, 1, grads(np.nan)))
+    with pytest.raises(PushRefused, match=r"needs \['grads'\]"):
+        server.push(Push(0, 1, moves()))
+    with pytest.raises(PushRefused, match="integer indices"):
+        rows = (np.zeros(1, np.float32), np.zeros((1, 3), np.float32))
+        server.push(Push(0, 1, {"grads": {**grads(0.0)["grads"], "['w']": rows}}))
+    assert bits(server.center()) == bits(PARAMS) and server.refused == [3, 0]
+
+
+def test_rows_and_missing_gradients_are_averaged_row_by_row():
+    server = sync_server(2, 2)
+    values = np.ones((2, 3), np.float32)
+    one = {"['w']": (np.array([1, 1]), values), "['b']": None}
+    two = {"['w']": (np.array([0, 9]), values), "['b']": None}
+    server.push(Push(0, 1, {"grads": one}))
+    server.push(Push(1, 1, {"grads": two}))
+    expected = PARAMS["w"] - jnp.array([[1.0] * 3, [2.0] * 3])
+    np.testing.assert_array_equal(server.center()["w"], expected)
+    np.testing.assert_array_equal(server.center()["b"], PARAMS["b"])
+
+
+def test_moving_average_follows_the_updates():
+    server = sync_server(1, 1, variable_averages=0.75)
+    server.push(Push(0, 1, grads(4.0)))
+    np.testing.assert_array_equal(server.averages()["w"], PARAMS["w"] - 1)
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 4)
+    assert center_server().averages() is None
+
+
+def test_restarted_sync_server_keeps_inner_state_and_averages(tmp_path):
+    agreement = SyncReplicas(1, variable_averages=0.5)
+
+    def start():
+        return Server(
+            PARAMS, agreement, num_workers=1, inner=oxs.adam(0.1),
+            checkpoint_dir=tmp_path, checkpoint_every=3,
+        )  # fmt: skip
+
+    server = start()
+    for number in range(1, 4):
+        server.push(Push(0, number, grads(float(number))))
+    again = start()
+    assert again.global_step == 3
+    for one in (server, again):
+        one.push(Push(0, 4, grads(-1.0)))
+    assert bits(again.center()) == bits(server.center())
+    assert bits(again.averages()) == bits(server.averages())
+
+
+def test_settings_that_make_no_sense_are_refused():
+    rule = oxs.local_sgd_rule()
+    for make, message in [
+        (lambda: SyncReplicas(0), "replicas_to_aggregate must be 1 or more"),
+        (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be 0 or more"),
+        (lambda: SyncReplicas(1, variable_averages=2.0), "decay in"),
+        (lambda: sync_server(2, 3, total_num_replicas=4), "there are 3 workers"),
+        (lambda: sync_server(4, 2, num_tokens=1), "too few for a first update"),
+        (lambda: Server(PARAMS, rule, num_workers=0), "num_workers must be 1 or more"),
+        (lambda: center_server(checkpoint_every=0), "checkpoint_every must be"),
+        (
+            lambda: Server(PARAMS, rule._replace(num_workers=3), num_workers=2),
+            "made for 3 workers",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(TypeError, match="agreement must be a center rule"):
+        Server(PARAMS, optax.sgd(0.1), num_workers=2)  # pyright: ignore[reportArgumentType] # on purpose
+    with pytest.raises(TypeError, match="inner must be an Optax"):
+        Server(PARAMS, SyncReplicas(1), num_workers=2)
