@@ -25,7 +25,10 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from tests import contexts
 
-CASES = ("tests.replicas.test_cross_shard:process_cases",)
+CASES = (
+    "tests.replicas.test_cross_shard:process_cases",
+    "tests.center.test_lockstep:process_cases",
+)
 # All under check_vma=True: everything stacked; counters and center replicated;
 # parameters and state replicated (equal on all replicas) with `P()` in and out.
 STYLES = ("shard_map", "shard_map_axes", "replicated")
@@ -142,6 +145,7 @@ def _child(number, port, result):
 
 def _replay(style, tx, params, grads, extra):
     over = contexts.mesh()
+    extra = {} if extra is None else extra
     grads, extra = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), (grads, extra))
     state = tx.init(jax.tree.map(np.asarray, params))
     if style == "replicated":

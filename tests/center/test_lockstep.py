@@ -267,9 +267,9 @@ def test_inner_state_and_broken_workers(context, name):
 def process_cases():
     """For `tests/two_processes.py`."""
     float32 = {
-        name: (CASES[name][0], PARAMS, gradients(), None)
+        name: (CASES[name][0], PARAMS, gradients(), {})
         for name in ("elastic_schedule", "agn", "diloco")
     }
-    half = (HALF_CASES["local_sgd"][0], HALF_PARAMS, coarse_gradients(), None)
-    broken = (VARIANTS["local_sgd_drop_average"][0], PARAMS, breaks(gradients()), None)
+    half = (HALF_CASES["local_sgd"][0], HALF_PARAMS, coarse_gradients(), {})
+    broken = (VARIANTS["local_sgd_drop_average"][0], PARAMS, breaks(gradients()), {})
     return {**float32, "local_sgd_half": half, "local_sgd_drop": broken}

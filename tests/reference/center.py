@@ -28,7 +28,7 @@ def lockstep(
     period,
     rate=None,
     rho=0.0,
-    outer=None,
+    outer: tuple = (),
     mean=True,
     inner_state="keep",
     broken=None,
