@@ -187,21 +187,23 @@ def asynchronous(
     keeps_taken = rule.take is None or rule.keeps_taken
     shares_powers = rule.outer is inner
 
-    def advance(machine, event):
-        state, _ = machine
-        worker, number = event
-        known = (worker >= 0) & (worker < num_workers)
-        place = jnp.clip(worker, 0, num_workers - 1)
-        own = _row(state.workers, place)
+    def work(number, place, own, center, outer):
+        """One event: what is the worker's, the center's, and whether they met."""
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
         at = Round(num_workers, static_period, steps)
-        taken = own.taken if keeps_taken else state.center
         updates, own_inner, accumulated = local_step(
-            inner, rule, at, grads, own.inner, own.params, taken, own.accumulated
+            inner,
+            rule,
+            at,
+            grads,
+            own.inner,
+            own.params,
+            own.taken if keeps_taken else center,
+            own.accumulated,
         )
-        x = worker_params(own.params, updates, state.center)
+        x = worker_params(own.params, updates, center)
         period = communication_period
         if callable(period):
             # As in lockstep: schedules may give floats.
@@ -223,19 +225,19 @@ def asynchronous(
             after, outer = absorb(rule, center, outer, pushed)
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
-            new_x = take(rule, x, center, after, at)
             if keeps_taken:
                 own_taken = after if rule.take is None else center
+            x = take(rule, x, center, after, at)
             accumulated = jax.tree.map(jnp.zeros_like, accumulated)
-            return new_x, own_taken, accumulated, own_inner, after, outer
+            return x, own_taken, accumulated, own_inner, after, outer
 
         x, own_taken, accumulated, own_inner, center, outer = jax.lax.cond(
-            due & known,
+            due,
             exchange,
             lambda *operands: operands,
-            *(x, own.taken, accumulated, own_inner, state.center, state.outer),
+            *(x, own.taken, accumulated, own_inner, center, outer),
         )
-        moved = WorkerState(
+        own = WorkerState(
             params=jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params),
             inner=own_inner,
             taken=own_taken,
@@ -243,14 +245,28 @@ def asynchronous(
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
         )
-        moved = jax.tree.map(lambda new, old: jnp.where(known, new, old), moved, own)
+        return own, center, outer, due.astype(jnp.int32)
+
+    def advance(machine, event):
+        state, _ = machine
+        worker, number = event
+        place = jnp.clip(worker, 0, num_workers - 1)
+        # The conditional is there for a worker that does not exist, and for speed:
+        # without it XLA fuses reading one stack with writing another, and then copies
+        # both, the states of all workers, in every event.
+        own, center, outer, rounds = jax.lax.cond(
+            place == worker,
+            lambda *operands: work(number, place, *operands),
+            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            *(_row(state.workers, place), state.center, state.outer),
+        )
         state = AsynchronousState(
-            workers=_with_row(state.workers, place, moved),
+            workers=_with_row(state.workers, place, own),
             center=center,
             outer=outer,
-            global_step=state.global_step + (due & known).astype(jnp.int32),
+            global_step=state.global_step + rounds,
         )
-        return (state, moved.params), (moved.local_step, state.global_step)
+        return (state, own.params), (own.local_step, state.global_step)
 
     def view(machine):
         state, params = machine
@@ -567,14 +583,11 @@ def _replay(
 
     first = jax.tree.map(lambda x: x[: chunks * every].reshape(chunks, every), events)
     state, (values, views) = jax.lax.scan(advance_chunk, state, first)
-    # Events after the last view.
-    rest = jax.tree.map(lambda x: x[chunks * every :], events)
-    state, values_of_rest = jax.lax.scan(advance, state, rest)
-    values = jax.tree.map(
-        lambda x, y: jnp.concatenate([x.reshape(-1, *y.shape[1:]), y]),
-        values,
-        values_of_rest,
-    )
+    values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
+    if chunks * every < len(schedule):  # events after the last view
+        rest = jax.tree.map(lambda x: x[chunks * every :], events)
+        state, of_rest = jax.lax.scan(advance, state, rest)
+        values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)
     return state, values, views
 
 
