@@ -1,9 +1,10 @@
-"""Every name of the originals has its row on the migration page, and leads somewhere."""
+"""Every name of the originals has its row on the migration page."""
 
 import inspect
 import pathlib
 import pkgutil
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,9 +149,11 @@ def test_a_clip_between_the_two_calls():
     tx = optax.chain(
         optax.clip_by_global_norm(1.0 * 4), oxs.cross_shard(optax.sgd(1.0), "data")
     )
-    updates = jax.vmap(
-        lambda g: tx.update(g, tx.init(jnp.zeros(2)))[0], axis_name="data"
-    )(grads)
+
+    def update(grad) -> Any:
+        return tx.update(grad, tx.init(jnp.zeros(2)))[0]
+
+    updates = jax.vmap(update, axis_name="data")(grads)
     scaled = np.asarray(grads) / 4
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
     wanted = -(scaled / np.maximum(norms, 1.0)).sum(0)
@@ -162,7 +165,7 @@ def test_a_rate_set_from_outside():
         learning_rate=0.5, momentum=0.0, nesterov=True
     )
     params = jnp.zeros(2)
-    state = tx.init(params)
+    state: Any = tx.init(params)
     state.hyperparams["learning_rate"] = jnp.float32(0.25)
     updates, _ = tx.update(jnp.array([1.0, -2.0]), state, params)
     np.testing.assert_array_equal(updates, [-0.25, 0.5])
@@ -174,7 +177,7 @@ def test_some_variables_only():
         {"w": "train", "b": "keep"},
     )
     params = {"w": jnp.ones(2), "b": jnp.ones(1)}
-    updates, _ = tx.update(params, tx.init(params), params)
+    updates: Any = tx.update(params, tx.init(params), params)[0]
     assert np.all(updates["w"] < 0) and np.all(updates["b"] == 0)
 
 
