@@ -121,10 +121,10 @@ def run(
     ray = _ray()
     started = not ray.is_initialized()
     if started and address is not None:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address)
     elif started:
         cpus = max(os.cpu_count() or 1, num_workers)
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=cpus, include_dashboard=False)
     actors: list[Any] = []
     try:
         connection = start_servers(
@@ -150,8 +150,7 @@ def run(
                 connection.checkpoint()
             events.collect(display)
         center = connection.center(params)
-        averages = ray.get(connection.servers[0].averages.remote())
-        return center, History(events.seen, averages)
+        return center, History(events.seen, connection.averages())
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -277,6 +276,10 @@ class RayConnection:
     def center(self, params: Any) -> Any:
         """The center in the structure and dtypes of `params`."""
         return join_parts(self._ask(lambda server, _: server.center.remote()), params)
+
+    def averages(self) -> Any:
+        """See `Server.averages`."""
+        return self._ask(lambda server, _: server.averages.remote())[0]
 
     def checkpoint(self) -> None:
         """All servers save their part."""
@@ -453,8 +456,10 @@ def _supervise(ray, start, num_workers, events, display, actors) -> None:
 
 
 class _Events:
-    """The servers' events, collected while they run: a server that dies takes its own
-    along, but for those that have been collected."""
+    """The servers' events, collected while they run.
+
+    A server that dies takes those along that have not been collected.
+    """
 
     def __init__(self, servers: list[Any]):
         self._servers = servers

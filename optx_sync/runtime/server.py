@@ -237,7 +237,7 @@ class Server:
         if isinstance(agreement, SyncReplicas):
             self._holder = _Updates(params, agreement, inner, num_workers)
         else:
-            at = _round(num_workers, communication_period, 1)
+            at = round_of(num_workers, communication_period, 1)
             self._holder = _Center(params, agreement, at, copy_replies)
         self.num_workers = num_workers
         self._changed = threading.Condition()
@@ -253,7 +253,6 @@ class Server:
         self._joins = np.zeros(num_workers, np.int64)
         # Workers whose next round may have any number: the rounds between are lost.
         self._lost_rounds: set[int] = set()
-        self._checked: dict[int, int] = {}
         self._pushes = 0
         self._events: list[Event] = []
         self._boot = uuid.uuid4().hex
@@ -269,8 +268,6 @@ class Server:
             self._holder.join(worker)
             restarts = int(self._joins[worker])
             self._joins[worker] += 1
-            self._lost_rounds.discard(worker)
-            self._checked.pop(worker, None)
             self._note("join", worker)
             return Joined(
                 self._holder.current(),
@@ -300,7 +297,6 @@ class Server:
         with self._changed:
             self._check(push)
             worker = push.worker
-            del self._checked[worker]
             holder = self._holder
             if push.round == self._rounds[worker]:
                 self._note("retry", worker)
@@ -404,8 +400,6 @@ class Server:
         number = push.round
         if not isinstance(number, int | np.integer) or isinstance(number, bool):
             self._refuse(push, f"round must be an integer; got {number!r}.")
-        if self._checked.get(worker) == number:
-            return  # `check` and then `push`, of a worker that meets several servers
         if number < last or number < 1:
             self._refuse(
                 push,
@@ -422,7 +416,6 @@ class Server:
         problem = self._holder.problem(push.arrays)
         if problem:
             self._refuse(push, f"{problem} (round {number} of worker {worker})")
-        self._checked[worker] = number
 
     def _refuse(self, push: Push, message: str) -> None:
         worker = -1
@@ -518,7 +511,7 @@ class _Center:
         )
         keeps_before = "before" in self.traffic.replies
         if self.adds:
-            self.center = {
+            self.center: dict[str, Any] = {
                 path: np.array(leaf)
                 for path, leaf in self.variables.arrays(center).items()
             }
@@ -904,7 +897,8 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
-def _round(num_workers: int, communication_period: Period, steps: Any) -> Round:
+def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
+    """What a rule may know of a round."""
     period = None if callable(communication_period) else communication_period
     return Round(num_workers, period, jnp.int32(steps))
 

@@ -11,7 +11,6 @@ import optax
 
 from optx_sync.center.rule import (
     Period,
-    Round,
     check_period,
     contributions,
     divide,
@@ -33,6 +32,7 @@ from optx_sync.runtime.server import (
     SyncReplicas,
     check_agreement,
     path_of,
+    round_of,
     traffic,
 )
 
@@ -206,10 +206,8 @@ class _OfCenter:
     def __init__(self, like, inner, rule, num_workers, communication_period):
         self.like, self.inner, self.rule = like, inner, rule
         self.period = communication_period
-        # The worker is told the truth about the wide dtype once, here.
         self.center_like = jax.eval_shape(start_center, like)
-        static = None if callable(communication_period) else communication_period
-        self.at = Round(num_workers, static, jnp.int32(1))
+        self.at = round_of(num_workers, communication_period, 1)
         self.traffic = traffic(rule, self.at)
         self._step = jax.jit(self._run_step)
         self._bring = jax.jit(self._run_bring)
@@ -292,7 +290,7 @@ class _OfCenter:
 
 
 class _OfUpdates:
-    """A worker's arrays under `SyncReplicas`: the parameters, and a gradient to send."""
+    """A worker's arrays under `SyncReplicas`: parameters, and a gradient to send."""
 
     def __init__(self, like):
         self.like = like

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from optx_sync.runtime import (
     join_parts,
     partition,
 )
-from optx_sync.runtime.server import traffic
+from optx_sync.runtime.server import round_of, traffic
 from optx_sync.simulate import asynchronous
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -82,7 +83,7 @@ def test_server_and_workers_in_order_are_the_replay(name):
         INNER, rule, PARAMS, gradient, schedule,
         num_workers=workers, communication_period=period,
     )  # fmt: skip
-    settings = {"num_workers": workers, "communication_period": period}
+    settings: dict[str, Any] = {"num_workers": workers, "communication_period": period}
     server = Server(PARAMS, rule, **settings)
     party = [
         Worker(server, PARAMS, INNER, rule, index=i, **settings) for i in range(workers)
@@ -118,7 +119,7 @@ def test_server_and_workers_reproduce_the_originals(name):
         rule = oxs.elastic_rule(
             moving_rate=given["moving_rate"], rho=given["rho"], learning_rate=rate
         )
-    settings = {
+    settings: dict[str, Any] = {
         "num_workers": given["num_worker"],
         "communication_period": given["communication_period"],
     }
@@ -147,7 +148,7 @@ def test_server_and_workers_reproduce_the_originals(name):
 
 
 def test_only_what_the_formulas_read_travels():
-    at = oxs.center.rule.Round(2, 3, jnp.int32(1))
+    at = round_of(2, 3, 1)
     found = {name: traffic(rule, at) for name, rule in RULES.items()}
     assert found == {
         "elastic": (("params",), ("before",)),
@@ -166,11 +167,13 @@ def center_server(**settings):
     )
 
 
-def moves(amount=1.0, **changed):
-    arrays = {path: np.full(np.shape(p), amount, np.float32) for path, p in (
-        ("['b']", PARAMS["b"]), ("['w']", PARAMS["w"])
-    )}  # fmt: skip
-    return {"contribution": {**arrays, **changed}}
+def moves(amount=1.0, changed: Any = None):
+    """A push of a hard-pull rule; `changed` replaces some of the arrays."""
+    arrays = {
+        "['b']": np.float32(amount),
+        "['w']": np.full((2, 3), amount, np.float32),
+    }
+    return {"contribution": {**arrays, **(changed or {})}}
 
 
 def nan_in_w():
@@ -180,18 +183,24 @@ def nan_in_w():
 
 
 BAD = {
-    "NaN": ({"arrays": moves(**{"['w']": nan_in_w()})}, "['w'] holds a NaN"),
+    "NaN": ({"arrays": moves(changed={"['w']": nan_in_w()})}, "['w'] holds a NaN"),
     "infinity": ({"arrays": moves(np.inf)}, "holds a NaN or infinity"),
     "shape": (
-        {"arrays": moves(**{"['w']": np.zeros((3, 2), np.float32)})},
+        {"arrays": moves(changed={"['w']": np.zeros((3, 2), np.float32)})},
         "['w'] must have shape (2, 3); got (3, 2)",
     ),
     "dtype": (
-        {"arrays": moves(**{"['w']": np.zeros((2, 3), np.float64)})},
+        {"arrays": moves(changed={"['w']": np.zeros((2, 3), np.float64)})},
         "['w'] must have dtype float32; got float64",
     ),
-    "no array": ({"arrays": moves(**{"['w']": [[0.0] * 3] * 2})}, "must be an array"),
-    "unknown path": ({"arrays": moves(v=np.zeros(2))}, "unknown ['v'], missing []"),
+    "no array": (
+        {"arrays": moves(changed={"['w']": [[0.0] * 3] * 2})},
+        "must be an array",
+    ),
+    "unknown path": (
+        {"arrays": moves(changed={"v": np.zeros(2)})},
+        "unknown ['v'], missing []",
+    ),
     "missing path": (
         {"arrays": {"contribution": {"['b']": np.float32(0)}}},
         "missing [\"['w']\"]",

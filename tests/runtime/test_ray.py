@@ -1,0 +1,324 @@
+"""Real processes on a local Ray: workers and servers that are killed, slow or wrong."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync import runtime
+from optx_sync.runtime import Push, PushRefused, SyncReplicas
+from optx_sync.runtime import ray as on_ray
+from optx_sync.simulate import asynchronous
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+pytestmark = [
+    pytest.mark.slow,
+    # Ray's own: it closes its log files and sockets late.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    # Ray's own: it announces that num_gpus=0 will mean something else.
+    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray:FutureWarning"),
+]
+
+PARAMS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
+# The center counts: with `DOWN` for a gradient and a rate of 1 each step adds one.
+COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+ONE = optax.sgd(1.0)
+DOWN = {name: -np.ones_like(value) for name, value in PARAMS.items()}
+ENVIRONMENT = {
+    # Two cores for all: one thread per process.
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "disabled",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    # Not pytest's directory: Ray's sockets need a short path.
+    directory = tempfile.mkdtemp(prefix="oxs")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        try:
+            ray.init(
+                num_cpus=8,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=200 * 1024**2,
+                _temp_dir=directory,
+                _node_ip_address="127.0.0.1",
+            )
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def written(directory: pathlib.Path) -> dict[str, Any]:
+    """What workers left in files, by name."""
+    return {path.name: json.loads(path.read_text()) for path in directory.glob("*.*")}
+
+
+@pytest.mark.parametrize(("name", "servers"), [("elastic", 1), ("diloco", 2)])
+def test_one_worker_is_the_replay(name, servers):
+    rules = {
+        "elastic": oxs.elastic_rule(learning_rate=0.1),
+        "diloco": oxs.diloco_rule(),
+    }
+    params = jax.tree.map(lambda p: np.float32(p + 0.5), PARAMS)
+    steps, inner = 12, optax.sgd(0.1, momentum=0.9)
+
+    def gradient(params, event):
+        return jax.tree.map(lambda p: jnp.sin(jnp.float32(event)) + p, params)
+
+    def train(worker):
+        while worker.local_step < steps:
+            worker.step(gradient(worker.params, worker.local_step))
+
+    center, history = runtime.run(
+        train, params, inner, rules[name], num_workers=1, num_servers=servers,
+        communication_period=3,
+    )  # fmt: skip
+    expected = asynchronous(
+        inner, rules[name], params, lambda worker, params, event: gradient(
+            params, event
+        ), np.zeros(steps, np.int32), num_workers=1, communication_period=3,
+    ).final.center  # fmt: skip
+    assert history.count("push") == 4 and history.averages is None
+    for key, value in expected.items():
+        np.testing.assert_allclose(center[key], value, rtol=2e-6, atol=2e-6)
+
+
+def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
+    def train(worker):
+        if worker.restarts:
+            (tmp_path / f"joined.{worker.index}").write_text(
+                json.dumps([worker.local_step, float(worker.params["b"][0])])
+            )
+        while worker.local_step < 40 or not (tmp_path / "joined.2").exists():
+            if (worker.index, worker.local_step, worker.restarts) == (2, 13, 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+            worker.step(DOWN)
+            time.sleep(0.01)
+        (tmp_path / f"rounds.{worker.index}").write_text(json.dumps(worker.rounds))
+
+    center, history = runtime.run(
+        train, PARAMS, ONE, COUNT, num_workers=3, communication_period=4
+    )
+    left = written(tmp_path)
+    events = history.events
+    lost = next(i for i, e in enumerate(events) if e.kind == "lost")
+    again = next(
+        i
+        for i, e in enumerate(events)
+        if e.kind == "join" and e.worker == 2 and i > lost
+    )
+    # The others pushed while there was none, and it joined where they were by then.
+    between = {e.worker for e in events[lost:again] if e.kind == "push"}
+    assert history.count("lost") == 1 and events[lost].worker == 2
+    assert between == {0, 1}
+    step, seen = left["joined.2"]
+    assert step == 12 and seen >= 4 * (3 + 1)
+    # Every push that a worker counts has been applied once, and no other.
+    for index in range(3):
+        assert left[f"rounds.{index}"] == history.count("push", index)
+    total = 4 * history.count("push")
+    assert np.all(center["w"] == total) and np.all(center["b"] == total)
+
+
+def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
+    every, directory = 4, tmp_path / "checkpoints"
+
+    def train(worker):
+        servers = worker.connection.servers
+        while worker.local_step < 40:
+            worker.step(DOWN)
+            # Worker 0 kills server 0, worker 1 kills server 1 later on.
+            if worker.local_step == 11 + 12 * worker.index:
+                pid = ray.get(servers[worker.index].pid.remote())
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        (tmp_path / f"rounds.{worker.index}").write_text(json.dumps(worker.rounds))
+
+    def start():
+        return runtime.run(
+            train, PARAMS, ONE, COUNT, num_workers=2, num_servers=2,
+            communication_period=1, checkpoint_dir=directory, checkpoint_every=every,
+        )  # fmt: skip
+
+    center, history = start()
+    assert written(tmp_path) == {"rounds.0": 40, "rounds.1": 40}
+    assert history.count("started") == 2 and history.count("restored") == 2
+    for part in center.values():
+        applied = part.ravel()[0]
+        # Applied once or, since the last checkpoint, lost; never applied twice.
+        assert np.all(part == applied) and 80 - every <= applied <= 80
+    # The same run again goes on where it ended.
+    again, history = start()
+    assert history.count("restored") == 2 and history.count("push") == 0
+    for name, value in center.items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+def rates(required: int, phase: float = 3.0) -> tuple[list[float], list[float]]:
+    """Updates per second: with four fast workers, and with one ten times slower.
+
+    Both in one run, in turn, so that whatever else the machine does hits both.
+    """
+
+    def slow(now):
+        return int(now / phase) % 2 == 1
+
+    begin = time.time()
+
+    def train(worker):
+        while worker.local_step == 0 or time.time() < end[0]:
+            late = worker.index == 3 and slow(time.time())
+            time.sleep(0.6 if late else 0.06)
+            worker.step(DOWN, now=time.time())
+            if not end:
+                # Seven phases after the common start: three whole ones of each kind.
+                end.append(time.time() + 7 * phase)
+
+    end: list[float] = []
+    _, history = runtime.run(
+        train, PARAMS, ONE, SyncReplicas(required, total_num_replicas=4),
+        num_workers=4, synchronous=True,
+    )  # fmt: skip
+    joins = [e.time for e in history.events if e.kind == "join"]
+    pushes = [e for e in history.events if e.kind == "push"]
+    assert len(joins) == 4 and pushes[0].time > max(joins) > begin
+    found: tuple[list[float], list[float]] = ([], [])
+    first = int(pushes[0].time / phase) + 1
+    for number in range(first, first + 6):
+        # A slow step may reach into the next phase.
+        inside = [
+            e for e in pushes
+            if number * phase + 0.7 <= e.time < (number + 1) * phase
+        ]  # fmt: skip
+        made = inside[-1].global_step - inside[0].global_step
+        found[number % 2].append(made / (phase - 0.7))
+    return found
+
+
+def test_backup_worker_keeps_the_rate_and_without_it_the_straggler_rules():
+    fast, slow = map(statistics.median, rates(required=3))
+    assert slow >= 0.9 * fast, (slow, fast)
+    fast, slow = map(statistics.median, rates(required=4))
+    assert slow <= 2.0 < fast / 2, (slow, fast)  # The straggler's: 1 / 0.6 seconds.
+
+
+def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
+    def good(number):
+        arrays = {f"['{name}']": np.ones_like(p) for name, p in PARAMS.items()}
+        return Push(0, number, {"contribution": arrays})
+
+    def change(push, array):
+        arrays = {**push.arrays["contribution"], "['w']": array}
+        return push._replace(arrays={"contribution": arrays})
+
+    def train(worker):
+        if worker.index == 1:
+            if worker.restarts == 0:  # It does not catch what it gets.
+                worker.step({**DOWN, "b": np.full(4, np.nan, np.float32)})
+            while not (tmp_path / "messages.0").exists():
+                time.sleep(0.05)
+            return
+        connection = worker.connection
+        connection.push(good(1))
+        connection.push(good(2))
+        before = connection.center(PARAMS)
+        third, messages = good(3), []
+        for bad in (
+            change(third, np.full((2, 3), np.nan, np.float32)),
+            change(third, np.zeros((3, 2), np.float32)),
+            change(third, np.zeros((2, 3), np.float16)),
+            good(1),
+            third._replace(arrays={"contribution": {"['x']": np.zeros(1)}}),
+        ):
+            try:
+                connection.push(bad)
+            except PushRefused as error:
+                messages.append(str(error))
+            after = connection.center(PARAMS)
+            for name, value in before.items():
+                np.testing.assert_array_equal(after[name], value)
+        connection.push(good(2))  # A retry is answered, and not applied again.
+        connection.push(third)
+        (tmp_path / "messages.0").write_text(json.dumps(messages))
+
+    center, history = runtime.run(
+        train, PARAMS, ONE, COUNT, num_workers=2, num_servers=2, communication_period=1
+    )
+    expected = (
+        "['w'] holds a NaN",
+        "['w'] must have shape (2, 3); got (3, 2)",
+        "['w'] must have dtype float32; got float16",
+        "round 1 of worker 0 is over",
+        "unknown [\"['x']\"]",
+    )
+    messages = written(tmp_path)["messages.0"]
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+    assert all(np.all(part == 3) for part in center.values())
+    assert history.count("retry") == 1
+    # The last two are refused by both servers, or by the first for the second's sake.
+    assert history.count("refused", 0) >= 5
+    # Who does not catch it is replaced.
+    assert history.count("refused", 1) == 1 and history.count("lost", 1) == 1
+
+
+def test_error_in_a_worker_ends_the_run():
+    def train(worker):
+        raise KeyError("no such data set")
+
+    with pytest.raises(KeyError, match="no such data set"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1)
+
+
+def test_worker_that_dies_again_and_again_ends_the_run(monkeypatch):
+    monkeypatch.setattr(on_ray, "DEATHS_WITHOUT_A_ROUND", 2)
+
+    def train(worker):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match="Worker 0 died 2 times without a round"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1)
+
+
+def test_server_without_checkpoints_takes_the_center_along():
+    def train(worker):
+        os.kill(ray.get(worker.connection.servers[0].pid.remote()), signal.SIGKILL)
+        worker.step(DOWN)
+
+    with pytest.raises(RuntimeError, match="Pass checkpoint_dir"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, communication_period=1)
+
+
+def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
+    def train(worker):
+        pass
+
+    with pytest.raises(ValueError, match="needs one server; got num_servers=2"):
+        runtime.run(train, PARAMS, ONE, SyncReplicas(1), num_workers=2, num_servers=2)
+    with pytest.raises(ValueError, match="2 variables cannot be split among 3"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3)
+    with pytest.raises(TypeError, match="worker_fn must be a function"):
+        runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
+    with pytest.raises(ValueError, match="num_workers must be 1 or more"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
