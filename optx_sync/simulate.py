@@ -203,6 +203,8 @@ def asynchronous(
             own.taken if keeps_taken else center,
             own.accumulated,
         )
+        # As in lockstep, wide: half precision is rounded once, in `worker_params`.
+        updates = jax.tree.map(lambda u, c: u.astype(c.dtype), updates, center)
         x = worker_params(own.params, updates, center)
         period = communication_period
         if callable(period):

@@ -1,0 +1,564 @@
+"""Workers that meet a center one by one: the originals' recorded runs, and laws."""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.simulate import asynchronous
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+RECORDED = {
+    case["name"]: case for case in MANIFEST["cases"] if case["group"] == "async"
+}
+
+
+def remembering(tx):
+    """`tx`, with the last gradient that it saw in front of its state."""
+    seen = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (grads, grads),
+    )
+    return optax.chain(seen, tx)
+
+
+def inner_of(case):
+    arguments = dict(case["hyperparameters"]["inner"])
+    kind, learning_rate = arguments.pop("class"), arguments.pop("learning_rate")
+    if kind == "GradientDescentOptimizer":
+        return oxs.gradient_descent(learning_rate)
+    if kind == "MomentumOptimizer":
+        return oxs.momentum(
+            learning_rate, arguments["momentum"], nesterov=arguments["use_nesterov"]
+        )
+    assert kind == "AdamOptimizer"
+    return oxs.adam(
+        learning_rate, arguments["beta1"], arguments["beta2"], arguments["epsilon"]
+    )
+
+
+def rule_of(case, inner):
+    if case["optimizer"] == "AGNOptimizer":
+        return oxs.agn_rule(inner)
+    given = case["hyperparameters"]
+    # apply_gradients alone adds no penalty in the original.
+    rho = 0.0 if case["name"].endswith("_applyonly") else given["rho"]
+    return oxs.elastic_rule(
+        moving_rate=given["moving_rate"],
+        rho=rho,
+        learning_rate=given["inner"]["learning_rate"],
+    )._replace(num_workers=given["num_worker"])
+
+
+def run(case, arrays):
+    names = [param["name"] for param in case["params"]]
+
+    def grad_fn(worker, params, event):
+        if case["objective"] == "linear":
+            return {name: jnp.asarray(arrays[f"g_{name}"])[event] for name in names}
+        return {
+            name: jnp.asarray(arrays[f"a_{name}"])[worker]
+            * (params[name] - jnp.asarray(arrays[f"c_{name}"])[worker])
+            for name in names
+        }
+
+    inner = remembering(inner_of(case))
+    return jax.tree.map(
+        np.asarray,
+        asynchronous(
+            inner,
+            rule_of(case, inner),
+            {name: arrays[f"p0_{name}"] for name in names},
+            grad_fn,
+            arrays["schedule"],
+            num_workers=case["hyperparameters"]["num_worker"],
+            communication_period=case["hyperparameters"]["communication_period"],
+        ),
+    )
+
+
+def check(actual, recorded, key, start=None):
+    """Equal to 1e-6 of the largest magnitude that the element has had so far, or 1."""
+    history = recorded if start is None else np.concatenate([start[None], recorded])
+    largest = np.maximum(1, np.maximum.accumulate(np.abs(history)))[-len(recorded) :]
+    error = np.abs(actual - recorded[-len(actual) :])
+    assert np.all(error <= 1e-6 * largest[-len(actual) :]), (key, np.max(error))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_run(name):
+    case = RECORDED[name]
+    arrays = dict(np.load(GOLDEN / case["file"]))
+    record = run(case, arrays)
+    unchecked = set(case["arrays"]) - {"schedule"}
+    unchecked -= {key for key in unchecked if key[:2] in ("a_", "c_", "g_", "p0")}
+    for count in ("local_step", "global_step"):
+        np.testing.assert_array_equal(getattr(record, count), arrays[count])
+        unchecked.remove(count)
+    schedule, final = arrays["schedule"], record.final
+    # Slots are read from the last state: a worker's are those of its last event.
+    last = {w: np.flatnonzero(schedule == w)[-1] for w in np.unique(schedule)}
+    assert len(last) == case["hyperparameters"]["num_worker"]
+
+    def check_workers(stacked, key):
+        recorded = arrays[key]
+        for worker, event in last.items():
+            check(stacked[worker][None], recorded[: event + 1], key)
+        unchecked.remove(key)
+
+    gradients, rule_state = final.workers.inner
+    for param in case["params"]:
+        name = param["name"]
+        start = arrays[f"p0_{name}"]
+        check(record.params[name], arrays[f"local_{name}"], name, start)
+        check(record.center[name], arrays[f"center_{name}"], name, start)
+        unchecked -= {f"local_{name}", f"center_{name}"}
+        check_workers(gradients[name], f"grad_{name}")
+        if case["optimizer"] == "AGNOptimizer":
+            check_workers(final.workers.accumulated[name], f"gradsum_{name}")
+        elif final.workers.taken:
+            check_workers(final.workers.taken[name], f"local_center_{name}")
+        else:  # without a penalty nobody reads it, and it is not kept
+            unchecked.remove(f"local_center_{name}")
+        for slot, tree in rule_state.slots._asdict().items():
+            check_workers(tree[name], f"slot_local_{slot}_{name}")
+            if case["optimizer"] == "AGNOptimizer":
+                key = f"slot_center_{slot}_{name}"
+                check(
+                    final.outer[1].slots._asdict()[slot][name][None], arrays[key], key
+                )
+                unchecked.remove(key)
+    if rule_state.powers:
+        for power, values in rule_state.powers._asdict().items():
+            check_workers(values, power)
+    assert not unchecked
+
+
+def test_every_recorded_run_is_replayed():
+    files = {
+        path.stem for pattern in ("agn_*", "easgd_*") for path in GOLDEN.glob(pattern)
+    }
+    assert files == RECORDED.keys()
+    assert len(files) > 30
+
+
+PARAMS = {
+    "vector": np.linspace(-1, 1, 5, dtype=np.float32),
+    "matrix": np.linspace(-2, 2, 6, dtype=np.float32).reshape(3, 2),
+}
+INNER, OUTER = optax.sgd(0.05, 0.9), optax.sgd(0.7, 0.9, nesterov=True)
+STEPS, WORKERS = 40, 3
+UNEVEN = np.random.default_rng(3).choice(WORKERS, STEPS, p=[0.6, 0.3, 0.1])
+SHORT = np.array([0, 1, 0, 2, 0, 0, 1, 2, 0, 0, 1])
+
+
+def warm_up(step):
+    """Every step at first, then every third."""
+    return jnp.where(jnp.asarray(step) < 4, 1, 3)
+
+
+def gradients(steps=STEPS, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: rng.normal(size=(steps, *p.shape)).astype(np.float32), PARAMS
+    )
+
+
+def of_event(grads):
+    """A `grad_fn` that reads the gradient of each event."""
+
+    def grad_fn(worker, params, event):
+        return jax.tree.map(lambda g: jnp.asarray(g)[event], grads)
+
+    return grad_fn
+
+
+def restate(name, start, grads, schedule, period):
+    """NumPy: (stepping worker's parameters, center) after each event, and rounds."""
+    n, rate, decay = np.float32(WORKERS), np.float32(0.05), np.float32(0.9)
+    x = [np.array(start)] * WORKERS
+    trace = [np.zeros_like(start)] * WORKERS
+    taken, c, outer_trace = list(x), x[0], trace[0]
+    steps, since, rounds = [0] * WORKERS, [0] * WORKERS, 0
+    history = []
+    for grad, w in zip(grads, schedule, strict=True):
+        trace[w] = grad + decay * trace[w]
+        x[w] = x[w] - rate * trace[w]
+        since[w] += 1
+        if since[w] >= period(steps[w]):
+            if name == "downpour":
+                outer_trace = grad + decay * outer_trace
+                c = c - rate * outer_trace
+            elif name == "local_sgd":
+                c = c + (x[w] - taken[w]) / n
+            else:
+                pushed = (taken[w] - x[w]) / n
+                outer_trace = pushed + decay * outer_trace
+                c = c - np.float32(0.7) * (pushed + decay * outer_trace)
+            x[w] = taken[w] = c
+            since[w], rounds = 0, rounds + 1
+        steps[w] += 1
+        history.append((x[w], c, rounds))
+    return [np.stack(part) for part in zip(*history, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "period"),
+    [
+        ("local_sgd", np.arange(STEPS) % WORKERS, 1),
+        ("local_sgd", UNEVEN, warm_up),
+        ("diloco", np.arange(STEPS) % WORKERS, 1),
+        ("diloco", UNEVEN, 3),
+        ("downpour", UNEVEN, 1),
+    ],
+)
+def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
+    rule = {
+        "local_sgd": oxs.local_sgd_rule(),
+        "diloco": oxs.diloco_rule(),
+        "downpour": oxs.agn_rule(INNER, reduction="sum"),
+    }[name]
+    grads = gradients()
+    record = asynchronous(
+        INNER,
+        rule,
+        PARAMS,
+        of_event(grads),
+        schedule,
+        num_workers=WORKERS,
+        communication_period=period,
+    )
+    steps = period if callable(period) else lambda step: period
+    for leaf, start in PARAMS.items():
+        x, c, rounds = restate(name, start, grads[leaf], schedule, steps)
+        check(np.asarray(record.params[leaf]), x, leaf, start)
+        check(np.asarray(record.center[leaf]), c, leaf, start)
+        np.testing.assert_array_equal(record.global_step, rounds)
+    counts = np.bincount(schedule, minlength=WORKERS)
+    np.testing.assert_array_equal(record.final.workers.local_step, counts)
+
+
+AXIS = "workers"
+LOCKSTEP = {
+    "elastic": (
+        oxs.elastic_average(INNER, AXIS, learning_rate=0.05, communication_period=3),
+        oxs.elastic_rule(learning_rate=0.05),
+        3,
+    ),
+    "elastic_schedule": (
+        oxs.elastic_average(
+            INNER, AXIS, moving_rate=0.2, rho=0.0, communication_period=warm_up
+        ),
+        oxs.elastic_rule(moving_rate=0.2, rho=0.0),
+        warm_up,
+    ),
+    "agn": (oxs.agn(INNER, AXIS, communication_period=3), oxs.agn_rule(INNER), 3),
+    "agn_updates": (
+        oxs.agn(INNER, AXIS, accumulate="updates", communication_period=warm_up),
+        oxs.agn_rule(None, accumulate="updates"),
+        warm_up,
+    ),
+    "local_sgd": (
+        oxs.local_sgd(INNER, AXIS, communication_period=3),
+        oxs.local_sgd_rule(),
+        3,
+    ),
+    "diloco": (
+        oxs.diloco(INNER, AXIS, communication_period=warm_up),
+        oxs.diloco_rule(),
+        warm_up,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCKSTEP)
+def test_one_worker_is_lockstep_with_one_worker(name):
+    tx, rule, period = LOCKSTEP[name]
+    params = {
+        "vector": jnp.asarray(PARAMS["vector"]),
+        "half": jnp.asarray(PARAMS["matrix"], jnp.bfloat16),
+    }
+    rng = np.random.default_rng(1)
+    grads = {
+        leaf: jnp.asarray(rng.normal(size=(12, *p.shape)), p.dtype)
+        for leaf, p in params.items()
+    }
+
+    def lockstep(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        # Optax itself adds wide updates to half precision by promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(params, updates)
+        return (params, state), (params, state.center, state.global_step)
+
+    @jax.jit
+    def both(params, grads):
+        state = oxs.stack((params, tx.init(params)), 1)
+        expected = jax.vmap(
+            lambda carry, grads: jax.lax.scan(lockstep, carry, grads)[1],
+            axis_name=AXIS,
+        )(state, oxs.stack(grads, 1))
+        actual = asynchronous(
+            INNER,
+            rule,
+            params,
+            of_event(grads),
+            jnp.zeros(12, jnp.int32),
+            num_workers=1,
+            communication_period=period,
+        )
+        return actual, oxs.unstack(expected)
+
+    actual, expected = jax.tree.map(np.asarray, both(params, grads))
+    assert actual.params["half"].dtype == jnp.bfloat16
+    actual = (actual.params, actual.center, actual.global_step)
+    for own, other in zip(
+        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    ):
+        # One ulp: lockstep lands on its target by adding an update.
+        own, other = own.astype(np.float32), other.astype(np.float32)
+        np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-7)
+
+
+def short_run(schedule, record="all"):
+    return asynchronous(
+        INNER,
+        oxs.elastic_rule(moving_rate=0.1, rho=0.3),
+        PARAMS,
+        lambda worker, params, event: jax.tree.map(
+            lambda p: p - worker.astype(p.dtype) - event.astype(p.dtype), params
+        ),
+        schedule,
+        num_workers=WORKERS,
+        communication_period=2,
+        record=record,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return short_run(SHORT.tolist())
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+        actual,
+        expected,
+    )
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+
+
+def test_jit_is_eager(whole):
+    assert whole.params["matrix"].shape == (11, 3, 2)
+    assert whole.final.workers.params["matrix"].shape == (WORKERS, 3, 2)
+    assert_equal(jax.jit(short_run)(jnp.asarray(SHORT)), whole)
+
+
+def test_the_last_state_is_that_of_the_last_events(whole):
+    last = np.array([np.flatnonzero(worker == SHORT)[-1] for worker in range(WORKERS)])
+    expected = jax.tree.map(lambda x: x[last], whole.params)
+    assert_equal(whole.final.workers.params, expected)
+    assert_equal(whole.final.center, jax.tree.map(lambda x: x[-1], whole.center))
+    assert int(whole.final.global_step) == int(whole.global_step[-1]) > 3
+
+
+@pytest.mark.parametrize("every", [4, 20])
+def test_record_keeps_every_nth_event(whole, every):
+    record = short_run(SHORT, every)
+    kept = slice(every - 1, None, every)
+    for field in ("params", "center"):
+        expected = jax.tree.map(lambda x: x[kept], getattr(whole, field))
+        assert_equal(getattr(record, field), expected)
+    assert_equal(record.local_step, whole.local_step)
+    assert_equal(record.global_step, whole.global_step)
+    assert_equal(record.final, whole.final)
+
+
+def test_record_keeps_what_a_function_returns(whole):
+    def gap(params, center):
+        return {"gap": jnp.sum(params["vector"] - center["vector"])}
+
+    record = short_run(SHORT, gap)
+    expected = jnp.sum(whole.params["vector"] - whole.center["vector"], axis=1)
+    np.testing.assert_allclose(record.recorded["gap"], expected, rtol=1e-5, atol=1e-6)
+    assert record.params is None and record.center is None
+    assert_equal(record.final, whole.final)
+
+
+def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
+    padded = np.insert(SHORT, [0, 5, 11], [-1, WORKERS, -7])
+
+    @jax.jit
+    def run(schedule):
+        return asynchronous(
+            INNER,
+            oxs.local_sgd_rule(),
+            PARAMS,
+            lambda worker, params, event: params,
+            schedule,
+            num_workers=WORKERS,
+            communication_period=2,
+        )
+
+    record, expected = run(jnp.asarray(padded)), run(jnp.asarray(SHORT))
+    assert_equal(record.final, expected.final)
+    assert_equal(
+        record.global_step[(padded >= 0) & (padded < WORKERS)], expected.global_step
+    )
+
+
+def test_half_precision_workers_take_the_center_exactly():
+    params = jnp.linspace(-3, 3, 16, dtype=jnp.bfloat16)
+    record = asynchronous(
+        optax.sgd(0.1),
+        oxs.local_sgd_rule(),
+        params,
+        lambda worker, params, event: (
+            jnp.cos(params) * (1 + worker).astype(params.dtype)
+        ),
+        [0, 1, 1, 0, 1],
+        num_workers=2,
+        communication_period=1,
+    )
+    assert record.center.dtype == jnp.float32
+    np.testing.assert_array_equal(record.params, record.center.astype(jnp.bfloat16))
+    assert np.any(record.params[-1] != params)
+
+
+def test_row_sparse_and_missing_gradients():
+    params = {"table": jnp.ones((4, 2)), "frozen": jnp.ones(3)}
+    indices, values = jnp.array([2, 0, 2]), jnp.arange(6.0).reshape(3, 2)
+
+    def run(dense):
+        def grad_fn(worker, params, event):
+            rows = oxs.IndexedSlices(indices, values + worker.astype(jnp.float32))
+            return {"table": rows.to_dense(4) if dense else rows, "frozen": None}
+
+        return asynchronous(
+            oxs.gradient_descent(0.1),
+            oxs.agn_rule(oxs.gradient_descent(0.1)),
+            params,
+            grad_fn,
+            [0, 1, 1, 0],
+            num_workers=2,
+            communication_period=2,
+        )
+
+    sparse = run(dense=False)
+    assert_equal(sparse, run(dense=True))
+    np.testing.assert_array_equal(sparse.final.center["frozen"], params["frozen"])
+    assert int(sparse.final.global_step) == 2
+    np.testing.assert_array_equal(sparse.final.center["table"][1], [1, 1])
+    assert np.all(sparse.final.center["table"][2] < 1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
+    inner = oxs.adam(0.1, b1=0.5)
+    record = asynchronous(
+        inner,
+        oxs.agn_rule(inner if shared else oxs.adam(0.1, b1=0.5)),
+        PARAMS,
+        lambda worker, params, event: params,
+        [0, 0, 0, 1, 0, 1, 0],
+        num_workers=2,
+        communication_period=2,
+    )
+    # The exponent is 1 at the start; five steps and two rounds, two steps and one.
+    exponents = [8, 4] if shared else [6, 3]
+    powers = record.final.workers.inner.powers.beta1_power
+    np.testing.assert_array_equal(powers, np.float32(0.5) ** np.array(exponents))
+    if not shared:
+        assert record.final.outer.powers.beta1_power == 0.5**4
+
+
+@pytest.mark.parametrize("record", [100, lambda params, center: center["b"]])
+@pytest.mark.parametrize("name", ["elastic", "agn"])
+def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
+    workers, events = 1000, 3000
+    start = {"w": jnp.ones((32, 16)), "b": jnp.ones(16)}
+    inner = oxs.adam(0.01)
+    rule = {
+        "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.1),
+        "agn": oxs.agn_rule(inner),
+    }[name]
+    run = jax.jit(
+        lambda schedule: asynchronous(
+            inner,
+            rule,
+            start,
+            lambda worker, params, event: params,
+            schedule,
+            num_workers=workers,
+            record=record,
+        )
+    )
+    schedule = jnp.arange(events) % workers
+    program = run.lower(schedule).compile()
+    inside, _, entry = program.as_text().partition("\nENTRY ")
+    assert "f32[1000,32,16]" in entry
+    assert not [
+        line
+        for line in inside.splitlines()
+        if re.search(r"= f32\[1000,32,16\]\S* (copy|select)\(", line)
+    ]
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * workers * 32 * 16
+    done = program(schedule)
+    np.testing.assert_array_equal(done.final.workers.local_step, 3)
+
+
+def refuse(error, match, **changes):
+    arguments = {
+        "inner": INNER,
+        "rule": oxs.local_sgd_rule(),
+        "params": PARAMS,
+        "grad_fn": lambda worker, params, event: params,
+        "schedule": np.array([0, 1]),
+        "num_workers": 2,
+        **changes,
+    }
+    with pytest.raises(error, match=match):
+        asynchronous(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (TypeError, "inner must be", {"inner": 0.1}),
+        (TypeError, "rule must be a CenterRule", {"rule": INNER}),
+        (TypeError, "integers", {"schedule": np.array([0.0, 1.0])}),
+        (ValueError, "one", {"schedule": np.zeros((2, 2), int)}),
+        (ValueError, "worker 2", {"schedule": [0, 2]}),
+        (ValueError, "worker -1", {"schedule": [0, -1]}),
+        (TypeError, "num_workers must be an int", {"num_workers": 2.0}),
+        (ValueError, "num_workers must be at least 1", {"num_workers": 0}),
+        (
+            ValueError,
+            "num_workers=3",
+            {"rule": oxs.local_sgd_rule()._replace(num_workers=3)},
+        ),
+        (ValueError, "communication_period", {"communication_period": 0}),
+        (
+            ValueError,
+            "Pass moving_rate",
+            {"rule": oxs.elastic_rule(rho=0.0), "communication_period": warm_up},
+        ),
+        (TypeError, "record must be", {"record": "last"}),
+        (TypeError, "record must be", {"record": 1.5}),
+        (ValueError, "record must be", {"record": 0}),
+        (TypeError, "floating", {"params": {"n": jnp.arange(3)}}),
+        (ValueError, "structure", {"grad_fn": lambda worker, params, event: {}}),
+    ],
+)
+def test_bad_input_is_refused(error, match, changes):
+    refuse(error, match, **changes)
