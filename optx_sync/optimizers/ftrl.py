@@ -93,6 +93,7 @@ def ftrl(
         accum = slots.accum + jnp.square(grad)
         shrunk = grad + 2.0 * l2_shrinkage * param
         growth = to_the_k(accum) - to_the_k(slots.accum)
+        # First the product: compiled, this order stays closest to TensorFlow's.
         linear = slots.linear + (shrunk - growth * param / lr)
         quadratic = to_the_k(accum) / lr + 2.0 * l2
         leader = (jnp.sign(linear) * l1 - linear) / quadratic

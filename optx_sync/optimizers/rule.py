@@ -206,8 +206,8 @@ def from_rule(
                 return jnp.asarray(number, dtype=dtype)
 
             return Step(
-                # A rate known to XLA would be folded into the formula (x / rate into
-                # x * (1 / rate)) and round otherwise than a scheduled one.
+                # A rate known to XLA would be folded with the constants beside it, and
+                # round otherwise than a scheduled one. The count is never negative.
                 learning_rate=jnp.where(state.update_count >= 0, cast(rate), math.nan),
                 count=state.update_count,
                 hyper=tuple(cast(number) for number in rule.hyper),
@@ -397,17 +397,23 @@ def _update_rows(rule, at, path, grad, slots, table):
 
     def gather(array):
         # An entry that names no row computes with some row, and is dropped after.
-        return array.at[indices].get(
-            mode="clip", indices_are_sorted=True, wrap_negative_indices=False
+        return (
+            jnp.asarray(array)
+            .at[indices]
+            .get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
         )
 
     def scatter(array, rows):
-        return array.at[indices].set(
-            rows,
-            mode="drop",
-            indices_are_sorted=True,
-            unique_indices=True,
-            wrap_negative_indices=False,
+        return (
+            jnp.asarray(array)
+            .at[indices]
+            .set(
+                rows,
+                mode="drop",
+                indices_are_sorted=True,
+                unique_indices=True,
+                wrap_negative_indices=False,
+            )
         )
 
     update, new_rows = _step(
