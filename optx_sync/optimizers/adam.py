@@ -62,8 +62,7 @@ def adam(
         ValueError: if an argument is not finite, or not in its range.
 
     Example:
-        With a large epsilon the first step is far from the learning rate, which it is
-        with `optax.adam` (-0.0909 there for this case):
+        Epsilon weighs more than in `optax.adam`, whose first step here is -0.0909:
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
