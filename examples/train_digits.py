@@ -35,7 +35,7 @@ STEPS, EVALUATE_EVERY, SEED = 1200, 20, 0
 # One entry is one row of the table and one line of the picture. The inner optimizer is
 # the same everywhere: of Adam and Nesterov SGD at three rates each, the one that was
 # best for the strategy that it suits least, on the validation images.
-INNER = optax.adam(1e-2)
+INNER = optax.adam(3e-2)
 STRATEGIES = {
     "one device": INNER,
     "cross_shard": oxs.cross_shard(INNER, "workers"),
@@ -55,10 +55,8 @@ options = parser.parse_args()
 images, labels = load_digits(return_X_y=True)
 images = np.asarray(images / 16, np.float32)
 order = np.random.default_rng(SEED).permutation(len(labels))
-# The test images are not looked at before the end of a run.
-test, validation, train = np.split(order, [360, 725])
-# Each worker owns an equal part of the training images and never sees the others'.
-parts = train.reshape(WORKERS, -1)
+test, validation, train = np.split(order, [360, 725])  # test: at the end only
+parts = train.reshape(WORKERS, -1)  # no worker sees another's part
 
 network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 initial = network.init(jax.random.key(SEED), images[:1])
@@ -104,25 +102,27 @@ def run(name, tx, progress):
     params = oxs.stack(initial, workers)
     state = oxs.stack(tx.init(initial), workers, oxs.state_axes(tx, initial))
     step = make_step(tx, workers).lower(params, state, *batch()).compile()
-    # What a worker hands to the collectives is read from the compiled program; what
-    # stands in a conditional travels in a round only.
-    sent = {"every step": 0, "every round": 0}
-    for row in oxs.audit.collectives(step):
-        sent["every round" if row.conditional else "every step"] += row.bytes
+    # The compiled program tells what a worker hands to collectives, and what of it
+    # stands in a conditional: that travels in a round only.
+    rows = oxs.audit.collectives(step)
+    per_step = sum(row.bytes for row in rows if not row.conditional)
+    per_round = sum(row.bytes for row in rows if row.conditional)
 
-    curve, rounds, center, start = [], 0, initial, time.perf_counter()
+    curve, rounds, sent, center, start = [], 0, 0, initial, time.perf_counter()
     for done in progress.track(range(1, options.steps + 1), description=f"{name:15}"):
-        params, state = step(params, state, *batch())
+        # One program at a time: forced CPU devices share a few threads.
+        params, state = jax.block_until_ready(step(params, state, *batch()))
         if done % EVALUATE_EVERY == 0 or done == options.steps:
-            rounds = optax.tree_utils.tree_get(state, "global_step")
+            all_params, all_state = jax.device_get((params, state))
+            rounds = optax.tree_utils.tree_get(all_state, "global_step")
             if rounds is None:  # replicas are equal, and meet in every step
-                center, rounds = oxs.unstack(params), done if sent["every step"] else 0
+                rounds, center = done if per_step else 0, oxs.unstack(all_params)
             else:
-                center = oxs.center_params(state, params)
-            total = done * sent["every step"] + int(rounds) * sent["every round"]
-            curve.append((total, float(accuracy_of(center, validation))))
+                center = oxs.center_params(all_state, all_params)
+            sent = done * per_step + int(rounds) * per_round
+            curve.append((sent, float(accuracy_of(center, validation))))
     seconds = f"{time.perf_counter() - start:.1f}"
-    counts = (f"{count:,}" for count in (options.steps, int(rounds), curve[-1][0]))
+    counts = (f"{count:,}" for count in (options.steps, int(rounds), sent))
     return curve, (name, f"{accuracy_of(center, test):.1%}", *counts, seconds)
 
 

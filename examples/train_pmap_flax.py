@@ -78,10 +78,12 @@ def main():
 
     for done in range(1, steps + 1):
         rows = rng.choice(mine, (jax.local_device_count(), BATCH))
-        state, metrics = step(state, images[rows], labels[rows])
+        # One step at a time: forced CPU devices share a few threads. Accelerators run
+        # ahead; leave the waiting out there.
+        state, metrics = jax.block_until_ready(step(state, images[rows], labels[rows]))
         if done % REPORT_EVERY == 0 or done == steps:
             # All replicas are equal, so any of them will do.
-            params, metrics = oxs.unstack((state.params, metrics))
+            params, metrics = oxs.unstack(jax.device_get((state.params, metrics)))
             logits = network.apply(params, images[test])
             reached = (logits.argmax(-1) == labels[test]).mean()
             print(
