@@ -65,17 +65,6 @@ class SyncReplicasState(NamedTuple):
     replicated_fields = ("inner", "averages")
 
 
-class SyncReplicasMetrics(NamedTuple):
-    """What became of a replica's gradients; no collective, one value per replica."""
-
-    used: jax.Array  # bool[], whether the last gradient was accumulated
-    stale: jax.Array  # bool[], or else why it was not; all False before the first
-    nonfinite: jax.Array
-    not_contributed: jax.Array
-    no_token: jax.Array
-    counts: Outcomes  # int32[] each, since the start
-
-
 def sync_replicas(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -319,61 +308,6 @@ def sync_replicas(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def metrics(state: optax.OptState) -> SyncReplicasMetrics:
-    """What became of a replica's last gradient, and of all of them, for logging.
-
-    Args:
-        state: The state of `sync_replicas`, alone or inside of a chain, of one replica
-            or of all with a worker axis in front.
-
-    Returns:
-        `SyncReplicasMetrics`, each value in the state's own shape.
-
-    Raises:
-        ValueError: There is no `sync_replicas` in the state.
-    """
-    found = _find(state)
-    last = Outcomes(*(found.outcome == place for place in range(len(Outcomes._fields))))
-    return SyncReplicasMetrics(**last._asdict(), counts=found.outcome_counts)
-
-
-def averaged_params(state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The moving average of the parameters, in their structure and dtypes.
-
-    Args:
-        state: The state of `sync_replicas(..., variable_averages=...)`, alone or inside
-            of a chain, of one replica or of all with a worker axis in front.
-        params: The parameters; those that are not averaged are returned as they are.
-
-    Returns:
-        The averages, in the state's own shape.
-
-    Raises:
-        ValueError: There are no averages in the state.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> tx = oxs.sync_replicas(optax.sgd(0.1), "data", 2, variable_averages=0.99)
-        >>> params = {"w": jnp.ones(2)}
-        >>> oxs.averaged_params(tx.init(params), params)
-        {'w': Array([1., 1.], dtype=float32)}
-    """
-    averages = _find(state).averages
-    if isinstance(averages, tuple) and averages == ():
-        raise ValueError(
-            "This state holds no averages. Pass variable_averages= to sync_replicas."
-        )
-    return jax.tree.map(
-        lambda average, param: (
-            param if _is_masked(average) else average.astype(param.dtype)
-        ),
-        averages,
-        params,
-        is_leaf=_is_masked,
-    )
-
-
 def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
     """Copies of the parameters that the mask selects, sharing no buffer with them."""
     if _is_placeholder(params):
@@ -503,19 +437,6 @@ def _extra(value, name, kind):
             f"{value.shape}. Split it over the replicas as the batch is."
         )
     return value
-
-
-def _find(state) -> SyncReplicasState:
-    def is_ours(x):
-        return isinstance(x, SyncReplicasState)
-
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
-    if not found:
-        raise ValueError(
-            "There is no sync_replicas in this state: "
-            f"{jax.tree.structure(state)}. Pass the state of oxs.sync_replicas(...)."
-        )
-    return found[0]
 
 
 def _is_placeholder(tree) -> bool:

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.replicas import sync_replicas as sync
-from optx_sync.replicas.sync_replicas import sync_replicas
+from optx_sync import sync_replicas
 from tests import contexts
 from tests.reference import sync_replicas as reference
 
@@ -163,14 +162,14 @@ def check(history, state):
         assert 0 < steps[-1] < STEPS, "the case has steps with and without an update"
         contexts.assert_close(got, on_all(want))
         assert np.all(np.asarray(optax.tree.get(own, "global_step")) == steps[-1])
-        metrics = sync.metrics(own)
+        metrics = oxs.metrics(own)
         for place, which in enumerate(reference.OUTCOMES):
             now = outcome == place
             np.testing.assert_array_equal(getattr(metrics.counts, which), now.sum(0))
             np.testing.assert_array_equal(getattr(metrics, which), now[-1])
         params: Any = {other: optax.MaskedNode() for other in REQUIRED}
         params[name] = jax.tree.map(lambda x: jnp.asarray(x[-1]), got)
-        every: Any = sync.averaged_params(own, params)
+        every: Any = oxs.averaged_params(own, params)
         for leaf, read in every[name].items():
             replicated = np.ndim(read) == averages[leaf][-1].ndim
             read = np.stack([read] * N) if replicated else np.asarray(read)
@@ -356,7 +355,7 @@ def test_thousand_steps_with_late_and_broken_replicas():
         carry: Any = (params, state)
         carry, _ = jax.lax.scan(step, carry, (targets[0], faults[0]))
         params, state = carry
-        return params[None], oxs.stack(sync.metrics(state), 1)
+        return params[None], oxs.stack(oxs.metrics(state), 1)
 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P(AXIS))
@@ -393,7 +392,7 @@ def test_nothing_changes_where_nobody_is_left():
     ):
         assert np.array_equal(np.asarray(new).view(np.uint32), old.view(jnp.uint32))
     assert int(state.global_step) == 0
-    assert np.all(sync.metrics(state).nonfinite)
+    assert np.all(oxs.metrics(state).nonfinite)
 
 
 def test_without_dropping_a_nan_passes_once_and_is_gone():
@@ -411,9 +410,9 @@ def test_tokens_are_handed_out_fairly():
     step, arrived = lanes(tx, jnp.float32(0)), []
     _, state = step(jnp.ones(N))
     for _ in range(2 * N - 1):  # N updates of two steps each
-        arrived.append(np.asarray(sync.metrics(state).no_token))
+        arrived.append(np.asarray(oxs.metrics(state).no_token))
         _, state = step(jnp.ones(N), state)
-    arrived.append(np.asarray(sync.metrics(state).no_token))
+    arrived.append(np.asarray(oxs.metrics(state).no_token))
     assert int(state.global_step) == N
     assert np.all(state.outcome_counts.used == 6)
     assert np.argwhere(arrived[1]).tolist() == [[2], [3]]
@@ -565,7 +564,7 @@ def test_injected_hyperparameters_are_traced():
     params = jnp.float32(0)
     updates, state = lanes(tx, params)(jnp.full(N, 4.0))
     assert float(updates) == -4.0
-    averages: Any = sync.averaged_params(state, jnp.zeros(N))
+    averages: Any = oxs.averaged_params(state, jnp.zeros(N))
     assert averages.tolist() == [-2.0] * N
 
 
@@ -576,7 +575,7 @@ def test_averages_are_read_in_the_parameters_dtype():
         optax.identity(), AXIS, 1, variable_averages=0.5, variables_to_average=mask
     )
     state = oxs.stack(tx.init(params), N)
-    read: Any = sync.averaged_params(state, {"a": params["a"], "b": 7 * params["b"]})
+    read: Any = oxs.averaged_params(state, {"a": params["a"], "b": 7 * params["b"]})
     assert read["a"].dtype == jnp.bfloat16 and read["a"].shape == (N, 2)
     assert read["b"].tolist() == [7, 7, 7]
 
@@ -653,6 +652,6 @@ def test_refuses_summed_gradients_and_unmapped_axes():
 
 def test_reading_a_foreign_state():
     state = optax.adam(0.1).init(jnp.zeros(2))
-    refuse(ValueError, "no sync_replicas", lambda: sync.metrics(state))
+    refuse(ValueError, "no .*SyncReplicasState", lambda: oxs.metrics(state))
     own = sync_replicas(optax.sgd(1.0), AXIS, 2).init(jnp.zeros(2))
-    refuse(ValueError, "no averages", lambda: sync.averaged_params(own, jnp.zeros(2)))
+    refuse(ValueError, "no averages", lambda: oxs.averaged_params(own, jnp.zeros(2)))
