@@ -27,6 +27,7 @@ from tests import contexts
 
 CASES = (
     "tests.replicas.test_cross_shard:process_cases",
+    "tests.replicas.test_sync_replicas:process_cases",
     "tests.center.test_lockstep:process_cases",
 )
 # All under check_vma=True: everything stacked; counters and center replicated;

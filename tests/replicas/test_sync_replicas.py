@@ -194,7 +194,19 @@ def test_one_answer_everywhere(context):
 
 def process_cases():
     """For `tests/two_processes.py`."""
-    return {"sync_replicas": inputs()}
+    tx, params, grads, extra = inputs()
+    # Rows travel between processes as plain arrays.
+    rows: Any = grads["several"]["table"]
+    plain = {"indices": rows.indices, "values": rows.values}
+    grads = grads | {"several": grads["several"] | {"table": plain}}
+
+    def update(updates: Any, state, params=None, **extra):
+        rows = oxs.IndexedSlices(**updates["several"]["table"])
+        updates = updates | {"several": updates["several"] | {"table": rows}}
+        return tx.update(updates, state, params, **extra)
+
+    plainly = optax.GradientTransformationExtraArgs(tx.init, update)
+    return {"sync_replicas": (plainly, params, grads, extra)}
 
 
 def test_replicated_parameters_keep_their_type():
@@ -249,6 +261,18 @@ def test_init_where_the_axis_is_mapped():
     history = jax.jit(run)(grads, extra)
     for name, got in history.items():
         contexts.assert_close(got, expected()[name][0])
+
+
+def test_an_inner_state_that_forgets_where_it_varies():
+    """A stacked state varies over the axis; the mean gradient put into it does not."""
+    remember = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (updates, updates),
+    )
+    tx = sync_replicas(remember, AXIS, 2)
+    grads = np.arange(2.0 * N, dtype=np.float32).reshape(2, N)
+    _, state = contexts.replay("shard_map_axes", tx, jnp.float32(0), grads)
+    assert state.inner.tolist() == [grads[1].mean()] * N
 
 
 def lanes(tx, params, replicas=N) -> Any:
