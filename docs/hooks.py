@@ -1,0 +1,46 @@
+"""What docstrings have that Markdown has not; a hook of MkDocs.
+
+Formulas (``.. math::``, ``:math:``, and ``$$`` in pages) become MathML, which browsers
+draw by themselves. Doctests become code blocks: Markdown would read their prompts, and
+a description that begins with ">= 0", as quotations.
+"""
+
+import re
+
+from latex2mathml.converter import convert
+from markdown import Extension
+from markdown.preprocessors import Preprocessor
+
+BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
+INLINE = re.compile(r":math:`([^`]+)`")
+DOCTEST = re.compile(r"^>>> (?:.+\n)+", re.M)
+
+
+class _Docstrings(Preprocessor):
+    def run(self, lines):
+        def stash(formula, display):
+            formula = formula.strip().replace(r"\_", "_")
+            if "&" in formula and r"\begin" not in formula.partition("&")[0]:
+                formula = rf"\begin{{split}}{formula}\end{{split}}"
+            return self.md.htmlStash.store(convert(formula, display=display))
+
+        def block(match):
+            return f"\n{stash(match[1] or match[2], 'block')}\n\n"
+
+        text = "\n".join([*lines, ""])
+        text = DOCTEST.sub(lambda m: f"\n```pycon\n{m[0]}```\n", text)
+        text = re.sub("^>= ", r"\\>= ", text, flags=re.M)
+        text = BLOCK.sub(block, text)
+        return INLINE.sub(lambda m: stash(m[1], "inline"), text).split("\n")
+
+
+class _Extension(Extension):
+    def extendMarkdown(self, md):
+        # Before fenced code (25) is looked for, after line ends are made equal (30).
+        md.preprocessors.register(_Docstrings(md), "docstrings", 29)
+
+
+def on_config(config):
+    """Called by MkDocs once it has read its configuration."""
+    config.markdown_extensions.append(_Extension())
+    return config

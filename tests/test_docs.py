@@ -1,0 +1,111 @@
+"""Every code block of the pages runs, links lead somewhere, the API pages are whole."""
+
+import ast
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+API = sorted((DOCS / "api").glob("*.md"))
+RUN = """
+import pathlib, re, sys
+
+for name in sys.argv[1:]:
+    # A line of a page that is no code is blank here, so that lines keep their numbers.
+    source, code = [], False
+    for line in pathlib.Path(name).read_text().splitlines():
+        code = code and not line.startswith("```")
+        source.append(line if code else "")
+        code = code or line == "```python"
+    exec(compile("\\n".join(source), name, "exec"), {"__name__": name})
+    print(name)
+"""
+
+
+def _names(page):
+    return str(page.relative_to(ROOT))
+
+
+def test_code_blocks_run():
+    with_code = [page for page in PAGES if "```python\n" in page.read_text()]
+    # A page that sets the number of devices comes first: JAX reads it once.
+    with_code.sort(key=lambda page: "jax_num_cpu_devices" not in page.read_text())
+    pages = [str(page) for page in with_code]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUN, *pages],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line in pages] == pages
+    assert len(pages) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_names)
+def test_links_lead_somewhere(page):
+    # Code has brackets of its own.
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            slugs = [
+                re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+                for title in titles
+            ]
+            assert anchor in slugs, link
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text()
+    named = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
+    assert sorted(named) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
+
+
+def _documented():
+    """(module or object, its members) of each entry; members None: all of them."""
+    for page in API:
+        entries = re.findall(
+            r"^::: (\S+)\n((?: .*\n)*)", page.read_text(), re.MULTILINE
+        )
+        for name, options in entries:
+            members = re.search(r"members: \[(.*)\]", options)
+            yield name, members and members[1].split(", ")
+
+
+def test_api_pages_name_what_exists():
+    for name, members in _documented():
+        found = pkgutil.resolve_name(name)
+        for member in members or []:
+            assert hasattr(found, member), (name, member)
+
+
+def test_api_pages_name_all_that_is_public():
+    documented = set()
+    for name, members in _documented():
+        documented |= {name, *(f"{name}.{member}" for member in members or [])}
+        if members is None:
+            found = pkgutil.resolve_name(name)
+            documented |= {f"{name}.{member}" for member in vars(found)}
+    front_door = ast.parse((ROOT / "optx_sync" / "__init__.py").read_text())
+    public = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(front_door)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert len(public) > 40
+    assert public <= documented
