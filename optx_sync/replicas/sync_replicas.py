@@ -138,7 +138,9 @@ def sync_replicas(
         variables_to_average: Which parameters to average, a tree of bools or a function
             of the parameters that returns one, as in `optax.masked`. `None`: all.
         drop_nonfinite: Leave out a gradient with a NaN or infinity anywhere, all leaves
-            of it. If none is left nothing changes.
+            of it. If none is left nothing changes. (Where a replica is itself sharded
+            by hand, over another axis of `jax.shard_map`, a device sees a part of the
+            gradient only: agree on `contributes` over that axis instead.)
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
 
