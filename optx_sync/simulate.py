@@ -58,8 +58,8 @@ Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any]
 class WorkerState(NamedTuple):
     """A worker's own; with a worker axis in front, [N, ...], those of all."""
 
-    params: optax.Params
-    inner: optax.OptState
+    params: Any
+    inner: Any  # state of the workers' own optimizer
     taken: Any  # the center that it took last, or () where the rule does not ask
     accumulated: Any  # what it summed up since its last round, or ()
     local_step: jax.Array  # int32[], its steps
@@ -70,8 +70,8 @@ class AsynchronousState(NamedTuple):
     """All there is after an event of `asynchronous`."""
 
     workers: WorkerState  # [N, ...]
-    center: optax.Params  # like the parameters, float32 for half precision
-    outer: optax.OptState  # state of the rule's outer transformation, or ()
+    center: Any  # like the parameters, float32 for half precision
+    outer: Any  # state of the rule's outer transformation, or ()
     global_step: jax.Array  # int32[], rounds of all workers
 
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def remembering(tx):
     """`tx`, with the last gradient that it saw in front of its state."""
     seen = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (grads, grads),
+        lambda updates, state, params=None: (updates, updates),
     )
     return optax.chain(seen, tx)
 
@@ -328,11 +329,11 @@ def test_one_worker_is_lockstep_with_one_worker(name):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-7)
 
 
-def short_run(schedule, record="all"):
+def short_run(schedule, record: Any = "all"):
     return asynchronous(
         INNER,
         oxs.elastic_rule(moving_rate=0.1, rho=0.3),
-        PARAMS,
+        {"vector": PARAMS["vector"]},
         lambda worker, params, event: jax.tree.map(
             lambda p: p - worker.astype(p.dtype) - event.astype(p.dtype), params
         ),
@@ -358,8 +359,8 @@ def assert_equal(actual, expected):
 
 
 def test_jit_is_eager(whole):
-    assert whole.params["matrix"].shape == (11, 3, 2)
-    assert whole.final.workers.params["matrix"].shape == (WORKERS, 3, 2)
+    assert whole.params["vector"].shape == (11, 5)
+    assert whole.final.workers.params["vector"].shape == (WORKERS, 5)
     assert_equal(jax.jit(short_run)(jnp.asarray(SHORT)), whole)
 
 
@@ -371,10 +372,9 @@ def test_the_last_state_is_that_of_the_last_events(whole):
     assert int(whole.final.global_step) == int(whole.global_step[-1]) > 3
 
 
-@pytest.mark.parametrize("every", [4, 20])
-def test_record_keeps_every_nth_event(whole, every):
-    record = short_run(SHORT, every)
-    kept = slice(every - 1, None, every)
+def test_record_keeps_every_nth_event(whole):
+    record = short_run(SHORT, 4)
+    kept = np.array([3, 7])  # and of the last three events none
     for field in ("params", "center"):
         expected = jax.tree.map(lambda x: x[kept], getattr(whole, field))
         assert_equal(getattr(record, field), expected)
@@ -400,9 +400,9 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
     @jax.jit
     def run(schedule):
         return asynchronous(
-            INNER,
+            optax.sgd(0.1),
             oxs.local_sgd_rule(),
-            PARAMS,
+            PARAMS["vector"],
             lambda worker, params, event: params,
             schedule,
             num_workers=WORKERS,
@@ -467,7 +467,7 @@ def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
     record = asynchronous(
         inner,
         oxs.agn_rule(inner if shared else oxs.adam(0.1, b1=0.5)),
-        PARAMS,
+        PARAMS["vector"],
         lambda worker, params, event: params,
         [0, 0, 0, 1, 0, 1, 0],
         num_workers=2,
@@ -481,8 +481,9 @@ def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
         assert record.final.outer.powers.beta1_power == 0.5**4
 
 
-@pytest.mark.parametrize("record", [100, lambda params, center: center["b"]])
-@pytest.mark.parametrize("name", ["elastic", "agn"])
+@pytest.mark.parametrize(
+    ("name", "record"), [("elastic", 100), ("agn", lambda params, center: center["b"])]
+)
 def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
     workers, events = 1000, 3000
     start = {"w": jnp.ones((32, 16)), "b": jnp.ones(16)}
@@ -504,14 +505,14 @@ def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
     )
     schedule = jnp.arange(events) % workers
     program = run.lower(schedule).compile()
-    inside, _, entry = program.as_text().partition("\nENTRY ")
+    inside, _, entry = (program.as_text() or "").partition("\nENTRY ")
     assert "f32[1000,32,16]" in entry
     assert not [
         line
         for line in inside.splitlines()
         if re.search(r"= f32\[1000,32,16\]\S* (copy|select)\(", line)
     ]
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     assert memory.temp_size_in_bytes < 4 * workers * 32 * 16
     done = program(schedule)
     np.testing.assert_array_equal(done.final.workers.local_step, 3)
