@@ -1,13 +1,14 @@
 # Two commands do everything on a machine that has Python >= 3.11 and make:
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
 #   make test    ruff, pyright and the whole test suite
+# And: make docs, the pages in site/; make format.
 # PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
 
 PYTHON ?= python3
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 RUN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -20,6 +21,10 @@ $(VENV)/demo-installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/test-installed: pyproject.toml | $(VENV)/bin/python
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/docs-installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN)/python -m pip install --quiet --editable '.[flax,ray,docs]'
 	@touch $@
 
 demo: $(VENV)/demo-installed
@@ -37,5 +42,8 @@ format: $(VENV)/test-installed
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* site build dist .pytest_cache .ruff_cache

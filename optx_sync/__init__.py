@@ -5,6 +5,9 @@ The spelling in all documentation is `import optx_sync as oxs`.
 """
 # ruff: noqa: I001 # grouped by room, in the order in which a gradient walks through
 
+import importlib
+from types import ModuleType
+
 # A gradient's form.
 from optx_sync.indexed_slices import IndexedSlices as IndexedSlices
 from optx_sync.indexed_slices import on_values as on_values
@@ -75,3 +78,10 @@ from optx_sync import simulate as simulate
 
 # What is communicated.
 from optx_sync import audit as audit
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Rooms that are for users of Flax and of Ray, imported when they are asked for.
+    if name in ("flax", "runtime"):
+        return importlib.import_module(f"optx_sync.{name}")
+    raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")

@@ -42,7 +42,7 @@ GUESTS = {
     "ray": {"runtime/ray"},
     "orbax": {"runtime"},
     "matplotlib": set(),
-    "rich": set(),
+    "rich": {"runtime/ray"},
     "sklearn": set(),
     "tensorflow": set(),
     "torch": set(),
