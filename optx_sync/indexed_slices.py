@@ -156,15 +156,15 @@ class IndexedSlices:
             return f"IndexedSlices(indices={self.indices}, values={self._values})"
         return f"IndexedSlices(indices={self._words!r}, values={self._values!r})"
 
-    def tree_flatten_with_keys(self):  # noqa: D102 # JAX's protocol
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
         key = jax.tree_util.GetAttrKey
         return (((key("indices"), self._words), (key("values"), self._values)), None)
 
-    def tree_flatten(self):  # noqa: D102 # JAX's protocol
+    def tree_flatten(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
         return (self._words, self._values), None
 
     @classmethod
-    def tree_unflatten(cls, _, leaves):  # noqa: D102 # JAX's protocol
+    def tree_unflatten(cls, _: None, leaves: Any) -> Any:  # noqa: D102 # JAX's protocol
         return _rebuild(*leaves)
 
 

@@ -99,7 +99,7 @@ def test_what_workers_share_has_no_worker_axis():
     state: Any = tx.init(PARAMS)
     axes: Any = oxs.state_axes(tx, PARAMS)
     specs: Any = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    shared = set(type(state).shared_fields)
+    shared = set(state.shared_fields)
     assert {"center"} < shared < set(state._fields)
     for field in state._fields:
         at = getattr(axes, field)

@@ -118,15 +118,17 @@ class CenterState(NamedTuple):
     dropped: jax.Array  # int32[], rounds that left this worker out
     inner: optax.OptState
 
-    # Without an annotation, so that it is an attribute of the class and no field.
-    shared_fields = (
-        "local_step",
-        "steps_since_round",
-        "global_step",
-        "center",
-        "taken",
-        "outer",
-    )
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all workers."""
+        return (
+            "local_step",
+            "steps_since_round",
+            "global_step",
+            "center",
+            "taken",
+            "outer",
+        )
 
 
 def center_variable(

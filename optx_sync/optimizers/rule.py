@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
     learning_rate: Any  # of this update: a schedule has been evaluated
     count: Any  # updates before this one: 0 at the first
-    hyper: tuple  # the rule's `hyper`
+    hyper: tuple[Any, ...]  # the rule's `hyper`
     powers: Any  # the rule's `powers`, running
 
 
@@ -93,11 +93,11 @@ class LeafRule:
     slots: Any = NoSlots()  # noqa: RUF009 # a NamedTuple is as immutable as a tuple
     rows: Rows = "touched"
     decay: Callable[[Any, Step], Any] | None = None
-    hyper: tuple = ()
+    hyper: tuple[Any, ...] = ()
     powers: Any = ()
     needs_params: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not hasattr(self.slots, "_fields"):
             raise TypeError(
                 "slots must be a NamedTuple of initial values; got "

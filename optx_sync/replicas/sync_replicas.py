@@ -60,9 +60,15 @@ class SyncReplicasState(NamedTuple):
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
-    # Without an annotation, so that they are attributes of the class and no fields.
-    shared_fields = ("global_step", "accumulated")
-    replicated_fields = ("inner", "averages")
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all replicas."""
+        return ("global_step", "accumulated")
+
+    @property
+    def replicated_fields(self) -> tuple[str, ...]:
+        """The fields that are equal where the parameters are."""
+        return ("inner", "averages")
 
 
 def sync_replicas(
