@@ -8,6 +8,7 @@ Ray is imported when something here is called, not before.
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,11 +121,17 @@ def run(
         raise TypeError(f"worker_fn must be a function of a worker; got {worker_fn!r}.")
     ray = _ray()
     started = not ray.is_initialized()
-    if started and address is not None:
-        ray.init(address=address)
-    elif started:
-        cpus = max(os.cpu_count() or 1, num_workers)
-        ray.init(num_cpus=cpus, include_dashboard=False)
+    if started:
+        with warnings.catch_warnings():
+            # JAX warns of a fork; Ray runs another program in it at once.
+            warnings.filterwarnings(
+                "ignore", r"os\.fork\(\) was called", RuntimeWarning
+            )
+            if address is not None:
+                ray.init(address=address)
+            else:
+                cpus = max(os.cpu_count() or 1, num_workers)
+                ray.init(num_cpus=cpus, include_dashboard=False)
     actors: list[Any] = []
     try:
         connection = start_servers(

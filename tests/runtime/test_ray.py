@@ -24,7 +24,11 @@ from optx_sync.simulate import asynchronous
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # JAX warns of a fork; Ray runs another program in it at once.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 PARAMS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
 # The center counts: with `DOWN` for a gradient and a rate of 1 each step adds one.
 COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)

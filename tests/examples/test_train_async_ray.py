@@ -1,0 +1,45 @@
+"""A worker is killed and replaced halfway, and the center learns all the same."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Ray's sockets need a short path, so it is not pytest's directory.
+SHORT = "include_dashboard=False, object_store_memory=10**8, _temp_dir={directory!r},"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["elastic", "sync_replicas"])
+def test_it_learns_while_a_worker_is_killed(rule, tmp_path):
+    picture, directory = tmp_path / "timeline.png", tempfile.mkdtemp(prefix="oxs")
+    source = (ROOT / "examples" / "train_async_ray.py").read_text()
+    code = source.replace("include_dashboard=False,", SHORT.format(directory=directory))
+    assert code != source
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", code, "--rule", rule, "--out", str(picture)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "120", "RAY_USAGE_STATS_ENABLED": "0"},
+            timeout=400,
+            check=False,
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[-1] == f"wrote {picture}" and picture.stat().st_size > 20_000
+    row = next(line for line in lines if rule in line)
+    accuracy, pushes, dropped, killed = re.findall(r"[\d.]+", row)[:4]
+    assert float(accuracy) >= 95 and killed == "1"
+    assert int(pushes) >= (240 if rule == "elastic" else 1200)
+    # Only a synchronous replica's gradient can be stale, and then it is dropped.
+    assert (int(dropped) > 0) == (rule == "sync_replicas")
