@@ -69,8 +69,9 @@ def reduce(
         A tree of the same structure; floating leaves keep their dtype.
 
     Raises:
-        ValueError: `axis_name` is not bound; a leaf does not vary over it; a bad
-            `reduction`, `group_assignment` or `weight`.
+        ValueError: `axis_name` is not bound, or an axis of `jax.vmap` inside
+            `jax.shard_map(check_vma=True)`, where JAX has no collective; a leaf does
+            not vary over it; a bad `reduction`, `group_assignment` or `weight`.
         TypeError: `axis_name` is not a str or a tuple of them.
 
     Example:
@@ -463,7 +464,7 @@ def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor):
 
 def _gather(x: jax.Array, axes, groups: _Groups | None) -> jax.Array:
     """The arrays of all replicas (of the group), one behind the other."""
-    everyone = localize(x, axes)[None]
+    everyone = x[None]
     if groups is not None and groups.native:
         everyone = lax.all_gather(
             everyone, axes, tiled=True, axis_index_groups=groups.assignment
