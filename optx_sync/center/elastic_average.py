@@ -59,11 +59,13 @@ def elastic_rule(
         return 0.9 / at.communication_period / at.num_workers
 
     def penalty(own: Own, at: Round) -> Any:
+        apart = own.params - own.taken
         if rho is not None:
-            strength = rho
-        else:
-            strength = rate(at) / learning_rate
-        return _times(strength, own.params - own.taken)
+            return _times(rho, apart)
+        moving = rate(at)
+        if isinstance(moving, int | float) and isinstance(learning_rate, int | float):
+            return _times(moving / learning_rate, apart)
+        return _times(moving, apart) / jnp.asarray(learning_rate, apart.dtype)
 
     without_penalty = isinstance(rho, int | float) and rho == 0
     return CenterRule(

@@ -2,6 +2,7 @@
 
 import re
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ EXPECTED_BYTES = {
 }
 
 
-def compiled(tx):
+def compiled(tx) -> Any:
     """`update` of a transformation in shard_map, state placed by `state_specs`."""
     axes = oxs.state_axes(tx, PARAMS)
     state_specs = oxs.state_specs(tx, PARAMS, jax.tree.map(lambda _: P(), PARAMS), AXIS)

@@ -1,5 +1,7 @@
 """What holds for every center rule: one worker, order, conservation, broken workers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ PARAMS = {
     "matrix": np.linspace(-2, 2, 12, dtype=np.float32).reshape(6, 2),
 }
 INNER = optax.sgd(0.05, momentum=0.9)
-RULES = {
+RULES: dict[str, Any] = {
     "elastic": lambda inner=INNER, **keywords: oxs.elastic_average(
         inner, AXIS, moving_rate=0.2, rho=0.3, **keywords
     ),
@@ -97,7 +99,7 @@ def test_agn_at_period_1_is_downpour(accumulate):
 
 def test_an_elastic_exchange_conserves_the_sum_of_workers_and_center():
     """Without gradients nothing but the exchange moves anything."""
-    tx = oxs.elastic_average(
+    tx: Any = oxs.elastic_average(
         optax.sgd(0.1), AXIS, moving_rate=0.3, rho=0.0, communication_period=1
     )
     axes = oxs.state_axes(tx, PARAMS)
@@ -218,8 +220,8 @@ def test_reset_restarts_a_schedule():
     grads = np.ones((STEPS, WORKERS, 2), np.float32)
     params = np.zeros(2, np.float32)
     for inner_state, expected in (("reset", [1, 0.5, 0.25] * 2 + [1]), ("keep", None)):
-        tx = oxs.local_sgd(
-            optax.sgd(rates), AXIS, communication_period=3, inner_state=inner_state
+        tx = RULES["local_sgd"](
+            optax.sgd(rates), communication_period=3, inner_state=inner_state
         )
         history, _ = replay(tx, grads, params)
         expected = expected or [1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]

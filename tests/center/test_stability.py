@@ -1,5 +1,7 @@
 """Elastic averaging on a quadratic is stable where linear algebra says so."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def test_stability_map_of_900_points(workers):
     assert 100 < stable.sum() < 900
 
     def train(moving_rate, learning_rate):
-        tx = oxs.elastic_average(
+        tx: Any = oxs.elastic_average(
             optax.sgd(learning_rate),
             "workers",
             num_workers=workers,
@@ -38,7 +40,9 @@ def test_stability_map_of_900_points(workers):
             rho=0.0,
             communication_period=1,
         )
-        params = 1 + jnp.arange(workers, dtype=jnp.float32)  # All modes are excited.
+        params: Any = 1 + jnp.arange(
+            workers, dtype=jnp.float32
+        )  # All modes are excited.
         state = oxs.stack(tx.init(jnp.float32(-1)), workers)
 
         def step(carry, _):

@@ -1,0 +1,250 @@
+"""Bad input is refused, and the message says how to mend it."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+AXIS = contexts.AXIS
+wrong: Any = oxs  # What these tests pass is of a wrong type on purpose.
+SGD = optax.sgd(0.1)
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(2)}
+
+
+def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
+    """One eager step of equal workers."""
+    state = tx.init(PARAMS)
+    return jax.vmap(lambda _: tx.update(grads, state, params), axis_name=axis_name)(
+        jnp.arange(workers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        *(
+            (
+                lambda period=period: wrong.local_sgd(
+                    SGD, AXIS, communication_period=period
+                ),
+                ValueError,
+                rf"communication_period must be at least 1; got {period}",
+            )
+            for period in (0, -3)
+        ),
+        *(
+            (
+                lambda period=period: wrong.agn(SGD, AXIS, communication_period=period),
+                TypeError,
+                r"communication_period must be an int or a schedule; got .* It is "
+                r"static: pass for example 10",
+            )
+            for period in (True, 2.0, "10", None, np.ones(2))
+        ),
+        *(
+            (
+                lambda rate=rate: wrong.elastic_average(
+                    SGD, AXIS, moving_rate=rate, rho=0.0
+                ),
+                ValueError,
+                r"moving_rate must be in \[0, 1\]; got",
+            )
+            for rate in (-0.1, 1.5, math.nan, math.inf, np.float32(2), jnp.float32(-1))
+        ),
+        *(
+            (
+                lambda rho=rho: wrong.elastic_average(SGD, AXIS, rho=rho),
+                ValueError,
+                "rho must be finite and at least 0; got",
+            )
+            for rho in (-0.1, math.nan, math.inf, jnp.float32(-1))
+        ),
+        *(
+            (
+                lambda rate=rate: wrong.elastic_average(
+                    SGD, AXIS, moving_rate=rate, rho=0.0
+                ),
+                TypeError,
+                "moving_rate must be a number or None; got",
+            )
+            for rate in ("0.1", True, jnp.ones(2), [0.1])
+        ),
+        (
+            lambda: wrong.elastic_average(SGD, AXIS),
+            ValueError,
+            r"rho=None .* needs learning_rate. Pass learning_rate=0.1, say, or rho=0.0",
+        ),
+        *(
+            (
+                lambda rate=rate: wrong.elastic_average(SGD, AXIS, learning_rate=rate),
+                ValueError,
+                "learning_rate must be a float > 0, from which rho",
+            )
+            for rate in (0, 0.0, -1.0, math.nan, math.inf)
+        ),
+        (
+            lambda: wrong.elastic_average(SGD, AXIS, learning_rate=lambda step: 0.1),
+            TypeError,
+            "learning_rate must be a number",
+        ),
+        (
+            lambda: wrong.elastic_average(
+                SGD, AXIS, rho=0.0, communication_period=lambda step: 3
+            ),
+            ValueError,
+            "With a schedule as communication_period .* Pass moving_rate",
+        ),
+        (
+            lambda: wrong.agn(SGD, AXIS, reduction="max"),
+            ValueError,
+            "reduction must be 'mean' or 'sum'; got 'max'",
+        ),
+        (
+            lambda: wrong.agn(SGD, AXIS, accumulate="params"),
+            ValueError,
+            "accumulate must be 'gradients' or 'updates'; got 'params'",
+        ),
+        (
+            lambda: wrong.agn(SGD, AXIS, outer=SGD, accumulate="updates"),
+            ValueError,
+            "Leave outer out, or pass accumulate='gradients'",
+        ),
+        (
+            lambda: wrong.local_sgd(SGD, AXIS, inner_state="mean"),
+            ValueError,
+            "inner_state must be one of 'keep', 'average' and 'reset'; got 'mean'",
+        ),
+        (
+            lambda: wrong.local_sgd(SGD, AXIS, accumulator_dtype=jnp.int32),
+            ValueError,
+            "accumulator_dtype must be a floating dtype; got int32",
+        ),
+        (
+            lambda: wrong.local_sgd(AXIS, SGD),
+            TypeError,
+            r"inner must be an Optax gradient transformation; got 'data' of type str",
+        ),
+        (
+            lambda: wrong.diloco(SGD, AXIS, outer=0.7),
+            TypeError,
+            r"must be an Optax gradient transformation; got 0.7 .* oxs.diloco_rule",
+        ),
+        (
+            lambda: wrong.agn_rule(None),
+            TypeError,
+            r"must be an Optax gradient transformation; got None .* oxs.agn_rule",
+        ),
+        (
+            lambda: wrong.center_variable(SGD, oxs.local_sgd_rule, AXIS),
+            TypeError,
+            r"rule must be a CenterRule; got <function .* oxs.local_sgd_rule\(\)",
+        ),
+        (
+            lambda: wrong.local_sgd(SGD, 0),
+            TypeError,
+            "axis_name must be the name of a mapped axis, or a tuple of names; got 0",
+        ),
+        (
+            lambda: wrong.local_sgd(SGD, ("data", "data")),
+            ValueError,
+            "axis_name names an axis twice",
+        ),
+    ],
+)
+def test_refused_at_construction(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_num_workers_must_be_the_size_of_the_axis():
+    tx = oxs.elastic_average(SGD, AXIS, num_workers=3, rho=0.0)
+    with pytest.raises(
+        ValueError, match=r"num_workers=3, but the axis 'data' has 2 workers. Leave"
+    ):
+        update(tx)
+    update(oxs.elastic_average(SGD, AXIS, num_workers=2, rho=0.0))
+
+
+def test_parameters_are_needed():
+    with pytest.raises(ValueError, match=r"Call update\(grads, state, params\)"):
+        update(oxs.local_sgd(SGD, AXIS), params=None)
+
+
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({"w": PARAMS["w"]}, r"\['b'\] is missing in the gradients"),
+        ({**PARAMS, "c": jnp.ones(1)}, r"\['c'\] is missing in the parameters"),
+        ({**PARAMS, "b": jnp.ones(3)}, r"at \['b'\] has shape \(3,\)"),
+        (
+            {**PARAMS, "b": oxs.IndexedSlices(jnp.array([0]), jnp.ones((1, 2)))},
+            r"\['b'\]",
+        ),
+    ],
+)
+def test_gradients_must_match_the_parameters(grads, message):
+    with pytest.raises(ValueError, match=message):
+        update(oxs.diloco(SGD, AXIS), grads=grads)
+
+
+def test_gradients_must_be_floating():
+    with pytest.raises(TypeError, match=r"at \['b'\] has dtype int32"):
+        update(oxs.agn(SGD, AXIS), grads={**PARAMS, "b": jnp.zeros(2, jnp.int32)})
+
+
+def test_parameters_must_be_floating():
+    with pytest.raises(
+        TypeError,
+        match=r"at \['n'\] has dtype int32; .* Leave it out with optax.masked",
+    ):
+        oxs.local_sgd(SGD, AXIS).init({"w": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)})
+
+
+def test_the_axis_must_be_mapped():
+    tx = oxs.local_sgd(SGD, AXIS)
+    with pytest.raises(ValueError, match="No mapped axis is named 'data' here"):
+        update(tx, axis_name="other")
+    with pytest.raises(ValueError, match="No mapped axis is named 'data' here"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        oxs.elastic_average(SGD, AXIS, rho=0.0),
+        oxs.agn(SGD, AXIS),
+        oxs.local_sgd(SGD, AXIS),
+        oxs.diloco(SGD, AXIS),
+    ],
+)
+def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
+    """Replicated parameters in a checked shard_map: the gradient varies no more."""
+
+    def local(params, x):
+        grads = jax.grad(lambda p: jnp.sum(p["w"]) * x[0] + jnp.sum(p["b"]))(params)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    run = jax.shard_map(
+        local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
+    )
+    with pytest.raises(
+        ValueError, match=r"already summed .*`params = oxs.localize\(params, 'data'\)"
+    ):
+        run(PARAMS, jnp.ones(contexts.REPLICAS))
+
+
+def test_a_refused_call_leaves_the_state_as_it_was():
+    tx = oxs.diloco(SGD, AXIS)
+    state = tx.init(PARAMS)
+    before = jax.tree.map(np.array, state)
+    with pytest.raises(ValueError):
+        tx.update({"w": PARAMS["w"]}, state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, state, before)

@@ -1,0 +1,342 @@
+"""Center rules inside of Optax: chains, masks, injected rates, forms of gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+from tests.center.test_laws import RULES, STEPS, gradients, replay
+
+AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
+PARAMS = {
+    "scalar": np.float32(0.5),
+    "matrix": np.linspace(-2, 2, 12, dtype=np.float32).reshape(6, 2),
+}
+
+
+def one_step(tx, grads, state, params, axes=None) -> Any:
+    """One step of all workers: (parameters, state)."""
+    axes = 0 if axes is None else axes
+    run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
+    updates, state = jax.jit(run)(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_a_chain_clips_each_workers_gradient_before_the_exchange():
+    grads = jax.tree.map(lambda g: 3 * g, gradients())
+    rule = RULES["elastic"](communication_period=2)
+    history, _ = replay(optax.chain(optax.clip(1.0), rule), grads)
+    clipped = jax.tree.map(lambda g: np.clip(g, -1, 1), grads)
+    contexts.assert_close(history, replay(rule, clipped)[0])
+
+
+def test_masked_leaves_are_left_to_others():
+    """What the mask leaves out is neither in the center nor pulled."""
+    mask = {"scalar": False, "matrix": True}
+    tx = optax.masked(RULES["local_sgd"](communication_period=2), mask)
+    grads = gradients()
+    history, state = replay(tx, grads)
+    only = {"matrix": PARAMS["matrix"]}
+    expected, _ = replay(
+        RULES["local_sgd"](communication_period=2), {"matrix": grads["matrix"]}, only
+    )
+    contexts.assert_close(history["matrix"], expected["matrix"])
+    # optax.masked hands a masked gradient on as it is.
+    sums = PARAMS["scalar"] + np.cumsum(grads["scalar"], 0)
+    np.testing.assert_allclose(history["scalar"], sums, rtol=0, atol=2e-6)
+    stacked = jax.tree.map(lambda h: h[-1], history)
+    center: Any = oxs.center_params(state, stacked)
+    np.testing.assert_allclose(
+        center["matrix"], expected["matrix"][-2, 0], rtol=0, atol=1e-6
+    )
+    np.testing.assert_array_equal(center["scalar"], stacked["scalar"])
+    distance = oxs.metrics(state, stacked).distance
+    apart = np.sqrt(np.square(stacked["matrix"] - center["matrix"][None]).sum((1, 2)))
+    np.testing.assert_allclose(distance, apart, rtol=1e-5)
+
+
+def test_two_rules_for_two_parts_of_the_parameters():
+    labels = {"scalar": "a", "matrix": "b"}
+    rules: dict[Any, Any] = {
+        "a": RULES["elastic"](communication_period=3),
+        "b": RULES["diloco"](communication_period=2),
+    }
+    grads = gradients()
+    history, state = replay(optax.multi_transform(rules, labels), grads)
+    for name, label in labels.items():
+        expected, own = replay(rules[label], {name: grads[name]}, {name: PARAMS[name]})
+        contexts.assert_close(history[name], expected[name])
+        center: Any = oxs.center_params(state, PARAMS)
+        np.testing.assert_allclose(center[name], own.center[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_none_gradients(rule):
+    """No update in a quiet step; the exchange acts on the leaf all the same."""
+    tx = RULES[rule](optax.sgd(0.1), communication_period=2)
+    params = {
+        "used": jnp.ones((WORKERS, 3)),
+        "unused": jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2),
+    }
+    state = oxs.stack(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+    # The center of the unused leaf is [0, 1] on all workers, as at worker 0.
+    grads = {"used": jnp.ones((WORKERS, 3)), "unused": None}
+    quiet, state = one_step(tx, grads, state, params)
+    np.testing.assert_array_equal(quiet["unused"], params["unused"])
+    assert np.all(quiet["used"] != params["used"])
+    pulled, state = one_step(tx, grads, state, quiet)
+    x, c = np.asarray(params["unused"]), np.array([0.0, 1.0])
+    expected = {
+        "elastic": x - 0.2 * (x - c),
+        "agn": np.stack([c] * WORKERS),
+        "local_sgd": np.stack([x.mean(0)] * WORKERS),
+        # Nesterov momentum of the first step: 0.7 * (1 + 0.9).
+        "diloco": np.stack([c + 1.33 * (x.mean(0) - c)] * WORKERS),
+    }[rule]
+    np.testing.assert_allclose(pulled["unused"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_row_sparse_gradients_are_as_good_as_dense_ones(rule):
+    """Duplicates and rows out of range included, and elastic averaging's penalty."""
+    rng = np.random.default_rng(0)
+    table = np.linspace(-2, 2, 18, dtype=np.float32).reshape(9, 2)
+    rows = {
+        "indices": rng.integers(0, 11, size=(STEPS, WORKERS, 4)).astype(np.int32),
+        "values": rng.normal(size=(STEPS, WORKERS, 4, 2)).astype(np.float32),
+    }
+
+    def sparse(grads):
+        return oxs.IndexedSlices(grads["indices"], grads["values"])
+
+    def dense(grads):
+        return sparse(grads).to_dense(9)
+
+    tx = RULES[rule](oxs.gradient_descent(0.1), communication_period=3)
+    history, _ = replay(tx, rows, table, prepare=sparse)
+    expected, _ = replay(tx, rows, table, prepare=dense)
+    contexts.assert_close(history, expected)
+
+
+def test_rows_reach_the_inner_optimizer_as_rows():
+    """Momentum of TensorFlow's kind moves touched rows only, unlike a dense one."""
+    tx = oxs.agn(oxs.momentum(0.1, 0.9), AXIS, communication_period=10)
+    values = np.ones((3, WORKERS, 1, 2), np.float32)
+    indices = np.array([0, 1, 1], np.int32)[:, None, None] + np.zeros(
+        (3, WORKERS, 1), np.int32
+    )
+    history, state = replay(
+        tx,
+        {"indices": indices, "values": values},
+        np.zeros((3, 2), np.float32),
+        prepare=lambda g: oxs.IndexedSlices(g["indices"], g["values"]),
+    )
+    np.testing.assert_allclose(history[-1, 0, :, 0], [-0.1, -0.29, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(state.accumulated[0, :, 0], [1, 2, 0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_tuple_of_axes(rule):
+    names = ("outer", "inner")
+    rules = {
+        "elastic": lambda axis: oxs.elastic_average(
+            optax.sgd(0.1), axis, learning_rate=0.1, communication_period=2
+        ),
+        "agn": lambda axis: oxs.agn(optax.sgd(0.1), axis, communication_period=2),
+        "local_sgd": lambda axis: oxs.local_sgd(
+            optax.sgd(0.1), axis, communication_period=2, drop_nonfinite=True
+        ),
+        "diloco": lambda axis: oxs.diloco(optax.sgd(0.1), axis, communication_period=2),
+    }
+    tx = rules[rule](names)
+    params: Any = jnp.ones(3)
+    grads = gradients(params=np.ones(3))
+    axes = oxs.state_axes(tx, params)
+    specs = oxs.state_specs(tx, params, P(), names)
+    mesh = jax.make_mesh(
+        (2, 2), names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+
+    def local(params, state, grads):
+        params, state, grads = params[0], oxs.unstack(state, axes), grads[0]
+        run: Any = contexts.steps(tx)
+        history, state = run(params, state, grads, {})
+        return history[None], oxs.stack(state, 1, axes)
+
+    history, _ = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(names), specs, P(names)),
+            out_specs=(P(names), specs),
+        )
+    )(
+        oxs.stack(params, 4),
+        oxs.stack(tx.init(params), 4, axes),
+        np.swapaxes(grads, 0, 1),
+    )
+    expected, _ = replay(rules[rule](AXIS), grads, np.ones(3, np.float32))
+    contexts.assert_close(np.swapaxes(history, 0, 1), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_double_precision(rule):
+    with jax.enable_x64(True):
+        tx = RULES[rule](
+            optax.sgd(0.1, momentum=0.9), communication_period=2, drop_nonfinite=True
+        )
+        grads = jax.tree.map(np.float64, gradients())
+        params = jax.tree.map(np.float64, PARAMS)
+        history, state = replay(tx, grads, params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(history)} == {np.dtype("f8")}
+        for tree in (state.center, state.accumulated, state.outer, state.taken):
+            assert {leaf.dtype for leaf in jax.tree.leaves(tree)} <= {np.dtype("f8")}
+        for count in (state.local_step, state.global_step, state.dropped):
+            assert count.dtype == np.int32
+        half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
+        assert tx.init(half).center["matrix"].dtype == np.float32
+    expected, _ = replay(tx, gradients())
+    contexts.assert_close(history, expected)
+    assert not np.array_equal(history["matrix"], expected["matrix"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_injected_moving_rate_is_traced(dtype):
+    """A schedule for it, too; checks are for what is known."""
+    inject = optax.inject_hyperparams(
+        oxs.elastic_average, static_args=("axis_name", "communication_period")
+    )
+    tx = inject(
+        inner=optax.sgd(0.25),
+        axis_name=AXIS,
+        moving_rate=lambda step: 0.5 / (step.astype(jnp.float32) + 1),
+        learning_rate=0.25,
+        communication_period=1,
+    )
+    # With rho = a / learning rate the penalty doubles the pull, but for the first step.
+    params: Any = jnp.full((2, 1), 4.0, dtype)
+    state = oxs.stack(tx.init(params[0]), 2)
+    grads = jnp.zeros((2, 1), dtype)
+    params = params.at[1].set(0.0)
+    values = []
+    for _ in range(2):
+        run = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
+        updates, state = run(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(params, updates)
+        values.append([float(x) for x in params[:, 0]])
+    # a = 0.5: the penalty pulls worker 1 by 0.5 * 4 to 2, the exchange by 0.5 * 2 to 3,
+    # and the center 4 goes to 3. a = 0.25, anchored at 4: 3 + 0.25 goes to 3.1875.
+    assert values[0] == [4.0, 3.0]
+    assert values[1] == [3.75, 3.1875]
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    def update(updates, state, params=None, **extra_args):
+        del params
+        factor = extra_args["factor"]
+        return jax.tree.map(lambda u: factor * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = oxs.local_sgd(inner, AXIS)
+    params = jnp.zeros(2)
+    updates: Any
+    updates, _ = jax.vmap(
+        lambda factor: tx.update(
+            jnp.ones(2), tx.init(params), params, factor=factor, unknown=1
+        ),
+        axis_name=AXIS,
+    )(jnp.arange(3.0))
+    np.testing.assert_array_equal(updates[:, 0], [0, 1, 2])
+
+
+ALL = {
+    **{name: make() for name, make in RULES.items()},
+    "drop": RULES["agn"](drop_nonfinite=True),
+    "schedule": RULES["elastic"](communication_period=lambda step: 3),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_keeps_its_form(name):
+    """From placeholders and arrays alike, and from step to step, with weak types."""
+    tx = ALL[name]
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = jax.eval_shape(tx.init, params)
+    abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    direct = tx.init(abstract)
+    assert jax.tree.structure(direct) == jax.tree.structure(state)
+    for found, expected in zip(*map(jax.tree.leaves, (direct, state)), strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+    def step(params, state):
+        run = jax.vmap(
+            lambda _: tx.update(params, state, params), axis_name=AXIS, out_axes=None
+        )
+        return run(jnp.arange(1))[1]
+
+    after = jax.eval_shape(step, params, state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    for (path, new), old in zip(
+        jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(state), strict=True
+    ):
+        assert (new.shape, new.dtype, new.weak_type) == (
+            old.shape,
+            old.dtype,
+            old.weak_type,
+        ), path
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_optax_finds_its_way_in_a_state(name):
+    tx = ALL[name]
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = optax.chain(optax.clip(1.0), tx).init(params)
+    center = optax.tree_utils.tree_get(state, "center")
+    jax.tree.map(np.testing.assert_array_equal, center, params)
+    for field in ("local_step", "global_step", "steps_since_round", "dropped"):
+        assert int(optax.tree_utils.tree_get(state, field)) == 0
+    doubled: Any = optax.tree_utils.tree_map_params(
+        tx, lambda x: x + 1, tx.init(params)
+    )
+    np.testing.assert_array_equal(doubled.center["matrix"], params["matrix"] + 1)
+    assert int(doubled.local_step) == 0
+
+    specs = oxs.state_specs(tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers")
+    assert specs.center == {"scalar": P(), "matrix": P("fsdp")}
+    assert specs.local_step == specs.steps_since_round == specs.global_step == P()
+    assert specs.dropped == P("workers")
+    assert specs.inner[0].trace["matrix"] == P("workers", "fsdp")
+    own, whole = {"matrix": P("workers", "fsdp"), "scalar": P("workers")}, specs.center
+    assert specs.accumulated in ((), own)
+    assert specs.taken in ((), whole)
+    assert specs.broken in ((), P("workers"))
+    axes = oxs.state_axes(tx, params)
+    assert (axes.center["matrix"], axes.local_step) == (None, None)
+    assert (axes.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
+
+
+def test_a_second_step_does_not_compile_again():
+    tx = RULES["diloco"](communication_period=2)
+    params = oxs.stack(jax.tree.map(jnp.asarray, PARAMS), WORKERS)
+    axes = oxs.state_axes(tx, PARAMS)
+    state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
+    traces = []
+
+    @jax.jit
+    def step(params, state):
+        traces.append(1)
+        run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
+        updates, state = run(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        params, state = step(params, state)
+    assert len(traces) == 1

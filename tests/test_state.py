@@ -1,0 +1,125 @@
+"""What can be read from a state: the center, metrics, in every layout."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+AXIS, WORKERS = "workers", 3
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)}
+TX = oxs.local_sgd(optax.sgd(0.5), AXIS, communication_period=2, drop_nonfinite=True)
+
+
+def trained(tx: Any = TX, stacked=False, steps=3, dtype=jnp.float32) -> Any:
+    """All workers' (parameters, state) after some steps; gradients are 1, 2, 3."""
+    one = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
+    axes = None if stacked else oxs.state_axes(tx, one)
+    state = oxs.stack(tx.init(one), WORKERS, axes)
+    params: Any = oxs.stack(one, WORKERS)
+    placed = 0 if stacked else axes
+    run = jax.jit(jax.vmap(tx.update, (0, placed, 0), (0, placed), axis_name=AXIS))
+    sizes = 1 + jnp.arange(WORKERS, dtype=dtype).reshape(-1, 1, 1)
+    grads = {"w": sizes + jnp.zeros_like(params["w"])}
+    for _ in range(steps):
+        updates, state = run(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_center_in_every_layout(stacked, chained):
+    tx = optax.chain(optax.clip(10.0), TX) if chained else TX
+    params, state = trained(tx, stacked)
+    # One round after the second step: each worker had gone 2 * 0.5 * (1, 2, 3).
+    expected = PARAMS["w"] - 2
+    for given in (params, PARAMS):
+        center: Any = oxs.center_params(state, given)
+        assert center["w"].shape == (3, 2)
+        np.testing.assert_allclose(center["w"], expected, rtol=1e-6)
+    # One worker's own, without a worker axis.
+    axes = None if stacked else oxs.state_axes(tx, PARAMS)
+    own: Any = oxs.center_params(oxs.unstack(state, axes), PARAMS)
+    np.testing.assert_allclose(own["w"], expected, rtol=1e-6)
+
+
+def test_the_center_has_the_dtype_of_the_parameters():
+    params, state = trained(dtype=jnp.bfloat16)
+    center: Any = oxs.center_params(state, params)
+    assert center["w"].dtype == jnp.bfloat16
+    assert state.center["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_metrics_of_every_worker(stacked):
+    params, state = trained(stacked=stacked)
+    found = oxs.metrics(state, params)
+    shape = (WORKERS,) if stacked else ()
+    for value, expected in ((found.rounds, 1), (found.steps_since_round, 1)):
+        np.testing.assert_array_equal(value, np.full(shape, expected))
+    np.testing.assert_array_equal(found.dropped, [0, 0, 0])
+    # One step of 0.5 * (1, 2, 3) since the round, in six elements.
+    np.testing.assert_allclose(
+        found.distance, 0.5 * np.array([1, 2, 3]) * np.sqrt(6), rtol=1e-5
+    )
+    axes = None if stacked else oxs.state_axes(TX, PARAMS)
+    own = oxs.metrics(oxs.unstack(state, axes), oxs.unstack(params))
+    np.testing.assert_allclose(own.distance, 0.5 * np.sqrt(6), rtol=1e-5)
+    assert own.distance.shape == own.rounds.shape == own.dropped.shape == ()
+    assert oxs.metrics(state).distance is None
+
+
+def test_metrics_send_nothing():
+    def local(state, params):
+        found = oxs.metrics(*oxs.unstack((state, params)))
+        return oxs.stack(found, 1)
+
+    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    params, state = jax.device_put(
+        trained(stacked=True), jax.sharding.NamedSharding(mesh, P(AXIS))
+    )
+    assert oxs.audit.collectives(run, state, params) == []
+    np.testing.assert_allclose(
+        jax.jit(run)(state, params).distance, [1.2247449, 2.4494898, 3.6742346]
+    )
+
+
+def test_swap_center_of_a_flax_train_state():
+    params, state = trained()
+    train_state = TrainState(
+        step=0, apply_fn=lambda p: p, params=params, tx=TX, opt_state=state
+    )
+    swapped = oxs.swap_center(train_state)
+    np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 2, rtol=1e-6)
+    assert swapped.params["w"].shape == (3, 2)
+    assert train_state.params is params
+
+
+def test_a_train_state_trains_with_a_center():
+    train_state: Any = TrainState.create(
+        apply_fn=lambda p: p, params=jax.tree.map(jnp.asarray, PARAMS), tx=TX
+    )
+
+    def step(grads):
+        once = train_state.apply_gradients(grads=grads)
+        return once.apply_gradients(grads=grads)
+
+    after = jax.vmap(step, axis_name=AXIS)({"w": jnp.ones((WORKERS, 3, 2))})
+    np.testing.assert_allclose(after.params["w"][1], PARAMS["w"] - 1, atol=1e-6)
+    swapped = oxs.swap_center(after)
+    np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("read", [oxs.center_params, oxs.metrics])
+def test_a_state_without_a_center(read):
+    with pytest.raises(ValueError, match=r"There is no .* in this state: .*local_sgd"):
+        read(optax.adam(0.1).init(PARAMS), PARAMS)
