@@ -1,0 +1,224 @@
+"""Flax's `TrainState` as it is, and `SyncTrainState` for extra arguments."""
+
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync.flax import SyncTrainState
+from tests.users.data import WORKERS, batches, square_error
+
+network: Any = nn.Dense(2)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Optax's Adam and Flax's normalisation need what users have."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def start(tx, of: Any = TrainState) -> Any:
+    params = network.init(jax.random.key(0), jnp.ones((1, 3)))
+    return of.create(apply_fn=network.apply, params=params, tx=tx)
+
+
+def grads_of(state, params, inputs, targets):
+    def loss_of(params):
+        return square_error(state.apply_fn(params, inputs), targets)
+
+    return jax.grad(loss_of)(params)
+
+
+def train_step(state, inputs, targets, **extra):
+    grads = grads_of(state, state.params, inputs, targets)
+    return state.apply_gradients(grads=grads, **extra)
+
+
+def on_one_device(steps):
+    """Adam on the batches of all workers together."""
+    state, step = start(optax.adam(0.1)), jax.jit(train_step)
+    for inputs, targets in zip(*batches(steps), strict=True):
+        state = step(state, inputs.reshape(-1, 3), targets.reshape(-1, 2))
+    return state
+
+
+def test_train_state_in_pmap_trains_as_on_one_device():
+    state = oxs.stack(start(oxs.cross_shard(optax.adam(0.1), "data")), WORKERS)
+    step = jax.pmap(train_step, axis_name="data", devices=jax.devices()[:WORKERS])
+    for inputs, targets in zip(*batches(5), strict=True):
+        state = step(state, inputs, targets)
+    assert state.step.tolist() == [5] * WORKERS
+    expected = oxs.stack(on_one_device(5).params, WORKERS)
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_replicated_train_state_in_shard_map_trains_as_on_one_device():
+    state = start(oxs.cross_shard(optax.adam(0.1), "data"))
+    mesh = jax.make_mesh(
+        (WORKERS,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:WORKERS],
+    )
+
+    def step(state, inputs, targets):
+        local = oxs.localize(state.params, "data")
+        grads = grads_of(state, local, inputs[0], targets[0])
+        return state.apply_gradients(grads=grads)
+
+    step = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P()
+        )
+    )
+    for inputs, targets in zip(*batches(5), strict=True):
+        state = step(state, inputs, targets)
+    expected = on_one_device(5).params
+    chex.assert_trees_all_close(state.params, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_swap_center_is_for_evaluation_and_leaves_training_alone():
+    tx = oxs.elastic_average(
+        optax.sgd(0.1), "data", communication_period=2, moving_rate=0.2, rho=0.0
+    )
+    first = start(tx)
+    state = oxs.stack(first, WORKERS)
+    step = jax.jit(jax.vmap(train_step, axis_name="data"), donate_argnums=0)
+    inputs, targets = batches(4)
+    for now in range(2):
+        state = step(state, inputs[now], targets[now])
+    swapped = oxs.swap_center(state)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, y[0]),
+        swapped.params,
+        state.opt_state.center,
+    )
+    # One center, with which the network runs as it is; no worker has it.
+    outputs = swapped.apply_fn(swapped.params, inputs[0, 0])
+    assert outputs.shape == targets[0, 0].shape
+    kernel = swapped.params["params"]["kernel"]
+    for other in (first.params["params"]["kernel"], *state.params["params"]["kernel"]):
+        assert not np.array_equal(kernel, other)
+    assert swapped.opt_state is state.opt_state
+    # What was swapped is a copy: donation of the state leaves it alone.
+    for now in (2, 3):
+        state = step(state, inputs[now], targets[now])
+    assert np.isfinite(kernel).all()
+    assert not np.array_equal(oxs.swap_center(state).params["params"]["kernel"], kernel)
+
+
+def test_flax_keeps_extra_arguments_for_itself():
+    state = start(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="weight"):
+        state.apply_gradients(grads=state.params, weight=2.0)
+
+
+def test_weight_reaches_cross_shard():
+    tx = oxs.cross_shard(optax.sgd(1.0), "data")
+    state = oxs.stack(start(tx, SyncTrainState), 2)
+    before = state.params
+    grads = jax.tree.map(
+        lambda x: jnp.stack([jnp.ones_like(x[0]), jnp.full_like(x[0], 4.0)]), before
+    )
+    step = jax.vmap(
+        lambda state, grads, tokens: state.apply_gradients(grads=grads, weight=tokens),
+        axis_name="data",
+    )
+    state = step(state, grads, jnp.array([30.0, 10.0]))
+    jax.tree.map(
+        lambda after, before: np.testing.assert_allclose(
+            after, before - 1.75, rtol=1e-6, atol=1e-6
+        ),
+        state.params,
+        before,
+    )
+
+
+def test_contributes_and_gradient_step_reach_sync_replicas():
+    tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
+    state = oxs.stack(start(tx, SyncTrainState), WORKERS)
+
+    def step(state, inputs, targets, contributes, computed_at):
+        return train_step(
+            state, inputs, targets, contributes=contributes, gradient_step=computed_at
+        )
+
+    step = jax.jit(jax.vmap(step, axis_name="data"))
+    inputs, targets = batches(2)
+    everyone, current = jnp.array([True] * WORKERS), jnp.array([0] * WORKERS)
+    state = step(state, inputs[0], targets[0], everyone, current)
+    assert oxs.metrics(state.opt_state).used.tolist() == [True] * WORKERS
+    in_time = jnp.array([True, False, True, True])
+    state = step(state, inputs[1], targets[1], in_time, jnp.array([1, 1, 0, 1]))
+    seen = oxs.metrics(state.opt_state)
+    assert seen.used.tolist() == [True, False, False, True]
+    assert seen.not_contributed.tolist() == [False, True, False, False]
+    assert seen.stale.tolist() == [False, False, True, False]
+    assert state.opt_state.global_step.tolist() == [2] * WORKERS
+
+
+class WithStatistics(SyncTrainState):
+    batch_stats: Any
+
+
+def test_fields_are_replaced_and_the_transformation_stays():
+    tx = optax.sgd(0.1)  # takes no extra arguments
+    state = WithStatistics.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.zeros(2)
+    )
+    after: Any = state.apply_gradients(
+        grads={"w": jnp.ones(2)}, batch_stats=jnp.ones(2), weight=3
+    )
+    assert isinstance(after, WithStatistics)
+    assert after.tx is tx  # or the next step would be compiled anew
+    np.testing.assert_array_equal(after.batch_stats, [1, 1])
+    np.testing.assert_allclose(after.params["w"], [0.9, 0.9], rtol=1e-6)
+    assert after.step == 1
+
+
+def test_batch_statistics_go_with_the_center_by_reduce():
+    network = nn.BatchNorm(use_running_average=False, momentum=0.5)
+    variables = network.init(jax.random.key(0), jnp.ones((1, 3)))
+    tx = oxs.local_sgd(optax.sgd(0.1), "data", communication_period=1)
+    state = WithStatistics.create(
+        apply_fn=network.apply,
+        params=variables["params"],
+        tx=tx,
+        batch_stats=variables["batch_stats"],
+    )
+
+    def step(state, inputs):
+        def loss_of(params):
+            outputs, changed = state.apply_fn(
+                {"params": params, "batch_stats": state.batch_stats},
+                inputs,
+                mutable=["batch_stats"],
+            )
+            return jnp.sum(outputs * inputs), changed["batch_stats"]
+
+        grads, statistics = jax.grad(loss_of, has_aux=True)(state.params)
+        return state.apply_gradients(
+            grads=grads, batch_stats=oxs.reduce(statistics, "data")
+        )
+
+    inputs, _ = batches(1)
+    step = jax.jit(jax.vmap(step, axis_name="data"))
+    state = step(oxs.stack(state, WORKERS), inputs[0])
+    means = np.asarray(state.batch_stats["mean"])
+    expected = 0.5 * inputs[0].mean(axis=(0, 1))
+    np.testing.assert_allclose(means, [expected] * WORKERS, rtol=1e-5, atol=1e-6)
+    center = oxs.swap_center(state)
+    evaluation = nn.BatchNorm(use_running_average=True)
+    variables = {"params": center.params, "batch_stats": oxs.unstack(state.batch_stats)}
+    outputs: Any = evaluation.apply(variables, inputs[0, 0])
+    assert np.isfinite(outputs).all()

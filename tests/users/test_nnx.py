@@ -1,0 +1,108 @@
+"""`nnx.Optimizer`, as it is: inside of `pmap` and `shard_map`, split and merged."""
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests.users.data import WORKERS, batches, square_error
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """NNX and Optax's Adam need what users have."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def start(tx):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def train_step(model, optimizer, inputs, targets, **extra):
+    grads = nnx.grad(lambda model: square_error(model(inputs), targets))(model)
+    optimizer.update(model, grads, **extra)
+
+
+def pure_step(tx):
+    """A function of arrays, as `jax.pmap` and `jax.vmap` want it, and its state."""
+    graph, state = nnx.split(start(tx))
+
+    def step(state, inputs, targets, extra):
+        model, optimizer = nnx.merge(graph, state)
+        train_step(model, optimizer, inputs, targets, **extra)
+        return nnx.state((model, optimizer))
+
+    return graph, oxs.stack(state, WORKERS), step
+
+
+def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
+    graph, state, step = pure_step(oxs.cross_shard(optax.adam(0.1), "data"))
+    step = jax.pmap(step, axis_name="data", devices=jax.devices()[:WORKERS])
+    alone, optimizer = start(optax.adam(0.1))
+    for inputs, targets in zip(*batches(4), strict=True):
+        state = step(state, inputs, targets, {})
+        train_step(alone, optimizer, inputs.reshape(-1, 3), targets.reshape(-1, 2))
+    model, _ = nnx.merge(graph, state)
+    chex.assert_trees_all_close(
+        nnx.as_pure(nnx.state(model)),
+        oxs.stack(nnx.as_pure(nnx.state(alone)), WORKERS),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_extra_arguments_reach_the_transformation():
+    tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
+    graph, state, step = pure_step(tx)
+    (inputs,), (targets,) = batches(1)
+    in_time = np.array([True, False, True, True])
+    step = jax.jit(jax.vmap(step, axis_name="data"))
+    state = step(state, inputs, targets, {"contributes": in_time})
+    _, optimizer = nnx.merge(graph, state)
+    seen = oxs.metrics(nnx.as_pure(optimizer.opt_state))
+    assert seen.used.tolist() == in_time.tolist()
+
+
+def test_center_of_nnx_workers_in_shard_map():
+    tx = oxs.local_sgd(optax.sgd(0.1, momentum=0.9), "data", communication_period=2)
+    graph, state, step = pure_step(tx)
+    mesh = jax.make_mesh(
+        (WORKERS,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:WORKERS],
+    )
+
+    def local(state, inputs, targets):
+        return oxs.stack(step(oxs.unstack(state), inputs[0], targets[0], {}), 1)
+
+    local = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"))
+    )
+    inputs, targets = batches(4)
+    params: Any = None
+    center: Any = None
+    for now in range(4):
+        state = local(state, inputs[now], targets[now])
+        model, optimizer = nnx.merge(graph, state)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        center = oxs.center_params(nnx.as_pure(optimizer.opt_state), params)
+        assert jax.tree.structure(center) == jax.tree.structure(params)
+        apart = np.ptp(np.asarray(params["kernel"]), axis=0).max()
+        # A hard pull lands within an ulp in float32.
+        assert apart > 1e-2 if now % 2 == 0 else apart < 1e-6
+    np.testing.assert_allclose(params["kernel"][0], center["kernel"], rtol=1e-6)
+    # The center as a model, for evaluation.
+    best = nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    nnx.update(best, center)
+    np.testing.assert_array_equal(best.kernel[...], center["kernel"])
+    assert best(inputs[0, 0]).shape == (5, 2)
