@@ -53,6 +53,13 @@ from optx_sync.replicas.sync_replicas import (
 
 Arrays: TypeAlias = dict[str, Any]  # the path of a variable -> its array
 KEPT_CHECKPOINTS = 2
+# A formula for each element alone runs on pieces that stay in a core's cache, 2^16
+# elements: its intermediate arrays cost nothing then.
+PIECE = 2**16
+ARITHMETIC = {
+    "add", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square", "sqrt",
+    "rsqrt", "integer_pow", "exp", "log", "tanh", "convert_element_type",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -509,10 +516,11 @@ class _Center:
         self.adds = rule.outer is None and not (
             self.at_server and rule.mean_over == "workers"
         )
+        self.piecewise = _is_elementwise(rule, at)
         keeps_before = "before" in self.traffic.replies
         if self.adds:
             self.center: dict[str, Any] = {
-                path: np.array(leaf)
+                path: np.array(leaf, order="C")
                 for path, leaf in self.variables.arrays(center).items()
             }
         else:
@@ -563,24 +571,39 @@ class _Center:
                 self.center, self.outer, sent, jnp.int32(steps)
             )
         else:
-            total = sent.get("contribution")
-            if total is None:
-                at = self.at._replace(steps=np.int32(steps))
-                own = self._own(self.center, sent)
-                total = contributions(self.rule, own, self.center, at)
             if keeps_before:
                 # The buffers of what was kept for this worker become the new center:
                 # nothing is copied, and no memory is asked for.
                 self.center = self.kept.pop(worker, None) or {
                     path: np.empty_like(array) for path, array in before.items()
                 }
-            for path, array in before.items():
-                np.add(array, total[path], out=self.center[path])
+            self._add(before, sent, steps)
         if keeps_before:
             self.kept[worker] = before
         self.global_step += 1
         self.seen[worker] = self.global_step
         return self._reply(before)
+
+    def _add(self, before: Arrays, sent: dict[str, Arrays], steps: int) -> None:
+        """The center after, in its buffers: before + what is contributed."""
+        at = self.at._replace(steps=np.int32(steps))
+        for path, array in before.items():
+            after = self.center[path]
+            of_path = {name: arrays[path] for name, arrays in sent.items()}
+            if not self.at_server:
+                np.add(array, of_path["contribution"], out=after)
+                continue
+            pieces: list[Any] = [...]
+            if self.piecewise:
+                array, after = array.reshape(-1), after.reshape(-1)
+                of_path = {n: np.asarray(x).reshape(-1) for n, x in of_path.items()}
+                starts = range(0, array.size, PIECE)
+                pieces = [slice(start, start + PIECE) for start in starts]
+            for piece in pieces:
+                center = array[piece]
+                own = self._own(center, {n: x[piece] for n, x in of_path.items()})
+                total = contributions(self.rule, own, center, at)
+                np.add(center, total, out=after[piece])
 
     def _reply(self, before: Arrays) -> Reply:
         centers = {"before": before, "after": self.center}
@@ -912,6 +935,19 @@ def _reads(formula: Callable) -> list[bool]:
     return [id(var) in read for var in jaxpr.invars]
 
 
+def _is_elementwise(rule: CenterRule, at: Round) -> bool:
+    """Whether a contribution is known to be made of each element alone."""
+
+    def contribute(x, s, a, c):
+        own = Own(x, s, None if rule.accumulate is None else a)
+        return rule.contribute(own, c, at)
+
+    example = jax.ShapeDtypeStruct((2,), jnp.float32)
+    jaxpr = jax.make_jaxpr(contribute)(*[example] * 4)
+    constants = all(jnp.ndim(constant) == 0 for constant in jaxpr.consts)
+    return constants and all(e.primitive.name in ARITHMETIC for e in jaxpr.jaxpr.eqns)
+
+
 def _array_problem(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> str:
     if not isinstance(array, np.ndarray | np.generic | jax.Array):
         return f"must be an array; got {type(array).__name__}."
@@ -937,10 +973,12 @@ def _grad_problem(grad: Any, shape: tuple[int, ...], dtype: np.dtype) -> str:
 
 def _is_finite(array: np.ndarray) -> bool:
     """One pass without a temporary array: a sum is finite only if its terms are."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(array.sum()):
-            return True
-    # A sum of finite terms may overflow.
+    if array.dtype in (np.float32, np.float64):
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat = array.reshape(-1)
+            if np.isfinite(np.dot(flat, flat)):
+                return True
+    # Squares of finite terms may overflow.
     return bool(np.isfinite(array).all())
 
 

@@ -574,3 +574,40 @@ def test_settings_that_make_no_sense_are_refused():
         Server(PARAMS, optax.sgd(0.1), num_workers=2)  # pyright: ignore[reportArgumentType] # on purpose
     with pytest.raises(TypeError, match="inner must be an Optax"):
         Server(PARAMS, SyncReplicas(1), num_workers=2)
+
+
+def test_formulas_of_single_elements_run_in_pieces():
+    """In pieces and, where they need the whole array, at once: the same numbers."""
+    size = 2**16 + 3
+    params = {"w": np.linspace(-1, 1, size, dtype=np.float32), "s": np.float32(2)}
+    pushed = {
+        "params": {
+            "['w']": np.linspace(3, 0, size, dtype=np.float32),
+            "['s']": np.float32(0),
+        }
+    }
+    rate = 0.3
+
+    def towards(own, center, at):
+        return rate * (own.params - center)
+
+    def by_norm(own, center, at):
+        return towards(own, center, at) / jnp.maximum(1.0, jnp.max(abs(own.params)))
+
+    for contribute, divisors in [(towards, (1.0, 1.0)), (by_norm, (3.0, 1.0))]:
+        server = Server(params, oxs.CenterRule(contribute), num_workers=1)
+        server.push(Push(0, 1, pushed))
+        server.push(Push(0, 2, pushed))
+        for key, divisor in zip(("w", "s"), divisors, strict=True):
+            x, c = pushed["params"][f"['{key}']"], params[key]
+            for _ in range(2):
+                c = c + np.float32(rate) * (x - c) / np.float32(divisor)
+            np.testing.assert_allclose(server.center()[key], c, rtol=1e-6, atol=1e-6)
+
+
+def test_large_finite_numbers_are_finite():
+    server = center_server()
+    server.push(Push(0, 1, moves(3e38)))
+    assert np.all(np.isfinite(server.center()["w"]))
+    with pytest.raises(PushRefused, match="NaN or infinity"):
+        server.push(Push(0, 2, moves(np.inf)))
