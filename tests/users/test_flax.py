@@ -176,13 +176,14 @@ def test_fields_are_replaced_and_the_transformation_stays():
     state = WithStatistics.create(
         apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.zeros(2)
     )
-    after: Any = state.apply_gradients(
+    after = state.apply_gradients(
         grads={"w": jnp.ones(2)}, batch_stats=jnp.ones(2), weight=3
     )
     assert isinstance(after, WithStatistics)
     assert after.tx is tx  # or the next step would be compiled anew
     np.testing.assert_array_equal(after.batch_stats, [1, 1])
-    np.testing.assert_allclose(after.params["w"], [0.9, 0.9], rtol=1e-6)
+    params: Any = after.params
+    np.testing.assert_allclose(params["w"], [0.9, 0.9], rtol=1e-6)
     assert after.step == 1
 
 

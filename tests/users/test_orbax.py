@@ -1,0 +1,274 @@
+"""Checkpoints with Orbax: bit-equal resumption, another number of workers, export."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+from tests.contexts import AXIS, REPLICAS
+
+# One program trains all of them, each on parameters of its own.
+TRANSFORMATIONS = {
+    "cross_shard": oxs.cross_shard(oxs.ftrl(0.1, l1=0.01), AXIS),
+    # Eight gradients of four replicas: every second step is in the middle.
+    "sync_replicas": oxs.sync_replicas(
+        optax.sgd(0.1, 0.9), AXIS, 8, variable_averages=0.9
+    ),
+    "elastic_average": oxs.elastic_average(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=3, learning_rate=0.1
+    ),
+    "agn": oxs.agn(oxs.adam(0.1), AXIS, communication_period=3),
+    "diloco": oxs.diloco(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=3, drop_nonfinite=True
+    ),
+}
+ONE = {
+    "w": jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32).reshape(3, 4),
+    "b": jnp.array([0.5, 1.5, 2.5, 3.5], jnp.bfloat16),
+}
+PARAMS = dict.fromkeys(TRANSFORMATIONS, ONE)
+TX = optax.partition(TRANSFORMATIONS, {name: name for name in PARAMS})
+# After two steps of three, and after three steps of two in every second accumulation.
+CHUNK = 2
+
+
+def gradients(chunk):
+    rng = np.random.default_rng(chunk)
+
+    def draw(x):
+        values = rng.normal(size=(REPLICAS, CHUNK, *x.shape))
+        return jnp.asarray(values, x.dtype)
+
+    return jax.tree.map(draw, PARAMS)
+
+
+@functools.cache
+def trainer(context):
+    """What places a start, and a program of two steps, in one of the contexts."""
+    axes = oxs.state_axes(TX, PARAMS) if context in contexts.AXES_CONTEXTS else None
+    body = contexts.steps(TX)
+
+    def start():
+        params = oxs.stack(PARAMS, REPLICAS)
+        state = oxs.stack(TX.init(PARAMS), REPLICAS, axes)
+        # Orbax restores to the devices of the template, and there it must stay.
+        if context == "pmap" or context.startswith("shard_map"):
+            specs = P(AXIS)
+            if axes is not None:
+                specs = oxs.state_specs(TX, PARAMS, P(), AXIS)
+            return place((params, state), (P(AXIS), specs), contexts.mesh())
+        if context == "islands":
+            one = {"w": P(None, "inside"), "b": P("inside")}
+            inside = {name: one for name in PARAMS}
+            own = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
+            specs = oxs.state_specs(TX, PARAMS, inside, AXIS)
+            return place((params, state), (own, specs), contexts.island_mesh())
+        return params, state
+
+    if context == "pmap":
+        run: Any = jax.pmap(body, axis_name=AXIS, devices=jax.devices()[:REPLICAS])
+    elif context.startswith("shard_map"):
+        run = contexts.mapped(
+            body,
+            TX,
+            oxs.stack(PARAMS, REPLICAS),
+            axes,
+            contexts.mesh(),
+            context != "shard_map_unchecked",
+        )
+    else:
+        placed = 0 if axes is None else axes
+        run = jax.jit(
+            jax.vmap(
+                body,
+                in_axes=(0, placed, 0, 0),
+                out_axes=(0, placed),
+                axis_name=AXIS,
+                spmd_axis_name=AXIS if context == "islands" else None,
+            )
+        )
+
+    def train(params, state, chunk):
+        history, state = run(params, state, gradients(chunk), {})
+        return jax.tree.map(lambda x: x[:, -1], history), state
+
+    return start, train
+
+
+def place(tree, specs, mesh):
+    def put(spec, below):
+        return jax.device_put(below, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def save(path, tree):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def restore(path, like):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        a, e = np.asarray(a), np.asarray(e)
+        assert (a.dtype, a.shape, a.tobytes()) == (e.dtype, e.shape, e.tobytes()), path
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_resumed_training_is_bit_equal(context, tmp_path):
+    start, train = trainer(context)
+    at = train(*start(), 0)
+    counters = optax.tree_utils.tree_get_all_with_path(at, "steps_since_round")
+    assert {int(np.max(count)) for _, count in counters} == {2}  # of three
+    save(tmp_path / "checkpoint", at)
+    uninterrupted = train(*train(*at, 1), 2)
+    # As a new process would: from a fresh start, of which only the shapes are used.
+    like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
+    restored = restore(tmp_path / "checkpoint", like)
+    assert_same_bits(restored, at)
+    assert_same_bits(train(*train(*restored, 1), 2), uninterrupted)
+
+
+CENTERS = {
+    "elastic_average": oxs.elastic_average(
+        optax.sgd(0.05, 0.9), AXIS, communication_period=3, learning_rate=0.05
+    ),
+    "agn in a chain": optax.chain(
+        optax.clip(10.0),
+        oxs.agn(oxs.adam(0.1), AXIS, communication_period=3),
+    ),
+    "diloco": oxs.diloco(
+        optax.sgd(0.1), AXIS, outer=optax.sgd(0.5, 0.5), communication_period=3
+    ),
+}
+TARGET = {
+    "w": jnp.arange(12, dtype=jnp.float32).reshape(3, 4) / 6,
+    "b": jnp.ones(4, jnp.bfloat16),
+}
+
+
+def train(tx, axes, params, state, steps, seed):
+    """Every worker is pulled to the target, with noise of its own."""
+    workers = params["b"].shape[0]
+    rng = np.random.default_rng(seed)
+
+    def draw(x):
+        values = rng.normal(scale=0.1, size=(workers, steps, *x.shape))
+        return jnp.asarray(values, x.dtype)
+
+    def body(params, state, noise):
+        def step(carry, noise):
+            params, state = carry
+            grads = jax.tree.map(lambda p, t, n: p - t + n, params, TARGET, noise)
+            updates, state = tx.update(grads, state, params)
+            with jax.numpy_dtype_promotion("standard"):
+                params = optax.apply_updates(params, updates)
+            return (params, state), None
+
+        return jax.lax.scan(step, (params, state), noise)[0]
+
+    run = jax.vmap(body, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+    return jax.jit(run)(params, state, jax.tree.map(draw, ONE))
+
+
+def with_workers(tx, params, state, axes, workers):
+    """A start with another number of workers, as docs/checkpoints.md has it."""
+    get, put = optax.tree_utils.tree_get, optax.tree_utils.tree_set
+    one = oxs.unstack(state, axes)
+    center = oxs.center_params(one, oxs.unstack(params))
+    names = ("center", "outer", "local_step", "global_step")
+    fresh = put(tx.init(center), **{name: get(one, name) for name in names})
+    return oxs.stack(center, workers), oxs.stack(fresh, workers, axes)
+
+
+def distance(params):
+    return sum(
+        float(jnp.sum(jnp.square(p.astype(jnp.float32) - t.astype(jnp.float32))))
+        for p, t in zip(jax.tree.leaves(params), jax.tree.leaves(TARGET), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CENTERS)
+@pytest.mark.parametrize("stacked", [False, True], ids=["axes", "stacked"])
+def test_center_carries_over_to_fewer_and_to_more_workers(name, stacked, tmp_path):
+    get, tx = optax.tree_utils.tree_get, CENTERS[name]
+    axes = None if stacked else oxs.state_axes(tx, ONE)
+
+    def start(workers):
+        return oxs.stack(ONE, workers), oxs.stack(tx.init(ONE), workers, axes)
+
+    over = 0 if stacked else axes
+    save(tmp_path / "eight", train(tx, over, *start(8), 8, seed=8))  # 3, 3 and 2 steps
+    # No program of eight workers is needed to read it: shapes are enough.
+    params, state = restore(tmp_path / "eight", jax.eval_shape(lambda: start(8)))
+    exact = oxs.unstack(get(state, "center")) if stacked else get(state, "center")
+    for workers in (4, 16):
+        new_params, new_state = with_workers(tx, params, state, axes, workers)
+        held = get(new_state, "center")
+        assert_same_bits(oxs.unstack(held) if stacked else held, exact)
+        if name != "elastic_average":
+            outer = oxs.unstack(get(state, "outer")) if stacked else get(state, "outer")
+            held = get(new_state, "outer")
+            assert_same_bits(oxs.unstack(held) if stacked else held, outer)
+        before = oxs.center_params(new_state, new_params)
+        assert_same_bits(oxs.unstack(new_params), before)
+        seen = oxs.metrics(new_state, new_params)
+        assert np.max(seen.rounds) == 2 and np.max(seen.steps_since_round) == 0
+        new_params, new_state = train(tx, over, new_params, new_state, 6, seed=9)
+        seen = oxs.metrics(new_state)
+        assert np.max(seen.rounds) == 4 and np.max(get(new_state, "local_step")) == 14
+        assert distance(oxs.center_params(new_state, new_params)) < distance(before)
+
+
+def test_equal_replicas_carry_over(tmp_path):
+    tx = TRANSFORMATIONS["sync_replicas"]
+    axes = oxs.state_axes(tx, ONE)
+    get, put = optax.tree_utils.tree_get, optax.tree_utils.tree_set
+    start = oxs.stack(ONE, 8), oxs.stack(tx.init(ONE), 8, axes)
+    save(tmp_path / "eight", train(tx, axes, *start, 3, seed=8))
+    params, state = restore(tmp_path / "eight", start)
+    params, one = oxs.unstack(params), oxs.unstack(state, axes)
+    names = ("global_step", "inner", "averages")
+    fresh = put(tx.init(params), **{name: get(one, name) for name in names})
+    averages = oxs.averaged_params(fresh, params)
+    assert_same_bits(averages, oxs.averaged_params(one, params))
+    assert_same_bits(fresh.inner, one.inner)
+    # Eight gradients of four replicas: an update in every second step from now on.
+    params, state = train(
+        tx, axes, oxs.stack(params, 4), oxs.stack(fresh, 4, axes), 4, seed=9
+    )
+    assert int(state.global_step) == 3 + 2
+    assert distance(oxs.unstack(params)) < distance(ONE)
+
+
+def test_center_is_what_gets_exported(tmp_path):
+    tx = CENTERS["diloco"]
+    axes = oxs.state_axes(tx, ONE)
+    start = oxs.stack(ONE, 4), oxs.stack(tx.init(ONE), 4, axes)
+    params, state = train(tx, axes, *start, 5, seed=0)
+    center = oxs.center_params(state, params)
+    save(tmp_path / "export", center)
+    # For whom has neither the optimizer nor its workers.
+    exported = restore(tmp_path / "export", jax.eval_shape(lambda: ONE))
+    assert_same_bits(exported, center)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), exported) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), ONE
+    )
