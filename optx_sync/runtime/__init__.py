@@ -7,18 +7,18 @@ connection, any object with the methods of `Connection`; a `Server` in the same 
 is one.
 """
 
+from optx_sync.runtime.protocol import Event as Event
+from optx_sync.runtime.protocol import Joined as Joined
+from optx_sync.runtime.protocol import Push as Push
+from optx_sync.runtime.protocol import PushRefused as PushRefused
+from optx_sync.runtime.protocol import Reply as Reply
+from optx_sync.runtime.protocol import SyncReplicas as SyncReplicas
+from optx_sync.runtime.protocol import join_parts as join_parts
+from optx_sync.runtime.protocol import partition as partition
 from optx_sync.runtime.ray import History as History
 from optx_sync.runtime.ray import RayConnection as RayConnection
 from optx_sync.runtime.ray import run as run
 from optx_sync.runtime.ray import start_servers as start_servers
-from optx_sync.runtime.server import Event as Event
-from optx_sync.runtime.server import Joined as Joined
-from optx_sync.runtime.server import Push as Push
-from optx_sync.runtime.server import PushRefused as PushRefused
-from optx_sync.runtime.server import Reply as Reply
 from optx_sync.runtime.server import Server as Server
-from optx_sync.runtime.server import SyncReplicas as SyncReplicas
-from optx_sync.runtime.server import join_parts as join_parts
-from optx_sync.runtime.server import partition as partition
 from optx_sync.runtime.worker import Connection as Connection
 from optx_sync.runtime.worker import Worker as Worker

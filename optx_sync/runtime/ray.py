@@ -19,20 +19,23 @@ import optax
 
 from optx_sync.center.rule import Period, check_period
 from optx_sync.checks import check_inner
-from optx_sync.runtime.server import (
+from optx_sync.runtime.protocol import (
     Agreement,
     Event,
+    Expected,
     Joined,
     Push,
     PushRefused,
     Reply,
-    Server,
     SyncReplicas,
     check_agreement,
+    expected,
     join_parts,
     partition,
     path_of,
+    round_of,
 )
+from optx_sync.runtime.server import Server
 from optx_sync.runtime.worker import Worker
 
 # A worker that dies so often without one round between is not replaced again.
@@ -234,19 +237,28 @@ def start_servers(
     # Raises here what the servers' construction raises.
     for server in servers:
         _unwrap(ray, server.pid.remote())
-    return RayConnection(servers, owners, checkpoint_dir is not None)
+    at = round_of(num_workers, communication_period, 1)
+    shape = expected(agreement, params, at)
+    return RayConnection(servers, owners, shape, checkpoint_dir is not None)
 
 
 class RayConnection:
     """The way from a worker to the servers; it can be sent to any Ray process.
 
     A push that meets a dead server is sent again until the server is back. With
-    several servers a push is checked by all before any of them takes its part.
+    several servers a push is looked at as a whole before any of them takes its part.
     """
 
-    def __init__(self, servers: list[Any], owners: dict[str, int], comes_back: bool):
+    def __init__(
+        self,
+        servers: list[Any],
+        owners: dict[str, int],
+        expected: Expected,
+        comes_back: bool,
+    ):
         self.servers = servers
         self._owners = owners
+        self._expected = expected
         self._comes_back = comes_back
 
     def join(self, worker: int) -> Joined:
@@ -265,10 +277,11 @@ class RayConnection:
         """See `Server.push`."""
         if len(self.servers) == 1:
             return self._ask(lambda server, _: server.push.remote(push))[0]
-        ray = _ray()
-        # Each part is put into the store once, for the check and for the push.
-        parts = [ray.put(part) for part in self._split(push)]
-        self._ask(lambda server, number: server.check.remote(parts[number]))
+        parts = self._split(push)
+        problem = self._expected.problem(push.arrays)
+        if problem:  # The servers count it, and refuse their part of it.
+            self._ask(lambda server, number: server.check.remote(parts[number]))
+            raise PushRefused(problem)
         replies = self._ask(lambda server, number: server.push.remote(parts[number]))
         arrays: dict[str, dict[str, Any]] = {}
         for reply in replies:

@@ -23,7 +23,7 @@ from optx_sync.center.rule import (
 )
 from optx_sync.checks import check_grads, check_inner
 from optx_sync.indexed_slices import IndexedSlices
-from optx_sync.runtime.server import (
+from optx_sync.runtime.protocol import (
     Agreement,
     Arrays,
     Joined,
