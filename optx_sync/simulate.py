@@ -122,8 +122,8 @@ def asynchronous(
         rule: What is exchanged: `elastic_rule`, `agn_rule`, `local_sgd_rule`,
             `diloco_rule`, or one of your own.
         params: Where all start, without a worker axis.
-        grad_fn: `(worker, params, event) -> gradients`, traced once; leaves may be
-            `IndexedSlices` or `None`.
+        grad_fn: `(worker, params, event) -> gradients`, from int32 scalars, traced;
+            leaves may be `IndexedSlices` or `None`.
         schedule: int[T], the worker that steps at each event. Where it is traced a
             number that names no worker cannot be refused, and its event changes
             nothing.
@@ -164,6 +164,10 @@ def asynchronous(
         ... )
         >>> [f"{center:.2f}" for center in run.center], int(run.global_step[-1])
         (['1.81', '1.81'], 60)
+
+    References:
+        TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer` and `AGNOptimizer`.
+        Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
