@@ -6,7 +6,7 @@ The spelling in all documentation is `import optx_sync as oxs`.
 # ruff: noqa: I001 # grouped by room, in the order in which a gradient walks through
 
 import importlib
-from types import ModuleType
+import types
 
 # A gradient's form.
 from optx_sync.indexed_slices import IndexedSlices as IndexedSlices
@@ -80,7 +80,7 @@ from optx_sync import simulate as simulate
 from optx_sync import audit as audit
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> types.ModuleType:
     # Rooms that are for users of Flax and of Ray, imported when they are asked for.
     if name in ("flax", "runtime"):
         return importlib.import_module(f"optx_sync.{name}")
