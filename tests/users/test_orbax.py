@@ -17,7 +17,7 @@ from tests import contexts
 from tests.contexts import AXIS, REPLICAS
 
 # One program trains all of them, each on parameters of its own.
-TRANSFORMATIONS = {
+TRANSFORMATIONS: Any = {
     "cross_shard": oxs.cross_shard(oxs.ftrl(0.1, l1=0.01), AXIS),
     # Eight gradients of four replicas: every second step is in the middle.
     "sync_replicas": oxs.sync_replicas(
@@ -52,7 +52,7 @@ def gradients(chunk):
 
 
 @functools.cache
-def trainer(context):
+def trainer(context) -> Any:
     """What places a start, and a program of two steps, in one of the contexts."""
     axes = oxs.state_axes(TX, PARAMS) if context in contexts.AXES_CONTEXTS else None
     body = contexts.steps(TX)
