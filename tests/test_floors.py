@@ -33,7 +33,9 @@ GROUND = {
     "optimizers": {"optimizers/rule"},
     "center": {"center/rule"},
     "replicas": {"replicas/accumulator"},
-    "runtime": {"runtime/server", "runtime/worker"},
+    "runtime": {
+        f"runtime/{file}" for file in ("protocol", "holders", "server", "worker")
+    },
 }
 # Libraries that one file or room is for, and nothing else imports.
 GUESTS = {
