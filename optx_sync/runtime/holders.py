@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optx_sync.center.rule import (
     CenterRule,
@@ -35,15 +36,23 @@ from optx_sync.replicas.sync_replicas import (
     check_variables,
     start_averages,
 )
-from optx_sync.runtime.protocol import Arrays, Reply, SyncReplicas, path_of, traffic
+from optx_sync.runtime.protocol import (
+    Arrays,
+    Reply,
+    SyncReplicas,
+    Traffic,
+    path_of,
+    traffic,
+)
 
 
 class Variables:
     """The way from a tree to the paths of its arrays, and back."""
 
     def __init__(self, tree: Any):
-        leaves, self.treedef = jax.tree_util.tree_flatten_with_path(tree)
-        self.paths = tuple(path_of(path) for path, _ in leaves)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.treedef: Any = treedef
+        self.paths: tuple[str, ...] = tuple(path_of(path) for path, _ in leaves)
 
     def tree(self, arrays: Arrays) -> Any:
         """The tree of these arrays."""
@@ -57,23 +66,23 @@ class Variables:
 class Center:
     """The center under a rule."""
 
-    def __init__(self, params, rule: CenterRule, at: Round, copy_replies: bool):
+    def __init__(self, params: Any, rule: CenterRule, at: Round, copy_replies: bool):
         center = start_center(params)
-        self.variables = Variables(center)
+        self.variables: Variables = Variables(center)
         self.rule = rule
         self.at = at
         self.copy_replies = copy_replies
-        self.traffic = traffic(rule, at)
-        self.global_step = 0
+        self.traffic: Traffic = traffic(rule, at)
+        self.global_step: int = 0
         # The center before a worker's last push, for a worker that did not hear of it.
         self.kept: dict[int, Arrays] = {}
         # The rounds absorbed when a worker last took the center.
-        self.seen = [0] * at.num_workers
+        self.seen: list[int] = [0] * at.num_workers
         self.outer: Any = ()
         # A contribution made at the server has not been divided yet.
-        self.at_server = self.traffic.sends != ("contribution",)
-        self.keeps_before = "before" in self.traffic.replies
-        self.adds = rule.outer is None and not self.at_server
+        self.at_server: bool = self.traffic.sends != ("contribution",)
+        self.keeps_before: bool = "before" in self.traffic.replies
+        self.adds: bool = rule.outer is None and not self.at_server
         if self.adds:
             self.center: dict[str, Any] = {
                 path: np.array(leaf, order="C")
@@ -86,7 +95,9 @@ class Center:
             # The next center is written over this one or, where that is kept, over
             # buffers that are not needed any more: no memory is asked for.
             donated = (1, 2) if self.keeps_before else (0, 1)
-            self.step = jax.jit(self._step, donate_argnums=donated, keep_unused=True)
+            self.step: Any = jax.jit(
+                self._step, donate_argnums=donated, keep_unused=True
+            )
 
     def _step(self, center, outer, spare, sent, steps):
         center = self.variables.tree(center)
@@ -197,15 +208,18 @@ class Center:
 class Updates:
     """The parameters under `SyncReplicas`, with the tokens."""
 
-    def __init__(self, params, agreement: SyncReplicas, inner, num_workers: int):
+    def __init__(
+        self, params: Any, agreement: SyncReplicas, inner: Any, num_workers: int
+    ):
         check_variables(params)
-        self.inner = check_inner(inner, "Server(..., inner=optax.adam(1e-3))")
+        call = "Server(..., inner=optax.adam(1e-3))"
+        self.inner: optax.GradientTransformationExtraArgs = check_inner(inner, call)
         self.agreement = agreement
         self.num_workers = num_workers
-        self.params = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
-        self.variables = Variables(self.params)
-        self.accumulator = start_accumulator(self.params)
-        self.inner_state = self.inner.init(self.params)
+        self.params: Any = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+        self.variables: Variables = Variables(self.params)
+        self.accumulator: Any = start_accumulator(self.params)
+        self.inner_state: Any = self.inner.init(self.params)
         self.averages: Any = ()
         if agreement.variable_averages is not None:
             self.averages = start_averages(self.params, None)
@@ -222,14 +236,14 @@ class Updates:
         """The queue and the counters, as a run or a restart begins."""
         agreement = self.agreement
         required = agreement.replicas_to_aggregate
-        self.global_step = global_step
-        self.count = 0
-        self.local_steps = [global_step] * self.num_workers
-        self.accepted_at = [-1] * self.num_workers
-        self.was_used = [True] * self.num_workers
+        self.global_step: int = global_step
+        self.count: int = 0
+        self.local_steps: list[int] = [global_step] * self.num_workers
+        self.accepted_at: list[int] = [-1] * self.num_workers
+        self.was_used: list[bool] = [True] * self.num_workers
         self.waiting: list[int] = []
         tokens = required if agreement.num_tokens < 0 else agreement.num_tokens
-        self.tokens = deque([global_step] * tokens)
+        self.tokens: deque[int] = deque([global_step] * tokens)
 
     def _move(self, accumulator, inner_state, params, averages, grads, count, step):
         required = self.agreement.replicas_to_aggregate

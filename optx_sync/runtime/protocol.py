@@ -53,7 +53,7 @@ class SyncReplicas:
     num_tokens: int = -1
     variable_averages: float | optax.Schedule | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_replicas(self.replicas_to_aggregate, self.total_num_replicas)
         check_averages(self.variable_averages)
         if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int):

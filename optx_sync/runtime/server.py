@@ -105,7 +105,7 @@ class Server:
         self._pushes = 0
         self._events: list[Event] = []
         self._boot = uuid.uuid4().hex
-        self.refused = [0] * num_workers
+        self.refused: list[int] = [0] * num_workers
         restored = self._restore()
         self._note("restored" if restored else "started", -1)
 

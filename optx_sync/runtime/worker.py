@@ -130,10 +130,10 @@ class Worker:
                 self._like, inner, agreement, num_workers, communication_period
             )
         self._sharding: Any = None
-        self.used = True
-        self.staleness = 0
+        self.used: bool = True
+        self.staleness: int = 0
         joined = self.pull()
-        self.restarts = joined.restarts
+        self.restarts: int = joined.restarts
         while synchronous and not connection.everyone_joined():
             time.sleep(0.02)
 
@@ -182,8 +182,9 @@ class Worker:
     def pull(self) -> Joined:
         """Leave what the worker has and start anew from the center, as a new one."""
         joined = self.connection.join(self.index)
-        self.rounds, self.local_step = joined.round, joined.local_step
-        self.global_step = joined.global_step
+        self.rounds: int = joined.round
+        self.local_step: int = joined.local_step
+        self.global_step: int = joined.global_step
         self._part.start(joined.arrays, self._place)
         return joined
 
