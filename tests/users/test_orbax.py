@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -272,3 +274,17 @@ def test_center_is_what_gets_exported(tmp_path):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), exported) == jax.tree.map(
         lambda x: (x.shape, x.dtype), ONE
     )
+
+
+def test_states_of_flax_and_nnx_are_such_trees(tmp_path):
+    tx = CENTERS["elastic_average"]
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    train_state = TrainState.create(apply_fn=None, params=ONE, tx=tx)
+    for name, state in (
+        ("flax", oxs.stack(train_state, 4)),
+        ("nnx", oxs.stack(nnx.state((model, optimizer)), 4)),
+    ):
+        save(tmp_path / name, state)
+        like = jax.eval_shape(lambda state=state: state)
+        assert_same_bits(restore(tmp_path / name, like), state)
