@@ -1,0 +1,48 @@
+"""The example of sharded workers, run as a user runs it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_islands.py"
+
+
+@pytest.mark.slow
+def test_it_learns_and_meets_in_a_conditional_only(tmp_path):
+    picture = tmp_path / "picture.png"
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLE, "--steps", "40", "--out", picture],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "100"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.endswith(f"\nwrote {picture}\n")
+    # All characters alike would be log(103) = 4.6.
+    loss = re.search(r"^step 40: .* of the center (.*)$", finished.stdout, re.M)
+    assert loss is not None
+    assert float(loss[1]) < 3.4
+    rows = re.findall(
+        r"^│ (\w+) +│ ([\w-]+) +│ ([\d,]+) +│ (.*?) +│$", finished.stdout, re.M
+    )
+    sent = {(over, kind): (size, when) for over, kind, size, when in rows}
+    assert {over for over, _ in sent} == {"workers", "fsdp"}
+    # The parameters once, each device its half (and what cannot be halved).
+    assert sent["workers", "all-reduce"] == ("235,164", "in a conditional")
+    assert [key for key in sent if key[0] == "workers"] == [("workers", "all-reduce")]
+    assert {when for _, when in sent.values()} == {"in a conditional", "every step"}
+    assert imread(picture).shape[:2] == (400, 700)
+
+
+def test_it_is_one_short_file_without_a_spec_of_the_state():
+    source = EXAMPLE.read_text()
+    assert len(source.splitlines()) <= 150
+    assert "oxs.state_specs" in source
+    # Only the parameters' own layout, and that of the batch, are written by hand.
+    assert len(re.findall(r"\bP\(", source)) == 5
