@@ -141,7 +141,7 @@ def test_the_order_of_the_workers_does_not_matter(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_others_never_see_a_broken_worker(rule):
-    """Bit by bit what three workers do alone; the center is where a NaN would show."""
+    """They do what three workers do alone; the center is where a NaN would show."""
     grads = gradients(workers=3)
     broken = jax.tree.map(
         lambda g: np.concatenate([g, np.full_like(g[:, :1], np.nan)], 1), grads
@@ -149,8 +149,9 @@ def test_the_others_never_see_a_broken_worker(rule):
     tx = RULES[rule](communication_period=2, drop_nonfinite=True)
     history, state = replay(tx, broken)
     expected, expected_state = replay(RULES[rule](communication_period=2), grads)
+    # To rounding: two programs, of four workers and of three, need not fuse alike.
+    contexts.assert_close(jax.tree.map(lambda h: h[:, :3], history), expected, 3e-7)
     for name in PARAMS:
-        np.testing.assert_array_equal(history[name][:, :3], expected[name])
         # The broken one stands still, and takes the center in every round.
         assert np.isfinite(history[name][:, 3]).all()
         np.testing.assert_allclose(
