@@ -1,7 +1,7 @@
 """Time per exchange of asynchronous workers with the center, by size of the variables.
 
     python benchmarks/bench_async.py                   # about two minutes
-    python benchmarks/bench_async.py --sizes 1000 --out /tmp/bench_async.json
+    python benchmarks/bench_async.py --sizes 1000 --out short_bench_async.json
 
 Two worker processes on a local Ray push and take the center back, both at once, as fast
 as they can, so an exchange takes as long as a round of both. In the same run, in turns:

@@ -1,7 +1,7 @@
 """Train without waiting: workers are slow, killed and replaced, and training goes on.
 
     python examples/train_async_ray.py                      # every rule
-    python examples/train_async_ray.py --rule agn diloco --out /tmp/timeline.png
+    python examples/train_async_ray.py --rule agn diloco --out short_timeline.png
 
 Four worker processes on a local Ray train on the digits that come with scikit-learn;
 worker 3 is ten times slower, and worker 1 is killed halfway. It prints a table, draws

@@ -1,7 +1,7 @@
 """Sparse models of click-like data: FTRL against Adagrad and gradient descent.
 
     python examples/train_clicks_ftrl.py                       # about half a minute
-    python examples/train_clicks_ftrl.py --lines 4000 --out /tmp/clicks.png
+    python examples/train_clicks_ftrl.py --lines 4000 --out short_clicks.png
 
 The data come with Python: lines of its standard library, with the question whether a
 line is from the library's own tests (without them: whether its file is in a package).

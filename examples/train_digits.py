@@ -1,7 +1,7 @@
 """Train one network on real data under every strategy, and compare what they send.
 
     python examples/train_digits.py                            # as `make demo` does
-    python examples/train_digits.py --steps 60 --out /tmp/demo.png
+    python examples/train_digits.py --steps 60 --out short_demo.png
 
 Eight workers on eight forced CPU devices train on the digits that come with
 scikit-learn; nothing is downloaded. It prints a table and ends with

@@ -1,7 +1,7 @@
 """DiLoCo over islands: four workers, each of them sharded over two devices (FSDP).
 
     python examples/train_islands.py
-    python examples/train_islands.py --steps 40 --out /tmp/islands.png
+    python examples/train_islands.py --steps 40 --out short_islands.png
 
 A small transformer learns the documentation that comes with Python, character by
 character, on eight forced CPU devices. Inside of a worker XLA gathers parameters and

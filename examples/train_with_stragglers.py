@@ -1,7 +1,7 @@
 """Train on digits while replicas come late, break down and return.
 
     python examples/train_with_stragglers.py
-    python examples/train_with_stragglers.py --steps 60 --out /tmp/stragglers.png
+    python examples/train_with_stragglers.py --steps 60 --out short_stragglers.png
 
 Eight replicas on eight forced CPU devices; an update needs six gradients. It draws what
 became of every gradient and what that did to the accuracy. The last lines are like

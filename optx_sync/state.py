@@ -36,7 +36,7 @@ class SyncReplicasMetrics(NamedTuple):
     counts: Outcomes  # int32[] each, how often since the start
 
 
-def center_params(state: optax.OptState, params: optax.Params) -> optax.Params:
+def center_params(state: optax.OptState, params: optax.Params) -> Any:
     """The center that workers share: for evaluation, checkpoints and export.
 
     Args:
@@ -91,7 +91,7 @@ def swap_center(train_state: Any) -> Any:
     return train_state.replace(params=center)
 
 
-def averaged_params(state: optax.OptState, params: optax.Params) -> optax.Params:
+def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
     """The moving average of the parameters, in their structure and dtypes.
 
     Args:

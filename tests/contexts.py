@@ -64,7 +64,7 @@ def steps(tx, prepare=lambda grads: grads):
 
 
 def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
-    """Parameters [T, N, ...] and the last state, for gradients and extras [T, N, ...]."""
+    """Parameters [T, N, ...] and last state, of gradients and extras [T, N, ...]."""
     body = steps(tx, prepare)
     extra = {} if extra is None else extra
     # [T, N, ...] -> [N, T, ...]: one slice per replica.

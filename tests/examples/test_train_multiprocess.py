@@ -35,7 +35,9 @@ def test_a_process_that_fails_ends_the_other(tmp_path):
     # Process 1 is gone where it would train; process 0 waits for it in a collective.
     text, here = EXAMPLE.read_text(), "        train(options.steps)\n"
     assert text.count(here) == 1
-    failing = "        if options.process:\n            __import__(\"os\")._exit(3)\n" + here
+    failing = (
+        '        if options.process:\n            __import__("os")._exit(3)\n' + here
+    )
     script = tmp_path / EXAMPLE.name
     script.write_text(text.replace(here, failing))
     finished = subprocess.run(

@@ -37,8 +37,9 @@ def lockstep(
 
     `rule` is "elastic", "agn", "agn_updates", "local_sgd" or "diloco"; `period` is a
     function of the 0-based step; `broken` bool[T, N] says whose step brings a NaN
-    (though `grads` has none): it stands still until the next round, without it. The workers' dtype is that of `x0`: half precision parameters,
-    gradients and updates are rounded to it, all else is float32.
+    (though `grads` has none): it stands still until the next round, without it. The
+    workers' dtype is that of `x0`: half precision parameters, gradients and updates are
+    rounded to it, all else is float32.
     """
     dtype = np.asarray(x0).dtype
 
