@@ -207,8 +207,15 @@ def test_double_precision(rule):
     assert not np.array_equal(history["matrix"], expected["matrix"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_injected_moving_rate_is_traced(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "moving_rate", "second"),
+    [
+        ("float32", lambda step: 0.5 / (step.astype(jnp.float32) + 1), [3.75, 3.1875]),
+        ("bfloat16", lambda step: 0.5 / (step.astype(jnp.float32) + 1), [3.75, 3.1875]),
+        ("bfloat16", 0.5, [3.5, 3.25]),
+    ],
+)
+def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     """A schedule for it, too; checks are for what is known."""
     inject = optax.inject_hyperparams(
         oxs.elastic_average, static_args=("axis_name", "communication_period")
@@ -216,7 +223,7 @@ def test_an_injected_moving_rate_is_traced(dtype):
     tx = inject(
         inner=optax.sgd(0.25),
         axis_name=AXIS,
-        moving_rate=lambda step: 0.5 / (step.astype(jnp.float32) + 1),
+        moving_rate=moving_rate,
         learning_rate=0.25,
         communication_period=1,
     )
@@ -235,7 +242,7 @@ def test_an_injected_moving_rate_is_traced(dtype):
     # a = 0.5: the penalty pulls worker 1 by 0.5 * 4 to 2, the exchange by 0.5 * 2 to 3,
     # and the center 4 goes to 3. a = 0.25, anchored at 4: 3 + 0.25 goes to 3.1875.
     assert values[0] == [4.0, 3.0]
-    assert values[1] == [3.75, 3.1875]
+    assert values[1] == second
 
 
 def test_extra_arguments_reach_the_inner_optimizer():

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync.center.rule import landing
 from tests import contexts
 
 AXIS, WORKERS, ROUNDS = contexts.AXIS, contexts.REPLICAS, 1000
@@ -70,6 +71,21 @@ def test_a_hard_pull_lands_a_thousand_times(rule):
         if name == "float16":
             tiny = float(jnp.finfo(name).tiny)
             assert np.any((center != 0) & (np.abs(center) < tiny))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_target_next_to_the_middle_of_two_values_lands_on_the_nearer(dtype):
+    """From afar a difference loses the bit that decides, unless rounded first."""
+    bits = jnp.finfo(dtype).nmant
+    ulp, half, bit = 2.0**-bits, 2.0 ** -(bits + 1), 2.0**-23
+    targets = 1 + np.array([half - bit, half, half + bit, 3 * half - bit, 3 * half])
+    expected = 1 + np.array([0, 0, ulp, ulp, 2 * ulp])
+    for distance in (1.0, 300.0, 0.9 * REACH[dtype]):
+        params = jnp.full(5, distance, dtype)
+        updates = jax.jit(landing)(params, jnp.asarray(targets, jnp.float32))
+        with jax.numpy_dtype_promotion("standard"):
+            landed = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(np.asarray(landed, np.float64), expected)
 
 
 def test_who_was_left_out_lands_on_the_center_too():

@@ -183,6 +183,22 @@ def test_a_worker_that_broke_trains_on_from_the_center(rule, value):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_one_broken_step_keeps_a_worker_out_until_the_round(rule):
+    """Without a momentum nothing but the flag remembers it."""
+    grads = gradients()
+    grads["scalar"][1, 3] = np.nan  # two steps before a round
+    tx = RULES[rule](optax.sgd(0.1), communication_period=4, drop_nonfinite=True)
+    history, state = replay(tx, grads)
+    without = jax.tree.map(lambda g: g[:, :3], grads)
+    expected, _ = replay(RULES[rule](optax.sgd(0.1), communication_period=4), without)
+    for name in PARAMS:
+        np.testing.assert_array_equal(history[name][:, :3][:4], expected[name][:4])
+        for t in (1, 2):
+            np.testing.assert_array_equal(history[name][t, 3], history[name][0, 3])
+    assert oxs.metrics(state).dropped.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_center_stays_where_all_workers_are_broken(rule):
     grads = jax.tree.map(lambda g: np.full_like(g, np.nan), gradients())
     tx = RULES[rule](communication_period=2, drop_nonfinite=True)
