@@ -246,7 +246,7 @@ def test_half_precision_everywhere_bit_by_bit(context, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("context", ["shard_map_axes", "vmap_axes"])
+@pytest.mark.parametrize("context", contexts.AXES_CONTEXTS)
 def test_inner_state_and_broken_workers(context, name):
     tx, arguments = VARIANTS[name]
     grads = gradients()
