@@ -169,6 +169,9 @@ class Center:
         """Whether a worker must wait for a token: never."""
         return False
 
+    def release(self, left: set[int]) -> None:
+        """Nobody waits here."""
+
     def current(self) -> Arrays:
         """What a worker that starts gets."""
         return self._out(self.center)
@@ -319,6 +322,18 @@ class Updates:
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker waits for a token."""
         return worker in self.waiting
+
+    def release(self, left: set[int]) -> None:
+        """Let those go on who wait for gradients of workers that have left.
+
+        If all others wait nobody can complete the update. What has been accumulated
+        stays, and the next gradients count towards it.
+        """
+        self.waiting = [worker for worker in self.waiting if worker not in left]
+        if left and len(self.waiting) == self.num_workers - len(left):
+            for worker in self.waiting:
+                self.local_steps[worker] = self.global_step
+            self.waiting = []
 
     def current(self) -> Arrays:
         """What a worker that starts gets."""

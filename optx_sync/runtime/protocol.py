@@ -106,7 +106,8 @@ class Joined(NamedTuple):
 class Event(NamedTuple):
     """One line of the history."""
 
-    kind: str  # started, restored, join, push, dropped, retry, refused; lost (by `run`)
+    # started, restored, join, left, push, dropped, retry, refused; lost (by `run`)
+    kind: str
     worker: int  # -1 for the server's own
     round: int
     local_step: int

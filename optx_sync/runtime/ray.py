@@ -155,7 +155,7 @@ def run(
         with _Display(num_workers) as display:
             events = _Events(connection.servers)
             try:
-                _supervise(ray, start, num_workers, events, display, actors)
+                _supervise(ray, start, num_workers, connection, events, display, actors)
             finally:
                 connection.checkpoint()
             events.collect(display)
@@ -289,6 +289,11 @@ class RayConnection:
                 arrays.setdefault(name, {}).update(part)
         return replies[0]._replace(arrays=arrays)
 
+    def leave(self, worker: int) -> None:
+        """See `Server.leave`; sent, not waited for."""
+        for server in self.servers:
+            server.leave.remote(worker)
+
     def wait(self, worker: int) -> Reply:
         """See `Server.wait`."""
         return self._ask(lambda server, _: server.wait.remote(worker))[0]
@@ -382,6 +387,9 @@ class _ServerActor:
     def everyone_joined(self) -> Any:
         return self._call("everyone_joined")
 
+    def leave(self, worker: int) -> Any:
+        return self._call("leave", worker)
+
     def check(self, push: Push) -> Any:
         return self._call("check", push)
 
@@ -428,7 +436,7 @@ class _WorkerActor:
         return None
 
 
-def _supervise(ray, start, num_workers, events, display, actors) -> None:
+def _supervise(ray, start, num_workers, connection, events, display, actors) -> None:
     """Start the workers, and replace those that die, until all have returned."""
     cpus = ray.cluster_resources().get("CPU", 0.0)
     gpus = ray.cluster_resources().get("GPU", 0.0)
@@ -436,6 +444,7 @@ def _supervise(ray, start, num_workers, events, display, actors) -> None:
     share = min(1.0, int(1e4 * cpus / num_workers) / 1e4)
     options = {"num_cpus": share, "num_gpus": int(gpus // num_workers)}
     running: dict[Any, int] = {}
+    returned: list[int] = []
     deaths = [0] * num_workers
     rounds_at_death = [-1] * num_workers
     start = ray.put(start)
@@ -450,11 +459,14 @@ def _supervise(ray, start, num_workers, events, display, actors) -> None:
     while running:
         done, _ = ray.wait(list(running), timeout=POLL_SECONDS)
         events.collect(display)
+        for index in returned:  # Each time: a server may have been restarted.
+            connection.leave(index)
         for reference in done:
             index = running.pop(reference)
             try:
                 refused = ray.get(reference)
                 if refused is None:
+                    returned.append(index)
                     continue
                 reason = str(refused)
             except ray.exceptions.RayTaskError as error:

@@ -100,6 +100,8 @@ class Server:
         self._rounds = np.zeros(num_workers, np.int64)
         self._local_steps = np.zeros(num_workers, np.int64)
         self._joins = np.zeros(num_workers, np.int64)
+        # Workers whose programs have ended.
+        self._left: set[int] = set()
         # Workers whose next round may have any number: the rounds between are lost.
         self._lost_rounds: set[int] = set()
         self._pushes = 0
@@ -114,6 +116,7 @@ class Server:
         with self._changed:
             if not self._is_worker(worker):
                 raise ValueError(self._unknown(worker))
+            self._left.discard(worker)
             self._holder.join(worker)
             restarts = int(self._joins[worker])
             self._joins[worker] += 1
@@ -125,6 +128,21 @@ class Server:
                 self._holder.global_step,
                 restarts,
             )
+
+    def leave(self, worker: int) -> None:
+        """A worker's program has ended: nobody waits for its gradients any more.
+
+        Not for a worker that died and will be replaced. It may be said again, and must
+        be to a server that has been restarted.
+        """
+        with self._changed:
+            if not self._is_worker(worker):
+                raise ValueError(self._unknown(worker))
+            if worker not in self._left:
+                self._left.add(worker)
+                self._note("left", worker)
+            self._holder.release(self._left)
+            self._changed.notify_all()
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined, since the beginning."""
@@ -152,6 +170,7 @@ class Server:
                 return holder.reply_again(worker)
             staleness = holder.staleness(worker)
             reply = holder.absorb(worker, push.arrays, push.steps)
+            holder.release(self._left)
             self._rounds[worker] = push.round
             self._local_steps[worker] = push.local_step
             self._lost_rounds.discard(worker)

@@ -223,6 +223,16 @@ def test_backup_worker_keeps_the_rate_and_without_it_the_straggler_rules():
     assert slow <= 2.0 < fast / 2, (slow, fast)  # The straggler's: 1 / 0.6 seconds.
 
 
+def test_a_worker_that_ends_early_does_not_stop_the_others():
+    def train(worker):
+        for _ in range(3 if worker.index == 0 else 6):
+            worker.step(DOWN)
+
+    _, history = runtime.run(train, PARAMS, ONE, SyncReplicas(2), num_workers=2)
+    steps = {e.worker: e.local_step for e in history.events if e.kind == "push"}
+    assert steps == {0: 3, 1: 6}
+
+
 def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
     def good(number):
         arrays = {f"['{name}']": np.ones_like(p) for name, p in PARAMS.items()}

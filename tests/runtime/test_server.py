@@ -493,6 +493,33 @@ def test_waiting_worker_is_woken_by_the_update():
     np.testing.assert_array_equal(found[0].arrays["params"]["['w']"], PARAMS["w"] - 2)
 
 
+def test_nobody_waits_for_workers_that_have_left():
+    server = sync_server(3, 3)
+    for worker in range(3):
+        server.join(worker)
+    assert server.push(Push(0, 1, grads(1.0))).waiting
+    found = []
+    thread = threading.Thread(target=lambda: found.append(server.wait(0, timeout=60)))
+    thread.start()
+    server.leave(1)
+    assert server.wait(0, timeout=0.01).waiting  # Worker 2 may still push.
+    server.leave(2)
+    server.leave(2)
+    thread.join()
+    assert not found[0].waiting and found[0].global_step == 0
+    # Alone it may go on; what it has accumulated counts.
+    server.push(Push(0, 2, grads(1.0)))
+    assert not server.wait(0, timeout=0.0).waiting
+    assert server.push(Push(0, 3, grads(4.0))).global_step == 1
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 2)
+    assert [event.kind for event in server.events()[1]].count("left") == 2
+    # One that comes back is waited for again.
+    server.join(2)
+    assert server.push(Push(0, 4, grads(1.0))).waiting
+    with pytest.raises(ValueError, match="no worker 3"):
+        server.leave(3)
+
+
 def test_replaced_worker_may_push_at_once():
     server = sync_server(3, 3)
     assert server.push(Push(0, 1, grads(1.0))).waiting
