@@ -7,6 +7,10 @@
 PYTHON ?= python3
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 RUN := $(VENV)/bin
+# XLA runs forced CPU devices on a pool of as many threads. A device that waits for
+# another to help with its work then waits for ever once the rest stand in a collective;
+# with threads to spare it does not. XLA reads the size of its pool from NPROC.
+export NPROC := 16
 
 .PHONY: demo test lint format docs clean
 .DEFAULT_GOAL := test

@@ -1,5 +1,10 @@
 """Eight CPU devices stand for a mesh; nothing is promoted or broadcast silently."""
 
+import os
+
+# Threads to spare for the devices' work, or a collective may wait for ever: see Makefile.
+os.environ.setdefault("NPROC", "16")
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")
