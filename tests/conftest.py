@@ -2,7 +2,7 @@
 
 import os
 
-# Threads to spare for the devices' work, or a collective may wait for ever: see Makefile.
+# Threads to spare for the devices, or a collective may wait for ever: see Makefile.
 os.environ.setdefault("NPROC", "16")
 
 import jax
