@@ -1,6 +1,6 @@
 """Time of a row-sparse step against the size of the table: it should not matter.
 
-    python benchmarks/bench_sparse.py                   # about three minutes, 3 GB
+    python benchmarks/bench_sparse.py                   # under a minute, 3 GB
     python benchmarks/bench_sparse.py --rows 10000 100000 --out short_bench_sparse.json
 
 A donated, jitted step of every optimizer that sees touched rows only, on 4,096 random
