@@ -71,7 +71,7 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
 
     Args:
         fn: A function, or what `jax.jit` or `jax.pmap` made of one, or the result of
-          `.trace(...)`, `.lower(...)` or `.compile()`, which take no arguments here.
+            `.trace(...)`, `.lower(...)` or `.compile()`, which take no arguments here.
         *args: Arrays or `jax.ShapeDtypeStruct` (with a sharding, where it matters).
         **kwargs: The same by name.
 

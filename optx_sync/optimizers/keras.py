@@ -58,7 +58,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         ImportError: If Keras is not installed.
         RuntimeError: If Keras runs on another backend.
         TypeError: If `optimizer` is not a Keras optimizer, or is a ``MultiOptimizer``;
-          at the update, for a row-sparse gradient.
+            at the update, for a row-sparse gradient.
         ValueError: If variables, not names, were excluded from the weight decay.
 
     Example:
