@@ -34,7 +34,10 @@ def test_it_learns_and_meets_in_a_conditional_only(tmp_path):
     sent = {(over, kind): (size, when) for over, kind, size, when in rows}
     assert {over for over, _ in sent} == {"workers", "fsdp"}
     # The parameters once, each device its half (and what cannot be halved).
-    assert sent["workers", "all-reduce"] == ("235,164", "in a conditional")
+    # The text comes with Python: 103 characters in 3.11, 104 and 52 bytes more in 3.12.
+    size, when = sent["workers", "all-reduce"]
+    assert abs(int(size.replace(",", "")) - 235_164) < 200
+    assert when == "in a conditional"
     assert [key for key in sent if key[0] == "workers"] == [("workers", "all-reduce")]
     assert {when for _, when in sent.values()} == {"in a conditional", "every step"}
     assert imread(picture).shape[:2] == (400, 700)
