@@ -1,7 +1,8 @@
 # Two commands do everything on a machine that has Python >= 3.11 and make:
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
 #   make test    ruff, pyright and the whole test suite
-# And: make docs, the pages in site/; make format.
+# And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
+# short form into benchmarks/results-quick); make docs, the pages in site/; make format.
 # PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ RUN := $(VENV)/bin
 # with threads to spare it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test lint format bench reproduce docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -25,6 +26,10 @@ $(VENV)/demo-installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/test-installed: pyproject.toml | $(VENV)/bin/python
 	$(RUN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/bench-installed: pyproject.toml | $(VENV)/bin/python
+	$(RUN)/python -m pip install --quiet --editable '.[bench]'
 	@touch $@
 
 $(VENV)/docs-installed: pyproject.toml | $(VENV)/bin/python
@@ -45,6 +50,14 @@ test: lint
 format: $(VENV)/test-installed
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
+
+bench: $(VENV)/bench-installed
+	set -e; for script in benchmarks/bench_*.py; do $(RUN)/python $$script $(QUICK); done
+	$(RUN)/python benchmarks/report.py $(QUICK)
+
+reproduce: $(VENV)/demo-installed
+	set -e; for script in benchmarks/reproduce_*.py; do $(RUN)/python $$script $(QUICK); done
+	$(RUN)/python benchmarks/report.py $(QUICK)
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict
