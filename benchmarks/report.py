@@ -137,6 +137,8 @@ class Report:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._name, self._start = name, time.perf_counter()
         self._console = Console()
+        if not self._console.is_terminal:
+            self._console.width = 120
         self._found: dict[str, Any] = {
             "name": name,
             "title": title,
