@@ -171,7 +171,7 @@ class Report:
         )
         aligned = ["---", *["---:"] * (len(columns) - 1)]
         lines = [columns, aligned, *([_cell(c) for c in row] for row in rows)]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = "\n".join(_row(line) for line in lines)
         self._page += [f"## {title}", table]
 
     def criterion(self, what: str, met: bool, found: str, why_not: str = "") -> None:
@@ -226,13 +226,18 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def _row(cells: Sequence[str]) -> str:
+    """A row of a table, in Markdown."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
 def _criteria(criteria: Sequence[Mapping[str, Any]]) -> str:
     """A table of them, in Markdown."""
     lines = ["| criterion | | found |", "|---|---|---|"]
     for one in criteria:
         word = "met" if one["met"] else "**not met**"
         found = f"{one['found']}. {one['why_not']}" if one["why_not"] else one["found"]
-        lines.append(f"| {one['criterion']} | {word} | {found} |")
+        lines.append(_row([one["criterion"], word, found]))
     return "\n".join(lines)
 
 

@@ -1,15 +1,20 @@
-"""What docstrings have that Markdown has not; a hook of MkDocs.
+"""What docstrings have that Markdown has not, and the measured pages; hooks of MkDocs.
 
 Formulas (``.. math::``, ``:math:``, and ``$$`` in pages) become MathML, which browsers
 draw by themselves. Doctests become code blocks: Markdown would read their prompts, and
-a description that begins with ">= 0", as quotations.
+a description that begins with ">= 0", as quotations. The pages that benchmarks and
+reproductions write stand beside the others, under measured/.
 """
 
 import re
+from pathlib import Path
 
 from latex2mathml.converter import convert
 from markdown import Extension
 from markdown.preprocessors import Preprocessor
+from mkdocs.structure.files import File
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 BLOCK = re.compile(r"^\.\. math::\n\n((?:(?: {4}.*)?\n)+)|^\$\$((?:.|\n)+?)\$\$$", re.M)
 INLINE = re.compile(r":math:`([^`]+)`")
@@ -44,3 +49,12 @@ def on_config(config):
     """Called by MkDocs once it has read its configuration."""
     config.markdown_extensions.append(_Extension())
     return config
+
+
+def on_files(files, config):
+    """Called by MkDocs with the files that it found: adds the measured pages."""
+    for path in sorted([*RESULTS.glob("*.md"), *RESULTS.glob("*.png")]):
+        name = "index.md" if path.name == "README.md" else path.name
+        place = f"measured/{name}"
+        files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files

@@ -18,7 +18,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.indexed_slices import IndexedSlices, at_least_float32
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
@@ -483,8 +483,7 @@ def _gather(x: jax.Array, axes, groups: _Groups | None) -> jax.Array:
 
 def _to_wire(x: jax.Array, reduction, reduce_dtype) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
-        half = jnp.finfo(x.dtype).bits < 32
-        return x.astype(reduce_dtype or (jnp.float32 if half else x.dtype))
+        return x.astype(reduce_dtype or at_least_float32(x.dtype))
     if _is_inexact(x.dtype):
         return x
     if reduction == "mean":

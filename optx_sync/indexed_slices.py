@@ -117,7 +117,7 @@ class IndexedSlices:
         if self._words.shape[0] == 0:
             return self
         unique, order, target = _unique(self.indices)
-        wide = _at_least_float32(self._values.dtype)
+        wide = at_least_float32(self._values.dtype)
         summed = jax.ops.segment_sum(
             self._values[order].astype(wide),
             target,
@@ -132,7 +132,7 @@ class IndexedSlices:
         """The dense array ``[rows, ...]``; rows out of range are dropped."""
         if self._words.ndim > 1:
             return jax.vmap(lambda slices: slices.to_dense(rows))(self)
-        wide = _at_least_float32(self._values.dtype)
+        wide = at_least_float32(self._values.dtype)
         dense = jnp.zeros((rows, *self._values.shape[1:]), wide)
         dense = dense.at[self.indices].add(
             self._values.astype(wide), mode="drop", wrap_negative_indices=False
@@ -473,7 +473,7 @@ class _GatheredRows:
             position = jnp.searchsorted(named, ids).astype(jnp.int32)
             found = named.at[position].get(mode="fill", fill_value=_LAST_INDEX) == ids
             # Half precision: the gradients of a frequent id add up in float32.
-            wide = self.rows.astype(_at_least_float32(self.dtype))
+            wide = self.rows.astype(at_least_float32(self.dtype))
             looked_up = wide.at[position].get(mode="fill", fill_value=0)
             looked_up = looked_up.astype(self.dtype)
         else:
@@ -711,17 +711,17 @@ def _like_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.expand_dims(mask, range(mask.ndim, rows.ndim))
 
 
-def _at_least_float32(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        return jnp.dtype(jnp.float32)
-    return dtype
+def at_least_float32(dtype: Any) -> np.dtype:
+    """The dtype to compute and to accumulate in: float32 for half precision."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32 if half else dtype)
 
 
 def _scatter_add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
     """``table + slices`` in the wider dtype, rounded once to the table's."""
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(table.dtype, slices.values.dtype)
-    if wide == table.dtype == _at_least_float32(table.dtype):
+    if wide == table.dtype == at_least_float32(table.dtype):
         return table.at[slices.indices].add(
             slices.values.astype(wide), mode="drop", wrap_negative_indices=False
         )

@@ -24,6 +24,7 @@ from optx_sync.center.rule import (
     check_period,
     contributions,
     divide,
+    is_due,
     local_step,
     own_of,
     start_accumulated,
@@ -210,14 +211,7 @@ def asynchronous(
         # As in lockstep, wide: half precision is rounded once, in `worker_params`.
         updates = jax.tree.map(lambda u, c: u.astype(c.dtype), updates, center)
         x = worker_params(own.params, updates, center)
-        period = communication_period
-        if callable(period):
-            # As in lockstep: schedules may give floats.
-            due = steps.astype(jnp.float32) >= jnp.asarray(
-                period(own.local_step), jnp.float32
-            )
-        else:
-            due = steps >= period
+        due = is_due(communication_period, steps, own.local_step)
 
         def exchange(x, own_taken, accumulated, own_inner, center, outer):
             taken = own_taken if keeps_taken else center

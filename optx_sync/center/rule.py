@@ -35,7 +35,7 @@ from optx_sync.collectives import (
     require_local,
     vary_like,
 )
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.indexed_slices import IndexedSlices, at_least_float32
 
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
 Period: TypeAlias = int | optax.Schedule
@@ -258,19 +258,14 @@ def center_variable(
             (updates, inner_new, accumulated), axis_name
         )
         # A hard pull widens the updates of half precision, so a quiet step does too.
-        updates = jax.tree.map(lambda u, p: u.astype(_wide(p.dtype)), updates, params)
+        updates = jax.tree.map(
+            lambda u, p: u.astype(at_least_float32(p.dtype)), updates, params
+        )
         broken = state.broken
         if drop_nonfinite:
             broken |= ~is_finite(worker_params(params, updates, state.center))
             updates = _where(broken, 0, updates)
-        period = communication_period
-        if callable(period):
-            # Schedules may give floats; the counter is exact in float32 up to 2^24.
-            due = steps.astype(jnp.float32) >= jnp.asarray(
-                period(state.local_step), jnp.float32
-            )
-        else:
-            due = steps >= period
+        due = is_due(communication_period, steps, state.local_step)
 
         def exchange(updates, moved):
             center, taken, outer, accumulated, dropped, inner_new = moved
@@ -366,6 +361,15 @@ def check_period(communication_period: Any) -> None:
         )
 
 
+def is_due(communication_period: Period, steps: Any, local_step: jax.Array) -> Any:
+    """Whether a worker that made so many steps since its last round meets: bool[]."""
+    if callable(communication_period):
+        # Schedules may give floats; the counter is exact in float32 up to 2^24.
+        period = jnp.asarray(communication_period(local_step), jnp.float32)
+        return jnp.asarray(steps, jnp.float32) >= period
+    return steps >= communication_period
+
+
 def start_center(params: Any, dtype: Any = None) -> Any:
     """A copy of the parameters, at least float32 unless a dtype is given.
 
@@ -373,13 +377,19 @@ def start_center(params: Any, dtype: Any = None) -> Any:
     """
 
     def copy(path, param):
+        if not hasattr(param, "dtype"):
+            raise TypeError(
+                f"The parameter at {jax.tree_util.keystr(path)} is {param!r} of type "
+                f"{type(param).__name__}; workers exchange arrays. Pass for example "
+                f"jnp.asarray({param!r})."
+            )
         if not jnp.issubdtype(param.dtype, jnp.inexact):
             raise TypeError(
                 f"The parameter at {jax.tree_util.keystr(path)} has dtype "
                 f"{param.dtype}; workers exchange floating parameters only. Leave it "
                 "out with optax.masked."
             )
-        wide = dtype or _wide(param.dtype)
+        wide = dtype or at_least_float32(param.dtype)
         if isinstance(param, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(param.shape, wide)
         return jnp.array(param, dtype=wide, copy=True)
@@ -412,7 +422,7 @@ def local_step(
                 return None
             pull = penalty(Own(param.astype(taken.dtype), taken, None), at)
             grad = _dense(grad, param)
-            wide = _wide(grad.dtype)
+            wide = at_least_float32(grad.dtype)
             total = grad.astype(wide) + pull.astype(wide)
             return _round(total, grad.dtype).astype(grad.dtype)
 
@@ -499,7 +509,7 @@ def landing(params: Any, target: Any) -> Any:
     """
 
     def difference(param, target):
-        wide = _wide(param.dtype)
+        wide = at_least_float32(param.dtype)
         rounded = _round(target.astype(wide), param.dtype)
         return rounded - param.astype(wide)
 
@@ -556,12 +566,6 @@ def _round(x, dtype):
     smallest = float(info.smallest_subnormal)
     steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
-
-
-def _wide(dtype):
-    """At least float32."""
-    half = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if half else jnp.dtype(dtype)
 
 
 def _is_floating(x) -> bool:

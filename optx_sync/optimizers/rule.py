@@ -46,7 +46,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.indexed_slices import IndexedSlices, check_rows
+from optx_sync.indexed_slices import IndexedSlices, at_least_float32, check_rows
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 
@@ -301,9 +301,7 @@ def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
 def slot_dtype(leaf: Any) -> np.dtype:
     """The dtype of a leaf's slots and of its arithmetic: float32, or wider."""
     dtype = jnp.result_type(leaf)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32:
-        return dtype
-    return jnp.dtype(jnp.float32)
+    return at_least_float32(dtype if jnp.issubdtype(dtype, jnp.floating) else "f4")
 
 
 def _align(grads, slots, params):

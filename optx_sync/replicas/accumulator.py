@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.indexed_slices import IndexedSlices, at_least_float32
 
 
 class Accumulator(NamedTuple):
@@ -136,7 +136,7 @@ def accumulator_dtype_of(dtype: Any, asked: Any) -> Any:
     """At least float32, unless another dtype was asked for."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return dtype
-    return asked or (jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+    return asked or at_least_float32(dtype)
 
 
 def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:

@@ -14,6 +14,7 @@ from optx_sync.center.rule import (
     check_period,
     contributions,
     divide,
+    is_due,
     local_step,
     own_of,
     start_accumulated,
@@ -235,10 +236,7 @@ class _OfCenter:
             self.params, self.inner_state, self.taken, self.accumulated, grads,
             jnp.int32(self.steps),
         )  # fmt: skip
-        period = self.period
-        if not isinstance(period, int):
-            return self.steps >= float(np.asarray(period(jnp.int32(step))))
-        return self.steps >= period
+        return bool(is_due(self.period, self.steps, jnp.int32(step)))
 
     def _run_step(self, params, inner_state, taken, accumulated, grads, steps):
         at = self.at._replace(steps=steps)

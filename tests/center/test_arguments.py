@@ -208,6 +208,13 @@ def test_parameters_must_be_floating():
         oxs.local_sgd(SGD, AXIS).init({"w": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)})
 
 
+def test_parameters_must_be_arrays():
+    with pytest.raises(
+        TypeError, match=r"at \['b'\] is 0\.5 of type float; .* jnp.asa"
+    ):
+        oxs.elastic_average(SGD, AXIS, rho=0.0).init({"w": jnp.ones(2), "b": 0.5})
+
+
 def test_the_axis_must_be_mapped():
     tx = oxs.local_sgd(SGD, AXIS)
     with pytest.raises(ValueError, match="No mapped axis is named 'data' here"):
