@@ -175,7 +175,7 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
         np.testing.assert_array_equal(again[name], value)
 
 
-def rates(required: int, phase: float = 3.0) -> tuple[list[float], list[float]]:
+def rates(required: int, phase: float = 4.0) -> tuple[list[float], list[float]]:
     """Updates per second: with four fast workers, and with one ten times slower.
 
     Both in one run, in turn, so that whatever else the machine does hits both.
@@ -189,7 +189,7 @@ def rates(required: int, phase: float = 3.0) -> tuple[list[float], list[float]]:
     def train(worker):
         while worker.local_step == 0 or time.time() < end[0]:
             late = worker.index == 3 and slow(time.time())
-            time.sleep(0.6 if late else 0.06)
+            time.sleep(1.0 if late else 0.1)
             worker.step(DOWN, now=time.time())
             if not end:
                 # Seven phases after the common start: three whole ones of each kind.
@@ -209,10 +209,10 @@ def rates(required: int, phase: float = 3.0) -> tuple[list[float], list[float]]:
         # A slow step may reach into the next phase.
         inside = [
             e for e in pushes
-            if number * phase + 0.7 <= e.time < (number + 1) * phase
+            if number * phase + 1.1 <= e.time < (number + 1) * phase
         ]  # fmt: skip
         made = inside[-1].global_step - inside[0].global_step
-        found[number % 2].append(made / (phase - 0.7))
+        found[number % 2].append(made / (phase - 1.1))
     return found
 
 
@@ -220,7 +220,7 @@ def test_backup_worker_keeps_the_rate_and_without_it_the_straggler_rules():
     fast, slow = map(statistics.median, rates(required=3))
     assert slow >= 0.9 * fast, (slow, fast)
     fast, slow = map(statistics.median, rates(required=4))
-    assert slow <= 2.0 < fast / 2, (slow, fast)  # The straggler's: 1 / 0.6 seconds.
+    assert slow <= 1.2 < fast / 2, (slow, fast)  # The straggler's: 1 in a second.
 
 
 def test_a_worker_that_ends_early_does_not_stop_the_others():
