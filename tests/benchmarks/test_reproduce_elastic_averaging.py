@@ -1,0 +1,168 @@
+"""The reproduction of elastic averaging in its short form, and its own parts."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAME = "reproduce_elastic_averaging"
+METHODS = ["DOWNPOUR", "EASGD", "EAMSGD", "AGN", "local SGD"]
+PERIODS = [1, 4, 16, 64]
+STEPS, PARAMETERS = 128, 64 * 64 + 64 + 64 * 10 + 10
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module(NAME)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The folder that a short run wrote, and what its JSON file holds."""
+    folder = tmp_path_factory.mktemp("results")
+    command = [sys.executable, "-W", "error", BENCHMARKS / f"{NAME}.py", "--quick"]
+    finished = subprocess.run(
+        [*command, "--out", folder],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
+        cwd=folder,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return folder, json.loads((folder / f"{NAME}.json").read_text())
+
+
+def columns_of(found, number):
+    """A table's columns, by their titles."""
+    table = found["tables"][number]
+    rows = zip(*table["rows"], strict=True)
+    return dict(zip(table["columns"], rows, strict=True))
+
+
+@pytest.mark.slow
+def test_writes_a_page_and_pictures(results):
+    folder, found = results
+    pictures = [f"{NAME}_{what}.png" for what in ("tau", "bytes", "stability")]
+    page = (folder / f"{NAME}.md").read_text()
+    for picture in pictures:
+        assert (folder / picture).stat().st_size > 10_000
+        assert f"({picture})" in page
+    assert "**simulated**" in page
+    assert found["quick"]
+
+
+@pytest.mark.slow
+def test_errors_of_every_method_and_period(results):
+    errors = columns_of(results[1], 1)
+    assert list(errors) == ["", *METHODS, "MB of a worker"]
+    assert list(errors[""]) == [f"p = 4, tau = {period}" for period in PERIODS]
+    sent = [f"{8e-6 * PARAMETERS * STEPS / period:.3f}" for period in PERIODS]
+    assert list(errors["MB of a worker"]) == sent
+    means = {}
+    for name in METHODS:
+        cells = [re.fullmatch(r"(.+) ± (.+) \((.+)\)", cell) for cell in errors[name]]
+        means[name] = [float(cell[1]) for cell in cells if cell]
+        assert len(means[name]) == len(PERIODS)
+    for name in ("EASGD", "EAMSGD", "local SGD"):
+        assert 0 < min(means[name]) and max(means[name]) < 25  # chance is 90
+    for period in (2, 3):
+        assert means["DOWNPOUR"][period] > 1.5 * means["EASGD"][period]
+    # A push of AGN is divided by tau, one of local SGD by p.
+    assert means["AGN"][1] == pytest.approx(means["local SGD"][1], abs=2)
+    assert means["AGN"][3] > 3 * means["local SGD"][3]
+    assert errors["AGN"][0] == errors["DOWNPOUR"][0]
+
+
+@pytest.mark.slow
+def test_what_must_hold_however_short_the_run(results):
+    found = results[1]
+    met = {row["criterion"]: row["met"] for row in found["criteria"]}
+    for begins in ("The paper's form is stable", "Three turns of", "AGN with tau = 1"):
+        (flag,) = [flag for what, flag in met.items() if what.startswith(begins)]
+        assert flag
+    largest = columns_of(found, 2)
+    rates = {name: [float(x) for x in largest[name][:3]] for name in METHODS}
+    assert rates["DOWNPOUR"][2] < rates["DOWNPOUR"][0] < rates["EASGD"][0]
+    assert rates["EASGD"] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_as_many_stable_points_as_the_paper_says(results):
+    eta, alpha = np.meshgrid(np.linspace(-0.21, 2.71, 30), np.linspace(-0.11, 1.31, 30))
+    bound = (4 - 2 * eta) / (4 - eta)
+    stable = int(((eta > 0) & (eta < 2) & (alpha > 0) & (alpha < bound)).sum())
+    points = columns_of(results[1], 0)
+    assert set(points["paper's form"]) == {stable}
+    assert set(points["other than it says"]) == set(points["only paper's"]) == {0}
+    assert min(points["library's form"]) > 2 * stable
+
+
+def test_turns_are_spread_over_a_period(script):
+    schedule = script.turns(4, 16, 32)
+    assert np.bincount(schedule).tolist() == [32] * 4
+    steps = np.zeros(4, int)
+    exchanges = []
+    for event, worker in enumerate(schedule):
+        steps[worker] += 1
+        if steps[worker] % 16 == 0:
+            exchanges.append((event, worker))
+    assert [worker for _, worker in exchanges] == [0, 1, 2, 3] * 2
+    # Four turns apart: of four workers once all have started.
+    gaps = np.diff([event for event, _ in exchanges])
+    assert gaps[3] == 4 * 4 + 1 - 4  # the last worker of a turn, the first of another
+    assert script.turns(3, 1, 2).tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_one_turn_is_the_paper_s_step_of_each_worker(script):
+    eta, alpha = 0.7, 0.3
+    x, center = np.array([1.0, -2.0, 4.0]), 0.5
+    cycle = script.round_robin(np.array(eta), np.array(alpha), 3, simultaneous=True)
+    moved = cycle @ np.append(x, center)
+    for worker in range(3):
+        pull = alpha * (x[worker] - center)
+        x[worker] -= eta * x[worker] + pull
+        center += pull
+    np.testing.assert_allclose(moved, np.append(x, center), rtol=1e-14)
+
+
+def test_downpour_adds_up_what_the_workers_moved(script):
+    schedule = script.turns(3, 4, 8)
+    targets = np.array([1.0, -2.0, 4.0], np.float32)
+    run = oxs.simulate.asynchronous(
+        optax.sgd(0.1),
+        script.downpour_rule(),
+        jnp.zeros(()),
+        lambda worker, params, event: params - jnp.asarray(targets)[worker],
+        schedule,
+        num_workers=3,
+        communication_period=4,
+    )
+    x, moved, center, expected = np.zeros(3), np.zeros(3), 0.0, []
+    steps = np.zeros(3, int)
+    for worker in schedule:
+        update = -0.1 * (x[worker] - targets[worker])
+        x[worker] += update
+        moved[worker] += update
+        steps[worker] += 1
+        if steps[worker] % 4 == 0:
+            center += moved[worker]
+            x[worker], moved[worker] = center, 0.0
+        expected.append(center)
+    np.testing.assert_allclose(run.center, expected, rtol=1e-5, atol=1e-6)
