@@ -1,0 +1,126 @@
+"""The reproduction of DiLoCo, in its short form: all that is not a matter of luck."""
+
+import hashlib
+import json
+import math
+import os
+import pydoc_data.topics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce_diloco.py"
+STEPS, PERIODS, SEEDS = 200, (10, 50), 2
+DILOCO = [f"DiLoCo, H={period}" for period in PERIODS]
+AVERAGING = [f"averaging, H={period}" for period in PERIODS]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where it wrote its page, its numbers and its picture."""
+    folder = tmp_path_factory.mktemp("diloco")
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+        cwd=folder,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return json.loads((folder / "reproduce_diloco.json").read_text())
+
+
+def criterion(found, start):
+    """Whether the one that starts so was met."""
+    (met,) = (c["met"] for c in found["criteria"] if c["criterion"].startswith(start))
+    return met
+
+
+def test_it_writes_a_page_with_a_picture(folder, found):
+    page = (folder / "reproduce_diloco.md").read_text()
+    assert "2.9 %" in page and "simulated" in page and "A short run" in page
+    assert imread(folder / "reproduce_diloco.png").shape[:2] == (528, 1155)
+    assert found["quick"] is True
+    losses, rates = found["tables"]
+    apart = [row for name in DILOCO for row in (name, f"{name}, non-iid")]
+    rest = [*AVERAGING, "data parallel", "1 worker"]
+    assert [row[0] for row in losses["rows"]] == [*apart, *rest]
+    assert [row[0] for row in rates["rows"]] == [*DILOCO, *rest]
+
+
+def test_it_names_the_text(found):
+    text = "\n".join(pydoc_data.topics.topics.values())
+    facts = found["data"]["facts"]
+    assert facts["length"] == len(text)
+    assert facts["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert facts["alphabet"] == len(set(text))
+    assert 0.5 * len(text) < facts["kept"] < len(text)
+
+
+def test_bytes_are_those_of_the_parameters_once_a_round(found):
+    alphabet = found["data"]["facts"]["alphabet"]
+    layers = (alphabet * 16, 12 * 16 * 272, 272, 272 * alphabet, alphabet)
+    size = 4 * sum(layers)
+    assert found["data"]["parameters"] == sum(layers)
+    expected = {name: [0, size] for name in (*DILOCO, *AVERAGING)}
+    expected |= {"data parallel": [size, 0], "1 worker": [0, 0]}
+    assert found["data"]["bytes"] == expected
+    rounds = {name: s["rounds"] for name, s in found["data"]["studies"].items()}
+    counted = [STEPS // period for period in PERIODS]
+    assert [rounds[name] for name in DILOCO] == counted
+    assert [rounds[name] for name in AVERAGING] == counted
+    sent = {row[0]: row[-1] for row in found["tables"][0]["rows"]}
+    assert sent["data parallel"] == STEPS * size
+    for period, *names in zip(PERIODS, DILOCO, AVERAGING, strict=True):
+        assert {sent[name] * period for name in names} == {STEPS * size}
+    assert criterion(found, "bytes per step")
+
+
+def test_an_outer_sgd_of_rate_1_is_averaging(found):
+    assert found["data"]["differences"] == {str(period): 0 for period in PERIODS}
+    assert criterion(found, "DiLoCo with outer SGD(1)")
+
+
+def test_every_method_learns_and_is_a_method_of_its_own(found):
+    studies = found["data"]["studies"]
+    losses = {name: studies[name]["iid"] for name in studies}
+    losses |= {f"{name}, non-iid": studies[name]["non-iid"] for name in DILOCO}
+    uniform = math.log(found["data"]["facts"]["alphabet"])
+    for of_seeds in losses.values():
+        assert len(of_seeds) == SEEDS
+        assert all(2 < loss < 0.75 * uniform for loss in of_seeds)
+    # No two methods, and no two seeds, have done the same.
+    assert len({loss for of_seeds in losses.values() for loss in of_seeds}) == 2 * 8
+    # Four times the data help, whatever the seed.
+    for name in (*AVERAGING, "data parallel"):
+        assert np.all(np.array(losses[name]) < losses["1 worker"])
+
+
+def test_criteria_say_what_the_losses_say(found):
+    studies = found["data"]["studies"]
+
+    def worse(losses, than):
+        return 100 * (np.array(losses) / np.array(than) - 1).mean()
+
+    for name, allowed in zip(DILOCO, (1, 3), strict=True):
+        ours, kept = studies[name], studies["data parallel"]["iid"]
+        assert criterion(found, f"{name}: at most") == (
+            worse(ours["iid"], kept) <= allowed
+        )
+        assert criterion(found, f"{name}: non-iid") == (
+            worse(ours["non-iid"], ours["iid"]) <= 2
+        )
+    # No period has had the rounds that an outer momentum needs.
+    assert not [c for c in found["criteria"] if "beats" in c["criterion"]]
