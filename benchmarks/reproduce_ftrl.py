@@ -1,6 +1,6 @@
 """How few weights FTRL-Proximal needs: McMahan et al., 2013, on lines of source code.
 
-    python benchmarks/reproduce_ftrl.py             # 2 to 3 minutes alone on two cores
+    python benchmarks/reproduce_ftrl.py             # 2 minutes alone on two cores
     python benchmarks/reproduce_ftrl.py --quick     # 20 seconds
 
 Google's data are not public. The data here come with Python: lines of its standard
@@ -27,7 +27,7 @@ from rich.progress import track
 from sklearn.metrics import roc_auc_score
 from source_lines import FEATURES, WIDTH, load
 
-LINES, SEEDS = (80_000, 20_000, 20_000), 5  # lines to train, to choose rates, to test
+LINES, SEEDS = (80_000, 20_000, 20_000), 3  # lines to train, to choose rates, to test
 QUICK_LINES, QUICK_SEEDS = (4_800, 2_000, 2_000), 1
 ROWS = 16  # lines of a step; with 1 and with 64 the AucLoss is the same within 0.0002
 ABOUT = """
@@ -277,16 +277,15 @@ def main() -> None:
         shape = len(labels) // ROWS, ROWS
         return ids[order].reshape(*shape, WIDTH), labels[order].reshape(shape)
 
-    def run(what, grids):  # the points of all seeds, and the seconds of the first
-        found, times = {name: [] for name in grids}, [time.perf_counter()]
+    def run(what, grids):  # the points of all seeds
+        found = {name: [] for name in grids}
         for seed in track(seeds, what):
             for name, (make, grid) in grids.items():
                 found[name].append(points_of(make, grid, batches_of(seed), held))
-            times.append(time.perf_counter())
-        return found, times[1] - times[0]
+        return found
 
     grids = {n: (m.make, list(product(m.rates, m.tuning))) for n, m in METHODS.items()}
-    tried, tuning_seconds = run("choosing rates", grids)
+    tried = run("choosing rates", grids)
     rates, rows = {}, []
     grids = {"global rate": (sparse.global_rate, GLOBAL_GRID)}
     for name, method in METHODS.items():
@@ -295,8 +294,8 @@ def main() -> None:
         grids[name] = method.make, list(product([rates[name]], method.penalties))
         cells = zip(method.rates, losses, strict=True)
         rows.append([name, rates[name], ", ".join(f"{r:g}: {x:.4f}" for r, x in cells)])
-    curves, sweep_seconds = run("sweeps", grids)
-    seconds = tuning_seconds + sweep_seconds, time.perf_counter() - start
+    curves = run("sweeps", grids)
+    seconds = time.perf_counter() - start
     best_global = []  # of each seed
     for seed, points in enumerate(curves.pop("global rate")):
         best_global.append(min(points))
@@ -309,10 +308,9 @@ def main() -> None:
     compare(page, curves, best_global)
     check_rows(page, rates["FTRL"], batches_of(0))
     page.criterion(
-        "the sweep of a seed takes less than 2 minutes with its choice of rates, that "
-        "of all seeds less than 5",
-        seconds[0] < 120 and seconds[1] < 300,
-        f"{seconds[0]:.0f} s of one seed; {seconds[1]:.0f} s of all {len(seeds)}",
+        "the whole sweep, choice of rates included, takes less than 2 minutes",
+        seconds < 120,
+        f"{seconds:.0f} s, of {len(seeds)} seeds",
     )
     page.save()
 

@@ -41,7 +41,9 @@ def ftrl(
     alone, so an element whose first gradient is zero becomes zero at once, and `l1`
     makes parameters exactly zero. With a schedule, the current rate is used throughout,
     and it must never be 0: the formula divides by it. Optax has no counterpart. Of a
-    table, only the rows named by a gradient see any of this, shrinkage included.
+    table, only the rows named by a gradient see any of this, shrinkage included. An
+    update is the way to the new value, and adding it rounds: a dense step mends the
+    rounding of the one before, a row-sparse one only when the row is touched again.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule, not 0.

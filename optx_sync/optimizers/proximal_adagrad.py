@@ -33,7 +33,8 @@ def proximal_adagrad(
 
     Each element's own rate :math:`e` also scales its regularization, which makes
     parameters exactly zero. Without `l1` and `l2` it is `adagrad`. Optax has no
-    counterpart. Of a table, only the rows named by a gradient shrink.
+    counterpart. Of a table, only the rows named by a gradient shrink, so that rare rows
+    hardly ever become zero: for sparse weights take `ftrl`.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
