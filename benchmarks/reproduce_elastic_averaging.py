@@ -1,6 +1,6 @@
 """Elastic averaging SGD on digits: the error against the period, and when it is stable.
 
-    python benchmarks/reproduce_elastic_averaging.py           # some ten minutes
+    python benchmarks/reproduce_elastic_averaging.py           # five to ten minutes
     python benchmarks/reproduce_elastic_averaging.py --quick   # under half a minute
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", 2015, found on
@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import elastic_stability
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,6 @@ HIDDEN, BATCH, MOMENTUM, BETA = 64, 32, 0.9, 0.9
 PERIODS, LOOKS = (1, 4, 16, 64), 16  # at the center, evenly spread over a run
 METHODS = ("DOWNPOUR", "EASGD", "EAMSGD", "AGN", "local SGD")
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377")
-SHADES = ("#66CCEE", "#EE6677")  # stable, unstable
 EXCHANGE = 2 * 4 * (64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10)  # bytes, both ways
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0)
 ABOUT = f"""
@@ -84,6 +84,11 @@ class Cell(NamedTuple):
     def error(self) -> float:
         """Their mean."""
         return float(self.errors.mean())
+
+    @property
+    def smallest(self) -> float:
+        """Their mean, were the rate chosen on the test images."""
+        return float(self.test[:, :, -1].mean(0).min())
 
     def largest_stable(self, rates: np.ndarray) -> float:
         """The largest stable rate; 0 where none is."""
@@ -241,106 +246,6 @@ def train_all(
     return found
 
 
-def round_robin(eta, alpha, workers: int, *, simultaneous: bool) -> np.ndarray:
-    """One turn of all workers on x^2 / 2, as a linear map; the center comes last.
-
-    The paper's own form takes gradient and pull at the same point; TensorFlow, and so
-    the library, steps first and pulls from where it then is.
-    """
-    pulled = 1.0 if simultaneous else 1.0 - eta  # times x: what alpha is applied to
-    cycle = np.eye(workers + 1)
-    for worker in range(workers):
-        step = np.zeros((*eta.shape, workers + 1, workers + 1)) + np.eye(workers + 1)
-        step[..., worker, worker] = 1.0 - eta - alpha * pulled
-        step[..., worker, -1] = alpha
-        step[..., -1, worker] = alpha * pulled
-        step[..., -1, -1] = 1.0 - alpha
-        cycle = step @ cycle
-    return cycle
-
-
-def radius_of(maps: np.ndarray) -> np.ndarray:
-    return np.abs(np.linalg.eigvals(maps)).max(-1)
-
-
-def simulated(eta, alpha, workers: int, cycles: int) -> np.ndarray:
-    """All workers' x and the center's after some turns, by the library."""
-
-    def run(eta, alpha):
-        final = oxs.simulate.asynchronous(
-            optax.sgd(eta),
-            oxs.elastic_rule(moving_rate=alpha, rho=0.0),
-            jnp.ones(()),
-            lambda worker, params, event: params,
-            np.arange(cycles * workers) % workers,
-            num_workers=workers,
-            communication_period=1,
-            record=cycles * workers,
-        ).final
-        return jnp.append(final.workers.params, final.center)
-
-    with jax.enable_x64(True):
-        return np.asarray(jax.jit(jax.vmap(jax.vmap(run)))(eta, alpha))
-
-
-def stability(page: report.Report) -> None:
-    """When elastic averaging is stable, in the paper's form and in the library's."""
-    # 30 x 30 points, none of them on a boundary.
-    eta, alpha = np.meshgrid(np.linspace(-0.21, 2.71, 30), np.linspace(-0.11, 1.31, 30))
-    condition = (0 <= eta) & (eta <= 2) & (0 <= alpha)
-    condition &= alpha * (4 - eta) <= 4 - 2 * eta
-    rows, apart = [], 0.0
-    for workers in (1, 3, 8, 16):
-        papers = round_robin(eta, alpha, workers, simultaneous=True)
-        librarys = round_robin(eta, alpha, workers, simultaneous=False)
-        stable, own = (radius_of(maps) <= 1 for maps in (papers, librarys))
-        expected = np.linalg.matrix_power(librarys, 3).sum(-1)  # from x = c = 1
-        off = abs(simulated(eta, alpha, workers, 3) - expected) / (1 + abs(expected))
-        apart = max(apart, float(off.max()))
-        counts = stable, stable != condition, own, stable & ~own
-        rows.append([workers, *(int(points.sum()) for points in counts)])
-    page.table(
-        f"Stable points (learning rate eta, moving rate alpha), of {eta.size}",
-        ["p", "paper's form", "other than it says", "library's form", "only paper's"],
-        rows,
-    )
-    page.criterion(
-        "The paper's form is stable just where 0 <= eta <= 2 and 0 <= alpha <= "
-        "(4 - 2 eta) / (4 - eta), with any p",
-        all(row[2] == 0 for row in rows),
-        f"{sum(row[2] for row in rows)} of {eta.size * len(rows):,} points differ",
-    )
-    page.criterion(
-        "Three turns of `oxs.simulate.asynchronous` are the library form's linear map",
-        apart < 1e-12,
-        f"relative difference at most {apart:.1e}",
-    )
-    page.picture(
-        draw_stability(),
-        "Stability on x^2 / 2 of 3 workers that exchange in every step, in turns. The "
-        "line is the paper's condition. The library steps first and then pulls, as "
-        "TensorFlow does.",
-        "stability",
-    )
-
-
-def draw_stability() -> Figure:
-    """Spectral radii of both forms, side by side."""
-    eta, alpha = np.meshgrid(np.linspace(0.01, 3, 120), np.linspace(0.01, 1.5, 120))
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, simultaneous in zip(figure.subplots(1, 2), (True, False), strict=True):
-        radius = radius_of(round_robin(eta, alpha, 3, simultaneous=simultaneous))
-        filled = axes.contourf(eta, alpha, radius, [0, 1, np.inf], colors=SHADES)
-        edge = np.linspace(0, 2, 99)
-        axes.plot(edge, (4 - 2 * edge) / (4 - edge), color="black", linewidth=1.2)
-        axes.set(xlabel="learning rate times curvature, eta", xlim=(0, 3))
-        axes.set(ylabel="moving rate, alpha", ylim=(0, 1.5))
-        axes.set_title("at one point (paper)" if simultaneous else "step, then pull")
-        proxies = filled.legend_elements()[0]
-        axes.legend(proxies, ["stable", "unstable"], loc="upper right")
-    return figure
-
-
 def tables(page: report.Report, cells: Cells, rates: np.ndarray) -> None:
     """Test errors, largest stable rates, and what was sent."""
     errors, stable = [], []
@@ -403,29 +308,31 @@ def criteria(page: report.Report, cells: Cells, rates: np.ndarray) -> None:
                 least * 0.999 <= fall <= most * 1.001,  # the grid's rates are float32
                 f"from {ends[0]:g} to {ends[1]:g}, {fall:.3g} times",
             )
-    grown = [error("EAMSGD", p, 64) - error("EAMSGD", p, 1) for p in numbers]
+    grown, behind, spreads = gaps(error, numbers)
     page.criterion(
         "EAMSGD's error with tau = 64 is at most 0.5 points above that with tau = 1, "
         "for each p",
         max(grown) <= 0.5,
         listed(numbers, grown, "points"),
+        "Tried with 16 workers and 3 seeds: 0.1 to 0.2 points on four splits of the "
+        "data, -0.1 with 2,560 steps.",
     )
-    behind = {
-        key: error("EAMSGD", *key) - min(error(name, *key) for name in METHODS)
-        for key in itertools.product(numbers, PERIODS)
-    }
     far = [f"p = {p}, tau = {t}: {x:.2f}" for (p, t), x in behind.items() if x > 0.5]
     page.criterion(
         f"EAMSGD is within 0.5 points of the best method, in all {len(behind)} cells",
         not far,
         f"at most {max(behind.values()):.2f} points behind"
         + (f" ({'; '.join(far)})" if far else ""),
+        "The best of five means of a few seeds is below the mean that it stands for, "
+        "and neighbouring rates differ by one validation image.",
     )
-    spreads = [np.ptp([error("EASGD", p, tau) for tau in PERIODS]) for p in numbers]
     page.criterion(
         "EASGD's errors with the four tau are at most 0.6 points apart, for each p",
         max(spreads) <= 0.6,
         listed(numbers, spreads, "points"),
+        "With tau = 64 a worker meets the center 10 times, and goes 0.9 / p of the way "
+        "to it. Tried with 16 workers and 3 seeds, tau = 1 against 64: 0.1 to 1.6 "
+        "points on four splits of the data; with 2,560 steps 0.6, and 0.1 with rate 1.",
     )
     same = [cells["AGN", p, 1].bits == cells["DOWNPOUR", p, 1].bits for p in numbers]
     page.criterion(
@@ -443,11 +350,36 @@ def criteria(page: report.Report, cells: Cells, rates: np.ndarray) -> None:
         not edges,
         "; ".join(edges) or f"all within {rates[0]:g} ... {rates[-1]:g}",
     )
+    grown, behind, spreads = gaps(lambda *key: cells[key].smallest, numbers)
+    page.text(
+        "With learning rates chosen on the test images, as the paper does, EAMSGD's "
+        f"error with tau = 64 would be {listed(numbers, grown)} points above that with "
+        f"tau = 1, EAMSGD at most {max(behind.values()):.2f} points behind the best "
+        f"method, and EASGD's errors {listed(numbers, spreads)} points apart."
+    )
 
 
-def listed(numbers: Sequence[int], values: Sequence[Any], unit: str) -> str:
+def gaps(
+    error: Callable[[str, int, int], float], numbers: Sequence[int]
+) -> tuple[list[float], dict[tuple[int, int], float], list[float]]:
+    """EAMSGD's with tau = 64 over 1, EAMSGD's over the best method, EASGD's over tau.
+
+    Rounded, as errors are multiples of one image and may lie on a bound.
+    """
+    grown = [round(error("EAMSGD", p, 64) - error("EAMSGD", p, 1), 4) for p in numbers]
+    behind = {
+        key: round(
+            error("EAMSGD", *key) - min(error(name, *key) for name in METHODS), 4
+        )
+        for key in itertools.product(numbers, PERIODS)
+    }
+    of_tau = [[error("EASGD", p, tau) for tau in PERIODS] for p in numbers]
+    return grown, behind, [round(max(row) - min(row), 4) for row in of_tau]
+
+
+def listed(numbers: Sequence[int], values: Sequence[float], unit: str = "") -> str:
     pairs = zip(numbers, values, strict=True)
-    return ", ".join(f"p = {number}: {value:.2f} {unit}" for number, value in pairs)
+    return ", ".join(f"p = {number}: {x:.2f} {unit}".rstrip() for number, x in pairs)
 
 
 def draw_periods(cells: Cells) -> Figure:
@@ -520,7 +452,7 @@ def main() -> None:
         f"{steps} steps of each worker, {seeds} seeds, learning rates "
         f"{', '.join(f'{rate:g}' for rate in rates)}."
     )
-    stability(page)
+    elastic_stability.write(page)
     cells = train_all(numbers, steps, rates, seeds)
     tables(page, cells, rates)
     criteria(page, cells, rates)

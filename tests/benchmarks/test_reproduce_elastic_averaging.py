@@ -22,14 +22,11 @@ PERIODS = [1, 4, 16, 64]
 STEPS, PARAMETERS = 128, 64 * 64 + 64 + 64 * 10 + 10
 
 
-@pytest.fixture(scope="module")
-def script():
-    """The script as a module."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module(NAME)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+@pytest.fixture(params=[NAME])
+def script(monkeypatch, request):
+    """The script, or a part of it, as a module."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +127,7 @@ def test_turns_are_spread_over_a_period(script):
     assert script.turns(3, 1, 2).tolist() == [0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.parametrize("script", ["elastic_stability"], indirect=True)
 def test_one_turn_is_the_paper_s_step_of_each_worker(script):
     eta, alpha = 0.7, 0.3
     x, center = np.array([1.0, -2.0, 4.0]), 0.5
