@@ -210,8 +210,13 @@ class Report:
         page += ["## Where it was measured", _about(self._found)]
         text = "\n\n".join(page) + "\n"
         (self.folder / f"{self._name}.md").write_text(text)
-        found = json.dumps(self._found, indent=1, default=float)
-        (self.folder / f"{self._name}.json").write_text(found + "\n")
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(_rounded(value))}"
+            for key, value in self._found.items()
+        ]
+        (self.folder / f"{self._name}.json").write_text(
+            "{\n" + ",\n".join(lines) + "\n}\n"
+        )
         self._console.print(
             f"{self._found['seconds']:.0f} s; wrote {self._name}.json, .md and "
             f"pictures into {self.folder}",
@@ -224,6 +229,17 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _rounded(value: Any) -> Any:
+    """What a JSON file keeps of it: six digits of a number."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return float(f"{float(value):.6g}")
 
 
 def _row(cells: Sequence[str]) -> str:

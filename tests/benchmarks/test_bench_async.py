@@ -35,7 +35,7 @@ def test_every_exchange_is_measured(tmp_path):
     assert set(rows) == EXCHANGES
     naive_over_copy = rows["naive actor"][1]
     for times_faster, over_copy, _ in rows.values():
-        assert times_faster * over_copy == pytest.approx(naive_over_copy)
+        assert times_faster * over_copy == pytest.approx(naive_over_copy, rel=1e-4)
     # A copy within a process is faster than anything that goes to another one.
     assert all(row[1] > 1 for name, row in rows.items() if name != "copy")
     assert [one["met"] for one in found["criteria"]] == [
