@@ -89,6 +89,9 @@ def test_tables_say_what_the_curves_say(found):
     assert [row[0] for row in means["rows"]] == [
         f"{n}, {whose}" for n in WORKERS for whose in ("the paper's", "here")
     ]
+    ours = [[float(cell) for cell in row[1:]] for row in means["rows"][1::2]]
+    expected = last[COMMITS].mean(1)[..., :2].reshape(2, 4)  # AGN and AEASGD
+    np.testing.assert_allclose(ours, expected, atol=0.006)
 
 
 def by_hand(method, schedule, targets, period, rate):
