@@ -1,0 +1,347 @@
+"""Steps as one writes them by hand, and the wrappers of this library beside them.
+
+What `bench_wrappers.py` and `bench_scale.py` compare: each case is an optimizer of the
+library and the step that does the same without it, with the same inner optimizer and
+the same arithmetic, `lax.pmean` inside `lax.cond`. Both run under
+`jax.shard_map(check_vma=True)` over the mesh axis "workers", with what they start from
+donated.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+AXIS, PERIOD, RATE = "workers", 5, 0.1
+INNER = optax.adam(1e-3)
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+Tree = Any
+
+
+class Case(NamedTuple):
+    """An optimizer of the library, and the step written by hand.
+
+    Attributes:
+        tx: The optimizer, for a number of workers.
+        start: From the parameters, (what each worker keeps, what all of them share).
+        step: `(params, own, shared, due, grads) -> (params, own, shared)` of a worker,
+            in a step that is due an exchange or not.
+        replicated: Whether the parameters are equal everywhere, and held as one.
+        period: Steps from one exchange to the next.
+    """
+
+    tx: Callable[[int], optax.GradientTransformation]
+    start: Callable[[Tree], tuple[Tree, Tree]]
+    step: Callable[[Tree, Tree, Tree, jax.Array, Tree], tuple[Tree, Tree, Tree]]
+    replicated: bool = False
+    period: int = PERIOD
+
+
+def minus(a: Tree, b: Tree) -> Tree:
+    """The difference of two trees."""
+    return jax.tree.map(operator.sub, a, b)
+
+
+def plus(a: Tree, b: Tree) -> Tree:
+    """The sum of two trees."""
+    return jax.tree.map(operator.add, a, b)
+
+
+def zeros(tree: Tree) -> Tree:
+    """A tree of zeros."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def copy(tree: Tree) -> Tree:
+    """A tree that shares no buffer with this one, so that both can be donated."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def varying(tree: Tree) -> Tree:
+    """What is equal on all workers, marked as each worker's own."""
+    return jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), tree)
+
+
+def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    """One step of the inner optimizer."""
+    updates, state = INNER.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def where_due(due: jax.Array, exchange: Callable, *operands: Tree) -> Any:
+    """The exchange where it is due, else nothing."""
+    return lax.cond(due, exchange, lambda *operands: operands, *operands)
+
+
+def reduced(params, own, inner, due, grads):
+    """Gradients averaged in every step."""
+    params, inner = descend(params, inner, lax.pmean(grads, AXIS))
+    return params, own, inner
+
+
+def accumulated(params, total, inner, due, grads):
+    """Gradients of several batches summed up for one update."""
+    total = plus(total, grads)
+
+    def exchange(params, total, inner):
+        mean = jax.tree.map(lambda x: x / PERIOD, lax.pmean(total, AXIS))
+        params, inner = descend(params, inner, mean)
+        return params, zeros(total), inner
+
+    return where_due(due, exchange, params, total, inner)
+
+
+def local_sgd(params, inner, center, due, grads):
+    """The center moves by the mean of the workers' moves."""
+    params, inner = descend(params, inner, grads)
+
+    def exchange(params, center):
+        center = plus(center, lax.pmean(minus(params, center), AXIS))
+        return varying(center), center
+
+    params, center = where_due(due, exchange, params, center)
+    return params, inner, center
+
+
+def diloco(params, inner, shared, due, grads):
+    """What the workers moved is an outer optimizer's gradient."""
+    params, inner = descend(params, inner, grads)
+
+    def exchange(params, center, outer):
+        gradient = lax.pmean(minus(center, params), AXIS)
+        updates, outer = OUTER.update(gradient, outer, center)
+        center = optax.apply_updates(center, updates)
+        return varying(center), center, outer
+
+    params, *shared = where_due(due, exchange, params, *shared)
+    return params, inner, tuple(shared)
+
+
+def agn(params, own, shared, due, grads):
+    """The mean of accumulated gradients moves the center, which all workers take."""
+    inner, total = own
+    params, inner = descend(params, inner, grads)
+    total = plus(total, grads)
+
+    def exchange(params, total, center, outer):
+        mean = lax.pmean(jax.tree.map(lambda x: x / PERIOD, total), AXIS)
+        center, outer = descend(center, outer, mean)
+        return varying(center), zeros(total), center, outer
+
+    params, total, *shared = where_due(due, exchange, params, total, *shared)
+    return params, (inner, total), tuple(shared)
+
+
+def elastic(params, inner, center, due, grads):
+    """Workers and center pull each other, as in the paper."""
+    params, inner = descend(params, inner, grads)
+
+    def exchange(params, center):
+        pull = jax.tree.map(lambda x, c: RATE * (x - c), params, center)
+        return minus(params, pull), plus(center, lax.psum(pull, AXIS))
+
+    params, center = where_due(due, exchange, params, center)
+    return params, inner, center
+
+
+def penalised(params, inner, shared, due, grads):
+    """The same, with TensorFlow's penalty on the gradient in every step."""
+    center, taken = shared
+    grads = jax.tree.map(lambda g, x, s: g + RATE * (x - s), grads, params, taken)
+    params, inner = descend(params, inner, grads)
+
+    def exchange(params, center, taken):
+        pull = jax.tree.map(lambda x, c: RATE * (x - c), params, center)
+        return minus(params, pull), plus(center, lax.psum(pull, AXIS)), center
+
+    params, *shared = where_due(due, exchange, params, center, taken)
+    return params, inner, tuple(shared)
+
+
+def _rule(make: Callable, **arguments: Any) -> Callable[[int], Any]:
+    return lambda workers: make(INNER, AXIS, communication_period=PERIOD, **arguments)
+
+
+CASES = {
+    "cross_shard": Case(
+        lambda workers: oxs.cross_shard(INNER, AXIS),
+        lambda params: ((), INNER.init(params)),
+        reduced,
+        replicated=True,
+        period=1,
+    ),
+    "sync_replicas": Case(
+        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
+        lambda params: ((), INNER.init(params)),
+        reduced,
+        replicated=True,
+        period=1,
+    ),
+    "sync_replicas, accumulating": Case(
+        lambda workers: oxs.sync_replicas(INNER, AXIS, PERIOD * workers),
+        lambda params: (zeros(params), INNER.init(params)),
+        accumulated,
+        replicated=True,
+    ),
+    "local_sgd": Case(
+        _rule(oxs.local_sgd),
+        lambda params: (INNER.init(params), copy(params)),
+        local_sgd,
+    ),
+    "diloco": Case(
+        _rule(oxs.diloco, outer=OUTER),
+        lambda params: (INNER.init(params), (copy(params), OUTER.init(params))),
+        diloco,
+    ),
+    "agn": Case(
+        _rule(oxs.agn),
+        lambda params: (
+            (INNER.init(params), zeros(params)),
+            (copy(params), INNER.init(params)),
+        ),
+        agn,
+    ),
+    "elastic_average": Case(
+        _rule(oxs.elastic_average, moving_rate=RATE, rho=0.0),
+        lambda params: (INNER.init(params), copy(params)),
+        elastic,
+    ),
+    "elastic_average, penalty": Case(
+        _rule(oxs.elastic_average, moving_rate=RATE, rho=RATE),
+        lambda params: (INNER.init(params), (copy(params), copy(params))),
+        penalised,
+    ),
+}
+
+
+def mesh_of(workers: int) -> jax.sharding.Mesh:
+    """The first devices, along the axis of the workers."""
+    types, devices = (AxisType.Auto,), jax.devices()[:workers]
+    return jax.make_mesh((workers,), (AXIS,), axis_types=types, devices=devices)
+
+
+def own(tree: Tree) -> Tree:
+    """Inside of `shard_map`: a worker's part, without the axis of the workers."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def kept(tree: Tree) -> Tree:
+    """The way back."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+class Step(NamedTuple):
+    """A step that can be lowered, compiled and run.
+
+    Attributes:
+        program: `(carry, batch) -> carry`, jitted; the carry is donated, and what is
+            first in it are the parameters.
+        carry: The shapes of it, with their shardings.
+        start: From one worker's parameters, the carry itself.
+    """
+
+    program: Any
+    carry: Tree
+    start: Callable[[Tree], Tree]
+
+
+def step_of(
+    program: Callable, mesh: Any, start: Callable, specs: Tree, params: Tree
+) -> Step:
+    """A `Step` of a function that is mapped over the mesh already."""
+    shapes = jax.eval_shape(start, params)
+    specs = jax.tree.broadcast(specs, shapes, is_leaf=lambda x: isinstance(x, P))
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    carry = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        places,
+    )
+    program = jax.jit(program, donate_argnums=0, out_shardings=places)
+    return Step(program, carry, lambda params: jax.device_put(start(params), places))
+
+
+def on_mesh(
+    step: Callable, workers: int, start: Callable, specs: Tree, params: Tree
+) -> Step:
+    """The same of a function of one worker, which gets its part of the batch."""
+    mesh = mesh_of(workers)
+
+    def local(carry, batch):
+        return step(carry, own(batch))
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs)
+    return step_of(mapped, mesh, start, specs, params)
+
+
+def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+    """The step written by hand; `gradient(params, batch)` is that of one worker."""
+    one = case.replicated
+
+    def start(params):
+        mine, shared = case.start(params)
+        params = copy(params) if one else oxs.stack(params, workers)
+        return params, oxs.stack(mine, workers), shared, jnp.zeros((), jnp.int32)
+
+    def step(carry, batch):
+        params, mine, shared, count = carry
+        params = params if one else own(params)
+        grads = gradient(varying(params) if one else params, batch)
+        count = count + 1
+        due = count % case.period == 0
+        params, mine, shared = case.step(params, own(mine), shared, due, grads)
+        return params if one else kept(params), kept(mine), shared, count
+
+    specs = (P() if one else P(AXIS), P(AXIS), P(), P())
+    return on_mesh(step, workers, start, specs, params)
+
+
+def with_library(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+    """The library's optimizer, as its users run it under `shard_map`."""
+    tx, one = case.tx(workers), case.replicated
+    axes = oxs.state_axes(tx, params, replicated=one)
+
+    def start(params):
+        state = oxs.stack(tx.init(params), workers, axes)
+        return copy(params) if one else oxs.stack(params, workers), state
+
+    def step(carry, batch):
+        params, state = carry
+        params = oxs.localize(params, AXIS) if one else oxs.unstack(params)
+        grads = gradient(params, batch)
+        params = carry[0] if one else params
+        updates, state = tx.update(grads, oxs.unstack(state, axes), params)
+        params = optax.apply_updates(params, updates)
+        return params if one else oxs.stack(params, 1), oxs.stack(state, 1, axes)
+
+    specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
+    return on_mesh(step, workers, start, (P() if one else P(AXIS), specs), params)
+
+
+def under_vmap(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+    """The same under `jax.vmap` over the mesh, as islands run it (not for replicas)."""
+    tx = case.tx(workers)
+    axes = (0, oxs.state_axes(tx, params))
+
+    def start(params):
+        state = oxs.stack(tx.init(params), workers, axes[1])
+        return oxs.stack(params, workers), state
+
+    def step(carry, batch):
+        params, state = carry
+        updates, state = tx.update(gradient(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.vmap(
+        step, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS, spmd_axis_name=AXIS
+    )
+    specs = (P(AXIS), oxs.state_specs(tx, params, P(), AXIS))
+    return step_of(mapped, mesh_of(workers), start, specs, params)
