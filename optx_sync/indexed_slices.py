@@ -116,14 +116,10 @@ class IndexedSlices:
             return jax.vmap(IndexedSlices.sum_duplicates)(self)
         if self._words.shape[0] == 0:
             return self
-        unique, order, target = _unique(self.indices)
-        wide = at_least_float32(self._values.dtype)
-        summed = jax.ops.segment_sum(
-            self._values[order].astype(wide),
-            target,
-            num_segments=unique.shape[0],
-            indices_are_sorted=True,
-        )
+        unique, named = _unique(self.indices)
+        values = self._values.astype(at_least_float32(self._values.dtype))
+        target = jnp.searchsorted(unique, named)
+        summed = jnp.zeros_like(values).at[target].add(values, mode="drop")
         is_row = _like_rows(unique < _FIRST_PADDING, summed)
         summed = jnp.where(is_row, summed, jnp.zeros_like(summed))
         return _rebuild(_hide_words(unique), summed.astype(self._values.dtype))
@@ -536,7 +532,7 @@ def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     _refuse_known_ids(ids, size, f"rows for {path}")
     ids = jnp.asarray(ids).reshape(-1)
     if ids.shape[0]:
-        ids, _, _ = _unique(jnp.where(ids < size, ids, -1))
+        ids, _ = _unique(jnp.where(ids < size, ids, -1))
     rows = (
         jnp.asarray(table)
         .at[ids]
@@ -688,22 +684,19 @@ def _show(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jax.random.key_data(words)[..., 1], jnp.int32)
 
 
-def _unique(indices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each row once, ascending, then padding; the order; where each sorted one went."""
+def _unique(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row once, ascending, then padding; and the indices, the last for no row.
+
+    Two sorts of one array each: XLA:CPU sorts pairs several times slower.
+    """
     size = indices.shape[0]
-    named = (indices >= 0) & (indices < _FIRST_PADDING)
-    indices = jnp.where(named, indices, _LAST_INDEX)
-    positions = lax.iota(jnp.int32, size)
-    indices, order = lax.sort((indices, positions), num_keys=1)
-    first = jnp.concatenate([positions[:1] == 0, indices[1:] != indices[:-1]])
-    target = jnp.cumsum(first, dtype=jnp.int32) - 1
-    # Segments without an entry come out negative.
-    unique = jax.ops.segment_max(
-        indices, target, num_segments=size, indices_are_sorted=True
-    )
-    is_row = (unique >= 0) & (unique < _FIRST_PADDING)
-    padding = _LAST_INDEX - (size - 1) + positions
-    return jnp.where(is_row, unique, padding), order, target
+    is_row = (indices >= 0) & (indices < _FIRST_PADDING)
+    indices = jnp.where(is_row, indices, _LAST_INDEX)
+    ordered = lax.sort(indices)
+    first = jnp.concatenate([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
+    unique = lax.sort(jnp.where(first, ordered, _LAST_INDEX))
+    padding = _LAST_INDEX - (size - 1) + lax.iota(jnp.int32, size)
+    return jnp.where(unique < _FIRST_PADDING, unique, padding), indices
 
 
 def _like_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ room have in common is therefore told, and written, here:
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -201,6 +202,7 @@ def from_rule(
                 f"{jnp.shape(rate)}."
             )
 
+        @functools.cache  # Numbers are the same for all leaves: they are traced once.
         def at(dtype):
             def cast(number):
                 return jnp.asarray(number, dtype=dtype)
@@ -360,9 +362,14 @@ def _update_leaf(rule, at, path, grad, slots, param):
     grad = jnp.asarray(grad)
     target = grad.dtype if param is None else jnp.result_type(param)
     dtype = slots[0].dtype if slots and param is None else slot_dtype(target)
-    wide_param = None if param is None else jnp.asarray(param).astype(dtype)
-    update, slots = _step(rule, path, grad.astype(dtype), slots, wide_param, at(dtype))
-    return update.astype(target), slots
+    wide_param = None if param is None else _cast(jnp.asarray(param), dtype)
+    update, slots = _step(rule, path, _cast(grad, dtype), slots, wide_param, at(dtype))
+    return _cast(update, target), slots
+
+
+def _cast(array, dtype):
+    """The array in a dtype; nothing is traced where it has it already."""
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _update_rows(rule, at, path, grad, slots, table):
