@@ -16,6 +16,7 @@ from matplotlib.image import imread
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce_diloco.py"
 STEPS, PERIODS, SEEDS = 200, (10, 50), 2
 DILOCO = [f"DiLoCo, H={period}" for period in PERIODS]
+MILDER = [f"DiLoCo 1.0/0.5, H={period}" for period in PERIODS]
 AVERAGING = [f"averaging, H={period}" for period in PERIODS]
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_it_writes_a_page_with_a_picture(folder, found):
     assert found["quick"] is True
     losses, rates = found["tables"]
     apart = [row for name in DILOCO for row in (name, f"{name}, non-iid")]
-    rest = [*AVERAGING, "data parallel", "1 worker"]
+    rest = [*MILDER, *AVERAGING, "data parallel", "1 worker"]
     assert [row[0] for row in losses["rows"]] == [*apart, *rest]
     assert [row[0] for row in rates["rows"]] == [*DILOCO, *rest]
 
@@ -74,7 +75,7 @@ def test_bytes_are_those_of_the_parameters_once_a_round(found):
     layers = (alphabet * 16, 12 * 16 * 272, 272, 272 * alphabet, alphabet)
     size = 4 * sum(layers)
     assert found["data"]["parameters"] == sum(layers)
-    expected = {name: [0, size] for name in (*DILOCO, *AVERAGING)}
+    expected = {name: [0, size] for name in (*DILOCO, *MILDER, *AVERAGING)}
     expected |= {"data parallel": [size, 0], "1 worker": [0, 0]}
     assert found["data"]["bytes"] == expected
     rounds = {name: s["rounds"] for name, s in found["data"]["studies"].items()}
@@ -83,14 +84,14 @@ def test_bytes_are_those_of_the_parameters_once_a_round(found):
     assert [rounds[name] for name in AVERAGING] == counted
     sent = {row[0]: row[-1] for row in found["tables"][0]["rows"]}
     assert sent["data parallel"] == STEPS * size
-    for period, *names in zip(PERIODS, DILOCO, AVERAGING, strict=True):
+    for period, *names in zip(PERIODS, DILOCO, MILDER, AVERAGING, strict=True):
         assert {sent[name] * period for name in names} == {STEPS * size}
     assert criterion(found, "bytes per step")
 
 
 def test_an_outer_sgd_of_rate_1_is_averaging(found):
-    assert found["data"]["differences"] == {str(period): 0 for period in PERIODS}
-    assert criterion(found, "DiLoCo with outer SGD(1)")
+    assert found["data"]["differences"] == {"10": 0}
+    assert criterion(found, "DiLoCo by SGD(1)")
 
 
 def test_every_method_learns_and_is_a_method_of_its_own(found):
@@ -102,7 +103,7 @@ def test_every_method_learns_and_is_a_method_of_its_own(found):
         assert len(of_seeds) == SEEDS
         assert all(2 < loss < 0.75 * uniform for loss in of_seeds)
     # No two methods, and no two seeds, have done the same.
-    assert len({loss for of_seeds in losses.values() for loss in of_seeds}) == 2 * 8
+    assert len({loss for of_seeds in losses.values() for loss in of_seeds}) == 2 * 10
     # Four times the data help, whatever the seed.
     for name in (*AVERAGING, "data parallel"):
         assert np.all(np.array(losses[name]) < losses["1 worker"])
@@ -124,3 +125,22 @@ def test_criteria_say_what_the_losses_say(found):
         )
     # No period has had the rounds that an outer momentum needs.
     assert not [c for c in found["criteria"] if "beats" in c["criterion"]]
+
+
+def test_rates_are_tried_past_the_best_on_both_sides():
+    code = """
+from math import log2
+from reproduce_diloco import try_rates
+for best in (0, 2, -1):
+    found = try_rates(lambda rate: abs(log2(rate / 2e-3) - best))
+    print([round(log2(rate / 2e-3)) for rate in sorted(found)])
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "[-1, 0, 1]\n[0, 1, 2, 3]\n[-2, -1, 0, 1]\n"
