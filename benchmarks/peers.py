@@ -153,7 +153,7 @@ def tensorflow() -> Any:
     """TensorFlow, or None where it is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        import tensorflow as tf
+        import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
         return None
     return tf
@@ -165,7 +165,7 @@ def torch() -> Any:
     # Its threads would wait for more work in a loop, and take the others' time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        import torch as library
+        import torch as library  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return library
