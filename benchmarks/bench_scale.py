@@ -44,13 +44,13 @@ parser = report.arguments(__doc__)
 parser.add_argument("--part", choices=("devices", "leaves"), help="used by itself")
 parser.add_argument("--number", type=int, default=8, help="used by itself")
 options = parser.parse_args()
-DEVICES = (2, 8) if options.quick else (8, 16, 32, 64, 128, 256, 512)
+DEVICES = (2, 8) if options.quick else (8, 32, 128, 512)
 WORKERS = (8, 32) if options.quick else (8, 16, 32, 64, 128, 256, 512)
-COUNTS = (10, 30) if options.quick else (10, 100, 1_000, 10_000)
+COUNTS = (10, 30) if options.quick else (10, 100, 300, 1_000, 10_000)
 PERIODS = (1, 10) if options.quick else (1, 2, 5, 10, 20, 50, 100, 200, 500)
 # Of so many leaves and more there are fewer programs, in the time that there is for
-# them: all are traced, and then compiled, but for those of 10,000.
-MANY, SECONDS = 1_000, {1_000: 120, 10_000: 60}
+# them; those of the most leaves are not compiled.
+MANY, SECONDS = 300, {1_000: 150, 10_000: 90}
 NAMES = ("cross_shard", "sync_replicas, accumulating", "local_sgd", "diloco")
 NAMES += ("agn", "elastic_average") * (not options.quick)
 DEEP = ("cross_shard", "local_sgd")
@@ -86,18 +86,26 @@ def alone(params: Any) -> tuple[Any, Any]:
     return jax.jit(step, donate_argnums=0), (carry, params)
 
 
-def compiled_in(program: Any, arguments: Any, compiles: bool = True) -> tuple[Any, Any]:
-    """Seconds to trace, to lower and to compile, and the compiled program."""
+def stages(program: Any, arguments: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Seconds to trace and to lower; then to compile too, and the compiled program."""
     jax.clear_caches()
     times = [time.perf_counter()]
     traced = program.trace(*arguments)
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
-    compiled = lowered.compile() if compiles else None
-    times.append(time.perf_counter())
-    seconds = dict(zip(("trace", "lower", "compile"), np.diff(times), strict=True))
-    return seconds if compiles else {**seconds, "compile": None}, compiled
+    trace, lower = np.diff(times)
+    yield {"trace": trace, "lower": lower, "compile": None}, None
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    taken = time.perf_counter() - start
+    yield {"trace": trace, "lower": lower, "compile": taken}, compiled
+
+
+def compiled_in(program: Any, arguments: Any) -> tuple[dict[str, float], Any]:
+    """Seconds for each stage, and the compiled program."""
+    *_, last = stages(program, arguments)
+    return last
 
 
 def on_devices(name: str, arm: str, params: Any, devices: int) -> tuple[Any, Any]:
@@ -124,19 +132,21 @@ def part_devices(devices: int) -> Iterator[dict[str, Any]]:
 
 def part_leaves(leaves: int) -> Iterator[dict[str, Any]]:
     """Two cases of a number of leaves on 8 devices, and Optax alone."""
-    params = shapes_of(leaves)
+    params, many = shapes_of(leaves), leaves >= MANY
     arms = [(name, arm) for name in DEEP for arm in (HAND, LIBRARY, AGAIN)]
-    passes = [True] * (1 if options.quick else 3 if leaves < 100 else 2)
-    if leaves >= MANY:
-        arms, passes = arms[-3:-1], [False, True] if leaves == MANY else [False]
+    arms = [("", OPTAX), *(arms[-3:-1] if many else arms)]
     compiled_in(*alone(shapes_of(LEAVES)))
-    for compiles in passes:
-        for name, arm in [("", OPTAX), *arms]:
+    for _ in range(1 if many or options.quick else 5 if leaves < 100 else 2):
+        # The last ones may not fit.
+        for name, arm in arms if leaves < max(COUNTS) else arms[::-1]:
             program, arguments = (
                 alone(params) if arm == OPTAX else on_devices(name, arm, params, 8)
             )
-            seconds, _ = compiled_in(program, arguments, compiles)
-            yield {"name": name, "arm": arm, **seconds}
+            for seconds, compiled in stages(program, arguments):
+                if many or compiled:
+                    yield {"name": name, "arm": arm, **seconds}
+                if many and leaves == max(COUNTS):
+                    break
 
 
 def ask(part: str, number: int) -> list[dict[str, Any]]:
@@ -249,6 +259,7 @@ def show_devices(page: report.Report, found: dict[int, list[dict[str, Any]]]) ->
 
 def show_workers(page: report.Report) -> None:
     """Simulated workers: memory and time of one, by their number."""
+    simulate(WORKERS[0])  # warms up
     found = {number: simulate(number) for number in track(WORKERS, "simulated workers")}
     rows = [[f"{number:,}", *of.values()] for number, of in found.items()]
     columns = ["workers", "seconds to compile", "bytes held each", "microseconds each"]
@@ -329,14 +340,16 @@ def show_leaves(page: report.Report, found: dict[int, list[dict[str, Any]]]) -> 
             ]
             label = f"{name} {arm}".strip()
             axes.loglog(*zip(*points, strict=True), "o-", color=colour, label=label)
-            slope = exponent(*map(list, zip(*points[-2:], strict=True)))
-            grow.append(f"{what} of {label} as leaves^{slope:.2f}")
+            ends = points[-2:]
+            slope = exponent(*map(list, zip(*ends, strict=True)))
+            between = f"from {ends[0][0]:,} to {ends[-1][0]:,}"
+            grow.append(f"{what} of {label} as leaves^{slope:.2f} {between}")
         axes.set_xlabel("leaves")
         axes.set_title(f"time to {what}")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("seconds")
     figure.axes[0].legend()
-    page.text(f"Between the two largest numbers: {'; '.join(grow)}.")
+    page.text(f"How time grows: {'; '.join(grow)}.")
     return figure
 
 
