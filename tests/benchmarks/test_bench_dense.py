@@ -125,7 +125,9 @@ def test_slower_is_told_from_noise(module):
     assert not found(1.0, 0.01).slower() and found(1.05, 0.01).slower()
     assert 0 < found(1.0, 0.01).noise() < 0.02
     # Where the machine is too noisy to tell, 5 % at most are forgiven.
-    assert found(1.0, 0.5).noise() > 0.06 and found(1.3, 0.2).slower()
+    noisy = found(1.1, 0.0)
+    noisy.times["Optax again"][:] = 0.5
+    assert noisy.noise() == 0.5 and noisy.slower()
 
 
 def test_loops_over_leaves_are_counted(module):
