@@ -209,8 +209,8 @@ def from_rule(
 
             return Step(
                 # A rate known to XLA would be folded with the constants beside it, and
-                # round otherwise than a scheduled one. The count is never negative.
-                learning_rate=jnp.where(state.update_count >= 0, cast(rate), math.nan),
+                # round otherwise than a scheduled one.
+                learning_rate=jax.lax.optimization_barrier(cast(rate)),
                 count=state.update_count,
                 hyper=tuple(cast(number) for number in rule.hyper),
                 powers=jax.tree.map(cast, state.powers),

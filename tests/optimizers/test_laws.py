@@ -203,6 +203,16 @@ def test_a_schedule_is_called_with_the_updates_so_far(case):
 
 
 @every
+def test_a_compiled_step_rounds_alike_with_a_number_and_with_a_schedule(case):
+    # Of a number XLA would make one with the constants beside it.
+    def schedule(count):
+        return jnp.where(count < STEPS, 0.1, 0.0)
+
+    scheduled = walk(case.make(schedule), update=jax.jit(case.make(schedule).update))
+    assert_equal(plain(case.name), scheduled)
+
+
+@every
 def test_chain(case):
     tx = optax.chain(optax.scale(4.0), case.make(), optax.identity())
     trace, _ = walk(tx, lambda step: optax.tree.scale(0.25, make_grads(step)))
