@@ -18,6 +18,8 @@ import time
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Ray's processes would otherwise yield to whatever else the machine does.
+os.environ["RAY_worker_niceness"] = "0"
 
 import jax
 import jax.numpy as jnp

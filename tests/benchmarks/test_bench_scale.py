@@ -1,47 +1,14 @@
 """What grows with what, run as a user runs it, in its short form."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_scale.py"
+from tests.benchmarks.reading import criterion, table
+
+SCRIPT = "bench_scale"
 NAMES = ("cross_shard", "sync_replicas, accumulating", "local_sgd", "diloco")
 DEVICES, LEAVES = (2, 8), (10, 30)
 BYTES = 4 * 1_000_000
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What it wrote."""
-    folder = tmp_path_factory.mktemp("scale")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    for name in ("bench_scale.md", "bench_scale_leaves.png", "bench_scale_periods.png"):
-        assert (folder / name).stat().st_size > 1000
-    return json.loads((folder / "bench_scale.json").read_text())
-
-
-def table(found, start):
-    """The columns and rows of a table."""
-    (one,) = (t for t in found["tables"] if t["title"].startswith(start))
-    return one["columns"], one["rows"]
-
-
-def criterion(found, start):
-    """The one criterion that starts so."""
-    (one,) = (c for c in found["criteria"] if c["criterion"].startswith(start))
-    return one
 
 
 def test_a_worker_does_not_see_how_many_there_are(found):
@@ -65,8 +32,9 @@ def test_a_worker_does_not_see_how_many_there_are(found):
 
 
 def test_simulated_workers(found):
-    columns, rows = table(found, "local_sgd of simulated workers")
-    assert columns[0] == "workers"
+    workers_table = table(found, "local_sgd of simulated workers")
+    rows = workers_table["rows"]
+    assert workers_table["columns"][0] == "workers"
     assert [row[0] for row in rows] == ["8", "32"]
     floats = 8 * (1_000_000 // 8 // 50)
     for workers, (_, seconds, held, microseconds) in zip((8, 32), rows, strict=True):
@@ -87,7 +55,7 @@ def test_programs_of_many_leaves(found):
         assert {(row["name"], row["arm"]) for row in of_number} == steps
         for row in of_number:
             assert all(0 < row[what] < 120 for what in ("trace", "lower", "compile"))
-    _, rows = table(found, "Seconds to trace, lower and compile")
+    rows = table(found, "Seconds to trace, lower and compile")["rows"]
     assert len(rows) == len(LEAVES) * len(steps)
     judged = criterion(found, "time to trace and compile at most 1.1")
     ratios = [row[-1] for row in rows if row[2] == "library"]
@@ -97,9 +65,9 @@ def test_programs_of_many_leaves(found):
 
 
 def test_bytes_are_those_of_the_parameters_over_the_period(found):
-    columns, rows = table(found, "Bytes per step and worker")
-    assert columns[1:] == ["period 1", "period 10"]
-    assert {row[0]: row[1:] for row in rows} == {
+    by_period = table(found, "Bytes per step and worker")
+    assert by_period["columns"][1:] == ["period 1", "period 10"]
+    assert {row[0]: row[1:] for row in by_period["rows"]} == {
         name: [400, 40] for name in ("elastic_average", "agn", "local_sgd", "diloco")
     }
     assert criterion(found, "bytes per step exactly 1 / period")["met"]

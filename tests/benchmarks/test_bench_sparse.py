@@ -2,44 +2,19 @@
 
 import importlib
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_sparse.py"
+SCRIPT = "bench_sparse"
 NAMES = ["gradient_descent", "adagrad", "custom_adam"]
 COUNTS, ROWS = ["16", "64", "1,024", "16,384"], 16_384
 HAS_TENSORFLOW, HAS_TORCH = map(importlib.util.find_spec, ("tensorflow", "torch"))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What a short run wrote."""
-    folder = tmp_path_factory.mktemp("sparse")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert (folder / "bench_sparse.png").read_bytes().startswith(b"\x89PNG")
-    page = (folder / "bench_sparse.md").read_text()
+@pytest.mark.slow
+def test_who_is_missing_is_said(page):
     assert ("Not installed" in page) != bool(HAS_TENSORFLOW and HAS_TORCH)
-    return json.loads((folder / "bench_sparse.json").read_text())
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module
 
 
 @pytest.mark.slow

@@ -2,20 +2,17 @@
 
 import importlib
 import importlib.util
-import json
 import math
-import os
 import re
 import statistics
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_wrappers.py"
+from tests.benchmarks.reading import criterion
+
+SCRIPT = "bench_wrappers"
 SUMS = "sync_replicas, accumulating"
 CENTERS = ("local_sgd", "diloco", "agn", "elastic_average", "elastic_average, penalty")
 CASES = ("cross_shard", "sync_replicas", SUMS, *CENTERS)
@@ -24,33 +21,10 @@ BYTES = 4 * 2 * (128 * 128 + 128)  # two layers of 128 units, float32
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What it wrote."""
-    folder = tmp_path_factory.mktemp("wrappers")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    for name in ("bench_wrappers.md", "bench_wrappers.png"):
-        assert (folder / name).stat().st_size > 1000
-    return json.loads((folder / "bench_wrappers.json").read_text())
-
-
 def rows(found, title):
     """A table's rows by their first cells, the others by their columns."""
     (table,) = (t for t in found["tables"] if t["title"] == title)
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-
-
-def criterion(found, start):
-    """The one criterion that starts so."""
-    (one,) = (c for c in found["criteria"] if c["criterion"].startswith(start))
-    return one
 
 
 def numbers(text, sign="/"):
@@ -128,7 +102,7 @@ def test_what_programs_write_and_hold(found):
         assert numbers(row["copies, quiet / round"]) == [0, 0]
 
 
-def test_arrays_are_counted_where_they_are_written(monkeypatch):
+def test_arrays_are_counted_where_they_are_written(module):
     class Program:
         def as_text(self):
             return textwrap.dedent("""
@@ -151,8 +125,7 @@ def test_arrays_are_counted_where_they_are_written(monkeypatch):
                 }
             """)  # noqa: E501
 
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    written = importlib.import_module("programs").written(Program(), 16)
+    written = module("programs").written(Program(), 16)
     assert written == {
         "quiet fusion": 1,
         "quiet copy": 2,

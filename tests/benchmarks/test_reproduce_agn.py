@@ -1,12 +1,5 @@
 """The reproduction of AGN, run as a user runs it, in its short form."""
 
-import importlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,32 +7,9 @@ import pytest
 
 import optx_sync as oxs
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce_agn.py"
+SCRIPT = "reproduce_agn"
 WORKERS, PERIODS, BATCHES = (10, 40), (10, 40), 1600
 COMMITS, STEPS = 0, 1
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What it wrote."""
-    folder = tmp_path_factory.mktemp("agn")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    for name in ("reproduce_agn.png", "reproduce_agn_curves.png", "reproduce_agn.md"):
-        assert (folder / name).stat().st_size > 1000
-    return json.loads((folder / "reproduce_agn.json").read_text())
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.mark.slow

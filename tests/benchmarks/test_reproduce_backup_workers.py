@@ -1,42 +1,13 @@
 """The reproduction of backup workers, run as a user runs it, in its short form."""
 
-import importlib
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce_backup_workers.py"
+SCRIPT = "reproduce_backup_workers"
 MACHINES, SPARES = 100, (0, 20, 80)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What it wrote."""
-    folder = tmp_path_factory.mktemp("backup")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    for suffix in (".png", "_steps.png", ".md"):
-        assert (folder / f"{SCRIPT.stem}{suffix}").stat().st_size > 1000
-    return json.loads((folder / f"{SCRIPT.stem}.json").read_text())
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module(SCRIPT.stem)
 
 
 @pytest.mark.slow

@@ -1,46 +1,20 @@
 """The reproduction of FTRL's sparsity in its short form, and its own parts."""
 
-import importlib
-import json
-import os
-import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce_ftrl.py"
+SCRIPT = "reproduce_ftrl"
 FEATURES, STEPS, LINES, WIDTH = 30, 40, 3, 6
 RATE = 0.5
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What a short run wrote."""
-    folder = tmp_path_factory.mktemp("ftrl")
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, "--quick", "--out", folder],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
-        cwd=folder,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert (folder / "reproduce_ftrl.png").read_bytes().startswith(b"\x89PNG")
-    page = (folder / "reproduce_ftrl.md").read_text("utf-8")
+@pytest.mark.slow
+def test_the_page_says_whose_lines_these_are(page):
     assert f"Python {sys.version.split()[0]}" in page and "sha256" in page
-    return json.loads((folder / "reproduce_ftrl.json").read_text())
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module
 
 
 @pytest.mark.slow
@@ -176,8 +150,7 @@ def test_a_rule_that_differs_is_seen_beside_dense_gradients(module, monkeypatch)
     assert sparse.against_dense(RATE, 0.5, FEATURES, *batches)[2] > 0
 
 
-def test_nonzeros_at_equal_loss(module):
-    script = module("reproduce_ftrl")
+def test_nonzeros_at_equal_loss(script):
     # Halved with each 0.01 of AucLoss, and with each 0.02.
     leader = [script.Point(0, 0.1 + 0.01 * i, 2 ** (10 - i)) for i in range(6)]
     worse = [script.Point(0, 0.103 + 0.01 * i, 2 ** (12 - i / 2)) for i in range(6)]
