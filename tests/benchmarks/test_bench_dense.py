@@ -111,7 +111,7 @@ def test_loops_over_leaves_are_counted(module):
     params = [shapes] * 3
     for name, loops in {"gradient_descent": 1, "adam": 3}.items():
         compiled, *seconds = steps.build(peers.OURS[name](), params)
-        assert steps.loops_of(compiled, 512, 3) <= loops
+        assert 1 <= steps.loops_of(compiled, 512, 3) <= loops
         assert min(seconds) > 0
 
 
