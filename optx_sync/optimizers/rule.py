@@ -193,9 +193,9 @@ def from_rule(
                 "This optimizer sets parameters anew and needs them; got params=None. "
                 "Call update(grads, state, params)."
             )
-        rate = learning_rate
+        rate, count = learning_rate, state.update_count
         if callable(rate):
-            rate = rate(state.update_count)
+            rate = rate(count)
         if jnp.ndim(rate) != 0:
             raise ValueError(
                 "learning_rate must be a scalar, or a schedule of scalars; got shape "
@@ -208,10 +208,12 @@ def from_rule(
                 return jnp.asarray(number, dtype=dtype)
 
             return Step(
-                # A rate known to XLA would be folded with the constants beside it, and
-                # round otherwise than a scheduled one.
-                learning_rate=jax.lax.optimization_barrier(cast(rate)),
-                count=state.update_count,
+                # A rate known to the compiler would be folded with what stands beside
+                # it, and round otherwise than a scheduled one; so it is chosen when the
+                # step runs, though the count is never negative. (Behind a barrier, or
+                # beside another constant, LLVM still drops a factor of 1.)
+                learning_rate=jnp.where(count >= 0, cast(rate), cast(count)),
+                count=count,
                 hyper=tuple(cast(number) for number in rule.hyper),
                 powers=jax.tree.map(cast, state.powers),
             )

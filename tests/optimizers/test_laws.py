@@ -203,13 +203,23 @@ def test_a_schedule_is_called_with_the_updates_so_far(case):
 
 
 @every
-def test_a_compiled_step_rounds_alike_with_a_number_and_with_a_schedule(case):
-    # Of a number XLA would make one with the constants beside it.
-    def schedule(count):
-        return jnp.where(count < STEPS, 0.1, 0.0)
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_a_compiled_step_rounds_alike_with_a_number_and_with_a_schedule(case, rate):
+    # Of a number XLA would make one with the constants beside it, of 1 nothing; then
+    # the product before it is not rounded when the parameter is added.
+    def step(learning_rate):
+        tx = case.make(learning_rate)
 
-    scheduled = walk(case.make(schedule), update=jax.jit(case.make(schedule).update))
-    assert_equal(plain(case.name), scheduled)
+        @jax.jit
+        def mean_and_move(grads, state, params, count):
+            mean = jax.tree.map(lambda g: g / count, grads)
+            updates, state = tx.update(mean, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return mean_and_move(make_grads(0), tx.init(make_params()), make_params(), 3.0)
+
+    rates = jnp.array([rate, 0.3, 0.7, 0.9])
+    assert_equal(step(rate), step(lambda count: rates[count]))
 
 
 @every
