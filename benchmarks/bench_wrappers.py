@@ -48,8 +48,8 @@ parser = report.arguments(__doc__)
 parser.add_argument("--kept", action="store_true", help="used by itself")
 options = parser.parse_args()
 WIDTH, LAYERS = (128, 2) if options.quick else (576, 12)
-# (gradients, devices): turns, each of as many steps as the period
 HAS_DRJAX = importlib.util.find_spec("drjax") is not None
+# (gradients, devices): turns, each of as many steps as the period
 SETTINGS = {("given", 2): 10, ("perceptron", 2): 6, ("given", 8): 4}
 if options.quick:
     SETTINGS = {("perceptron", 2): 2}

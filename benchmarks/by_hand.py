@@ -7,6 +7,7 @@ the same arithmetic, `lax.pmean` inside `lax.cond`. Both run under
 donated.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -166,8 +167,19 @@ def penalised(params, inner, shared, due, grads):
     return params, inner, tuple(shared)
 
 
-def _rule(make: Callable, **arguments: Any) -> Callable[[int], Any]:
-    return lambda workers: make(INNER, AXIS, communication_period=PERIOD, **arguments)
+_elastic = functools.partial(oxs.elastic_average, INNER, AXIS, moving_rate=RATE)
+# The center rules' optimizers, but for their period.
+RULES = {
+    "local_sgd": functools.partial(oxs.local_sgd, INNER, AXIS),
+    "diloco": functools.partial(oxs.diloco, INNER, AXIS, outer=OUTER),
+    "agn": functools.partial(oxs.agn, INNER, AXIS),
+    "elastic_average": functools.partial(_elastic, rho=0.0),
+    "elastic_average, penalty": functools.partial(_elastic, rho=RATE),
+}
+
+
+def _rule(name: str) -> Callable[[int], Any]:
+    return lambda workers: RULES[name](communication_period=PERIOD)
 
 
 CASES = {
@@ -192,17 +204,17 @@ CASES = {
         replicated=True,
     ),
     "local_sgd": Case(
-        _rule(oxs.local_sgd),
+        _rule("local_sgd"),
         lambda params: (INNER.init(params), copy(params)),
         local_sgd,
     ),
     "diloco": Case(
-        _rule(oxs.diloco, outer=OUTER),
+        _rule("diloco"),
         lambda params: (INNER.init(params), (copy(params), OUTER.init(params))),
         diloco,
     ),
     "agn": Case(
-        _rule(oxs.agn),
+        _rule("agn"),
         lambda params: (
             (INNER.init(params), zeros(params)),
             (copy(params), INNER.init(params)),
@@ -210,12 +222,12 @@ CASES = {
         agn,
     ),
     "elastic_average": Case(
-        _rule(oxs.elastic_average, moving_rate=RATE, rho=0.0),
+        _rule("elastic_average"),
         lambda params: (INNER.init(params), copy(params)),
         elastic,
     ),
     "elastic_average, penalty": Case(
-        _rule(oxs.elastic_average, moving_rate=RATE, rho=RATE),
+        _rule("elastic_average, penalty"),
         lambda params: (INNER.init(params), (copy(params), copy(params))),
         penalised,
     ),

@@ -23,9 +23,11 @@ from by_hand import (
     Step,
     copy,
     descend,
+    kept,
     mesh_of,
     minus,
     on_mesh,
+    own,
     step_of,
     varying,
     where_due,
@@ -114,12 +116,10 @@ def hand_round(name: str, params: Tree, workers: int, gradient: Callable) -> Ste
 
     def step(carry, batches):
         inner, center, state = carry
-        inner = jax.tree.map(lambda x: x[0], inner)
-        params, inner = _descend_all(varying(center), inner, batches, gradient)
+        params, inner = _descend_all(varying(center), own(inner), batches, gradient)
         moved = lax.pmean(minus(center, params), AXIS)
         updates, state = outer.update(moved, state, center)
-        inner = jax.tree.map(lambda x: x[None], inner)
-        return inner, optax.apply_updates(center, updates), state
+        return kept(inner), optax.apply_updates(center, updates), state
 
     return on_mesh(step, workers, start, (P(AXIS), P(), P()), params)
 

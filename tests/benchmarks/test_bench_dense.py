@@ -1,11 +1,13 @@
 """Dense steps beside their peers, run as a user runs it, in its short form."""
 
-import importlib
 import importlib.util
 import math
 
+import jax
 import numpy as np
 import pytest
+
+from tests.cases import OPTIMIZERS
 
 SCRIPT = "bench_dense"
 # Bytes: parameter and gradient read, parameter written, each slot read and written.
@@ -107,7 +109,7 @@ def test_slower_is_told_from_noise(module):
 
 def test_loops_over_leaves_are_counted(module):
     steps = module("dense_steps")
-    peers, shapes = module("peers"), module("jax").ShapeDtypeStruct((512,), "float32")
+    peers, shapes = module("peers"), jax.ShapeDtypeStruct((512,), "float32")
     params = [shapes] * 3
     for name, loops in {"gradient_descent": 1, "adam": 3}.items():
         compiled, *seconds = steps.build(peers.OURS[name](), params)
@@ -116,9 +118,9 @@ def test_loops_over_leaves_are_counted(module):
 
 
 def test_every_peer_has_one_of_ours(module):
-    peers, cases = module("peers"), importlib.import_module("tests.cases")
+    peers = module("peers")
     names = {name.partition(" ")[0].rstrip(",") for name in peers.OURS} - {"nesterov"}
-    assert names == {case.name for case in cases.OPTIMIZERS}
+    assert names == {case.name for case in OPTIMIZERS}
     for others in (peers.OPTAX, peers.KERNELS, peers.TORCH, peers.TORCH_ROWS):
         assert set(others) <= set(peers.OURS)
     assert math.isclose(peers.KERNELS["adam"].numbers["lr"], peers.RATE)

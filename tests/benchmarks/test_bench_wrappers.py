@@ -1,6 +1,5 @@
 """Wrappers beside steps by hand, run as a user runs it, in its short form."""
 
-import importlib
 import importlib.util
 import math
 import re
@@ -10,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from tests.benchmarks.reading import criterion
+from tests.benchmarks.reading import criterion, table
 
 SCRIPT = "bench_wrappers"
 SUMS = "sync_replicas, accumulating"
@@ -21,10 +20,10 @@ BYTES = 4 * 2 * (128 * 128 + 128)  # two layers of 128 units, float32
 pytestmark = pytest.mark.slow
 
 
-def rows(found, title):
-    """A table's rows by their first cells, the others by their columns."""
-    (table,) = (t for t in found["tables"] if t["title"] == title)
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+def rows(found, start):
+    """The rows of the one table whose title starts so, cells by their columns."""
+    one = table(found, start)
+    return [dict(zip(one["columns"], row, strict=True)) for row in one["rows"]]
 
 
 def numbers(text, sign="/"):
@@ -69,8 +68,8 @@ def test_library_and_hand_written_steps_agree(found):
 
 
 def test_bytes_of_steps_and_rounds(found):
-    table = rows(found, f"Compiled programs, {SETTING}")
-    sent = {(row["case"], row["step"]): row["bytes, quiet / round"] for row in table}
+    programs = rows(found, f"Compiled programs, {SETTING}")
+    sent = {(row["case"], row["step"]): row["bytes, quiet / round"] for row in programs}
     flags = 4 * DEVICES
     for name in CASES:
         quiet = BYTES if name == "cross_shard" else flags if "sync" in name else 0
@@ -120,10 +119,11 @@ def test_arrays_are_counted_where_they_are_written(module):
                 ENTRY %main (p: f32[4,4]) -> f32[4,4] {
                   %f = f32[4,4]{1,0} fusion(%p), kind=kLoop, calls=%fused
                   %small = f32[15]{0} fusion(%p), kind=kLoop, calls=%fused
-                  %c = (f32[4,4]{1,0}) conditional(%i, %f, %f), branch_computations={%first, %second.1}
+                  %c = (f32[4,4]{1,0}) conditional(%i, %f, %f), \
+                    branch_computations={%first, %second.1}
                   ROOT %o = f32[4,4]{1,0} copy(%c)
                 }
-            """)  # noqa: E501
+            """)
 
     written = module("programs").written(Program(), 16)
     assert written == {
@@ -135,9 +135,7 @@ def test_arrays_are_counted_where_they_are_written(module):
 
 
 def test_peers(found):
-    beside = {
-        (row["case"], row["peer"]): row for row in rows(found, found_title(found))
-    }
+    beside = {(row["case"], row["peer"]): row for row in rows(found, "Beside peers")}
     row = beside[f"{SUMS}, {SETTING}", "optax.MultiSteps"]
     assert row["the peer's"] == BYTES
     assert row["bytes per step"] == round(BYTES / PERIOD) + 4 * DEVICES
@@ -155,9 +153,3 @@ def test_peers(found):
     assert all(
         re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", row["ms"]) for row in rounds
     )
-
-
-def found_title(found):
-    """The title of the table of peers."""
-    (title,) = (t["title"] for t in found["tables"] if t["title"].startswith("Beside"))
-    return title
