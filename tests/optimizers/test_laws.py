@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 
 STEPS = 3
