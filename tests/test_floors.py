@@ -17,6 +17,7 @@ FLOORS = {
     "checks": 1,
     "sharding": 1,
     "audit": 1,
+    "hlo": 1,
     "collectives": 2,
     "optimizers": 2,
     "replicas": 3,
@@ -30,6 +31,7 @@ FLOORS = {
 # What files of the same floor may stand on: the contract or mechanism of their room.
 GROUND = {
     "checks": {"indexed_slices"},
+    "audit": {"hlo"},
     "optimizers": {"optimizers/rule"},
     "center": {"center/rule"},
     "replicas": {"replicas/accumulator"},
