@@ -13,6 +13,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 FLOORS = {
+    "hlo": 1,
     "trees": 1,
     "step": 2,
     "rows": 2,
