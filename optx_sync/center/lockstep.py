@@ -103,6 +103,11 @@ class CenterState(NamedTuple):
             "outer",
         )
 
+    @property
+    def counter_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on the workers of all levels of nested rules."""
+        return ("local_step", "steps_since_round", "global_step")
+
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center = self.center
@@ -120,18 +125,17 @@ class CenterState(NamedTuple):
         distance = None
         if params is not None:
             stacked = jnp.ndim(self.dropped)  # worker axes in front
-            center = self.center
-            for _ in range(stacked - jnp.ndim(self.local_step)):
-                center = jax.tree.map(lambda c: c[None], center)
-            squares = jax.tree.map(
-                lambda c, p: (
-                    0.0 if is_masked(c) else _square_sum(p.astype(c.dtype) - c, stacked)
-                ),
-                center,
-                params,
-                is_leaf=is_masked,
+
+            def apart(c, p):
+                if is_masked(c):
+                    return c
+                # Where it is one for all, it has not all of the axes.
+                c = jnp.expand_dims(c, range(p.ndim - c.ndim))
+                return p.astype(c.dtype) - c
+
+            distance = _norm(
+                jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-            distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
         return CenterMetrics(
             self.global_step, self.steps_since_round, self.dropped, distance
         )
@@ -183,6 +187,15 @@ def center_variable(
     `oxs.stack(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
     `jax.vmap` counters that are stacked too give the same numbers, but communicate in
     every step.
+
+    `inner` may be a center rule itself, over another axis: workers meet often at the
+    center of their pod, and pods seldom at one of their own,
+
+        oxs.diloco(oxs.local_sgd(inner, "data", communication_period=8), "pods")
+
+    A round of the outer rule moves the center of the inner one by the mean, over the
+    inner axis, of what it moved the parameters. Give `state_axes` and `state_specs` the
+    level. What else is to be nested (a chain, a mask) goes into the innermost rule.
 
     Row-sparse gradients are accepted and `inner` sees them as they are; updates are
     dense, since what is exchanged is whole tables.
@@ -241,13 +254,28 @@ def center_variable(
     exchange = check_exchange(exchange, all_reduce())
     static_period = None if callable(period) else period
     keeps_taken = keeps_before(rule, period)
+    if getattr(rule.outer, "moved", None) is not None:
+        raise ValueError(
+            "The rule's outer optimizer is a center rule itself, which cannot step on "
+            "a center. Pass an optimizer as outer=, for example optax.sgd(0.1)."
+        )
+    inner_moved = getattr(inner, "moved", None)
+    if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
+        got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
+        raise ValueError(
+            f"{got} would start the center rule inside anew, whose center its workers "
+            "share. Pass it to the innermost rule instead."
+        )
 
     def init(params):
         center = start_center(params, dtype)
+        within = inner.init(params)
+        if inner_moved is None:
+            _refuse_hidden_center(within)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
-            return localize_where_mapped(tree, axis_name)
+            return _but_counters(localize_where_mapped, tree, axis_name)
 
         return CenterState(
             local_step=jnp.zeros((), jnp.int32),
@@ -260,7 +288,7 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
-            inner=own(inner.init(params)),
+            inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
@@ -280,9 +308,8 @@ def center_variable(
             **extra_args,
         )
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, inner_new, accumulated = localize(
-            (stepped(params, updates), inner_new, accumulated), axis_name
-        )
+        x, accumulated = localize((stepped(params, updates), accumulated), axis_name)
+        inner_new = _but_counters(localize, inner_new, axis_name)
         x = vary_like(x, params)
         broken = state.broken
         if drop_nonfinite:
@@ -324,6 +351,8 @@ def center_variable(
                 new_x = where(finite, new_x, center)
             landed = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
             inner_met, dropped = now.inner, now.dropped
+            if inner_moved is not None:
+                inner_met = inner_moved(inner_met, now.params, landed)
             if inner_state == "average":
                 inner_met = _average(inner_met, axis_name, weight)
             elif inner_state == "reset":
@@ -381,7 +410,23 @@ def center_variable(
         new_params, state = apply(updates, state, params, **extra_args)
         return landing(params, new_params), state
 
-    return DirectTransformation(init, update, apply, period)
+    def moved(state, before, after):
+        """The state once a rule around this one has moved the workers' parameters."""
+        center = state.center
+        change = jax.tree.map(
+            jnp.subtract, as_center(after, center), as_center(before, center)
+        )
+        change = reduce(localize(change, axis_name), axis_name)
+        center, taken = (
+            jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
+            for tree in (center, state.taken)
+        )
+        within = state.inner
+        if inner_moved is not None:
+            within = inner_moved(within, before, after)
+        return state._replace(center=center, taken=taken, inner=within)
+
+    return DirectTransformation(init, update, apply, period, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -425,6 +470,44 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
     return workers
 
 
+def _refuse_hidden_center(state: Any) -> None:
+    """Refuse a center rule that something inside keeps from being told of a round."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+        raise ValueError(
+            "There is another center rule in `inner`, wrapped in something else: its "
+            "center would not move when this one's rounds move the parameters. Nest "
+            "rules directly and put what stands between them inside of the innermost "
+            "one, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam), 'data'), 'pods')."
+        )
+
+
+def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) -> Any:
+    """`vary` of a state, except for counters of center rules in it.
+
+    All workers of all levels share these, so that conditionals on them are agreed on.
+    """
+
+    def counts(x):
+        return hasattr(type(x), "counter_fields")
+
+    def visit(node):
+        if not counts(node):
+            return vary(node, axis_name)
+        return node._replace(
+            **{
+                field: _but_counters(vary, value, axis_name)
+                for field, value in node._asdict().items()
+                if field not in node.counter_fields
+            }
+        )
+
+    return jax.tree.map(visit, tree, is_leaf=counts)
+
+
 def _either(
     due: Any, meeting: Callable[[_Meeting], _Meeting], quiet: _Meeting
 ) -> _Meeting:
@@ -446,6 +529,12 @@ def _average(state, axis_name, weight):
     return treedef.unflatten(leaves)
 
 
-def _square_sum(x, skip):
-    squares = jnp.square(jnp.abs(x.astype(jnp.float32)))
-    return jnp.sum(squares, axis=tuple(range(skip, x.ndim)))
+def _norm(tree, stacked=0):
+    """float32, the norm over all leaves, for each place along the worker axes."""
+
+    def square_sum(x):
+        # The real parts first: a complex dtype has no cast to float32.
+        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
+        return jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
+
+    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))
