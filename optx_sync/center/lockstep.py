@@ -42,6 +42,7 @@ from optx_sync.collectives import (
     reduce,
     require_local,
     require_varying,
+    sum_shards,
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
@@ -51,6 +52,7 @@ from optx_sync.trees import (
     Tree,
     check_accumulator_dtype,
     is_finite,
+    is_floating,
     is_inexact,
     is_masked,
     where,
@@ -65,6 +67,18 @@ class CenterOptions(TypedDict, total=False):
     drop_nonfinite: bool
     accumulator_dtype: Any
     exchange: Exchange | None
+    measure: bool
+
+
+class Measured(NamedTuple):
+    """What `measure=True` keeps of a worker's last round; 0 before the first one."""
+
+    distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
+    contribution_norm: jax.Array  # float32[], of what it contributed, not yet divided
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
 
 
 class CenterMetrics(NamedTuple):
@@ -74,6 +88,9 @@ class CenterMetrics(NamedTuple):
     steps_since_round: jax.Array  # int32[]
     dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
     distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+    # Of the last round, with `measure=True`; otherwise None.
+    distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
+    contribution_norm: jax.Array | None  # float32[], not yet divided
 
 
 class CenterState(NamedTuple):
@@ -89,6 +106,7 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
+    measured: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
     @property
@@ -136,8 +154,9 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
+        measured = self.measured or Measured(*[None] * len(Measured._fields))
         return CenterMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance
+            self.global_step, self.steps_since_round, self.dropped, distance, *measured
         )
 
 
@@ -151,6 +170,7 @@ class _Meeting(NamedTuple):
     accumulated: Any
     dropped: jax.Array
     exchange: Any
+    measured: Any
     inner: Any
 
 
@@ -164,6 +184,7 @@ def center_variable(
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
     exchange: Exchange | None = None,
+    measure: bool = False,
 ) -> DirectTransformation:
     """Workers that train on their own and meet at a center every few steps.
 
@@ -226,6 +247,10 @@ def center_variable(
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
+        measure: Keep for `oxs.metrics` how far each worker was from the center before
+            its last round, and how large its contribution was. (Of a worker that is
+            sharded over other axes of `jax.shard_map`, with `check_vma=False`: how far
+            each shard.)
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -288,6 +313,7 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
+            measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
             inner=own(within),
         )
 
@@ -327,6 +353,13 @@ def center_variable(
                 now.accumulated,
             )
             contribution = localize(contributions(rule, own, now.center, at), axis_name)
+            measured: Any = ()
+            if measure:
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
+                measured = Measured(
+                    _norm(apart, like=now.measured.distance_before_round),
+                    _norm(contribution, like=now.measured.contribution_norm),
+                )
             finite, weight, pushed = jnp.bool_(True), None, workers
             if drop_nonfinite:
                 finite = ~broken & everywhere(
@@ -341,7 +374,10 @@ def center_variable(
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
                 )
-            center, outer = absorb(rule, now.center, now.outer, total)
+            extra = {}
+            if rule.outer is inner:
+                extra = _mean_extra_args(extra_args, axis_name, weight)
+            center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
@@ -368,6 +404,7 @@ def center_variable(
                 accumulated=zeros_like(now.accumulated),
                 dropped=dropped,
                 exchange=remembered,
+                measured=measured,
                 inner=inner_met,
             )
 
@@ -383,6 +420,7 @@ def center_variable(
                 accumulated=accumulated,
                 dropped=state.dropped,
                 exchange=state.exchange,
+                measured=state.measured,
                 inner=inner_new,
             ),
         )
@@ -398,6 +436,7 @@ def center_variable(
             broken=broken & ~due if drop_nonfinite else (),
             dropped=met.dropped,
             exchange=met.exchange,
+            measured=met.measured,
             inner=met.inner,
         )
 
@@ -519,6 +558,26 @@ def _either(
     )
 
 
+def _mean_extra_args(extra_args, axis_name, weight):
+    """What the worker's optimizer gets when it makes a step at the center."""
+
+    def mean(name, value):
+        if isinstance(value, bool | int | float):
+            return value
+        scalar = getattr(value, "ndim", None) == 0
+        if not scalar or not is_floating(value.dtype):
+            raise ValueError(
+                f"The center makes a step of `inner`, which gets the mean of the "
+                f"workers' extra arguments. Of {name!r} there is none: it is no "
+                f"floating scalar but {value!r}. Pass an optimizer of its own for the "
+                "center, outer=, which gets no extra arguments."
+            )
+        own = localize(jnp.asarray(value), axis_name)
+        return reduce(own, axis_name, weight=weight)
+
+    return {name: mean(name, value) for name, value in extra_args.items()}
+
+
 def _average(state, axis_name, weight):
     """The mean of the floating leaves of the workers' inner states."""
     leaves, treedef = jax.tree.flatten(state)
@@ -529,12 +588,13 @@ def _average(state, axis_name, weight):
     return treedef.unflatten(leaves)
 
 
-def _norm(tree, stacked=0):
+def _norm(tree, stacked=0, like=None):
     """float32, the norm over all leaves, for each place along the worker axes."""
 
     def square_sum(x):
-        # The real parts first: a complex dtype has no cast to float32.
+        # The absolute values first: a complex dtype has no cast to float32.
         squares = jnp.square(jnp.abs(x).astype(jnp.float32))
-        return jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
+        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
+        return total if like is None else sum_shards(total, like)
 
     return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))
