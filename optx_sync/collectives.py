@@ -520,12 +520,34 @@ def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     if not operands:
         return operands
     if groups is None:
-        return lax.psum(operands, axes)
+        return _psum(operands, axes)
     if not groups.native:
         return _sum_by_slots(operands, axes, groups)
     if not checked_axes(axes):
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     return _sum_by_scatter(operands, axes[0], groups)
+
+
+def _psum(operands, axes):
+    """`lax.psum`, also for lanes of `jax.vmap` that lie on a mesh of Explicit axes."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    placed = [jax.typeof(x).sharding for x in operands]
+    explicit = any(at.mesh.explicit_axes for at in placed)
+    if not explicit or any(axis in manual for axis in axes):
+        return lax.psum(operands, axes)
+    # There JAX's own psum gives its result the sharding of the axis that it sums over.
+    if any(part is not None for at in placed for part in at.spec):
+        raise ValueError(
+            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
+            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
+            "of the compiler's own axes: jax.make_mesh(shape, names, axis_types="
+            "(jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    for axis in axes:
+        operands = [
+            jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands
+        ]
+    return operands
 
 
 def _sum_by_slots(operands, axes, groups: _Groups):
@@ -537,7 +559,7 @@ def _sum_by_slots(operands, axes, groups: _Groups):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
+    return [total[own] for total in _psum([place(x) for x in operands], axes)]
 
 
 def _sum_by_scatter(operands, axis, groups: _Groups):
