@@ -19,7 +19,6 @@ from optx_sync.center.formulas import (
     own_of,
     start_accumulated,
     start_center,
-    stepped,
     take,
 )
 from optx_sync.center.rule import (
@@ -50,6 +49,7 @@ from optx_sync.exchange.rule import Exchange, check_exchange
 from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
+    add_updates,
     check_accumulator_dtype,
     is_finite,
     is_floating,
@@ -168,7 +168,7 @@ class _Meeting(NamedTuple):
     taken: Any
     outer: Any
     accumulated: Any
-    dropped: jax.Array
+    dropped: Any
     exchange: Any
     measured: Any
     inner: Any
@@ -291,6 +291,8 @@ def center_variable(
             f"{got} would start the center rule inside anew, whose center its workers "
             "share. Pass it to the innermost rule instead."
         )
+    # What a round does not change stays out of the conditional.
+    changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def init(params):
         center = start_center(params, dtype)
@@ -334,7 +336,9 @@ def center_variable(
             **extra_args,
         )
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, accumulated = localize((stepped(params, updates), accumulated), axis_name)
+        x, accumulated = localize(
+            (add_updates(params, updates), accumulated), axis_name
+        )
         inner_new = _but_counters(localize, inner_new, axis_name)
         x = vary_like(x, params)
         broken = state.broken
@@ -418,10 +422,10 @@ def center_variable(
                 taken=state.taken,
                 outer=state.outer,
                 accumulated=accumulated,
-                dropped=state.dropped,
+                dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
                 measured=state.measured,
-                inner=inner_new,
+                inner=inner_new if changes_inner else (),
             ),
         )
         due = jnp.asarray(due)
@@ -434,10 +438,10 @@ def center_variable(
             outer=met.outer,
             accumulated=met.accumulated,
             broken=broken & ~due if drop_nonfinite else (),
-            dropped=met.dropped,
+            dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
             measured=met.measured,
-            inner=met.inner,
+            inner=met.inner if changes_inner else inner_new,
         )
 
     def update(updates, state, params=None, **extra_args):
