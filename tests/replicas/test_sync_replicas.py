@@ -592,6 +592,22 @@ def test_injected_hyperparameters_are_traced():
     assert averages.tolist() == [-2.0] * N
 
 
+def test_an_average_of_ten_million_steps_has_its_own_rate():
+    """1 - float32(0.9999999) is 1.19e-7: nearly a fifth too large."""
+    decays = (0.9999999, np.float64(0.9999999), lambda step: 0.9999999)
+
+    def averages_of(grads):
+        averages, params = [], jnp.zeros(())
+        for decay in decays:
+            tx = sync_replicas(optax.sgd(1.0), AXIS, 1, variable_averages=decay)
+            _, state = tx.update(grads, tx.init(params), params)
+            averages.append(oxs.averaged_params(state, params))
+        return averages
+
+    averages = jax.jit(jax.vmap(averages_of, axis_name=AXIS))(-jnp.ones(N))
+    np.testing.assert_allclose(averages, np.full((3, N), 1e-7), rtol=1e-6)
+
+
 def test_averages_are_read_in_the_parameters_dtype():
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
     mask = {"a": True, "b": False}
