@@ -66,7 +66,10 @@ CASES = {
             [[0.00891194, -0.10712013, 0.11047515]],
             [[0.22636929, -0.0144573, -0.01029443]],
         ),
-        start=([[0.00872496, -0.106952, 0.110467]], [[0.226505, -0.0147257, -0.0105945]]),
+        start=(
+            [[0.00872496, -0.106952, 0.110467]],
+            [[0.226505, -0.0147257, -0.0105945]],
+        ),
         grads=(
             oxs.IndexedSlices(
                 jnp.array([0]), jnp.array([[-5.91278e-05, 5.31673e-05, -2.5779e-06]])
@@ -129,7 +132,9 @@ CASES = {
         start=ZEROS,
     ),
     "proximal_adagrad.testProximalAdagradwithoutRegularization2": Case(
-        catalogue.proximal_adagrad(3.0), 3, ([-1.60261, -2.296985], [3.715679, 2.433051])
+        catalogue.proximal_adagrad(3.0),
+        3,
+        ([-1.60261, -2.296985], [3.715679, 2.433051]),
     ),
     "proximal_adagrad.testProximalAdagradWithL1": Case(
         catalogue.proximal_adagrad(3.0, **L1),
