@@ -649,7 +649,7 @@ def test_refused_at_construction(kind, message, arguments):
 def test_integers_of_numpy_are_integers():
     def two_steps(grads: Any) -> Any:
         moved = []
-        for required, total in ((6, N), (np.int64(6), np.int32(N))):
+        for required, total in ((8, N), (np.int64(8), np.int32(N))):
             tx = sync_replicas(optax.sgd(1.0), AXIS, required, total_num_replicas=total)
             params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
             for _ in range(2):
