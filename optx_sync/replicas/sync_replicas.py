@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -235,7 +235,9 @@ def sync_replicas(
     """
     inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
-    check_replicas(replicas_to_aggregate, total_num_replicas)
+    replicas_to_aggregate, total_num_replicas = check_replicas(
+        replicas_to_aggregate, total_num_replicas
+    )
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
         raise ValueError(
@@ -379,24 +381,21 @@ def sync_replicas(
     return DirectTransformation(init, update, apply)
 
 
-def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
-    """Refuse what is not an integer of 1 or more."""
-    for name, value in (
-        ("replicas_to_aggregate", replicas_to_aggregate),
-        ("total_num_replicas", total_num_replicas),
-    ):
-        if value is None and name == "total_num_replicas":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"{name} must be an integer, known when the optimizer is made; got "
-                f"{value!r}."
-            )
-        if value < 1:
-            raise ValueError(
-                f"{name} must be 1 or more; got {value}. Pass the number of "
-                + ("gradients that an update needs." if "agg" in name else "replicas.")
-            )
+def check_replicas(
+    replicas_to_aggregate: Any, total_num_replicas: Any
+) -> tuple[int, int | None]:
+    """Both numbers as ints; refuse what is not an integer of 1 or more."""
+    required = check_count(
+        "replicas_to_aggregate",
+        replicas_to_aggregate,
+        "Pass the number of gradients that an update needs.",
+    )
+    if total_num_replicas is None:
+        return required, None
+    total = check_count(
+        "total_num_replicas", total_num_replicas, "Pass the number of replicas."
+    )
+    return required, total
 
 
 def check_variables(tree: Any) -> None:
