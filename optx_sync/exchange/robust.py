@@ -12,6 +12,7 @@ a sum of N^2 numbers.
 `clipped` needs a replica's own norm only.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -49,6 +50,8 @@ from optx_sync.trees import (
 _FAR = 1e12
 # Distances below this part of the typical one drown in the rounding of their squares.
 _CLOSE = 1e-3
+# Scores that differ by this part of them are equal, but for rounding.
+_EQUAL = 1e-5
 
 
 def median() -> Exchange:
@@ -228,10 +231,11 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
             closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
             return closeness / _or_one(jnp.sum(closeness))
 
-        b = weights(own)
-        for _ in range(steps - 1):
+        def step(_, b):
             across = _dot(gram, b)
-            b = weights(own - 2 * across + _dot(b, across))
+            return weights(own - 2 * across + _dot(b, across))
+
+        b = jax.lax.fori_loop(1, steps, step, weights(own))
         return [
             middle + near.scale.astype(block.dtype) * _combine(b, block)
             for middle, block in zip(near.middles, near.blocks, strict=True)
@@ -303,6 +307,7 @@ def krum(
         score = jnp.where(counts, jnp.sum(squares, axis=1), jnp.inf)
         taken = n - wrong if m is None else jnp.minimum(m, n)
         last = jnp.sort(score)[jnp.maximum(taken - 1, 0)]
+        last = last * (1 + _EQUAL)
         chosen = (counts & (score <= last)).astype(gram.dtype)
         chosen = chosen / _or_one(jnp.sum(chosen))
         return [_combine(chosen, block) for block in everyone.blocks]
@@ -465,8 +470,8 @@ def clipped(
         )
         limit = to
         if isinstance(to, str):
-            counts = jnp.ones((), norm.dtype) if weight is None else weight != 0
-            said = jnp.stack([norm, jnp.asarray(counts, norm.dtype)])
+            counts = jnp.ones((), bool) if weight is None else _flag(weight)
+            said = jnp.stack([norm, counts.astype(norm.dtype)])
             said = gather(said, axis_name)
             limit = _median(said[:, 0], said[:, 1] > 0)
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / _or_one(norm))
@@ -535,7 +540,7 @@ def _transposed(
         counts, said = jnp.ones(replicas, bool), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
         if weight is not None:
-            flag = localize(jnp.asarray(weight) != 0, axis_name)
+            flag = localize(_flag(weight), axis_name)
             own.append(flag.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
             said = gather(jnp.concatenate(own), axis_name)
@@ -649,12 +654,16 @@ def _number(counts: jax.Array) -> jax.Array:
 
 def _size(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """A number as large as the largest value, not finite where one is not."""
-    return sum((_largest(x, axes) for x in leaves), jnp.float32(0))
+    return functools.reduce(jnp.maximum, [_largest(x, axes) for x in leaves])
 
 
 def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     largest = jnp.max(jnp.abs(_wide(x)), initial=0).astype(jnp.float32)
     return sum_over(largest, axes)
+
+
+def _flag(weight: Any) -> jax.Array:
+    return jnp.asarray(weight).astype(bool)
 
 
 def _wide(x: jax.Array) -> jax.Array:
