@@ -13,6 +13,7 @@ from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
     accumulator_dtype,
+    add_updates,
     at_least_float32,
     is_gradient_leaf,
     is_inexact,
@@ -127,16 +128,6 @@ def local_step(
     return updates, inner_state, accumulated
 
 
-def stepped(params: Tree, updates: Tree) -> Tree:
-    """The worker's parameters after its step: `params + updates`, in their dtypes."""
-
-    def add(param, update):
-        wide = at_least_float32(param.dtype)
-        return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
-
-    return jax.tree.map(add, params, updates)
-
-
 def as_center(params: Tree, center: Tree) -> Tree:
     """Parameters in the center's dtypes, as their own dtypes round them."""
 
@@ -150,7 +141,7 @@ def as_center(params: Tree, center: Tree) -> Tree:
 
 def worker_params(params: Tree, updates: Tree, center: Tree) -> Tree:
     """The worker's parameters after its step, in the center's dtypes."""
-    return as_center(stepped(params, updates), center)
+    return as_center(add_updates(params, updates), center)
 
 
 def own_of(rule: CenterRule, params: Tree, taken: Tree, accumulated: Tree) -> Tree:
