@@ -154,14 +154,14 @@ def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The arrays of all replicas along axis 0, one behind the other, equal on all."""
     axes = check_axis_name(axis_name)
     _check_reducible(axes)
-    return _gather(x, axes, None)
+    return _gather(localize(x, axes), axes, None)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
     axes = check_axis_name(axis_name)
     _check_reducible(axes)
-    rows = x.reshape(*map(axis_size, axes), *x.shape[1:])
+    rows = localize(x, axes).reshape(*map(axis_size, axes), *x.shape[1:])
     # One by one, as JAX has none over two axes of vmap; the first is major.
     for place, axis in enumerate(axes):
         rows = lax.all_to_all(rows, axis, place, place, tiled=True)
@@ -369,33 +369,6 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
         return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
     pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
     return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
-
-
-def pieces_of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Row i of all replicas' `x`, on replica i: the transpose, by an all-to-all.
-
-    Args:
-        x: An array [N, ...] on each of N replicas, a row for each.
-        axis_name: The mapped axis, or a tuple of them.
-
-    Returns:
-        An array of the same shape: row j is what replica j has for this one.
-    """
-    axes = check_axis_name(axis_name)
-    _check_reducible(axes)
-    # One by one, as JAX has no all-to-all over two axes of vmap; the first is major.
-    sizes = [axis_size(axis) for axis in axes]
-    x = localize(x, axes).reshape((*sizes, *x.shape[1:]))
-    for place, axis in enumerate(axes):
-        x = lax.all_to_all(x, axis, place, place, tiled=True)
-    return x.reshape((math.prod(sizes), *x.shape[len(axes) :]))
-
-
-def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The arrays of all N replicas, [N, ...], on each of them."""
-    axes = check_axis_name(axis_name)
-    _check_reducible(axes)
-    return _gather(localize(x, axes)[None], axes, None)
 
 
 def norm_axes(

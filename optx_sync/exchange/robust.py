@@ -24,12 +24,12 @@ import numpy as np
 
 from optx_sync.collectives import (
     AxisName,
+    all_to_all,
     axis_size,
     gather,
     kinds,
     localize,
     norm_axes,
-    pieces_of_all,
     reduce,
     require_local,
     sum_over,
@@ -472,7 +472,7 @@ def clipped(
         if isinstance(to, str):
             counts = jnp.ones((), bool) if weight is None else _flag(weight)
             said = jnp.stack([norm, counts.astype(norm.dtype)])
-            said = gather(said, axis_name)
+            said = gather(said[None], axis_name)
             limit = _median(said[:, 0], said[:, 1] > 0)
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / _or_one(norm))
         tree = jax.tree.map(
@@ -543,7 +543,7 @@ def _transposed(
             flag = localize(_flag(weight), axis_name)
             own.append(flag.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
-            said = gather(jnp.concatenate(own), axis_name)
+            said = gather(jnp.concatenate(own)[None], axis_name)
         if weight is not None and said is not None:
             counts, said = said[:, -1] > 0, said[:, :-1]
 
@@ -556,7 +556,7 @@ def _transposed(
         places = kinds(leaves)
         blocks = [jnp.concatenate([cut[i] for i in kind], axis=1) for kind in places]
         everyone = _Everyone(
-            blocks=[pieces_of_all(block, axis_name) for block in blocks],
+            blocks=[all_to_all(block, axis_name) for block in blocks],
             places=places,
             widths=[x.shape[1] for x in cut],
             counts=counts,
@@ -567,7 +567,7 @@ def _transposed(
         pieces = rule(everyone)
         result = list(originals)
         for (_, ends, kind), piece in zip(everyone.by_leaf(), pieces, strict=True):
-            whole = jnp.split(gather(piece, axis_name), ends, axis=1)
+            whole = jnp.split(gather(piece[None], axis_name), ends, axis=1)
             for i, part in zip(kind, whole, strict=True):
                 x = originals[i]
                 flat = part.reshape(-1)[: x.size]
