@@ -8,7 +8,14 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
+from optx_sync.checks import (
+    check_count,
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+    fill_missing,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -38,6 +45,7 @@ from optx_sync.trees import (
     Tree,
     add_updates,
     check_accumulator_dtype,
+    explains_rows,
     is_finite,
     is_masked,
     is_placeholder,
@@ -98,6 +106,11 @@ class SyncReplicasState(NamedTuple):
         """The fields that are equal where the parameters are."""
         return ("inner", "averages")
 
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain: it averages what it gives."""
+        return not (isinstance(self.averages, tuple) and self.averages == ())
+
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
         del params
@@ -106,7 +119,7 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if isinstance(self.averages, tuple) and self.averages == ():
+        if not self.stands_last:
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -247,6 +260,7 @@ def sync_replicas(
     dtype = check_accumulator_dtype(accumulator_dtype)
 
     def init(params):
+        check_params(params)
         check_variables(params)
         averages: Any = ()
         if variable_averages is not None:
@@ -294,6 +308,7 @@ def sync_replicas(
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
+        check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
             raise ValueError(
@@ -328,7 +343,10 @@ def sync_replicas(
                 return reduce(tree, axis_name, reduction="sum")
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
-            moved, inner_state = inner.update(mean, inner_state, params, **extra_args)
+            with explains_rows(grads):
+                moved, inner_state = inner.update(
+                    mean, inner_state, params, **extra_args
+                )
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:
