@@ -161,6 +161,20 @@ def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """The tree in the dtypes of another one, as a state keeps them from step to step.
+
+    Gradients wider than the parameters widen the slots of most Optax optimizers.
+    """
+
+    def cast(x, old):
+        dtype = getattr(old, "dtype", None)
+        kept = dtype is None or getattr(x, "dtype", None) in (None, dtype)
+        return x if kept else x.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
 def add_updates(params: Tree, updates: Tree) -> Tree:
     """`optax.apply_updates`, which adds in the wider dtype even where JAX is strict."""
     with jax.numpy_dtype_promotion("standard"):

@@ -21,7 +21,9 @@ from optx_sync.collectives import (
     axis_index,
     axis_size,
     check_axis_name,
+    check_extra_args,
     localize_where_mapped,
+    mean_extra_args,
     reduce,
     require_local,
     vary_like,
@@ -44,6 +46,7 @@ from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
     add_updates,
+    cast_like,
     check_accumulator_dtype,
     explains_rows,
     is_finite,
@@ -144,6 +147,7 @@ def sync_replicas(
     variables_to_average: Any = None,
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
+    reduce_extra_args: tuple[str, ...] = ("value",),
 ) -> DirectTransformation:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
@@ -212,6 +216,8 @@ def sync_replicas(
             gradient only: agree on `contributes` over that axis instead.)
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
+        reduce_extra_args: The names of extra arguments of which `inner` gets the mean
+            over the replicas whose gradients this step used, as for `cross_shard`.
 
     Returns:
         A transformation with a `SyncReplicasState`, whose `update` must run where
@@ -258,6 +264,7 @@ def sync_replicas(
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
     dtype = check_accumulator_dtype(accumulator_dtype)
+    reduced_names = check_extra_args(reduce_extra_args)
 
     def init(params):
         check_params(params)
@@ -343,10 +350,12 @@ def sync_replicas(
                 return reduce(tree, axis_name, reduction="sum")
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            extra = mean_extra_args(
+                extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
+            )
             with explains_rows(grads):
-                moved, inner_state = inner.update(
-                    mean, inner_state, params, **extra_args
-                )
+                moved, new_inner = inner.update(mean, inner_state, params, **extra)
+            inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:

@@ -16,6 +16,7 @@ from optx_sync.rows.slices import (
     known_numbers,
     like_rows,
     rebuild,
+    search,
     show,
     unique_indices,
 )
@@ -202,7 +203,7 @@ class _GatheredRows:
         in_range = (ids >= 0) & (ids < self.shape[0])
         if self.rows.shape[0]:
             named = show(self.words)
-            position = jnp.searchsorted(named, ids).astype(jnp.int32)
+            position = search(named, ids)
             found = named.at[position].get(mode="fill", fill_value=LAST_INDEX) == ids
             # Half precision: the gradients of a frequent id add up in float32.
             wide = self.rows.astype(at_least_float32(self.dtype))
