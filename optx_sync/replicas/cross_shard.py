@@ -30,9 +30,9 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers
+from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, explains_rows, is_slices, leaves_with_names
+from optx_sync.trees import Tree, explains_rows, is_slices
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -299,12 +299,7 @@ def _exchanged(
                 "which takes weights."
             )
     if not exchange.takes_rows:
-        for path, leaf in leaves_with_names(grads):
-            if is_slices(leaf):
-                raise ValueError(
-                    f"The gradient at {path} is row-sparse, which this exchange does "
-                    "not take. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
-                )
+        require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
     mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
     if reduction == "mean":
