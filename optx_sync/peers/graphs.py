@@ -144,7 +144,8 @@ def exponential() -> Graph:
     Example:
         >>> import numpy as np
         >>> import optx_sync as oxs
-        >>> bool(np.all(np.linalg.multi_dot(oxs.graphs.exponential().matrices(8)) == 1 / 8))
+        >>> cycle = oxs.graphs.exponential().matrices(8)
+        >>> bool(np.all(np.linalg.multi_dot(cycle) == 1 / 8))
         True
 
     References:
