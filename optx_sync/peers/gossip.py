@@ -113,10 +113,7 @@ class OwnCenterState(NamedTuple):
         distance = None
         if params is not None and jnp.ndim(self.dropped) == 1:
             squares = [
-                jnp.sum(
-                    jnp.square(jnp.abs(_wide(x) - _mean(x, (0,)))[:, None]),
-                    axis=tuple(range(1, x.ndim + 1)),
-                ).astype(jnp.float32)
+                _square_sums(_wide(x) - _mean(x, (0,))[None])
                 for x in jax.tree.leaves(params)
                 if is_inexact(x.dtype)
             ]
@@ -642,6 +639,11 @@ def _require_stable(growth: float, momentum: tuple, what: str) -> None:
             "workers drift apart even without gradients: their disagreement grows. "
             "Pass a lower momentum, outer=optax.sgd(0.7, momentum=0.5) for example."
         )
+
+
+def _square_sums(x: jax.Array) -> jax.Array:
+    """float32[workers], of leaves [workers, ...]."""
+    return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32), range(1, x.ndim))
 
 
 def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
