@@ -36,6 +36,12 @@ from optx_sync.center.local_sgd import local_sgd_rule as local_sgd_rule
 from optx_sync.center.diloco import diloco as diloco
 from optx_sync.center.diloco import diloco_rule as diloco_rule
 
+# Workers that meet each other, and no center.
+from optx_sync.peers import graphs as graphs
+from optx_sync.peers.gossip import gossip as gossip
+from optx_sync.peers.gossip import mean_params as mean_params
+from optx_sync.peers.gossip import noloco as noloco
+
 # A step, for one worker and for all.
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
@@ -82,10 +88,14 @@ __all__ = [
     "elastic_average",
     "elastic_rule",
     "exchange",
+    "gossip",
+    "graphs",
     "local_sgd",
     "local_sgd_rule",
     "localize",
+    "mean_params",
     "metrics",
+    "noloco",
     "on_values",
     "optimizers",
     "reduce",
