@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
@@ -117,6 +118,15 @@ def where(flag: Any, tree: Tree, other: Tree) -> Tree:
 def zeros_like(tree: Tree) -> Tree:
     """A tree of zeros."""
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+def first_worker(x: jax.Array) -> jax.Array:
+    """`x[0]`, also where the first axis lies along a mesh axis of type `Explicit`."""
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[0] is None:
+        return x[0]
+    whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jax.sharding.reshard(x, whole)[0]
 
 
 def add_updates(params: Tree, updates: Tree) -> Tree:

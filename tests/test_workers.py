@@ -179,7 +179,7 @@ def test_gradients_of_replicated_parameters_are_local():
         return sparse[0], sparse[1]["table"].to_dense(4), dense, aux, grads
 
     results = [
-        oxs.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0))(table, ids)
+        jax.jit(oxs.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0)))(table, ids)
         for mesh in (None, mesh_of(8))
     ]
     for simulated, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
@@ -315,3 +315,5 @@ def test_explicit_axes_are_compiled_once():
     for _ in range(3):
         params, state = mapped(params, state)
     assert mapped._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+    first = oxs.unstack(params)["w"]
+    np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])

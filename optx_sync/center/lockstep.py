@@ -50,6 +50,7 @@ from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
     check_accumulator_dtype,
+    first_worker,
     is_finite,
     is_inexact,
     is_masked,
@@ -107,7 +108,7 @@ class CenterState(NamedTuple):
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center = self.center
         for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-            center = jax.tree.map(lambda c: c[0], center)
+            center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
