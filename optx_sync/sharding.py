@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import is_masked
+from optx_sync.trees import first_worker, is_masked
 
 
 def state_axes(
@@ -193,7 +193,7 @@ def unstack(tree: Any, axes: Any = None) -> Any:
                 "unstack needs leaves with a worker axis in front; got a scalar. Pass "
                 "axes=oxs.state_axes(tx, params) if some leaves have none."
             )
-        return x[0]
+        return first_worker(x)
 
     return _map(first, tree, axes, shared=lambda x: x)
 

@@ -23,6 +23,8 @@ FLOORS = {
     "collectives": 3,
     "exchange": 4,
     "optimizers": 4,
+    "workers": 4,
+    "gradients": 4,
     "replicas": 5,
     "center": 5,
     "peers": 5,

@@ -56,6 +56,7 @@ from optx_sync.trees import (
     Tree,
     add_updates,
     check_accumulator_dtype,
+    first_worker,
     is_finite,
     is_floating,
     is_inexact,
@@ -140,7 +141,7 @@ class CenterState(NamedTuple):
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center = self.center
         for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-            center = jax.tree.map(lambda c: c[0], center)
+            center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
