@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
@@ -50,6 +51,24 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
+def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
+    """A number of things as an int; NumPy's integers are taken.
+
+    A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
+    or more: inside a step it meets counters in int32.
+    """
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(
+            f"{name} must be an integer, and not traced; got {number!r} of type "
+            f"{type(number).__name__}. {mend}"
+        )
+    if not least <= number < 2**31:
+        raise ValueError(
+            f"{name} must be {least} or more, and below 2**31; got {number}. {mend}"
+        )
+    return int(number)
+
+
 def check_grads(grads: Any, params: Any | None) -> None:
     """Refuse gradients that are not floating, or do not match the parameters.
 
@@ -73,9 +92,8 @@ def check_grads(grads: Any, params: Any | None) -> None:
             where = "gradients" if path in expected else "parameters"
             raise ValueError(
                 f"The gradients do not have the structure of the parameters: {path} "
-                f"is missing in the {where}. Got gradients "
-                f"{jax.tree.structure(grads)} for parameters "
-                f"{jax.tree.structure(params)}."
+                f"is missing in the {where}. Differentiate with respect to the same "
+                "tree; a leaf without a gradient is None."
             )
         grad, param = found[path], expected[path]
         if grad is None or param is None:

@@ -115,20 +115,20 @@ def reduce(
     divisor: Any = size if groups is None else groups.size
 
     fraction = None
-    if weight is not None:
-        own = localize(_check_weight(weight), axis_name)
+    own = own_weight(weight, axis_name)
+    if own is not None:
         if any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype)):
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
-            fraction = own / _or_one(total)
-            operands = [_weigh(x, fraction) for x in operands]
+            fraction = own / or_one(total)
+            operands = [weigh(x, fraction) for x in operands]
             sums, divisor = _sum(operands, axes, groups), 1
         else:
             *sums, total = _sum(
-                [*(_weigh(x, own) for x in operands), own], axes, groups
+                [*(weigh(x, own) for x in operands), own], axes, groups
             )
-            divisor = _or_one(total)
+            divisor = or_one(total)
             fraction = own / divisor
     else:
         sums = _sum(operands, axes, groups)
@@ -150,6 +150,52 @@ def reduce(
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The arrays of all replicas along axis 0, one behind the other, equal on all."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    return _gather(x, axes, None)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    rows = x.reshape(*map(axis_size, axes), *x.shape[1:])
+    # One by one, as JAX has none over two axes of vmap; the first is major.
+    for place, axis in enumerate(axes):
+        rows = lax.all_to_all(rows, axis, place, place, tiled=True)
+    return rows.reshape(x.shape)
+
+
+def scatter_sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The sum of all replicas' `x[N k]`, of which replica i gets numbers i k ... ."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, tiled=True)
+    return x
+
+
+def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
+    if weight is None:
+        return x
+    # Not by multiplication alone: 0 * NaN is NaN.
+    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
+    """This replica's weight as a checked float that varies over the axis, or `None`."""
+    return None if weight is None else localize(_check_weight(weight), axis_name)
+
+
+def or_one(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: 1 where it is 0, since so is what is divided."""
+    # A NaN stays: it must be seen.
+    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def localize(tree: Tree, axis_name: AxisName) -> Tree:
@@ -508,7 +554,7 @@ def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor):
     """The sum of all replicas' rows: gathered, then equal rows summed."""
     indices, values = slices.indices, slices.values
     if fraction is not None:
-        values = _weigh(values, fraction)
+        values = weigh(values, fraction)
         # A row of a replica without weight is not a touched row: -1 names no row.
         indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
     if divisor != 1:
@@ -545,16 +591,6 @@ def _to_wire(x: jax.Array, reduction, dtype) -> jax.Array:
         return x.astype(jnp.float32)
     narrow = x.dtype.itemsize < 4
     return x.astype(jnp.int32) if narrow else x
-
-
-def _weigh(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # Not by multiplication alone: 0 * NaN is NaN.
-    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
-
-
-def _or_one(total: jax.Array) -> jax.Array:
-    # If all weights are 0, so is the numerator. A NaN stays: it must be seen.
-    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def _check_weight(weight) -> jax.Array:

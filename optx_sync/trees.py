@@ -85,6 +85,23 @@ def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
     return dtype
 
 
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` rounded to a narrower dtype, in its own.
+
+    Not by two casts: XLA may drop such a pair (excess precision).
+    """
+    if x.dtype == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return rounded
+    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
+    smallest = float(info.smallest_subnormal)
+    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
+
+
 def values_of(leaf: Any) -> Any:
     """The array of a leaf: the values of an `IndexedSlices`, else the leaf itself."""
     return leaf.values if isinstance(leaf, SlicesLeaf) else leaf

@@ -13,10 +13,12 @@ from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
     accumulator_dtype,
+    add_updates,
     at_least_float32,
     is_gradient_leaf,
     is_inexact,
     path_name,
+    round_to,
     zeros_like,
 )
 
@@ -127,16 +129,6 @@ def local_step(
     return updates, inner_state, accumulated
 
 
-def stepped(params: Tree, updates: Tree) -> Tree:
-    """The worker's parameters after its step: `params + updates`, in their dtypes."""
-
-    def add(param, update):
-        wide = at_least_float32(param.dtype)
-        return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
-
-    return jax.tree.map(add, params, updates)
-
-
 def as_center(params: Tree, center: Tree) -> Tree:
     """Parameters in the center's dtypes, as their own dtypes round them."""
 
@@ -150,7 +142,7 @@ def as_center(params: Tree, center: Tree) -> Tree:
 
 def worker_params(params: Tree, updates: Tree, center: Tree) -> Tree:
     """The worker's parameters after its step, in the center's dtypes."""
-    return as_center(stepped(params, updates), center)
+    return as_center(add_updates(params, updates), center)
 
 
 def own_of(rule: CenterRule, params: Tree, taken: Tree, accumulated: Tree) -> Tree:
@@ -215,23 +207,6 @@ def _dense(update: Any, param: jax.Array) -> Any:
     if isinstance(update, IndexedSlices):
         return update.to_dense(param.shape[0])
     return update
-
-
-def round_to(x, dtype):
-    """`x` rounded to a narrower dtype, in its own.
-
-    Not by two casts: XLA may drop such a pair (excess precision).
-    """
-    if x.dtype == dtype:
-        return x
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == jnp.finfo(x.dtype).nexp:
-        return rounded
-    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
-    smallest = float(info.smallest_subnormal)
-    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
 
 
 def _is_own(x: Any) -> bool:

@@ -19,7 +19,6 @@ from optx_sync.center.formulas import (
     own_of,
     start_accumulated,
     start_center,
-    stepped,
     take,
 )
 from optx_sync.center.rule import (
@@ -49,6 +48,7 @@ from optx_sync.exchange.rule import Exchange, check_exchange
 from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
+    add_updates,
     check_accumulator_dtype,
     is_finite,
     is_inexact,
@@ -145,7 +145,7 @@ class _Meeting(NamedTuple):
     taken: Any
     outer: Any
     accumulated: Any
-    dropped: jax.Array
+    dropped: Any
     exchange: Any
     inner: Any
 
@@ -241,6 +241,8 @@ def center_variable(
     exchange = check_exchange(exchange, all_reduce())
     static_period = None if callable(period) else period
     keeps_taken = keeps_before(rule, period)
+    # What a round does not change stays out of the conditional.
+    changes_inner = inner_state != "keep" or drop_nonfinite
 
     def init(params):
         center = start_center(params, dtype)
@@ -281,7 +283,7 @@ def center_variable(
         )
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
         x, inner_new, accumulated = localize(
-            (stepped(params, updates), inner_new, accumulated), axis_name
+            (add_updates(params, updates), inner_new, accumulated), axis_name
         )
         x = vary_like(x, params)
         broken = state.broken
@@ -352,9 +354,9 @@ def center_variable(
                 taken=state.taken,
                 outer=state.outer,
                 accumulated=accumulated,
-                dropped=state.dropped,
+                dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
-                inner=inner_new,
+                inner=inner_new if changes_inner else (),
             ),
         )
         due = jnp.asarray(due)
@@ -367,9 +369,9 @@ def center_variable(
             outer=met.outer,
             accumulated=met.accumulated,
             broken=broken & ~due if drop_nonfinite else (),
-            dropped=met.dropped,
+            dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
-            inner=met.inner,
+            inner=met.inner if changes_inner else inner_new,
         )
 
     def update(updates, state, params=None, **extra_args):

@@ -11,7 +11,9 @@ room have in common is therefore told, and written, here:
   originals and in Optax; `None`, NaN and infinity are refused.
 * The other hyper-parameters are numbers or traced scalars (`optax.inject_hyperparams`).
   They become float32 before use, as TensorFlow's do: `1 - b1` is 0.100000024 for 0.9.
-  Concrete numbers are checked; traced ones cannot be, and pass.
+  Concrete numbers are checked; traced ones cannot be, and pass. A decay may be 1, as in
+  the originals: its average stays where it starts, and where the bias of a first moment
+  is corrected that is 0 / 0.
 * Slots of half precision parameters are float32, those of float64 parameters float64.
   The arithmetic is the slots', the update is cast to the parameter's dtype at the end.
 * A gradient leaf may be `None`: its slots stay as they are and its update is zero (or

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -33,6 +33,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.rows.slices import IndexedSlices
+from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
     add_updates,
@@ -130,7 +131,7 @@ def sync_replicas(
     variables_to_average: Any = None,
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> DirectTransformation:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
     With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
@@ -234,7 +235,9 @@ def sync_replicas(
     """
     inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
-    check_replicas(replicas_to_aggregate, total_num_replicas)
+    replicas_to_aggregate, total_num_replicas = check_replicas(
+        replicas_to_aggregate, total_num_replicas
+    )
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
         raise ValueError(
@@ -265,23 +268,32 @@ def sync_replicas(
             averages=averages,
         )
 
-    def update(
-        updates,
+    def step(
+        direct,
+        grads,
         state,
-        params=None,
+        params,
         *,
         contributes=True,
         gradient_step=None,
+        meet=None,
         **extra_args,
     ):
-        check_variables(updates if params is None else params)
-        check_grads(updates, params)
+        """One step: (new parameters if `direct`, else updates; the next state)."""
+        check_variables(grads if params is None else params)
+        check_grads(grads, params)
         if params is None and variable_averages is not None:
             raise ValueError(
                 "A moving average of the parameters needs them; got params=None. Call "
                 "update(grads, state, params)."
             )
-        require_local(updates, axis_name, "gradient")
+        require_local(
+            grads,
+            axis_name,
+            "gradient",
+            "Which replicas count is decided one by one: write `params = oxs.localize("
+            f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
+        )
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
             raise ValueError(
@@ -289,7 +301,7 @@ def sync_replicas(
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         tokens = max(replicas, replicas_to_aggregate)
-        grads = unique_rows(updates)
+        grads = unique_rows(grads)
 
         contributes = _extra(contributes, "contributes", jnp.bool_)
         fresh = jnp.bool_(True)
@@ -303,81 +315,87 @@ def sync_replicas(
             state.global_step,
             axis_name,
         )
-        outcome = jnp.int32(Outcomes._fields.index("no_token"))
-        for name, applies in (
-            ("used", used),
-            ("nonfinite", ~finite),
-            ("stale", ~fresh),
-            ("not_contributed", ~contributes),
-        ):
-            place = jnp.int32(Outcomes._fields.index(name))
-            outcome = jnp.where(applies, place, outcome)
-        outcome_counts = Outcomes(
-            *(
-                count + (outcome == place).astype(jnp.int32)
-                for place, count in enumerate(state.outcome_counts)
-            )
-        )
-
+        outcome = _outcome(used, fresh, finite, contributes)
         accumulated = state.accumulated + arrived
-        complete = accumulated >= replicas_to_aggregate
-        new_step = state.global_step + complete.astype(jnp.int32)
-        before = (
-            accumulate(state.accumulator, grads, used), state.inner, state.averages
-        )  # fmt: skip
+        complete = accumulated >= replicas_to_aggregate if meet is None else meet
+        new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
 
-        def move(accumulator, inner_state, averages):
+        def move(_, accumulator, inner_state, averages):
+            """The update: the mean of all that was accumulated goes through inner."""
+            accumulator = accumulate(accumulator, grads, used)
+
             def total(tree):
                 return reduce(tree, axis_name, reduction="sum")
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
             moved, inner_state = inner.update(mean, inner_state, params, **extra_args)
             moved = fill_missing(moved, params)
+            new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:
                 averages = advance_averages(
-                    averages, add_updates(params, moved), variable_averages, new_step
+                    averages, new_params, variable_averages, new_step
                 )
-            return moved, (clear(accumulator, mean), inner_state, averages)
+            result = new_params if direct else moved
+            return result, clear(accumulator, mean), inner_state, averages
 
-        shapes, _ = types = jax.eval_shape(move, *before)
-        after = jax.lax.cond(
-            complete,
-            lambda *before: vary_like(move(*before), (shapes, before)),
-            lambda *before: vary_like((_no_updates(shapes), before), types),
-            *before,
+        def wait(_, accumulator, inner_state, averages):
+            """No update yet: the gradient is accumulated, and nothing else moves."""
+            result = params if direct else _no_updates(shapes)
+            return result, accumulate(accumulator, grads, used), inner_state, averages
+
+        # The parameters are an operand so that XLA hands them on in place.
+        before = (
+            params if direct else (), state.accumulator, state.inner, state.averages
+        )  # fmt: skip
+        shapes, *_ = types = jax.eval_shape(move, *before)
+        like = (shapes, *before[1:])
+
+        def branch(body):
+            return lambda *before: vary_like(vary_like(body(*before), like), types)
+
+        if isinstance(complete, bool):
+            after = branch(move if complete else wait)(*before)
+        else:
+            after = jax.lax.cond(complete, branch(move), branch(wait), *before)
+        result, accumulator, inner_state, averages = after
+        counts = (
+            count + (outcome == place).astype(jnp.int32)
+            for place, count in enumerate(state.outcome_counts)
         )
-        updates, (accumulator, inner_state, averages) = after
-        return updates, SyncReplicasState(
+        return result, SyncReplicasState(
             global_step=new_step,
             accumulated=jnp.where(complete, jnp.zeros_like(accumulated), accumulated),
             accumulator=accumulator,
             outcome=outcome,
-            outcome_counts=outcome_counts,
+            outcome_counts=Outcomes(*counts),
             inner=inner_state,
             averages=averages,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def update(updates, state, params=None, **extra_args):
+        return step(False, updates, state, params, **extra_args)
+
+    def apply(grads, state, params, **extra_args):
+        return step(True, grads, state, params, **extra_args)
+
+    return DirectTransformation(init, update, apply)
 
 
-def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
-    """Refuse what is not an integer of 1 or more."""
-    for name, value in (
-        ("replicas_to_aggregate", replicas_to_aggregate),
-        ("total_num_replicas", total_num_replicas),
-    ):
-        if value is None and name == "total_num_replicas":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"{name} must be an integer, known when the optimizer is made; got "
-                f"{value!r}."
-            )
-        if value < 1:
-            raise ValueError(
-                f"{name} must be 1 or more; got {value}. Pass the number of "
-                + ("gradients that an update needs." if "agg" in name else "replicas.")
-            )
+def check_replicas(
+    replicas_to_aggregate: Any, total_num_replicas: Any
+) -> tuple[int, int | None]:
+    """Both numbers as ints; refuse what is not an integer of 1 or more."""
+    required = check_count(
+        "replicas_to_aggregate",
+        replicas_to_aggregate,
+        "Pass the number of gradients that an update needs.",
+    )
+    if total_num_replicas is None:
+        return required, None
+    total = check_count(
+        "total_num_replicas", total_num_replicas, "Pass the number of replicas."
+    )
+    return required, total
 
 
 def check_variables(tree: Any) -> None:
@@ -388,6 +406,20 @@ def check_variables(tree: Any) -> None:
         f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
         "the parameters, and gradients like them."
     )
+
+
+def _outcome(used, fresh, finite, contributes):
+    """int32[], the place in `Outcomes` of what becomes of a gradient."""
+    outcome = jnp.int32(Outcomes._fields.index("no_token"))
+    for name, applies in (
+        ("used", used),
+        ("nonfinite", ~finite),
+        ("stale", ~fresh),
+        ("not_contributed", ~contributes),
+    ):
+        place = jnp.int32(Outcomes._fields.index(name))
+        outcome = jnp.where(applies, place, outcome)
+    return outcome
 
 
 def _hand_out(candidate, tokens, global_step, axis_name):
