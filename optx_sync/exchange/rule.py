@@ -56,6 +56,8 @@ class Exchange(NamedTuple):
         linear: Whether the law in this module's head holds.
         takes_rows: Whether leaves may be row-sparse (`IndexedSlices`).
         takes_groups: Whether `meet` takes `group_assignment`.
+        takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
+            replica out and all others count alike.
 
     Example:
         The exact mean, written by hand:
@@ -77,6 +79,7 @@ class Exchange(NamedTuple):
     linear: bool = True
     takes_rows: bool = False
     takes_groups: bool = False
+    takes_weights: bool = True
 
 
 def remembers(exchange: Exchange) -> bool:

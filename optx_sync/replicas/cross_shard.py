@@ -258,6 +258,13 @@ def _exchanged(
             "leave weight out, or pass reduction='mean'."
         )
     require_local(grads, axis_name, "gradient")
+    if weight is not None and not exchange.takes_weights:
+        if jnp.result_type(weight) != jnp.bool_:
+            raise ValueError(
+                "This exchange counts all replicas alike and takes no weight. Pass a "
+                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
+                "which takes weights."
+            )
     if not exchange.takes_rows:
         for path, leaf in leaves_with_names(grads):
             if is_slices(leaf):
