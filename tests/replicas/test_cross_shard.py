@@ -773,7 +773,7 @@ def test_updates_keep_the_dtype_of_the_gradients():
     assert updates["b"].dtype == jnp.bfloat16 and updates["h"].dtype == jnp.float16
     for told in ("summed", "averaged"):
         for reduction in ("mean", "sum"):
-            tx = cross_shard(None, AXIS, grads=told, reduction=reduction)
+            tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
             updates, _ = lanes(tx, grads)
             assert updates["b"].dtype == jnp.bfloat16
 
