@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 import optx_sync as oxs
+from optx_sync import hlo
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -150,7 +151,7 @@ def sizes(compiled: jax.stages.Compiled, period: int) -> dict[str, float]:
     """What a program sends, in bytes, and holds and writes, in sizes of all weights."""
     has = programs.contents(compiled)
     held = {k: has[k] / SIZE for k in ("arguments", "aliased", "temporary")}
-    counts = programs.written(compiled, WIDTH**2)
+    counts = programs.written(hlo.program(compiled), WIDTH**2)
     per_weight = {k: count / LAYERS for k, count in counts.items()}
     # The conditional is there with a period of 1 as well.
     mean = has["every step"] + has["round"] / period

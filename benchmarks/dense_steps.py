@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ import numpy as np
 import optax
 import peers
 import report
+
+from optx_sync import hlo
 
 
 @dataclasses.dataclass
@@ -110,8 +111,8 @@ def triad(start: Any, grads: Any) -> Callable[[], Any]:
 
 def loops_of(compiled: Any, size: int, leaves: int) -> float:
     """Compiled loops over whole leaves, for each leaf."""
-    main = compiled.as_text().partition("\nENTRY ")[2]
-    return len(re.findall(rf"= \(?f32\[{size}\].*? fusion\(", main)) / leaves
+    loops = [i for i in hlo.written(hlo.program(compiled)) if i.opcode == "fusion"]
+    return sum(loop.arrays[0].shape == (size,) for loop in loops) / leaves
 
 
 def measure(name: str, leaves: int, size: int, repeats: int, builds: int) -> Found:

@@ -13,6 +13,7 @@ import peers
 import report
 
 import optx_sync as oxs
+from optx_sync import hlo
 
 WIDTH = 16
 ORDERS = ("any order", "sorted", "repeated")
@@ -55,8 +56,7 @@ class Table:
 
     def temporary(self, grads: Any) -> int:
         """Bytes that the compiled step needs beside what it is given."""
-        memory: Any = self.step.lower(*self.held, grads).compile().memory_analysis()
-        return memory.temp_size_in_bytes
+        return hlo.memory(self.step, *self.held, grads).temporary
 
 
 def next_of(step: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:

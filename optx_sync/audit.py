@@ -4,10 +4,9 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from math import prod
 from typing import Any, NamedTuple
 
-import jax
+from optx_sync import hlo
 
 _KINDS = (
     "all-reduce",
@@ -18,43 +17,34 @@ _KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
-_NAME = r"%?([\w.\-]+)"
-_HEADER = re.compile(rf"^(ENTRY\s+)?{_NAME}\s*(?:\(.*\)\s*->.*)?\{{$")
-_INSTRUCTION = re.compile(rf"^(?:ROOT\s+)?{_NAME}\s+=\s+(.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_ATTRIBUTE = re.compile(r"([\w\-]+)=(\{[^{}]*\}|%?[\w.\-]+)")
-_IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
-_IOTA_ARRAY = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
-_NESTED = re.compile(r"\{(?:\s*\{[\d,\s]*\}\s*,?)*\}")
+_PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
+# Custom calls that move a pointer, or mark where a collective begins and ends.
+_IDLE = (
+    "AllocateBuffer",
+    "AsyncCollectiveDone",
+    "AsyncCollectiveStart",
+    "ConcatBitcast",
+)
 
 
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
     `groups` holds the sets of devices that exchange with each other, or for a
-    "collective-permute" its (source, target) pairs.
+    "collective-permute" and a "send" the (source, target) pairs. It is empty where the
+    program does not say, as for what goes from one TPU slice to another.
+
+    `overlapped` says of an asynchronous collective whether anything is computed between
+    its start and where the program waits for it, in the order that it runs in. A
+    synchronous one, or one that is waited for in a later round of a loop, has None.
     """
 
-    kind: str  # "all-reduce", "all-gather", ...; asynchronous pairs count once
+    kind: str  # "all-reduce", "all-gather", "send", ...; a pair counts once
     bytes: int  # of the operands, on one device
     operands: int  # arrays that travel together
     groups: tuple[tuple[int, ...], ...]  # of devices, as the mesh counts them
     conditional: bool  # stands in a branch of a conditional, at whatever depth
-
-
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-
-
-class _Program(NamedTuple):
-    computations: dict[str, list[_Instruction]]
-    entries: list[str]
-    devices: int
+    overlapped: bool | None = None  # with computation, between its start and its end
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
@@ -62,9 +52,10 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
 
     A row is one collective instruction in XLA's optimised program, after its
     combiner has joined what can travel together. It counts once if it stands in a
-    loop. `conditional` says that it runs only when a branch of a `lax.cond` is
-    taken; a function called both inside and outside of branches does not count as
-    conditional.
+    loop, and once if its start and its end are instructions of their own; a "send"
+    stands for itself and the "recv" of what the others sent. `conditional` says that
+    it runs only when a branch of a `lax.cond` is taken; a function called both inside
+    and outside of branches does not count as conditional.
 
     The rows describe the program of the platform that compiled it. XLA:CPU widens
     half precision reductions to float32, and keeps collectives over one device.
@@ -95,7 +86,7 @@ def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].conditional
         ('all-reduce', 12, False)
     """
-    return parse(_text(fn, args, kwargs))
+    return _rows(hlo.program(fn, *args, **kwargs))
 
 
 def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
@@ -111,7 +102,7 @@ def instructions(fn: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
         >>> oxs.audit.instructions(lambda x: x, jnp.ones(3))["parameter"]
         1
     """
-    computations = _read(_text(fn, args, kwargs)).computations
+    computations = hlo.program(fn, *args, **kwargs).computations
     counts = Counter(
         instruction.opcode for body in computations.values() for instruction in body
     )
@@ -141,32 +132,7 @@ def parse(text: str) -> list[Collective]:
         >>> rows[0].kind, rows[0].bytes, rows[0].groups
         ('all-reduce', 2048, ((0, 1, 2, 3), (4, 5, 6, 7)))
     """
-    program = _read(text)
-    always, reached = _reach(program)
-    rows = []
-    for name, body in program.computations.items():
-        if name not in reached:
-            continue
-        shapes = {instruction.name: instruction.shape for instruction in body}
-        for instruction in body:
-            kind = _kind(instruction, program)
-            if kind is None:
-                continue
-            arrays = [
-                size
-                for operand in instruction.operands
-                for size in _sizes(_operand_shape(operand, shapes))
-            ]
-            rows.append(
-                Collective(
-                    kind=kind,
-                    bytes=sum(arrays),
-                    operands=len(arrays),
-                    groups=_groups(instruction, kind, program.devices),
-                    conditional=name not in always,
-                )
-            )
-    return rows
+    return _rows(hlo.read(text))
 
 
 def table(rows: Iterable[Collective]) -> str:
@@ -185,272 +151,139 @@ def table(rows: Iterable[Collective]) -> str:
         total                4608         4           4096 bytes in conditionals
     """
     rows = list(rows)
-    quiet = sum(row.bytes for row in rows if row.conditional)
-    total = sum(row.bytes for row in rows)
-    arrays = sum(row.operands for row in rows)
-    lines = [("kind", "bytes", "operands", "groups", "conditional")]
+    lines: list[tuple[str, ...]] = [
+        ("kind", "bytes", "operands", "groups", "conditional", "overlapped")
+    ]
     for row in rows:
         groups = f"{len(row.groups)} x {len(row.groups[0]) if row.groups else 0}"
-        if row.kind == "collective-permute":
-            groups = f"{len(row.groups)} pairs"
-        conditional = "yes" if row.conditional else "no"
-        lines.append((row.kind, str(row.bytes), str(row.operands), groups, conditional))
-    lines.append(
-        ("total", str(total), str(arrays), "", f"{quiet} bytes in conditionals")
-    )
-    kind, size, count, group, _ = (
-        max(len(line[column]) for line in lines) for column in range(5)
-    )
-    return "\n".join(
-        f"{a:<{kind}}  {b:>{size}}  {c:>{count}}  {d:<{group}}  {e}"
-        for a, b, c, d, e in lines
-    )
-
-
-def _text(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
-        if not callable(fn):
-            raise TypeError(
-                f"audit needs a function or a compiled program; got "
-                f"{type(fn).__name__}. Pass the step function and its arguments."
-            )
-        fn = jax.jit(fn)
-    if hasattr(fn, "lower"):
-        fn = fn.lower(*args, **kwargs)
-    elif args or kwargs:
-        raise TypeError(
-            f"got arguments for a {type(fn).__name__}, which is lowered or compiled "
-            "already. Pass it alone, or pass the function with the arguments."
-        )
-    if hasattr(fn, "compile"):
-        fn = fn.compile()
-    text = fn.as_text()
-    if text is None:
-        raise TypeError(
-            "this backend does not give the text of its compiled programs. "
-            "Compile for CPU, GPU or TPU."
-        )
-    return text
-
-
-def _read(text: str) -> _Program:
-    """Split a module's text into computations and their instructions."""
-    # Strings (names of operations, configurations) and comments hold anything.
-    text = re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
-    text = re.sub(r"/\*.*?\*/", "", text)
-    computations: dict[str, list[_Instruction]] = {}
-    entries: list[str] = []
-    devices = 0
-    body: list[_Instruction] | None = None
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("HloModule"):
-            counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", line)
-            devices = prod(map(int, counts)) if counts else 0
-        elif line.startswith("}"):
-            body = None
-        elif body is not None and (match := _INSTRUCTION.match(line)):
-            body.append(_instruction(match[1], match[2]))
-        elif body is None and (match := _HEADER.match(line)):
-            body = computations.setdefault(match[2], [])
-            if match[1]:
-                entries.append(match[2])
-    return _Program(computations, entries, devices)
-
-
-def _instruction(name: str, rest: str) -> _Instruction:
-    """Read `SHAPE opcode(OPERANDS), ATTRIBUTES`, with parentheses in all of them."""
-    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
-    shape, rest = rest[:end], rest[end:].strip()
-    opening = rest.find("(")
-    end = _closing(rest, opening)
-    operands = _split(rest[opening + 1 : end - 1])
-    return _Instruction(name, shape, rest[:opening], operands, rest[end:])
-
-
-def _closing(text: str, opening: int) -> int:
-    """Return the position after the bracket that closes the one at `opening`."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += (text[position] in "([{") - (text[position] in ")]}")
-        if depth == 0:
-            return position + 1
-    return len(text)
-
-
-def _split(text: str) -> tuple[str, ...]:
-    """Split at the commas that stand outside of all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-    parts.append(text[start:].strip())
-    return tuple(part for part in parts if part)
-
-
-def _called(instruction: _Instruction, program: _Program) -> list[str]:
-    """Name the computations that an instruction calls, by whatever attribute."""
-    return [
-        name
-        for attribute, value in _ATTRIBUTE.findall(instruction.attributes)
-        # Names instructions, and instructions may be named like computations.
-        if attribute != "control-predecessors"
-        for name in re.findall(r"[\w.\-]+", value)
-        if name in program.computations
+        if row.kind in _PAIRS:
+            groups = f"{len(row.groups)} pairs" if row.groups else "not said"
+        flags = ("" if f is None else "yes" if f else "no" for f in row[4:])
+        lines.append((row.kind, str(row.bytes), str(row.operands), groups, *flags))
+    quiet = sum(row.bytes for row in rows if row.conditional)
+    hidden = sum(row.bytes for row in rows if row.overlapped)
+    total = (sum(row.bytes for row in rows), sum(row.operands for row in rows))
+    sums = f"{quiet} bytes in conditionals", f"{hidden} bytes overlapped"
+    lines.append(("total", *map(str, total), "", *sums))
+    if all(row.overlapped is None for row in rows):
+        lines = [line[:-1] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = [
+        f"{{:{side}{width}}}" for side, width in zip("<>><<<", widths, strict=False)
     ]
+    return "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)
 
 
-def _reach(program: _Program) -> tuple[set[str], set[str]]:
-    """Return the computations that always may run, and all that ever may."""
-    called = {
-        name: [
-            (target, instruction.opcode == "conditional")
-            for instruction in body
-            for target in _called(instruction, program)
-        ]
+def _rows(program: hlo.Program) -> list[Collective]:
+    always, ever = hlo.reached(program, "none"), hlo.reached(program, "every")
+    found = [
+        (name, position, kind)
         for name, body in program.computations.items()
+        for position, instruction in enumerate(body)
+        if name in ever and (kind := _kind(instruction, program))
+    ]
+    callers = {
+        called: (name, position)
+        for name, body in program.computations.items()
+        for position, instruction in enumerate(body)
+        if instruction.opcode == "fusion" or instruction.opcode.endswith("-start")
+        for called in hlo.called(instruction, program)
     }
-    targets = {target for edges in called.values() for target, _ in edges}
-    roots = program.entries or [name for name in called if name not in targets]
+    # A TPU's collective in pieces, each fused with what is computed meanwhile. Every
+    # piece is written as if it were the whole.
+    chains: dict[tuple[str, str], list[int]] = {}
+    for name, position, _ in found:
+        chain = program.computations[name][position].quoted.get("chain_id")
+        if chain and name in callers:
+            outside, at = callers[name]
+            chains.setdefault((outside, chain), []).append(at)
+    for pieces in chains.values():
+        pieces.sort()
+    rows = []
+    for name, position, kind in found:
+        instruction = program.computations[name][position]
+        outside, at = callers.get(name, (name, position))
+        pieces = chains.get((outside, instruction.quoted.get("chain_id", "")), [at])
+        if at != pieces[0]:
+            continue
+        arrays = hlo.operands(instruction, program.computations[name])
+        if instruction.opcode == kind == "send":
+            start, end = _send(position, program.computations[name])
+        elif len(pieces) > 1:
+            start, end = at, pieces[-1]
+        else:
+            # Where it is written, or where the computation that it fills is started.
+            start = position if instruction.opcode != kind else at
+            outside = name if instruction.opcode != kind else outside
+            end = hlo.done(start, program.computations[outside])
+        meanwhile = program.computations[outside][start:end][1:]
+        computes = any(_computes(other, program) for other in meanwhile)
+        rows.append(
+            Collective(
+                kind=kind,
+                bytes=sum(array.bytes for array in arrays),
+                operands=len(arrays),
+                groups=hlo.groups(instruction, program.devices),
+                conditional=name not in always,
+                overlapped=None if end is None else computes,
+            )
+        )
+    return rows
 
-    def walk(with_branches: bool) -> set[str]:
-        seen: set[str] = set()
-        waiting = list(roots)
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                waiting += [
-                    target
-                    for target, branch in called[name]
-                    if with_branches or not branch
-                ]
-        return seen
 
-    return walk(False), walk(True)
-
-
-def _kind(instruction: _Instruction, program: _Program) -> str | None:
+def _kind(instruction: hlo.Instruction, program: hlo.Program) -> str | None:
     """Return the kind of collective, or None; an asynchronous pair counts once."""
+    if instruction.opcode == "send":
+        # What goes to the host goes to no other device; but between TPU slices it is
+        # the hosts that take it on.
+        to_host = "is_host_transfer=true" in instruction.attributes
+        on = any(key.startswith("_xla_megascale") for key in instruction.quoted)
+        return "send" if on or not to_host else None
     kind = instruction.opcode.removesuffix("-start")
     if kind not in _KINDS:
         return None
     inner = [
         wrapped.opcode
-        for name in _called(instruction, program)
+        for name in hlo.called(instruction, program)
         for wrapped in program.computations[name]
     ]
     # The wrapped computation is printed too, and holds the row.
     return None if kind in inner else kind
 
 
-def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
-    """Return an operand's shape, printed before its name or where it was defined."""
-    shape, _, name = operand.rpartition(" ")
-    if shape:
-        return shape
-    name = name.removeprefix("%")
-    if name not in shapes:
-        raise ValueError(
-            f"the program's text does not define operand {name!r} of a collective; "
-            "pass the whole text of the module."
-        )
-    return shapes[name]
+def _send(position: int, body: list[hlo.Instruction]) -> tuple[int, int | None]:
+    """Return from where to where in its computation a send and its recv take.
+
+    What a program waits for is what it receives.
+    """
+
+    def meeting(instruction: hlo.Instruction) -> str | None:
+        # Between slices the channels of a send and its recv are not the same.
+        rendezvous = instruction.quoted.get("_xla_host_transfer_rendezvous")
+        channel = re.search(r"channel_id=\d+", instruction.attributes)
+        return rendezvous or (channel and channel[0])
+
+    for other, instruction in enumerate(body):
+        if instruction.opcode == "recv" and meeting(instruction) == meeting(
+            body[position]
+        ):
+            return max(position, other), hlo.done(other, body)
+    return position, hlo.done(position, body)
 
 
-def _sizes(shape: str) -> list[int]:
-    """Return the bytes of each array in a shape, which may be a tuple."""
-    sizes = []
-    for dtype, dimensions in _ARRAY.findall(shape):
-        if dtype in ("token", "opaque"):
-            continue
-        # bf16, s4, f8e4m3fn, c64 carry their bits; a pred takes a byte.
-        bits = re.match(r"(?:bf|[sufc])(\d+)", dtype)
-        if bits is None and dtype != "pred":
-            raise ValueError(f"unknown element type {dtype!r} in the shape {shape!r}.")
-        extents = [int(size) for size in re.findall(r"\d+", dimensions)]
-        sizes.append((prod(extents) * (int(bits[1]) if bits else 8) + 7) // 8)
-    return sizes
-
-
-def _groups(
-    instruction: _Instruction, kind: str, devices: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return explicit groups of devices from whichever form XLA wrote."""
-    permute = kind == "collective-permute"
-    key = "source_target_pairs=" if permute else "replica_groups="
-    _, found, value = instruction.attributes.partition(key)
-    everyone = (tuple(range(devices)),) if devices and not permute else ()
-    if not found:
-        return everyone
-    if match := _MESH.match(value):
-        return _mesh_groups(*match.groups(""))
-    if match := _IOTA.match(value):
-        numbers, size = _numbers(match[2]), prod(_integers(match[1])[1:])
-        return tuple(
-            numbers[start : start + size] for start in range(0, len(numbers), size)
-        )
-    if match := _NESTED.match(value):
-        groups = re.findall(r"\{([\d,\s]*)\}", match[0])
-        return tuple(filter(None, map(_integers, groups))) or everyone
-    raise ValueError(
-        f"cannot read the device groups of {instruction.name!r}: got {key}"
-        f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
-        "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
-    )
-
-
-def _mesh_groups(mesh: str, order: str, grouped: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`."""
-    axes = [(name, int(size)) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)]
-    named = [
-        # An axis may be grouped in part: `(2)3` of 12 are the 3 after the first 2.
-        (name, int(before or 1), int(size or dict(axes)[name]))
-        for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", grouped)
+def _computes(instruction: hlo.Instruction, program: hlo.Program) -> bool:
+    """Whether an instruction does work that a collective can hide behind."""
+    if instruction.opcode in ("dot", "convolution", "while"):
+        return True
+    if instruction.opcode == "custom-call":
+        return instruction.quoted.get("custom_call_target") not in _IDLE
+    if instruction.opcode not in ("fusion", "call", "conditional", "async-start"):
+        return False
+    inner = [
+        other
+        for name in hlo.called(instruction, program)
+        for other in program.computations[name]
     ]
-    strides = {}
-    rest = []
-    stride = prod(size for _, size in axes)
-    for name, extent in axes:
-        done = 1
-        for _, before, size in sorted(part for part in named if part[0] == name):
-            rest.append((stride // before, before // done))
-            done = before * size
-            strides[name, before] = stride // done
-        stride //= extent
-        rest.append((stride, extent // done))
-    within = _offsets([(strides[name, before], size) for name, before, size in named])
-    numbers = _numbers(order) if order else tuple(range(prod(n for _, n in axes)))
-    return tuple(
-        tuple(numbers[first + offset] for offset in within) for first in _offsets(rest)
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
-    if not (match := _IOTA_ARRAY.match(text)):
-        return _integers(text)
-    extents, order = _integers(match[1]), _integers(match[2] or "")
-    return tuple(
-        _offsets(
-            [
-                (prod(extents[axis + 1 :]), extents[axis])
-                for axis in order or range(len(extents))
-            ]
-        )
-    )
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _offsets(axes: list[tuple[int, int]]) -> list[int]:
-    """Walk axes given as (stride, extent), the last one fastest."""
-    offsets = [0]
-    for stride, extent in axes:
-        offsets = [
-            offset + stride * step for offset in offsets for step in range(extent)
-        ]
-    return offsets
+    if instruction.opcode == "fusion" and not any(_kind(i, program) for i in inner):
+        return True
+    return any(_computes(other, program) for other in inner)

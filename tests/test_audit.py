@@ -71,9 +71,9 @@ def test_every_kind():
     rows = audit.collectives(on_mesh(step, auto_mesh((8,), ("d",))), jnp.ones(16))
     by_kind = {row.kind: row for row in rows}
     assert len(rows) == len(by_kind) == 4
-    assert by_kind["all-gather"][1:] == (64, 1, EVERYONE, False)
-    assert by_kind["reduce-scatter"][1:] == (64, 1, EVERYONE, False)
-    assert by_kind["collective-permute"][1:] == (64, 1, tuple(ring), False)
+    assert by_kind["all-gather"][1:5] == (64, 1, EVERYONE, False)
+    assert by_kind["reduce-scatter"][1:5] == (64, 1, EVERYONE, False)
+    assert by_kind["collective-permute"][1:5] == (64, 1, tuple(ring), False)
     # XLA:CPU splits the operand into one array per device.
     assert by_kind["all-to-all"].bytes == 64
     assert by_kind["all-to-all"].groups == EVERYONE
@@ -161,6 +161,209 @@ def test_instructions_count_the_whole_program():
     assert counts["multiply"] == 1  # inside of the fusion
 
 
+def scheduled(*lines, before=""):
+    """A program of eight devices whose entry runs these instructions in this order."""
+    return hlo(f"""
+HloModule step, is_scheduled=true, num_partitions=8
+{textwrap.dedent(before)}
+ENTRY %main (p: bf16[16,4], t: token[]) -> f32[4] {{
+  %p = bf16[16,4]{{1,0}} parameter(0)
+  %t = token[] parameter(1)
+  {
+        '''
+  '''.join(lines)
+    }
+  ROOT %last = f32[4] constant({{1,2,3,4}})
+}}
+""")
+
+
+MATMUL = "%dot = f32[16,16] dot(%p, %p), lhs_contracting_dims={1}"
+FUSION = "%fusion = bf16[16,4] fusion(%p), kind=kLoop, calls=%fused"
+FUSED = """
+%fused (p: bf16[16,4]) -> bf16[16,4] {
+  %p = bf16[16,4] parameter(0)
+  ROOT %n = bf16[16,4] negate(%p)
+}
+"""
+RING = "{{0,1},{1,0}}"
+# Kind, the lines that start it, those that wait for it, computations, groups.
+PAIRS = {
+    "own opcode": (
+        "all-reduce",
+        ["%s = bf16[16,4] all-reduce-start(%p), to_apply=%add"],
+        ["%d = bf16[16,4] all-reduce-done(%s)"],
+        "",
+        EVERYONE,
+    ),
+    "operands with shapes": (
+        "collective-permute",
+        [
+            "%s = (bf16[16,4], bf16[16,4], u32[], u32[]) collective-permute-start("
+            f"bf16[16,4]{{1,0}} %p), source_target_pairs={RING}"
+        ],
+        [
+            "%d = bf16[16,4] collective-permute-done("
+            "(bf16[16,4], bf16[16,4], u32[], u32[]) %s)"
+        ],
+        "",
+        ((0, 1), (1, 0)),
+    ),
+    "wrapped": (
+        "reduce-scatter",
+        ["%s = ((bf16[16,4]), bf16[2,4], s32[]) async-start(%p), calls=%wrapped"],
+        [
+            "%u = ((bf16[16,4]), bf16[2,4], s32[]) async-update(%s)",
+            "%d = bf16[2,4] async-done(%u)",
+        ],
+        """
+        %wrapped (p: bf16[16,4]) -> bf16[2,4] {
+          %p = bf16[16,4] parameter(0)
+          ROOT %r = bf16[2,4] reduce-scatter(%p), replica_groups={}, dimensions={0}
+        }
+        """,
+        EVERYONE,
+    ),
+    "send and recv": (
+        "send",
+        [
+            "%r = (bf16[16,4], u32[], token[]) recv(%t), channel_id=3",
+            "%s = (bf16[16,4], u32[], token[]) send(%p, %t), channel_id=3, "
+            f'frontend_attributes={{_xla_send_recv_source_target_pairs="{RING}"}}',
+        ],
+        [
+            "%rd = (bf16[16,4], token[]) recv-done(%r), channel_id=3",
+            "%sd = token[] send-done(%s), channel_id=3",
+        ],
+        "",
+        ((0, 1), (1, 0)),
+    ),
+    "between slices": (
+        "send",
+        [
+            "%s = (bf16[16,4], u32[], token[]) send(%p, %t), channel_id=2, "
+            "is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous"
+            '="all-reduce_0",_xla_megascale_target="{1,2}x{0:7}"}',
+            "%r = (bf16[16,4], u32[], token[]) recv(%t), channel_id=1, "
+            "is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous"
+            '="all-reduce_0",_xla_megascale_target="{1,2}x{0:7}"}',
+        ],
+        ["%sd = token[] send-done(%s)", "%rd = (bf16[16,4], token[]) recv-done(%r)"],
+        "",
+        (),
+    ),
+}
+MEANWHILE = {
+    MATMUL: True,
+    FUSION: True,
+    "%c = f32[16,16] convolution(%p, %p), dim_labels=bf_io->bf": True,
+    "%w = s32[] while(%p), condition=%fused, body=%fused": True,
+    '%k = f32[16] custom-call(%p), custom_call_target="__gemm"': True,
+    "%f = bf16[16,4] call(%p), to_apply=%calls": True,
+    "%f = bf16[16,4] call(%p), to_apply=%fused": False,
+    "%f = bf16[2,4] fusion(%p), kind=kCustom, calls=%only_scatters": False,
+    '%k = bf16[16,4] custom-call(%p), custom_call_target="ConcatBitcast"': False,
+    "%b = bf16[64] bitcast(%p)": False,
+}
+CALLED = f"""{FUSED}
+%calls (p: bf16[16,4]) -> bf16[16,4] {{
+  %p = bf16[16,4] parameter(0)
+  ROOT {FUSION}
+}}
+%only_scatters (p: bf16[16,4]) -> bf16[2,4] {{
+  %p = bf16[16,4] parameter(0)
+  ROOT %r = bf16[2,4] reduce-scatter(%p), dimensions={{0}}
+}}
+"""
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_an_asynchronous_pair_is_one_row_that_knows_what_is_computed_meanwhile(form):
+    kind, starts, dones, before, groups = PAIRS[form]
+
+    def overlapped(*lines):
+        (row,) = scheduled(*lines, before=FUSED + textwrap.dedent(before))
+        assert row[:5] == (kind, 128, 1, groups, False)
+        return row.overlapped
+
+    assert overlapped(*starts, MATMUL, *dones) is True
+    assert overlapped(*starts, *dones) is False
+    assert overlapped(MATMUL, *starts, *dones, FUSION) is False
+    # Waited for in another computation: nothing can be said.
+    assert overlapped(*starts, MATMUL) is None
+
+
+@pytest.mark.parametrize("line", MEANWHILE)
+def test_what_a_collective_can_hide_behind(line):
+    kind, starts, dones, _, _ = PAIRS["own opcode"]
+    rows = scheduled(*starts, line, *dones, before=CALLED)
+    (row,) = (row for row in rows if row.kind == kind)
+    assert row.overlapped is MEANWHILE[line]
+
+
+def test_a_send_is_waited_for_where_its_recv_is():
+    _, starts, (recv_done, send_done), _, _ = PAIRS["send and recv"]
+    (row,) = scheduled(*starts, send_done, MATMUL, recv_done)
+    assert row.overlapped is True
+    (row,) = scheduled(*starts, recv_done, MATMUL, send_done)
+    assert row.overlapped is False
+    first, then = starts
+    (row,) = scheduled(first, MATMUL, then, recv_done, send_done)
+    assert row.overlapped is False
+    # Without a recv of this channel it waits for itself.
+    other = first.replace("channel_id=3", "channel_id=4")
+    (row,) = scheduled(other, then, recv_done, MATMUL, send_done)
+    assert row.overlapped is True
+
+
+def test_what_goes_to_the_host_and_a_synchronous_collective():
+    rows = scheduled(
+        "%s = (bf16[16,4], u32[], token[]) send(%p, %t), is_host_transfer=true",
+        "%sd = token[] send-done(%s)",
+        "%r = (bf16[16,4], u32[], token[]) recv(%t), is_host_transfer=true",
+        "%rd = (bf16[16,4], token[]) recv-done(%r)",
+        "%a = bf16[16,4] all-reduce(%p), to_apply=%add",
+        MATMUL,
+    )
+    assert rows == [Collective("all-reduce", 128, 1, EVERYONE, False, None)]
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_collective_in_pieces_that_are_fused_with_what_is_computed(computed):
+    gather = (
+        "%g = bf16[128,4] all-gather(%p), replica_groups={}, dimensions={0}, "
+        'frontend_attributes={chain_id="CHAIN"}'
+    )
+    piece = """
+    %PIECE.CHAIN (p: bf16[16,4]) -> bf16[16,4] {
+      %p = bf16[16,4] parameter(0)
+      GATHER
+      ROOT %c = bf16[16,4] OPERATION
+    }
+    """
+    operations = {
+        "start": 'custom-call(%g), custom_call_target="AsyncCollectiveStart"',
+        "step": "convolution(%p, %p)" if computed else "bitcast(%p)",
+        "done": 'custom-call(%g), custom_call_target="AsyncCollectiveDone"',
+    }
+    # The first of two such chains; the other one follows it at once.
+    before = "".join(
+        piece.replace("GATHER", gather)
+        .replace("PIECE", name)
+        .replace("OPERATION", operation)
+        .replace("CHAIN", chain)
+        for chain in "01"
+        for name, operation in operations.items()
+    )
+    call = "%{0}.{1} = bf16[16,4] fusion(%p), kind=kCustom, calls=%{0}.{1}"
+    first, second = (
+        [call.format(name, chain) for name in operations] for chain in "01"
+    )
+    rows = scheduled(*first, second[0], second[2], before=before)
+    assert [row.overlapped for row in rows] == [computed, False]
+    assert {row[:5] for row in rows} == {("all-gather", 128, 1, EVERYONE, False)}
+
+
 def test_asynchronous_pairs_count_once_in_gpu_spelling():
     rows = hlo("""
     HloModule jit_step, is_scheduled=true, replica_count=1, num_partitions=8
@@ -192,10 +395,10 @@ def test_asynchronous_pairs_count_once_in_gpu_spelling():
     }
     """)  # noqa: E501
     assert rows == [
-        Collective("reduce-scatter", 128, 1, EVERYONE, False),
-        Collective("all-reduce", 24, 2, ((0, 2, 4, 6), (1, 3, 5, 7)), False),
-        Collective("all-gather", 16, 1, EVERYONE, False),
-        Collective("collective-permute", 8, 1, ((0, 1), (1, 0)), False),
+        Collective("reduce-scatter", 128, 1, EVERYONE, False, False),
+        Collective("all-reduce", 24, 2, ((0, 2, 4, 6), (1, 3, 5, 7)), False, False),
+        Collective("all-gather", 16, 1, EVERYONE, False, False),
+        Collective("collective-permute", 8, 1, ((0, 1), (1, 0)), False, False),
     ]
 
 
@@ -243,7 +446,7 @@ def test_branches_fusions_and_tiled_layouts_in_tpu_spelling():
     assert rows == [
         Collective("all-reduce", 2 * 8 * 128, 1, ((0, 1), (2, 3)), True),
         Collective("collective-broadcast", 4, 1, everyone, False),
-        Collective("all-to-all", 9, 1, everyone, True),
+        Collective("all-to-all", 9, 1, everyone, True, False),
         Collective("all-reduce", 15, 1, everyone, False),
     ]
 
@@ -292,7 +495,7 @@ def test_an_asynchronous_wrapper_printed_beside_its_computation_counts_once():
       ROOT d = f32[6] all-to-all-done(s)
     }
     """)
-    assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False)]
+    assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False, False)]
 
 
 def test_groups_of_meshes_over_permuted_devices_are_those_of_the_arrays():
@@ -371,3 +574,23 @@ def test_table_adds_up():
     assert lines[3].split()[:3] == ["total", "4608", "4"]
     assert lines[3].endswith("4096 bytes in conditionals")
     assert len({line.index("  ") for line in lines[1:2]}) == 1
+
+
+def test_table_says_what_overlaps_where_anything_is_known():
+    rows = [
+        Collective("send", 512, 1, (), False, True),
+        Collective("all-gather", 64, 1, ((0, 1),), True, False),
+        Collective("all-reduce", 8, 2, ((0, 1),), False),
+    ]
+    lines = audit.table(rows).splitlines()
+    assert [line.split()[-1] for line in lines[1:4]] == ["yes", "no", "no"]
+    column = lines[0].index("overlapped")
+    assert [line[column:] for line in lines] == [
+        "overlapped",
+        "yes",
+        "no",
+        "",
+        "512 bytes overlapped",
+    ]
+    assert "not said" in lines[1]
+    assert "overlapped" not in audit.table(rows[2:])

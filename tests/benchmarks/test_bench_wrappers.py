@@ -9,6 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from optx_sync import hlo
 from tests.benchmarks.reading import criterion, table
 
 SCRIPT = "bench_wrappers"
@@ -102,9 +103,8 @@ def test_what_programs_write_and_hold(found):
 
 
 def test_arrays_are_counted_where_they_are_written(module):
-    class Program:
-        def as_text(self):
-            return textwrap.dedent("""
+    program = hlo.read(
+        textwrap.dedent("""
                 %fused (p: f32[4,4]) -> f32[4,4] {
                   ROOT %c = f32[4,4]{1,0} copy(%p)
                 }
@@ -123,9 +123,10 @@ def test_arrays_are_counted_where_they_are_written(module):
                     branch_computations={%first, %second.1}
                   ROOT %o = f32[4,4]{1,0} copy(%c)
                 }
-            """)
+        """)
+    )
 
-    written = module("programs").written(Program(), 16)
+    written = module("programs").written(program, 16)
     assert written == {
         "quiet fusion": 1,
         "quiet copy": 2,

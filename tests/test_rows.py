@@ -14,7 +14,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.indexed_slices import IndexedSlices, on_values, take, value_and_grad
+from optx_sync import hlo
+from optx_sync.rows.lookup import take, value_and_grad
+from optx_sync.rows.on_values import on_values
+from optx_sync.rows.slices import IndexedSlices
 
 ROWS = 9
 LAST = 2**31 - 1
@@ -288,19 +291,15 @@ def buffers(jaxpr):
                 yield from buffers(parameter)
 
 
-def memory_of(compilable, *args) -> Any:
-    return compilable.lower(*args).compile().memory_analysis()
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_donated_table_is_updated_in_place(dtype):
     table = jnp.zeros((100_000, 2), dtype)
     add: Any = jax.jit(optax.apply_updates, donate_argnums=0)
-    memory = memory_of(add, {"a": table}, {"a": some_slices()})
-    assert memory.alias_size_in_bytes == table.nbytes
+    memory = hlo.memory(add, {"a": table}, {"a": some_slices()})
+    assert memory.aliased == table.nbytes
     # XLA on the CPU makes a float32 copy of a bfloat16 operand of a scatter.
     if dtype == jnp.float32:
-        assert memory.temp_size_in_bytes < 10_000
+        assert memory.temporary < 10_000
     got = add({"a": table}, {"a": some_slices()})["a"]
     assert table.is_deleted()
     assert float(jnp.abs(got[:ROWS]).sum()) > 0
@@ -403,8 +402,8 @@ def test_no_array_of_the_table_s_size_is_made():
     assert max(buffers(jaxpr.jaxpr)) < table_size / 100
     dense = jax.make_jaxpr(jax.value_and_grad(loss))(params, BATCH)
     assert max(buffers(dense.jaxpr)) == table_size  # the measure measures
-    memory = memory_of(jax.jit(step), params, BATCH)
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < table_size / 10
+    memory = hlo.memory(jax.jit(step), params, BATCH)
+    assert memory.temporary + memory.outputs < table_size / 10
 
 
 def test_a_whole_step_updates_the_donated_table_in_place():
@@ -418,9 +417,9 @@ def test_a_whole_step_updates_the_donated_table_in_place():
         updates, _ = tx.update(grads, state, params)
         return optax.apply_updates(params, updates)
 
-    memory = memory_of(jax.jit(step, donate_argnums=0), params, BATCH)
-    assert memory.alias_size_in_bytes >= table_bytes
-    assert memory.temp_size_in_bytes < table_bytes / 10
+    memory = hlo.memory(jax.jit(step, donate_argnums=0), params, BATCH)
+    assert memory.aliased >= table_bytes
+    assert memory.temporary < table_bytes / 10
 
 
 def test_has_aux_keywords_and_inner_transformations():

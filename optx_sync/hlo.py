@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one reader of what XLA says of a program: its text and its memory analysis."""
+
+import re
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+_NAME = r"%?([\w.\-]+)"
+_STRING = re.compile(r'"((?:\\.|[^"\\])*)"')
+_HEADER = re.compile(rf"^(ENTRY\s+)?{_NAME}\s*(?:\(.*\)\s*->.*)?\{{$")
+_INSTRUCTION = re.compile(rf"^(?:ROOT\s+)?{_NAME}\s+=\s+(.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_ATTRIBUTE = re.compile(r"([\w\-]+)=(\{[^{}]*\}|%?[\w.\-]+)")
+_IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_IOTA_ARRAY = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_NESTED = re.compile(r"\{(?:\s*\{[\d,\s]*\}\s*,?)*\}")
+# What hands over to other computations; the others call them for each element.
+_FLOW = ("call", "while", "async-start")
+
+Branches = int | Literal["every", "none"]
+
+
+class Array(NamedTuple):
+    """An array in the shape of an instruction's result."""
+
+    dtype: str  # as XLA writes it: "f32", "bf16", "pred"
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class Instruction(NamedTuple):
+    """One line of a computation, `NAME = SHAPE OPCODE(OPERANDS), ATTRIBUTES`."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]  # as written: "%x", or with its shape, "f32[3] %x"
+    attributes: str  # as written, but for what stands in quotes
+    quoted: dict[str, str]  # what stands in quotes, by the name before it
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of the result, however its tuples are nested."""
+        return arrays(self.shape)
+
+
+class Program(NamedTuple):
+    """What `read` found in a module: its computations in the order of the text."""
+
+    computations: dict[str, list[Instruction]]
+    entries: list[str]
+    devices: int  # replicas times partitions; 0 if the text does not say
+
+
+class Memory(NamedTuple):
+    """Bytes on one device that a compiled program needs while it runs."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that take the place of donated arguments
+    temporary: int
+
+
+def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
+    """Compile `fn` as `audit.collectives` does, and read the program's text.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from optx_sync import hlo
+        >>> found = hlo.program(lambda x: 2 * x, jnp.ones(3))
+        >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
+        [(3,)]
+    """
+    text = _compiled(fn, args, kwargs).as_text()
+    if text is None:
+        raise TypeError(
+            "this backend does not give the text of its compiled programs. "
+            "Compile for CPU, GPU or TPU."
+        )
+    return read(text)
+
+
+def memory(fn: Any, *args: Any, **kwargs: Any) -> Memory:
+    """Compile `fn` as `audit.collectives` does, and ask XLA for the memory it needs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from optx_sync import hlo
+        >>> double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+        >>> hlo.memory(double, jnp.ones(3)).aliased
+        12
+    """
+    found = _compiled(fn, args, kwargs).memory_analysis()
+    if found is None:
+        raise TypeError(
+            "this backend does not analyse the memory of its compiled programs. "
+            "Compile for CPU, GPU or TPU."
+        )
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporary=found.temp_size_in_bytes,
+    )
+
+
+def read(text: str) -> Program:
+    """Split a module's text into computations and their instructions.
+
+    Args:
+        text: One HLO module, compiled (`compiled.as_text()`, a dump) or as it was
+            given to XLA (`lowered.as_text("hlo")`, where half precision is not
+            widened yet).
+    """
+    # Quotes (names of operations, configurations) and comments hold anything.
+    quotes: list[str] = []
+
+    def put_aside(quote: re.Match[str]) -> str:
+        quotes.append(quote[1])
+        return f'"{len(quotes) - 1}"'
+
+    text = re.sub(r"/\*.*?\*/", "", _STRING.sub(put_aside, text))
+    computations: dict[str, list[Instruction]] = {}
+    entries: list[str] = []
+    devices = 0
+    body: list[Instruction] | None = None
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("HloModule"):
+            counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", line)
+            devices = prod(map(int, counts)) if counts else 0
+        elif line.startswith("}"):
+            body = None
+        elif body is not None and (match := _INSTRUCTION.match(line)):
+            body.append(_instruction(match[1], match[2], quotes))
+        elif body is None and (match := _HEADER.match(line)):
+            body = computations.setdefault(match[2], [])
+            if match[1]:
+                entries.append(match[2])
+    return Program(computations, entries, devices)
+
+
+def called(instruction: Instruction, program: Program) -> list[str]:
+    """Name the computations that an instruction calls, by whatever attribute.
+
+    Those of a conditional stand in the order of its branches, false before true.
+    """
+    found = [
+        (attribute, name)
+        for attribute, value in _ATTRIBUTE.findall(instruction.attributes)
+        # Names instructions, and instructions may be named like computations.
+        if attribute != "control-predecessors"
+        for name in re.findall(r"[\w.\-]+", value)
+        if name in program.computations
+    ]
+    found.sort(key=lambda pair: pair[0] == "true_computation")
+    return [name for _, name in found]
+
+
+def reached(
+    program: Program, branches: Branches = "every", fused: bool = True
+) -> set[str]:
+    """Name the computations that a run of the program may come to.
+
+    Args:
+        program: What `read` returned.
+        branches: Which branches of the conditionals it takes: "every", "none", or the
+            one of this number (0 is the false one; conditionals with fewer take their
+            last).
+        fused: Also those inside of fusions, reductions and the like, which write
+            nothing to memory by themselves.
+    """
+    targets = {
+        target
+        for body in program.computations.values()
+        for instruction in body
+        for target in called(instruction, program)
+    }
+    roots = [name for name in program.computations if name not in targets]
+    waiting = list(program.entries or roots)
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for instruction in program.computations[name]:
+            found = called(instruction, program)
+            if instruction.opcode == "conditional":
+                if branches == "none":
+                    found = []
+                elif branches != "every":
+                    found = found[min(branches, len(found) - 1) :][:1]
+            elif not fused and instruction.opcode not in _FLOW:
+                found = []
+            waiting += found
+    return seen
+
+
+def written(program: Program, branches: Branches = "every") -> list[Instruction]:
+    """List the instructions whose results stand in memory: those outside of fusions.
+
+    In the order of the text. `branches` as in `reached`: with 0 what a quiet step
+    writes, with 1 what a step with a round does.
+
+    Example:
+        >>> from optx_sync import hlo
+        >>> program = hlo.read('''
+        ... %fused (p: f32[4]) -> f32[4] {
+        ...   %p = f32[4] parameter(0)
+        ...   ROOT %n = f32[4] negate(%p)
+        ... }
+        ... ENTRY %main (p: f32[4]) -> f32[4] {
+        ...   %p = f32[4] parameter(0)
+        ...   ROOT %f = f32[4] fusion(%p), kind=kLoop, calls=%fused
+        ... }''')
+        >>> [instruction.opcode for instruction in hlo.written(program)]
+        ['parameter', 'fusion']
+    """
+    names = reached(program, branches, fused=False)
+    bodies = program.computations.items()
+    return [
+        instruction for name, body in bodies if name in names for instruction in body
+    ]
+
+
+def arrays(shape: str) -> list[Array]:
+    """Read the arrays of a shape, which may be a tuple; tokens are none.
+
+    Example:
+        >>> from optx_sync import hlo
+        >>> hlo.arrays("(bf16[2,3]{1,0}, token[])")
+        [Array(dtype='bf16', shape=(2, 3), bytes=12)]
+    """
+    found = []
+    for dtype, dimensions in _ARRAY.findall(shape):
+        if dtype in ("token", "opaque"):
+            continue
+        # bf16, s4, f8e4m3fn, c64 carry their bits; a pred takes a byte.
+        bits = re.match(r"(?:bf|[sufc])(\d+)", dtype)
+        if bits is None and dtype != "pred":
+            raise ValueError(f"unknown element type {dtype!r} in the shape {shape!r}.")
+        extents = _integers(dimensions)
+        size = (prod(extents) * (int(bits[1]) if bits else 8) + 7) // 8
+        found.append(Array(dtype, extents, size))
+    return found
+
+
+def operands(instruction: Instruction, body: list[Instruction]) -> list[Array]:
+    """The arrays that an instruction of this computation is given.
+
+    Raises:
+        ValueError: If the computation does not define one of them.
+    """
+    shapes = {other.name: other.shape for other in body}
+    found = []
+    for operand in instruction.operands:
+        # A shape is printed before the name, or where the operand was defined.
+        shape, _, name = operand.rpartition(" ")
+        if not shape and (shape := shapes.get(name.removeprefix("%"), "")) == "":
+            raise ValueError(
+                f"the program's text does not define operand "
+                f"{name.removeprefix('%')!r} of {instruction.name!r}; pass the whole "
+                "text of the module."
+            )
+        found += arrays(shape)
+    return found
+
+
+def done(start: int, body: list[Instruction]) -> int | None:
+    """Find what waits for an asynchronous instruction: the `-done` of its `-start`.
+
+    Args:
+        start: Which instruction of the computation; also a "send" or a "recv".
+        body: The computation.
+
+    Returns:
+        Which instruction of the computation. None if it stands in another one, as when
+        a loop hands a start to its next round.
+    """
+    current = body[start].name
+    for position, instruction in enumerate(body):
+        names = [name.rpartition(" ")[2] for name in instruction.operands]
+        if current in [name.removeprefix("%") for name in names]:
+            if instruction.opcode.endswith("-done"):
+                return position
+            if instruction.opcode.endswith("-update"):
+                current = instruction.name
+    return None
+
+
+def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Read the groups of devices of a collective, from whichever form XLA wrote.
+
+    Those of a permutation, or of a "send", are its (source, target) pairs.
+
+    Raises:
+        ValueError: If they are written in a form that is not known.
+    """
+    if instruction.opcode == "send":
+        pairs = instruction.quoted.get("_xla_send_recv_source_target_pairs", "")
+        return tuple(map(_integers, re.findall(r"\{([\d,\s]+)\}", pairs)))
+    permute = instruction.opcode.startswith("collective-permute")
+    key = "source_target_pairs=" if permute else "replica_groups="
+    _, found, value = instruction.attributes.partition(key)
+    everyone = (tuple(range(devices)),) if devices and not permute else ()
+    if not found:
+        return everyone
+    if match := _MESH.match(value):
+        return _mesh_groups(*match.groups(""))
+    if match := _IOTA.match(value):
+        numbers, size = _numbers(match[2]), prod(_integers(match[1])[1:])
+        return tuple(
+            numbers[start : start + size] for start in range(0, len(numbers), size)
+        )
+    if match := _NESTED.match(value):
+        written = re.findall(r"\{([\d,\s]*)\}", match[0])
+        return tuple(filter(None, map(_integers, written))) or everyone
+    raise ValueError(
+        f"cannot read the device groups of {instruction.name!r}: got {key}"
+        f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
+        "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
+    )
+
+
+def _compiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
+        if not callable(fn):
+            raise TypeError(
+                f"audit needs a function or a compiled program; got "
+                f"{type(fn).__name__}. Pass the step function and its arguments."
+            )
+        fn = jax.jit(fn)
+    if hasattr(fn, "lower"):
+        fn = fn.lower(*args, **kwargs)
+    elif args or kwargs:
+        raise TypeError(
+            f"got arguments for a {type(fn).__name__}, which is lowered or compiled "
+            "already. Pass it alone, or pass the function with the arguments."
+        )
+    return fn.compile() if hasattr(fn, "compile") else fn
+
+
+def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
+    """Read `SHAPE opcode(OPERANDS), ATTRIBUTES`, with parentheses in all of them."""
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].strip()
+    opening = rest.find("(")
+    end = _closing(rest, opening)
+    operands = _split(rest[opening + 1 : end - 1])
+    attributes = rest[end:]
+    quoted = {
+        key: quotes[int(number)]
+        for key, number in re.findall(r'([\w\-]+)="(\d+)"', attributes)
+    }
+    attributes = re.sub(r'"\d*"', '""', attributes)
+    return Instruction(name, shape, rest[:opening], operands, attributes, quoted)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Return the position after the bracket that closes the one at `opening`."""
+    depth = 0
+    for position in range(opening, len(text)):
+        depth += (text[position] in "([{") - (text[position] in ")]}")
+        if depth == 0:
+            return position + 1
+    return len(text)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Split at the commas that stand outside of all brackets."""
+    parts, depth, start = [], 0, 0
+    for position, sign in enumerate(text):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    parts.append(text[start:].strip())
+    return tuple(part for part in parts if part)
+
+
+def _mesh_groups(mesh: str, order: str, grouped: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`."""
+    axes = [(name, int(size)) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)]
+    named = [
+        # An axis may be grouped in part: `(2)3` of 12 are the 3 after the first 2.
+        (name, int(before or 1), int(size or dict(axes)[name]))
+        for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", grouped)
+    ]
+    strides = {}
+    rest = []
+    stride = prod(size for _, size in axes)
+    for name, extent in axes:
+        done = 1
+        for _, before, size in sorted(part for part in named if part[0] == name):
+            rest.append((stride // before, before // done))
+            done = before * size
+            strides[name, before] = stride // done
+        stride //= extent
+        rest.append((stride, extent // done))
+    within = _offsets([(strides[name, before], size) for name, before, size in named])
+    numbers = _numbers(order) if order else tuple(range(prod(n for _, n in axes)))
+    return tuple(
+        tuple(numbers[first + offset] for offset in within) for first in _offsets(rest)
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
+    if not (match := _IOTA_ARRAY.match(text)):
+        return _integers(text)
+    extents, order = _integers(match[1]), _integers(match[2] or "")
+    return tuple(
+        _offsets(
+            [
+                (prod(extents[axis + 1 :]), extents[axis])
+                for axis in order or range(len(extents))
+            ]
+        )
+    )
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def _offsets(axes: list[tuple[int, int]]) -> list[int]:
+    """Walk axes given as (stride, extent), the last one fastest."""
+    offsets = [0]
+    for stride, extent in axes:
+        offsets = [
+            offset + stride * step for offset in offsets for step in range(extent)
+        ]
+    return offsets
