@@ -235,9 +235,8 @@ def decide(book: Book, request: Request) -> Decision:
     if request.incarnation != entry.incarnation:
         return Decision(book, Superseded(entry.incarnation))
     if isinstance(request, Stay):
-        started = all(one.incarnation > 0 for one in book.entries)
-        answer = _standing(book, request.worker)
-        return Decision(book, answer._replace(busy=not started))
+        # Whether it is busy is not the book's business.
+        return Decision(book, _standing(book, request.worker))
     if isinstance(request, Finish):
         book, actions = _follow(book, request.cut)
         book, more = _bring(book, request.worker, request.round)
@@ -426,7 +425,7 @@ ENDS = ("idle", "waiting", "superseded", "refused")
 def begin(client: Client, goal: str) -> Client:
     """Start something.
 
-    "join"; "push" a new push, or the last one "again"; "wait" for a token; "start" with
+    "join"; "hello" of one that pushes and has not joined; "push" a new push, or the last one "again"; "wait" for a token; "start" with
     the others; "leave"; "look", for which all servers must be there.
     """
     client = client._replace(goal=goal, lost=0, waited=0, message="")
@@ -603,6 +602,7 @@ def _resumed(client: Client, entry: Entry) -> Client:
     return _go_on(
         client._replace(
             round=entry.round,
+            serial=max(client.serial, applied),
             base=client.base if mine else entry.round,
             lost=client.lost + max(gone, 0) - len(resend),
             sending=(*resend, *(s for s in of_before if s > applied), *new),

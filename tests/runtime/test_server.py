@@ -21,7 +21,7 @@ from optx_sync.runtime import (
     join_parts,
     partition,
 )
-from optx_sync.runtime.protocol import round_of, traffic
+from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.simulate import asynchronous
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
