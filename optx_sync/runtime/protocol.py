@@ -325,6 +325,8 @@ def _send(book: Book, entry: Entry, request: Send) -> Decision:
     if request.kind == "prepare" and entry.staged > name:
         return Decision(book, Refused(f"round {request.round} was given up."))
     low, whole = max(book.low, request.low), max(book.whole, request.whole)
+    if request.kind == "push":  # This server is the only one.
+        low, whole = book.cut, max(book.cuts, default=0)
     book = book._replace(low=low, whole=whole)
     book, actions = _follow(book, request.cut)
     if request.kind != "commit":
@@ -397,7 +399,8 @@ class Client(NamedTuple):
     servers: int
     worker: int = -1  # -1: it looks, and pushes nothing
     replay: int = 0  # how many pushes it keeps at most
-    patience: int = 0  # how often it lets another one restore the servers
+    # How often it asks again while another one restores the servers; -1: always.
+    patience: int = -1
     # What it does now, and what it will do when all servers are of one epoch.
     phase: str = "idle"
     goal: str = "idle"
@@ -444,7 +447,8 @@ def wants(client: Client) -> dict[int, Request]:
     if client.phase in ENDS:
         return {}
     missing = [k for k, answer in enumerate(client.heard) if answer is None]
-    if client.phase in ("token", "start") or (client.phase == "enter" and 0 in missing):
+    first = client.phase in ("enter", "restore") and 0 in missing
+    if first or client.phase in ("token", "start"):
         missing = [0]
     return {server: _request(client, server) for server in missing}
 
@@ -544,8 +548,12 @@ def _ready(client: Client, answers: tuple[Status, ...]) -> Client:
     epochs = {answer.epoch for answer in answers}
     if all(answer.ready for answer in answers) and len(epochs) == 1:
         return _in_epoch(client, answers[0].epoch)
-    others = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
-    if others and client.waited < client.patience:  # Somebody is at it.
+    # Somebody is at it: wait, unless it takes so long that it must be dead. (Plans begin
+    # at the first server, so that of two who have made one only one goes on.)
+    at_it = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
+    if at_it and client.patience < 0:
+        return _phase(client, "ask")
+    if at_it and client.waited < client.patience:
         return _phase(client._replace(waited=client.waited + 1), "ask")
     common = set(answers[0].cuts).intersection(*(a.cuts for a in answers))
     known = [n for a in answers for n in (a.epoch[0], a.handed)]
