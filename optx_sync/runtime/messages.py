@@ -36,7 +36,7 @@ class Reply(NamedTuple):
     staleness: int  # the other workers' rounds since this worker's last one
     used: bool = True  # False for a stale gradient, which left no trace
     waiting: bool = False  # whether the worker must wait for a token: ask `wait`
-    round: int = 0  # the number of this push; lower than it was when some were lost
+    round: int = 0  # the number of this push
     lost: int = 0  # earlier pushes of this worker that went with a server
 
 

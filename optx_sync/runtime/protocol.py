@@ -412,6 +412,7 @@ class Client(NamedTuple):
     round: int = 0  # of its last push that was applied
     base: int = 0  # the round at which its own pushes begin
     serial: int = 0
+    done: int = 0  # the last serial that was applied
     sending: tuple[int, ...] = ()  # serials to be applied yet, the last one is new
     kept: tuple[int, ...] = ()  # serials applied, of which no cut is known
     lost: int = 0  # pushes that went with a server, since `step` was asked last
@@ -436,7 +437,7 @@ def begin(client: Client, goal: str) -> Client:
         serial = client.serial + 1
         client = client._replace(serial=serial, sending=(serial,))
     elif goal == "again":
-        client = client._replace(sending=(client.serial,))
+        client = client._replace(sending=(client.done,))
     if client.epoch[0] < 0 or goal in ("join", "look"):
         return _phase(client, "ask")
     return _phase(client, "token") if goal == "wait" else _go_on(client)
@@ -447,8 +448,9 @@ def wants(client: Client) -> dict[int, Request]:
     if client.phase in ENDS:
         return {}
     missing = [k for k, answer in enumerate(client.heard) if answer is None]
-    first = client.phase in ("enter", "restore") and 0 in missing
-    if first or client.phase in ("token", "start"):
+    if client.phase in ("token", "start"):  # The first server knows.
+        missing = missing[:1] if 0 in missing else []
+    elif client.phase in ("enter", "restore") and 0 in missing:
         missing = [0]
     return {server: _request(client, server) for server in missing}
 
@@ -521,7 +523,7 @@ def _advance(client: Client) -> Client:
             return _phase(client, "finish")
         case "finish":
             return client._replace(
-                phase="idle", base=client.round, serial=0, sending=(), kept=()
+                phase="idle", base=client.round, serial=0, done=0, sending=(), kept=()
             )
         case "resume":
             return _resumed(client, max(a.entries[0] for a in answers))
@@ -624,8 +626,10 @@ def _resumed(client: Client, entry: Entry) -> Client:
 def _applied(client: Client, answers: tuple[Standing, ...]) -> Client:
     """The push that is sent has been applied everywhere."""
     serial, *rest = client.sending
-    kept = (*client.kept, serial) if client.replay else ()
-    client = client._replace(sending=tuple(rest), kept=kept[-client.replay :])
+    kept = (*(s for s in client.kept if s != serial), serial) if client.replay else ()
+    client = client._replace(
+        sending=tuple(rest), done=serial, kept=kept[-client.replay :]
+    )
     return _go_on(_covered(client, answers))
 
 

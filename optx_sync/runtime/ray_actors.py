@@ -157,7 +157,7 @@ class RayConnection:
 
     def _forget(self) -> None:
         # Of this process: the workers' parts of the protocol, the pushes that they may
-        # have to send again, and the round that each of them was told last.
+        # have to send again, and the last round of each of them.
         self._clients: dict[int, Client] = {}
         self._pushes: dict[int, dict[int, list[Push]]] = {}
         self._told: dict[int, int] = {}
@@ -215,7 +215,7 @@ class RayConnection:
         client = known._replace(incarnation=push.incarnation)
         goal = "push"
         if isinstance(push.round, int) and client == known:
-            if push.round == self._told[worker] and known.serial:
+            if push.round == self._told[worker] and known.done:
                 goal = "again"
             elif push.round != self._told[worker] + 1:
                 client = client._replace(round=push.round - 1)  # The server refuses it.
@@ -276,7 +276,8 @@ class RayConnection:
         worker = client.worker
         client = protocol.begin(client, goal)
         if push is not None:
-            self._pushes.setdefault(worker, {})[client.serial] = self._split(push)
+            serial = client.sending[-1]
+            self._pushes.setdefault(worker, {})[serial] = self._split(push)
         client, replies = self._converse(client)
         needed = {*client.kept, *client.sending, client.serial}
         pushes = self._pushes.get(worker, {})
@@ -284,7 +285,9 @@ class RayConnection:
         self._clients[worker] = client
         if client.phase in ("refused", "superseded"):
             raise PushRefused(_refusal(client))
-        self._told[worker] = client.round
+        if push is not None:
+            # In the worker's count, which goes on when some were lost.
+            self._told[worker] = push.round
         arrays: dict[str, dict[str, Any]] = {}
         for reply in replies:
             for name, part in reply.arrays.items():
@@ -292,7 +295,7 @@ class RayConnection:
         if not self._replay:  # The last push may be asked for again.
             self._pushes[worker] = {}
         return replies[0]._replace(
-            arrays=arrays, round=client.round, lost=client.lost
+            arrays=arrays, round=self._told[worker], lost=client.lost
         )
 
     def _split(self, push: Push) -> list[Push]:

@@ -64,7 +64,8 @@ class Worker:
         params: The parameters now: what to compute the next gradient at.
         local_step: Steps so far. A worker that replaces one that died goes on from the
             step of the last round.
-        rounds: Pushes that were absorbed, those of its predecessors included.
+        rounds: Pushes that were absorbed, those of its predecessors included; `lost` of
+            them are gone since.
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two.
         used: `False` if the last gradient was stale (`SyncReplicas`).
