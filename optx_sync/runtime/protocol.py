@@ -550,13 +550,17 @@ def _ready(client: Client, answers: tuple[Status, ...]) -> Client:
     epochs = {answer.epoch for answer in answers}
     if all(answer.ready for answer in answers) and len(epochs) == 1:
         return _in_epoch(client, answers[0].epoch)
-    # Somebody is at it: wait, unless it takes so long that it must be dead. (Plans begin
-    # at the first server, so that of two who have made one only one goes on.)
-    at_it = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
-    if at_it and client.patience < 0:
-        return _phase(client, "ask")
-    if at_it and client.waited < client.patience:
-        return _phase(client._replace(waited=client.waited + 1), "ask")
+    # Somebody is at it, or was when they answered: ask again, unless it takes so long
+    # that whoever it is must be dead. (Plans begin at the first server, so that of two
+    # who have made one only one goes on.)
+    begun = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
+    newest = max((a.epoch for a in answers if a.ready), default=(-1, 0))
+    dead = [a for a in answers if not a.ready and a.epoch > newest]
+    if begun or not dead:
+        if client.patience < 0:
+            return _phase(client, "ask")
+        if client.waited < client.patience:
+            return _phase(client._replace(waited=client.waited + 1), "ask")
     common = set(answers[0].cuts).intersection(*(a.cuts for a in answers))
     known = [n for a in answers for n in (a.epoch[0], a.handed)]
     number = 1 + max(client.epoch[0], client.incarnation, *known)
