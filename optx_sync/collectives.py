@@ -115,20 +115,18 @@ def reduce(
     divisor: Any = size if groups is None else groups.size
 
     fraction = None
-    if weight is not None:
-        own = localize(_check_weight(weight), axis_name)
+    own = own_weight(weight, axis_name)
+    if own is not None:
         if any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype)):
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
-            fraction = own / _or_one(total)
-            operands = [_weigh(x, fraction) for x in operands]
+            fraction = own / or_one(total)
+            operands = [weigh(x, fraction) for x in operands]
             sums, divisor = _sum(operands, axes, groups), 1
         else:
-            *sums, total = _sum(
-                [*(_weigh(x, own) for x in operands), own], axes, groups
-            )
-            divisor = _or_one(total)
+            *sums, total = _sum([*(weigh(x, own) for x in operands), own], axes, groups)
+            divisor = or_one(total)
             fraction = own / divisor
     else:
         sums = _sum(operands, axes, groups)
@@ -150,6 +148,52 @@ def reduce(
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The arrays of all replicas along axis 0, one behind the other, equal on all."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    return _gather(localize(x, axes), axes, None)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    rows = localize(x, axes).reshape(*map(axis_size, axes), *x.shape[1:])
+    # One by one, as JAX has none over two axes of vmap; the first is major.
+    for place, axis in enumerate(axes):
+        rows = lax.all_to_all(rows, axis, place, place, tiled=True)
+    return rows.reshape(x.shape)
+
+
+def scatter_sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The sum of all replicas' `x[N k]`, of which replica i gets numbers i k ... ."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, tiled=True)
+    return x
+
+
+def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
+    if weight is None:
+        return x
+    # Not by multiplication alone: 0 * NaN is NaN.
+    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
+    """This replica's weight as a checked float that varies over the axis, or `None`."""
+    return None if weight is None else localize(_check_weight(weight), axis_name)
+
+
+def or_one(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: 1 where it is 0, since so is what is divided."""
+    # A NaN stays: it must be seen.
+    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def localize(tree: Tree, axis_name: AxisName) -> Tree:
@@ -303,6 +347,70 @@ def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -
                 "param_specs, worker_axis) with these axes in param_specs, or call "
                 "init where the axes are mapped."
             )
+
+
+def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Which of the arrays can be joined into one: places, of one dtype and type each.
+
+    Joined arrays get one type: what varies over another mesh axis stays apart. So does
+    every array where the compiler lays arrays out over mesh axes of its own
+    (`axis_names` of `jax.shard_map`), since joining would gather them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    laid_out = bool(mesh.manual_axes) and mesh.size > manual
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        kind = i if laid_out else (x.dtype, varying_axes(x))
+        found.setdefault(kind, []).append(i)
+    return list(found.values())
+
+
+def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Array:
+    """What replica `source[i]` holds, on replica i; `source` is a permutation.
+
+    It varies over the axis. Under `jax.vmap` over several axes it is a gather.
+    """
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if len(axes) > 1 and not set(axes) <= set(manual):
+        everyone = localize(_gather(x[None], axes, None), axes)
+        return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
+    pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
+    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+
+
+def norm_axes(
+    tree: Any, axis_name: AxisName, shard_axes: AxisName | None
+) -> tuple[str, ...]:
+    """Mesh axes over which the squares of a replica's arrays are to be summed.
+
+    `shard_axes` are those along which a replica is itself cut in shards by hand. `None`
+    where there may be such axes is refused: a shard that knows its own norm alone
+    decides other than its neighbours.
+    """
+    if shard_axes is not None:
+        return check_axis_name(shard_axes) if shard_axes else ()
+    own = set(check_axis_name(axis_name))
+    others = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    unclear = [a for a in others if a in varying or not checked_axes(a)]
+    if unclear:
+        raise ValueError(
+            f"This exchange compares whole arrays of replicas along {axis_name!r}, but "
+            f"they may be in shards over the mesh axes {unclear}, too. Pass "
+            f"shard_axes={tuple(unclear)!r} if they are, for sums over the shards, or "
+            "shard_axes=() if each position there is a replica of its own."
+        )
+    return ()
+
+
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over those mesh axes over which an array may vary."""
+    checked = [axis for axis in axes if checked_axes(axis)]
+    axes = tuple(a for a in axes if a not in checked or a in varying_axes(x))
+    return lax.psum(x, axes) if axes else x
 
 
 def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
@@ -604,7 +712,7 @@ def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor):
     """The sum of all replicas' rows: gathered, then equal rows summed."""
     indices, values = slices.indices, slices.values
     if fraction is not None:
-        values = _weigh(values, fraction)
+        values = weigh(values, fraction)
         # A row of a replica without weight is not a touched row: -1 names no row.
         indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
     if divisor != 1:
@@ -641,16 +749,6 @@ def _to_wire(x: jax.Array, reduction, dtype) -> jax.Array:
         return x.astype(jnp.float32)
     narrow = x.dtype.itemsize < 4
     return x.astype(jnp.int32) if narrow else x
-
-
-def _weigh(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # Not by multiplication alone: 0 * NaN is NaN.
-    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
-
-
-def _or_one(total: jax.Array) -> jax.Array:
-    # If all weights are 0, so is the numerator. A NaN stays: it must be seen.
-    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def _check_weight(weight) -> jax.Array:

@@ -30,7 +30,12 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_size,
@@ -52,6 +57,7 @@ from optx_sync.trees import (
     Tree,
     add_updates,
     check_accumulator_dtype,
+    first_worker,
     is_finite,
     is_floating,
     is_inexact,
@@ -127,11 +133,16 @@ class CenterState(NamedTuple):
         """The fields that are equal on the workers of all levels of nested rules."""
         return ("local_step", "steps_since_round", "global_step")
 
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain."""
+        return True
+
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center = self.center
         for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-            center = jax.tree.map(lambda c: c[0], center)
+            center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
@@ -296,6 +307,7 @@ def center_variable(
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def init(params):
+        check_params(params)
         center = start_center(params, dtype)
         within = inner.init(params)
         if inner_moved is None:
@@ -508,6 +520,7 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
+    check_one_worker(state.local_step, state.center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):
         raise ValueError(

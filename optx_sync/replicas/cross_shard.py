@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing, shows_call
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_params,
+    fill_missing,
+    shows_call,
+)
 from optx_sync.collectives import (
     AxisName,
     GroupAssignment,
@@ -24,9 +30,9 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers
+from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, is_slices, leaves_with_names
+from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -197,6 +203,7 @@ def cross_shard(
         return updates, memory
 
     def init(params):
+        check_params(params)
         own = localize_where_mapped
         if group_assignment is None:
             state = inner.init(params)
@@ -218,7 +225,10 @@ def cross_shard(
             group_assignment=group_assignment,
         )
         updates, memory = reduced(updates, memory, weight)
-        updates, new_state = inner.update(updates, inner_state, params, **extra_args)
+        with explains_rows(updates):
+            updates, new_state = inner.update(
+                updates, inner_state, params, **extra_args
+            )
         state = vary_like(new_state, inner_state)
         if keeps_memory:
             state = CrossShardState(memory, state)
@@ -261,7 +271,19 @@ def all_reduce_grads(
         >>> jax.vmap(clipped_mean, axis_name="data")(jnp.array([0.5, 7.0]))
         Array([0.75, 0.75], dtype=float32)
     """
-    return cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+    tx = cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+
+    def update(updates, state, params=None, **extra_args):
+        reduced, state = tx.update(updates, state, params, **extra_args)
+        # The next link of the chain shall see that there is no gradient.
+        return jax.tree.map(
+            lambda grad, mean: None if grad is None else mean,
+            updates,
+            reduced,
+            is_leaf=is_gradient_leaf,
+        ), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _exchanged(
@@ -281,13 +303,15 @@ def _exchanged(
             "leave weight out, or pass reduction='mean'."
         )
     require_local(grads, axis_name, "gradient")
+    if weight is not None and not exchange.takes_weights:
+        if jnp.result_type(weight) != jnp.bool_:
+            raise ValueError(
+                "This exchange counts all replicas alike and takes no weight. Pass a "
+                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
+                "which takes weights."
+            )
     if not exchange.takes_rows:
-        for path, leaf in leaves_with_names(grads):
-            if is_slices(leaf):
-                raise ValueError(
-                    f"The gradient at {path} is row-sparse, which this exchange does "
-                    "not take. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
-                )
+        require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
     mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
     if reduction == "mean":
