@@ -70,7 +70,7 @@ def expected(levels, grads):
     )
 
 
-def start(tx, shape=(PODS, WORKERS)):
+def start(tx, shape=(PODS, WORKERS)) -> Any:
     """Stacked parameters and state, and the axes of the state, the outer first."""
     axes = [oxs.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
     params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
@@ -79,7 +79,7 @@ def start(tx, shape=(PODS, WORKERS)):
     return params, state, axes
 
 
-def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
+def lanes(tx, names=AXES, shape=(PODS, WORKERS)) -> Any:
     """The body of `contexts.steps` under one vmap for each level."""
     run: Any = contexts.steps(tx)
     for name, axes in reversed(list(zip(names, start(tx, shape)[2], strict=True))):
@@ -87,7 +87,7 @@ def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
     return run
 
 
-def on_mesh(tx, check_vma=True):
+def on_mesh(tx, check_vma=True) -> Any:
     """The body of `contexts.steps` under shard_map over both levels' axes."""
     specs = oxs.state_specs(tx, PARAMS, P(), P(*AXES))
     outer, inner = start(tx)[2]
@@ -179,7 +179,7 @@ def test_a_round_of_pods_stays_inside_its_conditional():
     assert all(row.conditional for row in rows)
     size = 4 * sum(p.size for p in PARAMS.values())
     within, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    sent = {groups: 0 for groups in (within, across)}
+    sent: dict[Any, int] = {within: 0, across: 0}
     for row in rows:
         sent[row.groups] += row.bytes
     assert sent == {within: 2 * size, across: size}
@@ -223,8 +223,9 @@ def test_metrics_and_center_of_two_levels():
 
 def test_gradients_that_meet_inside_are_no_second_center():
     """DiLoCo between pods, whose chips have equal parameters: no level, no change."""
-    tx = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
-    assert tx.init(PARAMS).inner == oxs.diloco(SGD, "pods").init(PARAMS).inner
+    tx: Any = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
+    alone: Any = oxs.diloco(SGD, "pods")
+    assert tx.init(PARAMS).inner == alone.init(PARAMS).inner
 
 
 @pytest.mark.parametrize(
