@@ -44,17 +44,32 @@ GROUND = {
     "replicas": {"replicas/accumulator", "replicas/averages"},
     "simulate": {"simulate/replay"},
     "runtime": {
-        f"runtime/{file}" for file in ("protocol", "holders", "server", "worker")
+        f"runtime/{file}"
+        for file in (
+            "messages",
+            "protocol",
+            "parts",
+            "checkpoints",
+            "agreements/__init__",
+            "agreements/contract",
+            "agreements/center",
+            "agreements/sync_replicas",
+            "server",
+            "worker",
+            "display",
+            "metrics",
+            "ray_actors",
+        )
     },
 }
 # Libraries that one file or room is for, and nothing else imports.
 GUESTS = {
     "flax": {"flax"},
     "keras": {"optimizers/keras"},
-    "ray": {"runtime/ray"},
+    "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
     "orbax": {"runtime"},
     "matplotlib": set(),
-    "rich": {"runtime/ray"},
+    "rich": {"runtime/display"},
     "sklearn": set(),
     "tensorflow": set(),
     "torch": set(),

@@ -32,7 +32,7 @@ from optx_sync.collectives import (
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, explains_rows, is_slices
+from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -271,7 +271,19 @@ def all_reduce_grads(
         >>> jax.vmap(clipped_mean, axis_name="data")(jnp.array([0.5, 7.0]))
         Array([0.75, 0.75], dtype=float32)
     """
-    return cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+    tx = cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+
+    def update(updates, state, params=None, **extra_args):
+        reduced, state = tx.update(updates, state, params, **extra_args)
+        # The next link of the chain shall see that there is no gradient.
+        return jax.tree.map(
+            lambda grad, mean: None if grad is None else mean,
+            updates,
+            reduced,
+            is_leaf=is_gradient_leaf,
+        ), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _exchanged(
