@@ -36,7 +36,9 @@ class World(NamedTuple):
 
     servers: tuple[int, ...]
     programs: tuple[int, ...]
-    late: tuple[tuple[int, Request, type], ...] = ()  # sent by a worker that has died since
+    late: tuple[
+        tuple[int, Request, type], ...
+    ] = ()  # sent by a worker that has died since
     deaths: int = 1
     losses: int = 1
 
