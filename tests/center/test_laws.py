@@ -271,7 +271,7 @@ def test_complex_parameters_are_two_real_ones():
     def run(tx, start, grads):
         def step(carry, grads):
             params, state = carry
-            params, state = oxs.apply_gradients(tx, grads, state, params)
+            params, state = tx.apply(grads, state, params)
             return (params, state), (params, state.center, state.accumulated)
 
         return jax.lax.scan(step, (start, tx.init(start)), grads)[1]

@@ -86,7 +86,8 @@ def histories():
         start = jnp.ones(())
 
         def step(carry, _):
-            params, state = oxs.apply_gradients(tx, jnp.float32(2), carry[1], carry[0])
+            params, state = carry
+            params, state = tx.apply(jnp.float32(2), state, params)
             return (params, state), jnp.stack([params, state.center])
 
         _, after = jax.lax.scan(step, (start, tx.init(start)), length=STEPS)

@@ -620,8 +620,8 @@ def test_3_workers_1_backup():
         def step(carry, event):
             params, state = carry
             contributes, computed_at = event
-            params, state = oxs.apply_gradients(
-                *(tx, grads, state, params),
+            params, state = tx.apply(
+                *(grads, state, params),
                 contributes=contributes,
                 gradient_step=computed_at,
             )
@@ -702,7 +702,9 @@ def test_refused_at_construction(kind, message, arguments):
 def test_integers_of_numpy_are_integers():
     def two_steps(grads: Any) -> Any:
         moved = []
-        for required, total in ((8, N), (np.int64(8), np.int32(N))):
+        for kind in (int, np.int64):
+            required: Any = kind(8)
+            total: Any = kind(N)
             tx = sync_replicas(optax.sgd(1.0), AXIS, required, total_num_replicas=total)
             params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
             for _ in range(2):
