@@ -48,6 +48,7 @@ from optx_sync.collectives import (
     require_varying,
     sum_shards,
     vary_like,
+    vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
@@ -329,7 +330,9 @@ def center_variable(
             global_step=jnp.zeros((), jnp.int32),
             center=center,
             taken=start_center(params, dtype) if keeps_taken else (),
-            outer=() if rule.outer is None else rule.outer.init(center),
+            outer=()
+            if rule.outer is None
+            else vary_with(rule.outer.init(center), center),
             accumulated=own(start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
@@ -400,6 +403,7 @@ def center_variable(
             extra = {}
             if rule.outer is inner:
                 extra = _mean_extra_args(extra_args, axis_name, weight)
+            total = vary_like(total, now.center)
             center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(
