@@ -9,7 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.collectives import axis_index, axis_size, checked_axes, vary_like
+from optx_sync.collectives import (
+    all_to_all,
+    axis_index,
+    axis_size,
+    checked_axes,
+    gather,
+    scatter_sum,
+    vary_like,
+)
 from tests import contexts
 from tests.reference import replicas as reference
 
@@ -136,6 +144,20 @@ def test_python_numbers_and_numpy_arrays_are_leaves(context):
     assert got["none"] is None
     assert np.array_equal(got["number"], np.full(REPLICAS, 12.0))
     assert np.array_equal(got["array"], np.full((REPLICAS, 2), 4.0))
+
+
+@each_context
+def test_what_the_pieces_of_a_buffer_stand_on(context):
+    def both_ways(axis_name, rows, numbers):
+        mine = scatter_sum(numbers, axis_name)
+        return all_to_all(rows, axis_name), mine, gather(mine, axis_name)
+
+    rows = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
+    numbers = np.arange(4.0 * 8, dtype=np.float32).reshape(4, 8) ** 2
+    turned, mine, whole = run(context, both_ways, rows, numbers)
+    assert np.array_equal(turned, rows.swapaxes(0, 1)) and turned.dtype == np.uint8
+    assert np.array_equal(mine, numbers.sum(0).reshape(4, 2))
+    assert np.array_equal(whole, np.stack([numbers.sum(0)] * 4))
 
 
 @each_context

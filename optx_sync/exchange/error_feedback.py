@@ -51,24 +51,26 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         the growth of what is owed.
 
     Raises:
-        TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not floating.
+        TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not
+            floating.
         ValueError: An exchange that is not linear, a decay outside of [0, 1]; at the
             call, a leaf that is row-sparse or does not vary over the axis.
 
     Example:
-        Codes of 4 bits know seven steps: 0.3 of 7 is lost, until it adds up.
+        Codes of 4 bits know seven steps: of a largest value 7, 0.3 is none, until what
+        is owed adds up.
 
         >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-        >>> x = jnp.array([[7.0, 0.3], [7.0, 0.3]])
+        >>> x = jnp.tile(jnp.array([7.0, 0.3]), (2, 2))  # two pieces, one block each
         >>> state = jax.vmap(exchange.init)(x)
         >>> def meet(x, state):
         ...     mean, _, state = exchange.meet(x, state, "pods")
         ...     return mean, state
         >>> for _ in range(3):
         ...     mean, state = jax.vmap(meet, axis_name="pods")(x, state)
-        ...     print(mean[0])
+        ...     print(mean[0, :2])
         [7. 0.]
         [7. 1.]
         [7. 0.]

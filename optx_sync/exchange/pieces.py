@@ -18,7 +18,13 @@ import numpy as np
 from optx_sync import collectives
 from optx_sync.collectives import AxisName, axis_size, require_local, weigh
 from optx_sync.exchange.rule import require_dense
-from optx_sync.trees import Tree, at_least_float32, round_to
+from optx_sync.trees import (
+    Tree,
+    at_least_float32,
+    is_floating,
+    leaves_with_names,
+    round_to,
+)
 
 
 class Layout(NamedTuple):
@@ -104,6 +110,13 @@ def travel(
 def require_meetable(tree: Tree, axis_name: AxisName, needs: str) -> None:
     """Refuse leaves that are not dense, real and floating, or that are reduced."""
     require_dense(tree, needs)
+    for path, leaf in leaves_with_names(tree):
+        if leaf is not None and not is_floating(leaf.dtype):
+            raise TypeError(
+                f"{needs} takes real floating leaves, but the one at {path} has dtype "
+                f"{leaf.dtype}. Use oxs.exchange.all_reduce(), or leave it out with "
+                "optax.masked."
+            )
     require_local(tree, axis_name)
 
 

@@ -67,10 +67,9 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         >>> exchange = oxs.exchange.quantized(bits=8)
         >>> def mean(x):
         ...     return exchange.meet(x, exchange.init(x), "pods")[0]
-        >>> x = jnp.array([[-127.0, 40.2], [127.0, 40.4]])
-        >>> jax.vmap(mean, axis_name="pods")(x)
-        Array([[ 0., 40.],
-               [ 0., 40.]], dtype=float32)
+        >>> x = jnp.array([[127.0, 40.2, 0.0, 8.0], [127.0, 40.4, 0.0, 4.0]])
+        >>> jax.vmap(mean, axis_name="pods")(x)[0].tolist()
+        [127.0, 40.0, 0.0, 6.0]
 
     References:
         Wang et al. 2023, "ZeRO++", arXiv:2306.10209 (qgZ: all-to-all, sum, code again).

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from optx_sync.collectives import AxisName, GroupAssignment
-from optx_sync.trees import Tree, is_floating, is_slices, leaves_with_names
+from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 
 class Meet(Protocol):
@@ -92,21 +92,12 @@ def remembers(exchange: Exchange) -> bool:
 
 
 def require_dense(tree: Tree, needs: str = "This exchange") -> None:
-    """Refuse leaves that an exchange does not take: row-sparse, not real and floating.
-
-    `needs` begins the message: who does not take it.
-    """
+    """Refuse row-sparse leaves; `needs` begins the message: who does not take them."""
     for path, leaf in leaves_with_names(tree):
         if is_slices(leaf):
             raise ValueError(
                 f"{needs} takes no row-sparse leaf, but the one at {path} is an "
                 "IndexedSlices. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
-            )
-        if leaf is not None and not is_floating(leaf.dtype):
-            raise TypeError(
-                f"{needs} takes real floating leaves, but the one at {path} has dtype "
-                f"{leaf.dtype}. Use oxs.exchange.all_reduce(), or leave it out with "
-                "optax.masked."
             )
 
 

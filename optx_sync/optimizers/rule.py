@@ -48,9 +48,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_grads
+from optx_sync.checks import check_grads, check_params
 from optx_sync.rows.slices import IndexedSlices, check_rows
-from optx_sync.trees import at_least_float32, is_gradient_leaf, path_name
+from optx_sync.trees import (
+    at_least_float32,
+    is_gradient_leaf,
+    leaves_with_names,
+    path_name,
+)
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 
@@ -177,6 +182,7 @@ def from_rule(
         require("(-inf, inf)", learning_rate=learning_rate)
 
     def init(params):
+        check_params(params)
         dtypes = [slot_dtype(param) for param in jax.tree.leaves(params)]
         widest = max(dtypes, key=lambda d: d.itemsize, default=jnp.dtype(jnp.float32))
         return RuleState(
@@ -330,9 +336,14 @@ def _align(grads, slots, params):
     def leaves_like_grads(name, tree):
         leaves, other = jax.tree.flatten(tree, is_leaf=is_gradient_leaf)
         if other != structure:
+            there = [path for path, _ in leaves_with_names(tree)]
+            odd = [
+                path for path in (*paths, *there) if (path in paths) != (path in there)
+            ]
+            what = f"{odd[0]} is in one of them" if odd else "their containers differ"
             raise ValueError(
-                f"The gradients do not have the structure of the {name}: got "
-                f"{structure} for {other}. Differentiate the tree that init was given."
+                f"The gradients do not have the structure of the {name}: {what}. "
+                "Differentiate the tree that init was given."
             )
         return leaves
 

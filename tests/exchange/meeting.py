@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 
 AXIS = "pods"
-CONTEXTS = ("vmap", "pmap", "shard_map", "shard_map_unchecked", "sharded_workers")
 
 
 def auto_mesh(shape, names):
