@@ -76,7 +76,9 @@ def loss_of(weights, ids, labels):
 
 def train(method, l1, rate, ids, labels):
     """The weights after one pass over ids [steps, BATCH, WIDTH]."""
-    tx = getattr(oxs, method)(rate, **({"l1": l1} if method == "ftrl" else {}))
+    tx = getattr(oxs.optimizers, method)(
+        rate, **({"l1": l1} if method == "ftrl" else {})
+    )
     grad_of = oxs.value_and_grad(loss_of, rows=lambda ids, labels: ids)
 
     def step(carry, batch):
