@@ -4,7 +4,7 @@
 The rule here: the center is the mean of the workers, and each worker goes only part of
 the way to it. `center_variable` makes it an Optax transformation that communicates when
 it is due, in a conditional. Here eight workers, each with data of its own, are
-simulated on one device; `mesh=` of `start_workers` and `map_workers` puts them on eight.
+simulated on one device; `mesh=` of `start_workers` and `map_workers` changes that.
 
     python examples/custom_center_rule.py
 
