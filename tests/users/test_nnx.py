@@ -158,6 +158,7 @@ def test_few_lines_of_a_transformer_change(before, after):
     sources = [(folder / f"{name}.py").read_text() for name in (before, after)]
     for source in sources:
         compile(source, "script", "exec")
-    diff = list(difflib.unified_diff(*map(str.splitlines, sources), n=0))[2:]
+    old, new = (source.splitlines() for source in sources)
+    diff = list(difflib.unified_diff(old, new, n=0))[2:]
     lines = [line for line in diff if line[0] in "+-" and line[1:].strip()]
     assert sum('"""' not in line for line in lines) == CHANGED[before, after]
