@@ -125,9 +125,7 @@ def reduce(
             operands = [weigh(x, fraction) for x in operands]
             sums, divisor = _sum(operands, axes, groups), 1
         else:
-            *sums, total = _sum(
-                [*(weigh(x, own) for x in operands), own], axes, groups
-            )
+            *sums, total = _sum([*(weigh(x, own) for x in operands), own], axes, groups)
             divisor = or_one(total)
             fraction = own / divisor
     else:
@@ -156,14 +154,14 @@ def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The arrays of all replicas along axis 0, one behind the other, equal on all."""
     axes = check_axis_name(axis_name)
     _check_reducible(axes)
-    return _gather(x, axes, None)
+    return _gather(localize(x, axes), axes, None)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
     axes = check_axis_name(axis_name)
     _check_reducible(axes)
-    rows = x.reshape(*map(axis_size, axes), *x.shape[1:])
+    rows = localize(x, axes).reshape(*map(axis_size, axes), *x.shape[1:])
     # One by one, as JAX has none over two axes of vmap; the first is major.
     for place, axis in enumerate(axes):
         rows = lax.all_to_all(rows, axis, place, place, tiled=True)
@@ -339,6 +337,70 @@ def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -
                 "param_specs, worker_axis) with these axes in param_specs, or call "
                 "init where the axes are mapped."
             )
+
+
+def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Which of the arrays can be joined into one: places, of one dtype and type each.
+
+    Joined arrays get one type: what varies over another mesh axis stays apart. So does
+    every array where the compiler lays arrays out over mesh axes of its own
+    (`axis_names` of `jax.shard_map`), since joining would gather them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    laid_out = bool(mesh.manual_axes) and mesh.size > manual
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        kind = i if laid_out else (x.dtype, varying_axes(x))
+        found.setdefault(kind, []).append(i)
+    return list(found.values())
+
+
+def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Array:
+    """What replica `source[i]` holds, on replica i; `source` is a permutation.
+
+    It varies over the axis. Under `jax.vmap` over several axes it is a gather.
+    """
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if len(axes) > 1 and not set(axes) <= set(manual):
+        everyone = localize(_gather(x[None], axes, None), axes)
+        return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
+    pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
+    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+
+
+def norm_axes(
+    tree: Any, axis_name: AxisName, shard_axes: AxisName | None
+) -> tuple[str, ...]:
+    """Mesh axes over which the squares of a replica's arrays are to be summed.
+
+    `shard_axes` are those along which a replica is itself cut in shards by hand. `None`
+    where there may be such axes is refused: a shard that knows its own norm alone
+    decides other than its neighbours.
+    """
+    if shard_axes is not None:
+        return check_axis_name(shard_axes) if shard_axes else ()
+    own = set(check_axis_name(axis_name))
+    others = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    unclear = [a for a in others if a in varying or not checked_axes(a)]
+    if unclear:
+        raise ValueError(
+            f"This exchange compares whole arrays of replicas along {axis_name!r}, but "
+            f"they may be in shards over the mesh axes {unclear}, too. Pass "
+            f"shard_axes={tuple(unclear)!r} if they are, for sums over the shards, or "
+            "shard_axes=() if each position there is a replica of its own."
+        )
+    return ()
+
+
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over those mesh axes over which an array may vary."""
+    checked = [axis for axis in axes if checked_axes(axis)]
+    axes = tuple(a for a in axes if a not in checked or a in varying_axes(x))
+    return lax.psum(x, axes) if axes else x
 
 
 def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:

@@ -7,6 +7,7 @@ front when the states of several workers are held together. `replicated_fields` 
 equal too, and have no such axis, where the parameters are replicated themselves.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,11 @@ def state_specs(
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
-    replicated. What is per worker has the worker axis in front of that, as `stack`
-    puts it there; what is equal on all workers has not.
+    replicated. Of a leaf with fewer axes than its parameter (Adafactor's rows and
+    columns) each takes that of the parameter's axis which it kept; where the shapes do
+    not tell which one that is, the leaf is replicated. What is per worker has the
+    worker axis in front of that, as `stack` puts it there; what is equal on all workers
+    has not.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -84,9 +88,12 @@ def state_specs(
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
         tx,
-        lambda leaf, spec: leaf if is_masked(leaf) else spec,
+        lambda leaf, spec, param: (
+            leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)
+        ),
         state,
         full_specs,
+        params,
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
@@ -97,6 +104,20 @@ def state_specs(
         lambda shared, spec: spec if shared else PartitionSpec(worker_axis, *spec),
         replicated,
     )
+
+
+def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+    """The spec of a leaf whose axes are some of its parameter's, in their order."""
+    shape = jnp.shape(param)
+    if leaf.shape == shape:
+        return spec
+    names = (*spec, *[None] * (len(shape) - len(spec)))
+    found = {
+        tuple(names[axis] for axis in kept)
+        for kept in itertools.combinations(range(len(shape)), len(leaf.shape))
+        if leaf.shape == tuple(shape[axis] for axis in kept)
+    }
+    return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
 
 
 def stack(tree: Any, n: int, axes: Any = None) -> Any:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -116,6 +118,29 @@ def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
     """(path, leaf) for each leaf of a gradient tree, `None` and slices included."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_gradient_leaf)
     return [(path_name(path), leaf) for path, leaf in pairs]
+
+
+@contextlib.contextmanager
+def explains_rows(grads: Tree) -> Iterator[None]:
+    """Say what to do where a transformation cannot take row-sparse gradients.
+
+    JAX's own messages, of a container that is no array or of a dtype that knows no
+    arithmetic, do not lead there.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
+        # JAX says one of these: two containers, the dtype of the indices, its methods.
+        words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")
+        if not rows or not any(word in str(error) for word in words):
+            raise
+        raise TypeError(
+            f"The gradient at {rows[0]} is row-sparse (IndexedSlices), and this "
+            "transformation takes arrays only. Use an optimizer of oxs.optimizers "
+            "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
+            "by oxs.on_values, or pass the gradient's to_dense(rows)."
+        ) from error
 
 
 def is_finite(tree: Tree) -> jax.Array:

@@ -34,7 +34,7 @@ FLOORS = {
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
     "rows": {"rows/slices"},
-    "exchange": {"exchange/rule", "exchange/pieces"},
+    "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
     "optimizers": {"optimizers/rule"},
     "center": {"center/rule", "center/formulas", "center/lockstep"},
     "replicas": {"replicas/accumulator", "replicas/averages"},

@@ -15,6 +15,7 @@ from optx_sync.trees import (
     accumulator_dtype,
     add_updates,
     at_least_float32,
+    explains_rows,
     is_gradient_leaf,
     is_inexact,
     path_name,
@@ -105,7 +106,8 @@ def local_step(
             return round_to(total, grad.dtype).astype(grad.dtype)
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
-    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    with explains_rows(grads):
+        updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
     updates = jax.tree.map(
         _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
     )

@@ -30,7 +30,12 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_size,
@@ -102,6 +107,11 @@ class CenterState(NamedTuple):
             "taken",
             "outer",
         )
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain."""
+        return True
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
@@ -245,6 +255,7 @@ def center_variable(
     changes_inner = inner_state != "keep" or drop_nonfinite
 
     def init(params):
+        check_params(params)
         center = start_center(params, dtype)
 
         def own(tree):
@@ -418,6 +429,7 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
+    check_one_worker(state.local_step, state.center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):
         raise ValueError(

@@ -87,7 +87,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         )
     concrete = not isinstance(decay, jax.core.Tracer)
     if concrete and not 0 <= float(decay) <= 1:
-        raise ValueError(f"decay must lie in [0, 1]; got {decay}. Pass for example 1.0.")
+        raise ValueError(
+            f"decay must lie in [0, 1]; got {decay}. Pass for example 1.0."
+        )
 
     def init(tree):
         def zeros(leaf):
@@ -115,7 +117,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             wished,
             tree,
         )
-        mean, lost, inner = exchange.meet(sent, state.exchange, axis_name, weight=weight)
+        mean, lost, inner = exchange.meet(
+            sent, state.exchange, axis_name, weight=weight
+        )
 
         def owe(x, wished, lost, mean, error):
             if x is None:

@@ -71,7 +71,9 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     if rank < 1:
         raise ValueError(f"rank must be 1 or more; got {rank}. Pass for example 1.")
     if not min_rate > 0:
-        raise ValueError(f"min_rate must be positive; got {min_rate}. The default is 2.")
+        raise ValueError(
+            f"min_rate must be positive; got {min_rate}. The default is 2."
+        )
 
     def size_of(leaf) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is worth it, else None."""
@@ -109,9 +111,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         ]
         first = reduce(first, axis_name, weight=weight)
         left = {i: _orthonormal(first[i]) for i in low}
-        right = reduce(
-            [matrices[i].T @ left[i] for i in low], axis_name, weight=weight
-        )
+        right = reduce([matrices[i].T @ left[i] for i in low], axis_name, weight=weight)
         lost = [jnp.zeros_like(x) for x in wide]
         for i, factor in zip(low, right, strict=True):
             first[i] = (left[i] @ factor.T).reshape(leaves[i].shape)

@@ -182,7 +182,9 @@ def _bins(values: jax.Array) -> jax.Array:
         _mean_where(size, negative)[:, None],
         _mean_where(size, ~negative)[:, None],
     )
-    return jnp.where(negative, 0, 2).astype(jnp.uint8) | (size > middle).astype(jnp.uint8)
+    return jnp.where(negative, 0, 2).astype(jnp.uint8) | (size > middle).astype(
+        jnp.uint8
+    )
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing, shows_call
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_params,
+    fill_missing,
+    shows_call,
+)
 from optx_sync.collectives import (
     AxisName,
     GroupAssignment,
@@ -24,7 +30,7 @@ from optx_sync.collectives import (
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, is_slices
+from optx_sync.trees import Tree, explains_rows, is_slices
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -184,6 +190,7 @@ def cross_shard(
         return updates, memory
 
     def init(params):
+        check_params(params)
         own = localize_where_mapped
         if group_assignment is None:
             state = inner.init(params)
@@ -198,7 +205,10 @@ def cross_shard(
         check_grads(updates, params)
         memory, inner_state = state if keeps_memory else ((), state)
         updates, memory = reduced(updates, memory, weight)
-        updates, new_state = inner.update(updates, inner_state, params, **extra_args)
+        with explains_rows(updates):
+            updates, new_state = inner.update(
+                updates, inner_state, params, **extra_args
+            )
         state = vary_like(new_state, inner_state)
         if keeps_memory:
             state = CrossShardState(memory, state)
@@ -258,6 +268,13 @@ def _exchanged(
             "leave weight out, or pass reduction='mean'."
         )
     require_local(grads, axis_name, "gradient")
+    if weight is not None and not exchange.takes_weights:
+        if jnp.result_type(weight) != jnp.bool_:
+            raise ValueError(
+                "This exchange counts all replicas alike and takes no weight. Pass a "
+                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
+                "which takes weights."
+            )
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}

@@ -8,7 +8,14 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import (
+    check_count,
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+    fill_missing,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -40,6 +47,7 @@ from optx_sync.trees import (
     Tree,
     add_updates,
     check_accumulator_dtype,
+    explains_rows,
     is_finite,
     is_gradient_leaf,
     is_masked,
@@ -102,6 +110,11 @@ class SyncReplicasState(NamedTuple):
         """The fields that are equal where the parameters are."""
         return ("inner", "averages")
 
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain: it averages what it gives."""
+        return not (isinstance(self.averages, tuple) and self.averages == ())
+
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
         del params
@@ -110,7 +123,7 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if isinstance(self.averages, tuple) and self.averages == ():
+        if not self.stands_last:
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -243,7 +256,9 @@ def sync_replicas(
     """
     inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
-    check_replicas(replicas_to_aggregate, total_num_replicas)
+    replicas_to_aggregate, total_num_replicas = check_replicas(
+        replicas_to_aggregate, total_num_replicas
+    )
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
         raise ValueError(
@@ -260,6 +275,7 @@ def sync_replicas(
         )
 
     def init(params):
+        check_params(params)
         check_variables(params)
         averages: Any = ()
         if variable_averages is not None:
@@ -308,6 +324,7 @@ def sync_replicas(
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
+        check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
             raise ValueError(
@@ -353,7 +370,10 @@ def sync_replicas(
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
-            moved, inner_state = inner.update(mean, inner_state, params, **extra_args)
+            with explains_rows(grads):
+                moved, inner_state = inner.update(
+                    mean, inner_state, params, **extra_args
+                )
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:
@@ -412,24 +432,21 @@ def sync_replicas(
     return DirectTransformation(init, update, apply)
 
 
-def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
-    """Refuse what is not an integer of 1 or more."""
-    for name, value in (
-        ("replicas_to_aggregate", replicas_to_aggregate),
-        ("total_num_replicas", total_num_replicas),
-    ):
-        if value is None and name == "total_num_replicas":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"{name} must be an integer, known when the optimizer is made; got "
-                f"{value!r}."
-            )
-        if value < 1:
-            raise ValueError(
-                f"{name} must be 1 or more; got {value}. Pass the number of "
-                + ("gradients that an update needs." if "agg" in name else "replicas.")
-            )
+def check_replicas(
+    replicas_to_aggregate: Any, total_num_replicas: Any
+) -> tuple[int, int | None]:
+    """Both numbers as ints; refuse what is not an integer of 1 or more."""
+    required = check_count(
+        "replicas_to_aggregate",
+        replicas_to_aggregate,
+        "Pass the number of gradients that an update needs.",
+    )
+    if total_num_replicas is None:
+        return required, None
+    total = check_count(
+        "total_num_replicas", total_num_replicas, "Pass the number of replicas."
+    )
+    return required, total
 
 
 def check_variables(tree: Any) -> None:

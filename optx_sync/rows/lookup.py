@@ -212,9 +212,10 @@ class _GatheredRows:
             found = jnp.zeros_like(in_range)
             looked_up = jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
         found, in_range = (like_rows(m, looked_up) for m in (found, in_range))
-        zeros = jnp.zeros_like(looked_up)
-        not_named = jnp.where(in_range, jnp.full_like(zeros, jnp.nan), zeros)
-        return jnp.where(found & in_range, looked_up, not_named)
+        rows = jnp.where(found & in_range, looked_up, jnp.zeros_like(looked_up))
+        # The NaN is no array of its own: `jax_debug_nans` would stop at that.
+        not_a_number = np.asarray(np.nan, self.dtype)
+        return jnp.where(in_range & ~found, not_a_number, rows)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise _TableUseError(

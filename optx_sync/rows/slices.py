@@ -237,7 +237,10 @@ def hide_words(indices: jax.Array) -> jax.Array:
 def as_int32(indices: Any, what: str) -> jax.Array | np.ndarray:
     """Integers of any dtype as int32; those that do not fit never wrap to a row."""
     if not isinstance(indices, jax.Array):
+        said = hasattr(indices, "dtype")
         indices = np.asarray(indices)
+        if not said and indices.size == 0:  # NumPy makes floats of an empty list.
+            indices = indices.astype(np.int32)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
             f"{what} must be integers, they name rows; got dtype {indices.dtype}. "
