@@ -420,6 +420,70 @@ def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
     return lax.psum(failed, axes) == 0
 
 
+def sum_shards(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The sum over the mesh axes over which `x` varies, but `like` does not.
+
+    What is summed up over an array that lies in shards is summed over these (where
+    types tell, under check_vma=True).
+    """
+    axes = tuple(sorted(varying_axes(x) - varying_axes(like)))
+    return lax.psum(x, axes) if axes else x
+
+
+def mean_extra_args(
+    extra_args: dict[str, Any],
+    names: Sequence[str],
+    axis_name: AxisName,
+    *,
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+) -> dict[str, Any]:
+    """Extra arguments for an inner transformation that must see one on all replicas.
+
+    Those that are named are their means over the replicas, as those of gradients are;
+    what is known to be equal is left alone: Python's numbers, and under check_vma=True
+    what does not vary. There other scalars that do vary are refused.
+    """
+    axes = checked_axes(axis_name)
+    unchecked = set(check_axis_name(axis_name)) - set(axes)
+
+    def may_differ(x: Any) -> bool:
+        known = isinstance(x, bool | int | float)
+        return not known and bool(unchecked or varying_axes(jnp.asarray(x)) & set(axes))
+
+    def mean(x: Any) -> Any:
+        if not may_differ(x):
+            return x
+        own = localize(jnp.asarray(x), axis_name)
+        return reduce(own, axis_name, weight=weight, group_assignment=group_assignment)
+
+    for name in set(extra_args) - set(names):
+        for leaf in jax.tree.leaves(extra_args[name]):
+            if isinstance(leaf, jax.Array) and leaf.ndim == 0 and not unchecked:
+                if varying_axes(leaf) & set(axes):
+                    raise ValueError(
+                        f"The extra argument {name!r} varies over the mesh axis "
+                        f"{axis_name!r}: an optimizer that reads it would make equal "
+                        f"replicas drift apart. Pass its mean, oxs.reduce({name}, "
+                        f"{axis_name!r}), or name it in reduce_extra_args= of the "
+                        "wrapper around that optimizer."
+                    )
+    named = [name for name in names if extra_args.get(name) is not None]
+    return extra_args | {name: jax.tree.map(mean, extra_args[name]) for name in named}
+
+
+def check_extra_args(names: Any) -> tuple[str, ...]:
+    """The names as a tuple; a TypeError for anything but a sequence of names."""
+    if not isinstance(names, tuple | list) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise TypeError(
+            "reduce_extra_args must be a tuple of names of extra arguments; got "
+            f"{names!r}. Pass for example ('value',), or () for none."
+        )
+    return tuple(names)
+
+
 def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
     """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
     for axis in checked_axes(axis_name):
@@ -564,12 +628,34 @@ def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     if not operands:
         return operands
     if groups is None:
-        return lax.psum(operands, axes)
+        return _psum(operands, axes)
     if not groups.native:
         return _sum_by_slots(operands, axes, groups)
     if not checked_axes(axes):
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     return _sum_by_scatter(operands, axes[0], groups)
+
+
+def _psum(operands, axes):
+    """`lax.psum`, also for lanes of `jax.vmap` that lie on a mesh of Explicit axes."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    placed = [jax.typeof(x).sharding for x in operands]
+    explicit = any(at.mesh.explicit_axes for at in placed)
+    if not explicit or any(axis in manual for axis in axes):
+        return lax.psum(operands, axes)
+    # There JAX's own psum gives its result the sharding of the axis that it sums over.
+    if any(part is not None for at in placed for part in at.spec):
+        raise ValueError(
+            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
+            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
+            "of the compiler's own axes: jax.make_mesh(shape, names, axis_types="
+            "(jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    for axis in axes:
+        operands = [
+            jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands
+        ]
+    return operands
 
 
 def _sum_by_slots(operands, axes, groups: _Groups):
@@ -581,7 +667,7 @@ def _sum_by_slots(operands, axes, groups: _Groups):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
+    return [total[own] for total in _psum([place(x) for x in operands], axes)]
 
 
 def _sum_by_scatter(operands, axis, groups: _Groups):

@@ -24,6 +24,7 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
+    moved: Callable[[Any, Tree, Tree], Any] | None
 
     def __new__(
         cls,
@@ -31,11 +32,17 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
         update: Callable,
         apply: Callable[..., tuple[Tree, Any]],
         communication_period: Period | None = None,
+        moved: Callable[[Any, Tree, Tree], Any] | None = None,
     ) -> "DirectTransformation":
-        """Make one; `communication_period` is what `due` reads."""
+        """Make one.
+
+        `communication_period` is what `due` reads. `moved(state, before, after)` is the
+        state after another wrapper has moved the parameters, `None` where none cares.
+        """
         made = super().__new__(cls, init, update)
         made.apply = apply
         made.communication_period = communication_period
+        made.moved = moved
         return made
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
@@ -159,6 +160,29 @@ def where(flag: Any, tree: Tree, other: Tree) -> Tree:
 def zeros_like(tree: Tree) -> Tree:
     """A tree of zeros."""
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """The tree in the dtypes of another one, as a state keeps them from step to step.
+
+    Gradients wider than the parameters widen the slots of most Optax optimizers.
+    """
+
+    def cast(x, old):
+        dtype = getattr(old, "dtype", None)
+        kept = dtype is None or getattr(x, "dtype", None) in (None, dtype)
+        return x if kept else x.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def first_worker(x: jax.Array) -> jax.Array:
+    """`x[0]`, also where the first axis lies along a mesh axis of type `Explicit`."""
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[0] is None:
+        return x[0]
+    whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jax.sharding.reshard(x, whole)[0]
 
 
 def add_updates(params: Tree, updates: Tree) -> Tree:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.rows.lookup import take, value_and_grad
+from optx_sync.gradients import value_and_grad
+from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
 from optx_sync.rows.slices import IndexedSlices
 

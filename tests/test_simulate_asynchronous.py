@@ -13,6 +13,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync import hlo
 from optx_sync.simulate import asynchronous
+from tests import contexts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -71,17 +72,21 @@ def run(case, arrays):
         }
 
     inner = remembering(inner_of(case))
-    return jax.tree.map(
-        np.asarray,
-        asynchronous(
+
+    @contexts.jit
+    def replayed(params):
+        return asynchronous(
             inner,
             rule_of(case, inner),
-            {name: arrays[f"p0_{name}"] for name in names},
+            params,
             grad_fn,
             arrays["schedule"],
             num_workers=case["hyperparameters"]["num_worker"],
             communication_period=case["hyperparameters"]["communication_period"],
-        ),
+        )
+
+    return jax.tree.map(
+        np.asarray, replayed({name: arrays[f"p0_{name}"] for name in names})
     )
 
 
@@ -300,7 +305,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @jax.jit
+    @contexts.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(

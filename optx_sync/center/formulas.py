@@ -15,6 +15,7 @@ from optx_sync.trees import (
     accumulator_dtype,
     add_updates,
     at_least_float32,
+    cast_like,
     explains_rows,
     is_gradient_leaf,
     is_inexact,
@@ -107,7 +108,8 @@ def local_step(
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
     with explains_rows(grads):
-        updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+    inner_state = cast_like(new_state, inner_state)
     updates = jax.tree.map(
         _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
     )
@@ -165,12 +167,17 @@ def contributions(rule: CenterRule, own: Any, center: Any, at: Round) -> Any:
 
 
 def absorb(
-    rule: CenterRule, center: Any, outer: optax.OptState, total: Any
+    rule: CenterRule,
+    center: Any,
+    outer: optax.OptState,
+    total: Any,
+    /,
+    **extra_args: Any,
 ) -> tuple[Any, optax.OptState]:
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center)
+    updates, outer = rule.outer.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
 
 

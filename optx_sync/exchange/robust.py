@@ -362,7 +362,7 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
             )
         # In units of each replica's largest value of a leaf: squares stay in range.
         sizes = jnp.where(counts[:, None], everyone.sizes, 0)
-        unit = _or_one(sizes)
+        unit = _unit(sizes)
         pieces = []
         for block, ends, places in everyone.by_leaf():
             block = jnp.where(counts[:, None], block, jnp.zeros_like(block))
@@ -374,7 +374,7 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
         grams = jnp.stack([_partial(piece, everyone.shard_axes) for piece in pieces])
         grams = reduce(grams, everyone.axis_name, reduction="sum")
         # Row i of `nodes[leaf]`: what node i of the tree takes of each replica.
-        nodes = jnp.eye(replicas)[None] * sizes.T[:, None, :].astype(grams.dtype)
+        nodes = jnp.eye(replicas)[None] * unit.T[:, None, :].astype(grams.dtype)
         while nodes.shape[1] > 1:
             size = jnp.max(jnp.abs(nodes), axis=2, keepdims=True)
             plain = nodes / _or_one(size)
@@ -461,10 +461,10 @@ def clipped(
         require_local(tree, axis_name)
         leaves = jax.tree.leaves(tree)
         axes = norm_axes(tree, axis_name, shard_axes)
-        size = _or_one(_size(leaves, axes))
-        norm = size * jnp.sqrt(
+        unit = _unit(_size(leaves, axes))
+        norm = unit * jnp.sqrt(
             sum(
-                sum_over(jnp.sum(jnp.square(jnp.abs(_wide(x)) / size)), axes)
+                sum_over(jnp.sum(jnp.square(jnp.abs(_wide(x)) / unit)), axes)
                 for x in leaves
             )
         )
@@ -593,7 +593,7 @@ def _of_finite(rule: Rule) -> Rule:
 def _near(everyone: _Everyone) -> _Near:
     """Relative to the median, so that squares neither cancel nor leave the range."""
     counts = everyone.counts
-    scale = _or_one(_median(everyone.sizes[:, 0], counts))
+    scale = _unit(_median(everyone.sizes[:, 0], counts))
     middles = [_median(block, counts) for block in everyone.blocks]
 
     def seen(block, middle):
@@ -668,6 +668,11 @@ def _flag(weight: Any) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x.astype(at_least_float32(x.dtype))
+
+
+def _unit(size: jax.Array) -> jax.Array:
+    """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
+    return jnp.clip(_or_one(size), 1e-37, 1e37)
 
 
 def _or_one(x: jax.Array) -> jax.Array:

@@ -21,7 +21,9 @@ from optx_sync.collectives import (
     axis_index,
     axis_size,
     check_axis_name,
+    check_extra_args,
     localize_where_mapped,
+    mean_extra_args,
     reduce,
     require_local,
     vary_like,
@@ -46,6 +48,7 @@ from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
     add_updates,
+    cast_like,
     check_accumulator_dtype,
     explains_rows,
     is_finite,
@@ -148,6 +151,7 @@ def sync_replicas(
     variables_to_average: Any = None,
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
+    reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
 ) -> DirectTransformation:
     """Apply `inner` to the mean of gradients once enough of them have come in.
@@ -217,6 +221,8 @@ def sync_replicas(
             gradient only: agree on `contributes` over that axis instead.)
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
+        reduce_extra_args: The names of extra arguments of which `inner` gets the mean
+            over the replicas whose gradients this step used, as for `cross_shard`.
         exchange: How the replicas' sums become one, a linear one; `None`: an
             all-reduce. The counts of rows are summed exactly whatever it is, and
             row-sparse gradients need `oxs.exchange.all_reduce`.
@@ -229,9 +235,10 @@ def sync_replicas(
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
         ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages, an exchange that is not linear; at the call, no variables, an axis that is not mapped or whose
-            size is not `total_num_replicas`, gradients that autodiff has summed
-            already or that do not match the parameters, missing `params`.
+            averages, an exchange that is not linear; at the call, no variables, an axis
+            that is not mapped or whose size is not `total_num_replicas`, gradients that
+            autodiff has summed already or that do not match the parameters, missing
+            `params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -266,6 +273,7 @@ def sync_replicas(
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
     dtype = check_accumulator_dtype(accumulator_dtype)
+    reduced_names = check_extra_args(reduce_extra_args)
     exchange = check_exchange(exchange, all_reduce())
     if not exchange.linear:
         raise ValueError(
@@ -370,10 +378,12 @@ def sync_replicas(
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            extra = mean_extra_args(
+                extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
+            )
             with explains_rows(grads):
-                moved, inner_state = inner.update(
-                    mean, inner_state, params, **extra_args
-                )
+                moved, new_inner = inner.update(mean, inner_state, params, **extra)
+            inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:

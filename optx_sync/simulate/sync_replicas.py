@@ -23,7 +23,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, explains_rows
+from optx_sync.trees import add_updates, cast_like, explains_rows
 
 
 class SyncReplicasMachine(NamedTuple):
@@ -162,6 +162,7 @@ def sync_replicas(
         mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
         with explains_rows(grads):
             updates, inner_state = inner.update(mean, machine.inner, machine.params)
+        inner_state = cast_like(inner_state, machine.inner)
         moved = add_updates(machine.params, fill_missing(updates, machine.params))
         global_step = machine.global_step + 1
         averages = machine.averages

@@ -1,4 +1,4 @@
-"""Robust exchanges against their definitions in NumPy, for every set of contributors."""
+"""Robust exchanges against their definitions, for every set of contributors."""
 
 import functools
 import operator
@@ -277,7 +277,7 @@ def test_every_context_gives_the_numbers_of_one_device(context):
 
 
 def test_shards_of_one_replica_agree():
-    """A replica along `inside`: distances are of the whole arrays, not of the shards."""
+    """A replica along `inside`: distances are of whole arrays, not of shards."""
     over = mesh((4, AXIS), (2, "inside"))
     v = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     v[0, :3] += 1  # The two halves alone would choose differently.
@@ -317,7 +317,7 @@ def test_shards_of_one_replica_agree():
 
 
 def test_what_travels_is_what_an_all_reduce_sends():
-    """An all-to-all there, an all-gather of the pieces back, and the matrix if needed."""
+    """An all-to-all there, an all-gather back, and the matrix if needed."""
     over, size = mesh((8, AXIS)), 8 * 100
     for rule, extra in (
         (oxs.exchange.median(), 0),

@@ -1,4 +1,4 @@
-"""Robust rules in NumPy, float64, from their definitions: v is [n, D], those that count."""
+"""Robust rules in NumPy, from their definitions: v is [n, D], those that count."""
 
 import itertools
 
