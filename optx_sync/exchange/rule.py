@@ -75,7 +75,8 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Tree], Any]
-    meet: Meet
+    # A `Meet`; one that takes no groups may leave that argument out.
+    meet: Callable[..., tuple[Tree, Tree | None, Any]]
     linear: bool = True
     takes_rows: bool = False
     takes_groups: bool = False
