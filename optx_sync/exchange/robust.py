@@ -608,9 +608,8 @@ def _gram(blocks: Sequence[jax.Array], everyone: _Everyone) -> jax.Array:
     """The inner products of all replicas' arrays, [N, N], on each of them."""
     own = [_partial(block, everyone.shard_axes) for block in blocks]
     dtype = jnp.result_type(*own)
-    return reduce(
-        sum(x.astype(dtype) for x in own), everyone.axis_name, reduction="sum"
-    )
+    total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
+    return reduce(total, everyone.axis_name, reduction="sum")
 
 
 def _partial(block: jax.Array, axes: tuple[str, ...]) -> jax.Array:

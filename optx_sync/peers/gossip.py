@@ -572,7 +572,7 @@ def _momentum_of(outer: optax.GradientTransformation) -> Any:
             update, state = outer.update(jnp.float32(gradient), state, param)
             if isinstance(update, jax.core.Tracer):
                 return None  # An injected hyper-parameter: not known here.
-            seen.append(-float(update))
+            seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
     with jax.numpy_dtype_promotion("standard"):
