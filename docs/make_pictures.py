@@ -134,7 +134,7 @@ def draw_robust():
     """Seven gradients that agree, one that does not, and what each rule makes of it."""
     rng = np.random.default_rng(4)
     honest = np.array([1.0, 0.6]) + 0.32 * rng.normal(size=(7, 2))
-    liar = np.array([[-1.6, -0.5]])
+    liar = np.array([[-3.4, -1.2]])
     sent = jnp.asarray(np.concatenate([honest, liar]), jnp.float32)
     rules = {
         "all_reduce()": oxs.exchange.all_reduce(),
