@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 # A gradient's form: dense, or the rows of a table.
 from optx_sync.rows.slices import IndexedSlices as IndexedSlices
 from optx_sync.rows.lookup import take as take
-from optx_sync.rows.lookup import value_and_grad as value_and_grad
 from optx_sync.rows.on_values import on_values as on_values
 
-# Means and sums over replicas.
+# Each replica's own gradients; means and sums over replicas.
 from optx_sync.collectives import localize as localize
 from optx_sync.collectives import reduce as reduce
+from optx_sync.gradients import value_and_grad as value_and_grad
 from optx_sync import exchange as exchange
 
 # Replicas with equal parameters: their gradients are reduced.
@@ -45,6 +45,9 @@ from optx_sync.peers.gossip import noloco as noloco
 # A step, for one worker and for all.
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
+from optx_sync.workers import map_workers as map_workers
+from optx_sync.workers import start_workers as start_workers
+from optx_sync.workers import state_shardings as state_shardings
 
 # Read a state, and place it.
 from optx_sync.state import averaged_params as averaged_params
@@ -93,6 +96,7 @@ __all__ = [
     "local_sgd",
     "local_sgd_rule",
     "localize",
+    "map_workers",
     "mean_params",
     "metrics",
     "noloco",
@@ -103,7 +107,9 @@ __all__ = [
     "slot",
     "slot_names",
     "stack",
+    "start_workers",
     "state_axes",
+    "state_shardings",
     "state_specs",
     "sync_replicas",
     "take",

@@ -15,9 +15,12 @@ from optx_sync.trees import (
     accumulator_dtype,
     add_updates,
     at_least_float32,
+    cast_like,
+    explains_rows,
     is_gradient_leaf,
     is_inexact,
     path_name,
+    round_to,
     zeros_like,
 )
 
@@ -104,7 +107,9 @@ def local_step(
             return round_to(total, grad.dtype).astype(grad.dtype)
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
-    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    with explains_rows(grads):
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+    inner_state = cast_like(new_state, inner_state)
     updates = jax.tree.map(
         _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
     )
@@ -162,12 +167,17 @@ def contributions(rule: CenterRule, own: Any, center: Any, at: Round) -> Any:
 
 
 def absorb(
-    rule: CenterRule, center: Any, outer: optax.OptState, total: Any
+    rule: CenterRule,
+    center: Any,
+    outer: optax.OptState,
+    total: Any,
+    /,
+    **extra_args: Any,
 ) -> tuple[Any, optax.OptState]:
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center)
+    updates, outer = rule.outer.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
 
 
@@ -206,23 +216,6 @@ def _dense(update: Any, param: jax.Array) -> Any:
     if isinstance(update, IndexedSlices):
         return update.to_dense(param.shape[0])
     return update
-
-
-def round_to(x, dtype):
-    """`x` rounded to a narrower dtype, in its own.
-
-    Not by two casts: XLA may drop such a pair (excess precision).
-    """
-    if x.dtype == dtype:
-        return x
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == jnp.finfo(x.dtype).nexp:
-        return rounded
-    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
-    smallest = float(info.smallest_subnormal)
-    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
 
 
 def _is_own(x: Any) -> bool:
