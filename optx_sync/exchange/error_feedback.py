@@ -51,7 +51,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         the growth of what is owed.
 
     Raises:
-        TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not floating.
+        TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not
+            floating.
         ValueError: An exchange that is not linear, a decay outside of [0, 1]; at the
             call, a leaf that is row-sparse or does not vary over the axis.
 

@@ -235,9 +235,10 @@ def sync_replicas(
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
         ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages, an exchange that is not linear; at the call, no variables, an axis that is not mapped or whose
-            size is not `total_num_replicas`, gradients that autodiff has summed
-            already or that do not match the parameters, missing `params`.
+            averages, an exchange that is not linear; at the call, no variables, an axis
+            that is not mapped or whose size is not `total_num_replicas`, gradients that
+            autodiff has summed already or that do not match the parameters, missing
+            `params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
