@@ -91,13 +91,20 @@ CELLS = [
 ]
 
 
-def program(folder: pathlib.Path, until: float, sizes: dict[str, int]):
-    """A worker that marks slots until the time is over."""
+def program(folder: pathlib.Path, seconds: float, sizes: dict[str, int]):
+    """A worker that marks slots until the time is over; the first one begins it."""
 
     def train(worker):
         own = folder / f"worker_{worker.index}"
         log = own.with_suffix(".log")
         own.with_suffix(".pid").write_text(str(os.getpid()))
+        try:
+            with (folder / "begin").open("x") as file:
+                file.write(str(time.time()))
+            begin = time.time()
+        except FileExistsError:
+            begin = (folder / "begin").stat().st_mtime
+        until = begin + seconds
         lines = log.read_text().splitlines() if log.exists() else []
         slot = sum(line.startswith("try") for line in lines)
         zeros = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
@@ -130,12 +137,17 @@ def program(folder: pathlib.Path, until: float, sizes: dict[str, int]):
     return train
 
 
-def shoot(folder: pathlib.Path, cell: Cell, stop: threading.Event) -> dict[str, int]:
+def shoot(
+    folder: pathlib.Path, cell: Cell, seconds: float, stop: threading.Event
+) -> dict[str, int]:
     """Kill as the schedule says; how many of which."""
     rng, shots = random.Random(0), {"workers": 0, "servers": 0}
     due = {"workers": cell.workers_every, "servers": cell.servers_every}
+    while not (folder / "begin").exists():
+        if stop.wait(0.1):
+            return shots
     begin, next_ = time.time(), dict(due)
-    while not stop.wait(0.1):
+    while not stop.wait(0.1) and time.time() < begin + seconds:
         for kind, every in due.items():
             if not every or time.time() - begin < next_[kind]:
                 continue
@@ -165,18 +177,15 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         sizes[f"ledger_{number}"] = WORKERS * SLOTS
     params = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
     stop, shots = threading.Event(), {}
-    until = time.time() + seconds
     killer = threading.Thread(
-        target=lambda: shots.update(shoot(folder, cell, stop)), daemon=True
+        target=lambda: shots.update(shoot(folder, cell, seconds, stop)), daemon=True
     )
-    timer = threading.Timer(seconds, stop.set)
     begin, ended, said = time.time(), "yes", ""
     killer.start()
-    timer.start()
     center: Any = None
     try:
         center, _ = runtime.run(
-            program(folder, until, sizes), params, optax.sgd(1.0), rule_of(cell.rule),
+            program(folder, seconds, sizes), params, optax.sgd(1.0), rule_of(cell.rule),
             num_workers=WORKERS, num_servers=cell.servers, communication_period=1,
             checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
             replay=cell.replay,

@@ -13,6 +13,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync import hlo
 from optx_sync.simulate import asynchronous
+from tests import contexts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -71,17 +72,21 @@ def run(case, arrays):
         }
 
     inner = remembering(inner_of(case))
-    return jax.tree.map(
-        np.asarray,
-        asynchronous(
+
+    @contexts.jit
+    def replayed(params):
+        return asynchronous(
             inner,
             rule_of(case, inner),
-            {name: arrays[f"p0_{name}"] for name in names},
+            params,
             grad_fn,
             arrays["schedule"],
             num_workers=case["hyperparameters"]["num_worker"],
             communication_period=case["hyperparameters"]["communication_period"],
-        ),
+        )
+
+    return jax.tree.map(
+        np.asarray, replayed({name: arrays[f"p0_{name}"] for name in names})
     )
 
 
@@ -300,7 +305,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @jax.jit
+    @contexts.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(
@@ -378,9 +383,33 @@ def test_record_keeps_every_nth_event(whole):
     for field in ("params", "center"):
         expected = jax.tree.map(lambda x: x[kept], getattr(whole, field))
         assert_equal(getattr(record, field), expected)
+    np.testing.assert_array_equal(record.events, kept)
+    np.testing.assert_array_equal(whole.events, np.arange(11))
     assert_equal(record.local_step, whole.local_step)
     assert_equal(record.global_step, whole.global_step)
     assert_equal(record.final, whole.final)
+
+
+def test_by_default_the_record_takes_no_more_than_a_quarter_of_a_gigabyte(whole):
+    assert_equal(short_run(SHORT, None), whole)
+    # Parameters and center of 4 MB each: 256 MB are those of 32 events.
+    params = jax.ShapeDtypeStruct((2**20,), np.float32)
+    for events, every in ((32, 1), (33, 2), (64, 2), (66, 3), (100, 4), (1000, 31)):
+        record = jax.eval_shape(
+            lambda params, workers: asynchronous(
+                optax.sgd(0.1),
+                oxs.local_sgd_rule(),
+                params,
+                lambda worker, params, event: params,
+                workers,
+                num_workers=2,
+            ),
+            params,
+            jax.ShapeDtypeStruct((events,), np.int32),
+        )
+        assert record.params.shape == record.center.shape == (events // every, 2**20)
+        assert record.events.shape == (events // every,)
+        assert record.local_step.shape == (events,)
 
 
 def test_record_keeps_what_a_function_returns(whole):
@@ -543,7 +572,7 @@ def refuse(error, match, **changes):
         (ValueError, "worker 2", {"workers": [0, 2]}),
         (ValueError, "worker -1", {"workers": [0, -1]}),
         (TypeError, "num_workers must be an int", {"num_workers": 2.0}),
-        (ValueError, "num_workers must be at least 1", {"num_workers": 0}),
+        (ValueError, "num_workers must be 1 or more", {"num_workers": 0}),
         (
             ValueError,
             "num_workers=3",

@@ -29,7 +29,8 @@ PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
         (optax.inject_hyperparams(catalogue.adagrad)(0.1), ("accumulator",)),
         (
             optax.multi_transform(
-                {"x": catalogue.adagrad(0.1), "y": optax.sgd(0.1, 0.9)}, {"a": "x", "b": "y"}
+                {"x": catalogue.adagrad(0.1), "y": optax.sgd(0.1, 0.9)},
+                {"a": "x", "b": "y"},
             ),
             ("accumulator", "trace"),
         ),
