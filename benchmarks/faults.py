@@ -1,4 +1,4 @@
-"""Workers and servers that are killed, on a real local Ray: what is lost, twice or torn.
+"""Workers and servers that are killed, on a local Ray: what is lost, twice or torn.
 
     python benchmarks/faults.py                  # every cell for a minute: an hour
     python benchmarks/faults.py --quick          # a few cells, seconds each
@@ -6,9 +6,8 @@
 
 Every push marks a slot of its own in the center, on every server, and the worker writes
 down which of its steps have returned. *Lost*: a step has returned, and the center lacks
-it. *Untold*: of those, the ones of which neither the worker was told nor went along
-with a worker that was killed too. *Twice*: a slot holds more than one push. *Torn*:
-servers differ. *Ended*: the run returned by itself.
+it. *Told*: how many pushes workers were told are lost. *Twice*: a slot holds more than
+one push. *Torn*: servers differ. *Ended*: the run returned by itself.
 """
 
 import itertools
@@ -246,9 +245,10 @@ def main():
         "faults",
         "Workers and servers that are killed",
         f"{WORKERS} workers on {CPUS} CPUs of a local Ray, a checkpoint every {EVERY} "
-        f"pushes, {seconds:.0f} seconds each. Processes are killed with SIGKILL. Acked: "
-        "steps that returned with a push. Lost: of those, not in the center at the end; "
-        "told: as many pushes the workers were told are lost.",
+        f"pushes, {seconds:.0f} seconds each from the first step on. Processes are "
+        "killed with SIGKILL. Acked: steps that returned with a push. Lost: of those, "
+        "not in the center at the end; told: as many pushes the workers were told are "
+        "lost (the rest belongs to workers that were killed too, or had ended).",
         options,
     )
     ray.init(

@@ -68,7 +68,7 @@ class Checkpoints:
         """
         path = self.folder / str(number)
         try:
-            tree = self._checkpointer.metadata(path).item_metadata.tree
+            tree = self._checkpointer.metadata(path).item_metadata.tree  # pyright: ignore
             as_numpy = self._module.RestoreArgs(restore_type=np.ndarray)
             restored = self._checkpointer.restore(
                 path, restore_args=jax.tree.map(lambda _: as_numpy, tree)

@@ -37,7 +37,9 @@ class World(NamedTuple):
 
     servers: tuple[int, ...]
     programs: tuple[int, ...]
-    late: tuple[tuple[int, Request, type], ...] = ()  # sent by a worker that has died since
+    late: tuple[
+        tuple[int, Request, type], ...
+    ] = ()  # sent by a worker that has died since
     deaths: int = 1
     losses: int = 1
 
@@ -243,12 +245,12 @@ class Explorer:
 
         Of each it is seen that there is a way to an end: no order of events hangs.
         """
-        numbers, worlds, ends, edges = {self.first: 0}, [self.first], [], []
+        numbers, worlds = {self.first: 0}, {0: self.first}
+        ends, edges = [], []
         for number in itertools.count():
-            if number == len(worlds):
+            if number == len(numbers):
                 break
-            here = worlds[number]
-            worlds[number] = None  # Its number is enough from now on.
+            here = worlds.pop(number)  # Its number is enough from now on.
             if self.check(here):
                 ends.append(number)
             elif self.is_calm(here):
@@ -256,18 +258,19 @@ class Explorer:
                 ends.append(number)
                 continue
             for there in self.following(here):
-                next_ = numbers.setdefault(there, len(worlds))
-                if next_ == len(worlds):
-                    worlds.append(there)
+                new = len(numbers)
+                next_ = numbers.setdefault(there, new)
+                if next_ == new:
+                    worlds[new] = there
                 edges += (next_, number)
-        reached = np.zeros(len(worlds), bool)
+        reached = np.zeros(len(numbers), bool)
         reached[ends] = True
         to, from_ = np.array(edges).reshape(-1, 2).T
         count = 0
         while count != (count := int(reached.sum())):
             reached[from_[reached[to]]] = True
         assert reached.all(), "hangs"
-        return len(worlds), len(ends)
+        return len(numbers), len(ends)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,9 @@ def test_exploration_finds_the_torn_push_where_a_join_does_not_ask_all(monkeypat
         return (bring if caller == "_send" else never_applied)(book, worker, number)
 
     monkeypatch.setattr(protocol, "_bring", only_by_commit)
-    with pytest.raises((AssertionError, RuntimeError), match=r"torn|not hold the same|too early"):
+    with pytest.raises(
+        (AssertionError, RuntimeError), match=r"torn|not hold the same|too early"
+    ):
         Explorer(1, 2, 0).explore()
 
 

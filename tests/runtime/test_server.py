@@ -744,7 +744,8 @@ def test_numbers_of_rows_share_their_programs():
     assert server._holder._update._cache_size() == 7  # pyright: ignore
     # Each update takes the mean of a row's gradients, which were added up: the rows of
     # table row 0 and of table row 1.
-    times = sum(np.array([(rows + 1) // 2, rows // 2]) for rows in range(1, 34))
+    pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 34)]
+    times = np.sum(np.array(pairs), axis=0)
     np.testing.assert_array_equal(
         server.center()["w"], PARAMS["w"] - times[:, None].astype(np.float32)
     )

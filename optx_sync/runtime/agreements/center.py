@@ -68,9 +68,7 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
     return Round(num_workers, period, jnp.int32(steps))
 
 
-def center_way(
-    rule: CenterRule, num_workers: int, communication_period: Period
-) -> Way:
+def center_way(rule: CenterRule, num_workers: int, communication_period: Period) -> Way:
     """What server and workers do under a rule."""
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
