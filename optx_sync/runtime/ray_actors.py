@@ -479,12 +479,12 @@ class WorkerActor:
                     f"Worker {index} left with sys.exit({error.code!r})."
                 )
         except Exception as error:
-            return "error", _portable(error)
+            return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that arrives: some can be pickled, but not read again."""
     text = "".join(traceback.format_exception(error))
     try:
