@@ -191,7 +191,7 @@ class Center:
         new = {path: self.bounds[path] + sizes[path] for path in added}
         for path, size in new.items():
             center = self.center[path]
-            if size < np.finfo(center.dtype).max:
+            if size < float(np.finfo(center.dtype).max):
                 continue
             with np.errstate(over="ignore"):
                 new[path] = float(np.abs(center + added[path]).max(initial=0))
