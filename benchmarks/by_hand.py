@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import hlo
 
 AXIS, PERIOD, RATE = "workers", 5, 0.1
 INNER = optax.adam(1e-3)
@@ -232,6 +233,19 @@ CASES = {
         penalised,
     ),
 }
+
+
+def contents(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes that one device hands to collectives, and bytes that it holds.
+
+    "every step" is sent whatever happens, "round" in a branch of a conditional.
+    """
+    rows = oxs.audit.collectives(compiled)
+    sent = {
+        when: sum(row.bytes for row in rows if row.conditional == (when == "round"))
+        for when in ("every step", "round")
+    }
+    return sent | hlo.memory(compiled)._asdict()
 
 
 def mesh_of(workers: int) -> jax.sharding.Mesh:

@@ -134,34 +134,3 @@ def train(make, rate, penalty, features, ids, labels):
     if make is fobos:
         weights = caught_up(weights, state, jnp.arange(features), rate, penalty)
     return weights
-
-
-def against_dense(rate, l1, features, ids, labels):
-    """One pass of FTRL with row-sparse gradients and one with dense ones, in step.
-
-    Returns the weights of both. And with the same state and gradient given to both
-    forms: how many updates of touched rows, and sums of squares, ever differed, and by
-    how much the dense form ever moved a weight that had no gradient.
-    """
-    tx: Any = ftrl(rate, l1)
-
-    def step(carry, batch):
-        weights, state, dense_weights, dense_state, differing, moved = carry
-        _, slices = grad_of(weights, *batch)
-        updates, new_state = tx.update(slices, state, weights)
-        wide, wide_state = tx.update(slices.to_dense(features), state, weights)
-        differing += jnp.sum(oxs.take(wide, slices.indices) != updates.values)
-        differing += jnp.sum(wide_state.slots.accum != new_state.slots.accum)
-        rest = wide.at[slices.indices].set(0.0, mode="drop")
-        moved = jnp.maximum(moved, jnp.abs(rest).max())
-        weights = optax.apply_updates(weights, updates)
-        grads = jax.grad(loss_of)(dense_weights, *batch)
-        updates, dense_state = tx.update(grads, dense_state, dense_weights)
-        dense_weights = optax.apply_updates(dense_weights, updates)
-        return (weights, new_state, dense_weights, dense_state, differing, moved), None
-
-    weights = jnp.zeros(features)
-    state = tx.init(weights)
-    start = (weights, state, weights, state, jnp.int32(0), jnp.float32(0.0))
-    weights, _, dense, _, differing, moved = jax.lax.scan(step, start, (ids, labels))[0]
-    return weights, dense, differing, moved
