@@ -320,7 +320,7 @@ def judge(page, settings, studies, bytes_of, differences):
         where = {"period": period, "allowed": allowed, "rounds": rounds}
         page.criterion(key, worse < allowed, found, because, **where)
 
-    for period in {10, 50} & set(settings.periods):
+    for period in sorted({10, 50} & set(settings.periods)):
         allowed = {10: 1, 50: 3}[period]
         compare("data parallel", period, SYNC, allowed)
     for period in settings.periods:
