@@ -38,8 +38,10 @@ def lion(learning_rate, b1=0.9, b2=0.99):
         m = b2 * slots.m + (1.0 - b2) * grad
         return -at.learning_rate * direction, LionSlots(m)
 
-    rule = oxs.LeafRule(step, LionSlots(m=0.0), rows="touched", hyper=(b1, b2))
-    return oxs.from_rule(rule, learning_rate)
+    rule = oxs.optimizers.LeafRule(
+        step, LionSlots(m=0.0), rows="touched", hyper=(b1, b2)
+    )
+    return oxs.optimizers.from_rule(rule, learning_rate)
 
 
 def main(steps=STEPS):

@@ -40,7 +40,7 @@ network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 # hear of it; the norm of the mean would tell too late.
 transformation = optax.chain(
     optax.clip_by_global_norm(CLIP),
-    oxs.cross_shard(axis_name="data"),
+    oxs.all_reduce_grads("data"),
     optax.adam(1e-2),
 )
 

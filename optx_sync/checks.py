@@ -1,13 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every wrapper asks of its input: an inner transformation, matching gradients."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.indexed_slices import IndexedSlices, check_rows
+from optx_sync.rows.slices import IndexedSlices, check_rows
+from optx_sync.trees import is_gradient_leaf, leaves_with_names, values_of
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def shows_call(
+    call: str,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make arguments that do not fit a function a TypeError that shows `call`."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"{function.__name__}: {error}. Write for example {call}."
+                ) from None
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
@@ -25,11 +55,11 @@ def check_grads(grads: Any, params: Any | None) -> None:
 
     A leaf is an array, an `IndexedSlices` or `None`. A mismatch names its path.
     """
-    found = dict(_leaves(grads))
+    found = dict(leaves_with_names(grads))
     for path, grad in found.items():
         if grad is None:
             continue
-        dtype = jnp.result_type(_values(grad))
+        dtype = jnp.result_type(values_of(grad))
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"The gradient at {path} has dtype {dtype}; gradients must be "
@@ -37,7 +67,7 @@ def check_grads(grads: Any, params: Any | None) -> None:
             )
     if params is None:
         return
-    expected = dict(_leaves(params))
+    expected = dict(leaves_with_names(params))
     for path in [*expected, *found]:
         if (path in expected) != (path in found):
             where = "gradients" if path in expected else "parameters"
@@ -69,18 +99,5 @@ def fill_missing(updates: Any, params: Any | None) -> Any:
         ),
         updates,
         params,
-        is_leaf=_is_leaf,
+        is_leaf=is_gradient_leaf,
     )
-
-
-def _leaves(tree):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf):
-        yield jax.tree_util.keystr(path) or "the root", leaf
-
-
-def _is_leaf(x) -> bool:
-    return x is None or isinstance(x, IndexedSlices)
-
-
-def _values(grad):
-    return grad.values if isinstance(grad, IndexedSlices) else grad

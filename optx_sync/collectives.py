@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How arrays meet: the reduction core, and the only file that names a collective.
+"""Mean and sum over replicas; the only file that names a collective of `jax.lax`.
 
 A function of this package runs in one of several contexts: `jax.pmap`,
 `jax.shard_map` with `check_vma=True` (types say over which mesh axes a value varies)
 or `check_vma=False`, and `jax.vmap(axis_name=...)`. JAX's collectives differ between
 them: groups of replicas are refused under `vmap` and under `check_vma=True`, and
-`lax.pmean` of groups of unequal size divides by the first one's size. What differs is
-levelled out here, so that the rest of the package sees one answer everywhere.
+`lax.pmean` of groups of unequal size divides by the first one's size. This module
+hides these differences, so that the rest of the package sees one answer everywhere.
 """
 
 import math
@@ -18,7 +18,16 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from optx_sync.indexed_slices import IndexedSlices, at_least_float32
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import (
+    at_least_float32,
+    is_floating,
+    is_inexact,
+    is_slices,
+    leaves_with_names,
+    path_name,
+    values_of,
+)
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
@@ -33,7 +42,7 @@ def reduce(
     reduction: Reduction = "mean",
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
-    reduce_dtype: Any = None,
+    dtype: Any = None,
 ) -> Tree:
     """Mean or sum over the replicas of every leaf of a tree.
 
@@ -62,8 +71,8 @@ def reduce(
             trace, NaN or not; if all weights are 0 the result is zero.
         group_assignment: A partition of `range(axis_size)` into lists of equal size:
             each replica gets the reduction over its own group.
-        reduce_dtype: The dtype on the wire of floating leaves. `None`: float32 for
-            half precision, else the leaf's own.
+        dtype: The dtype in which floating leaves travel and are summed. `None`: float32
+            for half precision, else the leaf's own.
 
     Returns:
         A tree of the same structure; floating leaves keep their dtype.
@@ -84,7 +93,7 @@ def reduce(
         Array([1.75, 1.75], dtype=float32)
     """
     check_reduction(reduction)
-    wire_dtype = check_reduce_dtype(reduce_dtype)
+    wire_dtype = check_sum_dtype(dtype)
     axes = check_axis_name(axis_name)
     size = axis_size(axis_name)
     if weight is not None and reduction == "sum":
@@ -99,8 +108,8 @@ def reduce(
     _check_reducible(axes)
     require_local(tree, axis_name)
 
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
-    arrays = [i for i, leaf in enumerate(leaves) if not _is_slices(leaf)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
+    arrays = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
     originals = [jnp.asarray(leaves[i]) for i in arrays]
     operands = [_to_wire(x, reduction, wire_dtype) for x in originals]
     divisor: Any = size if groups is None else groups.size
@@ -108,7 +117,7 @@ def reduce(
     fraction = None
     if weight is not None:
         own = localize(_check_weight(weight), axis_name)
-        if any(jnp.finfo(x.dtype).bits < 32 for x in operands if _is_inexact(x.dtype)):
+        if any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype)):
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
@@ -128,18 +137,18 @@ def reduce(
         value = total_value
         if reduction == "mean" and not (isinstance(divisor, int) and divisor == 1):
             value = value / jnp.asarray(divisor, value.dtype)
-        keeps = _is_inexact(original.dtype)
+        keeps = is_inexact(original.dtype)
         leaves[i] = value.astype(original.dtype) if keeps else value
     for i, leaf in enumerate(leaves):
-        if _is_slices(leaf):
+        if is_slices(leaf):
             scale = None if reduction == "sum" else fraction
             mean_of = divisor if reduction == "mean" and fraction is None else 1
             values = _to_wire(leaf.values, reduction, wire_dtype)
             rows = IndexedSlices(leaf.indices, values)
             summed = _sum_rows(rows, axes, groups, scale, mean_of)
-            keeps = _is_inexact(leaf.values.dtype)
-            dtype = leaf.values.dtype if keeps else values.dtype
-            leaves[i] = summed.map_values(lambda v, dtype=dtype: v.astype(dtype))
+            keeps = is_inexact(leaf.values.dtype)
+            kept = leaf.values.dtype if keeps else values.dtype
+            leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -179,7 +188,7 @@ def localize(tree: Tree, axis_name: AxisName) -> Tree:
         return tree
 
     def vary(x):
-        missing = tuple(a for a in checked if a not in _varying_axes(x))
+        missing = tuple(a for a in checked if a not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
@@ -201,12 +210,12 @@ def vary_like(tree: Tree, reference: Any) -> Tree:
     step; a reduction takes it away. A leaf without a counterpart stays as it is.
     """
     varying = {
-        path: _varying_axes(leaf)
+        path: varying_axes(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(reference)
     }
 
     def vary(path, x):
-        missing = tuple(sorted(varying.get(path, frozenset()) - _varying_axes(x)))
+        missing = tuple(sorted(varying.get(path, frozenset()) - varying_axes(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree_util.tree_map_with_path(vary, tree)
@@ -231,42 +240,89 @@ def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
     return tuple(
         axis
         for axis in check_axis_name(axis_name)
-        if axis in _varying_axes(_bound(lax.axis_index, axis))
+        if axis in varying_axes(_bound(lax.axis_index, axis))
     )
 
 
-def require_local(tree: Any, axis_name: AxisName, what: str = "leaf") -> None:
+def require_local(
+    tree: Any, axis_name: AxisName, what: str = "leaf", mend: str | None = None
+) -> None:
     """Refuse a tree in which a leaf is known to be equal on all replicas already.
 
     Such a leaf has been reduced, by autodiff or by the user, and reducing it again
     would be silently wrong. Types tell only under `check_vma=True`; elsewhere the
-    caller is trusted.
+    caller is trusted. `mend` ends the message: what the caller's user can do.
     """
+    if mend is None:
+        mend = (
+            f"Either write `params = oxs.localize(params, {axis_name!r})` before "
+            "jax.grad, so that gradients stay local, or, if it is reduced on purpose, "
+            "say so: cross_shard(..., grads='summed') or cross_shard(..., "
+            "grads='averaged')."
+        )
     for axis in checked_axes(axis_name):
-        for path, leaf in _values_with_path(tree):
-            if axis not in _varying_axes(leaf):
+        for path, leaf in leaves_with_names(tree):
+            if leaf is not None and axis not in varying_axes(values_of(leaf)):
                 raise ValueError(
-                    f"The {what} at {_name(path)} does not vary over the mesh axis "
-                    f"{axis!r}: its type is {jax.typeof(leaf)}. Inside jax.shard_map("
-                    "check_vma=True) autodiff has already summed the gradient of a "
-                    "replicated parameter, and summing it again would be wrong. Either "
-                    f"write `params = oxs.localize(params, {axis_name!r})` before "
-                    "jax.grad, so that gradients stay local, or, if it is reduced on "
-                    "purpose, say so: cross_shard(..., grads='summed') or "
-                    "cross_shard(..., grads='averaged')."
+                    f"The {what} at {path} does not vary over the mesh axis {axis!r}: "
+                    f"its type is {jax.typeof(values_of(leaf))}. Inside "
+                    "jax.shard_map(check_vma=True) autodiff has already summed the "
+                    "gradient of a replicated parameter, and summing it again would be "
+                    f"wrong. {mend}"
                 )
+
+
+def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -> None:
+    """Refuse a state that is equal over a mesh axis over which parameters differ.
+
+    A center is equal over the workers' axis only. Where the parameters vary over a
+    second manual axis, as shards do, so must the center (check_vma=True).
+    """
+    own = set(check_axis_name(axis_name))
+    varying = {
+        path: varying_axes(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(reference)
+    }
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        missing = varying.get(path, frozenset()) - varying_axes(leaf) - own
+        if missing:
+            raise ValueError(
+                f"The parameter at {path_name(path)} varies over the mesh axes "
+                f"{sorted(missing)}, but the {what} in the state does not. Place the "
+                "state as the parameters are: oxs.state_specs(tx, params, "
+                "param_specs, worker_axis) with these axes in param_specs, or call "
+                "init where the axes are mapped."
+            )
+
+
+def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
+    """bool[], whether the flag holds on all devices that hold shards of one worker.
+
+    These lie along the manual mesh axes besides `axis_name`; where types say over which
+    axes the arrays of `like` vary, along those of them.
+    """
+    own = set(check_axis_name(axis_name))
+    axes = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
+    checked = [axis for axis in axes if checked_axes(axis)]
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
+    axes = tuple(axis for axis in axes if axis not in checked or axis in varying)
+    if not axes:
+        return flag
+    failed = localize((~flag).astype(jnp.int32), axes)
+    return lax.psum(failed, axes) == 0
 
 
 def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
     """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
     for axis in checked_axes(axis_name):
-        for path, leaf in _values_with_path(tree):
-            if axis in _varying_axes(leaf):
+        for path, leaf in leaves_with_names(tree):
+            if leaf is not None and axis in varying_axes(values_of(leaf)):
                 raise ValueError(
                     f"grads={grads!r} says that the gradients have been reduced "
-                    f"already, but the gradient at {_name(path)} varies over the mesh "
-                    f"axis {axis!r}: its type is {jax.typeof(leaf)}. Make all leaves "
-                    f"local with `params = oxs.localize(params, {axis_name!r})` before "
+                    f"already, but the gradient at {path} varies over the mesh "
+                    f"axis {axis!r}: its type is {jax.typeof(values_of(leaf))}. "
+                    f"Make all leaves local with `params = oxs.localize(params, "
+                    f"{axis_name!r})` before "
                     "jax.grad and use grads='local', or reduce this one first with "
                     "oxs.reduce."
                 )
@@ -292,14 +348,14 @@ def check_reduction(reduction: Any) -> None:
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
 
 
-def check_reduce_dtype(reduce_dtype: Any) -> Any:
+def check_sum_dtype(dtype: Any) -> Any:
     """The dtype, or None; a ValueError for what cannot hold a sum of gradients."""
-    if reduce_dtype is None:
+    if dtype is None:
         return None
-    dtype = jnp.dtype(reduce_dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+    dtype = jnp.dtype(dtype)
+    if not is_floating(dtype) or jnp.finfo(dtype).bits < 16:
         raise ValueError(
-            "reduce_dtype must be a floating dtype of 16 bits or more, since narrower "
+            "dtype must be a floating dtype of 16 bits or more, since narrower "
             f"sums overflow; got {dtype}. Pass for example jnp.bfloat16."
         )
     return dtype
@@ -376,13 +432,12 @@ def _bound(function, axis):
         ) from error
 
 
-def _varying_axes(x) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _values_with_path(tree):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_slices):
-        yield path, leaf.values if isinstance(leaf, IndexedSlices) else leaf
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which the type of an array says that it varies."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return jax.typeof(x).manual_axis_type.varying
+    kind = x.manual_axis_type  # None where no axis is mapped
+    return frozenset() if kind is None else kind.varying
 
 
 def _check_reducible(axes: tuple[str, ...]) -> None:
@@ -428,7 +483,7 @@ def _sum_by_scatter(operands, axis, groups: _Groups):
     """
     sums = list(operands)  # An array without elements is its own sum.
     # Joined arrays get one type: what varies over another mesh axis stays apart.
-    kinds = [(x.dtype, _varying_axes(x)) for x in operands]
+    kinds = [(x.dtype, varying_axes(x)) for x in operands]
     for kind in dict.fromkeys(kinds):
         members = [i for i, x in enumerate(operands) if x.size and kinds[i] == kind]
         if not members:
@@ -481,10 +536,10 @@ def _gather(x: jax.Array, axes, groups: _Groups | None) -> jax.Array:
     return everyone.reshape((everyone.shape[0] * x.shape[0], *x.shape[1:]))
 
 
-def _to_wire(x: jax.Array, reduction, reduce_dtype) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(reduce_dtype or at_least_float32(x.dtype))
-    if _is_inexact(x.dtype):
+def _to_wire(x: jax.Array, reduction, dtype) -> jax.Array:
+    if is_floating(x.dtype):
+        return x.astype(dtype or at_least_float32(x.dtype))
+    if is_inexact(x.dtype):
         return x
     if reduction == "mean":
         return x.astype(jnp.float32)
@@ -515,15 +570,3 @@ def _check_weight(weight) -> jax.Array:
     array = jnp.asarray(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
     return array if keeps else array.astype(jnp.float32)
-
-
-def _is_inexact(dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_slices(x) -> bool:
-    return isinstance(x, IndexedSlices)
-
-
-def _name(path) -> str:
-    return jax.tree_util.keystr(path) or "the root"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax's `TrainState`, for transformations that take extra arguments."""
+"""Flax: a `TrainState` for synchronising optimizers, and its center for evaluation."""
 
-import functools
 from typing import Any, Self
 
-import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
+
+from optx_sync.state import center_params
+from optx_sync.step import apply_gradients
 
 
 class SyncTrainState(train_state.TrainState):
@@ -45,9 +47,35 @@ class SyncTrainState(train_state.TrainState):
             The new state.
         """
         fields = {key: kwargs.pop(key) for key in list(kwargs) if hasattr(self, key)}
-        update = functools.partial(
-            optax.with_extra_args_support(self.tx).update, **kwargs
-        )
-        bound = self.replace(tx=optax.GradientTransformation(self.tx.init, update))
-        stepped = super(SyncTrainState, bound).apply_gradients(grads=grads, **fields)
-        return stepped.replace(tx=self.tx)  # pyright: ignore[reportReturnType] # Flax types replace as of its base
+        overwritten = OVERWRITE_WITH_GRADIENT
+        if overwritten not in grads:
+            params, opt_state = apply_gradients(
+                self.tx, grads, self.opt_state, self.params, **kwargs
+            )
+        else:  # Flax's own: these collections are set to their gradient.
+            trained, opt_state = apply_gradients(
+                self.tx,
+                grads["params"],
+                self.opt_state,
+                self.params["params"],
+                **kwargs,
+            )
+            params = {"params": trained, overwritten: grads[overwritten]}
+        new = {"step": self.step + 1, "params": params, "opt_state": opt_state}
+        return self.replace(**new | fields)
+
+
+def swap_center(train_state: Any) -> Any:
+    """A Flax `TrainState` whose parameters are the center, for evaluation.
+
+    Args:
+        train_state: Anything with `params`, `opt_state` and `replace`.
+
+    Returns:
+        A copy with the center for parameters; go on training with the original.
+
+    Raises:
+        ValueError: There is no center in the optimizer's state.
+    """
+    center = center_params(train_state.opt_state, train_state.params)
+    return train_state.replace(params=center)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optx_sync.trees import is_masked
+
 
 def state_axes(
     tx: optax.GradientTransformation, params: Any, *, replicated: bool = False
@@ -82,11 +84,11 @@ def state_specs(
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
         tx,
-        lambda leaf, spec: leaf if _is_masked(leaf) else spec,
+        lambda leaf, spec: leaf if is_masked(leaf) else spec,
         state,
         full_specs,
         transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=_is_masked,
+        is_leaf=is_masked,
     )
     if worker_axis is None:
         return placed
@@ -200,7 +202,3 @@ def _mark(
         )
 
     return jax.tree.map(visit, tree, is_leaf=is_leaf)
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)

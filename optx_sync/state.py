@@ -1,39 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a state: the center, averages, what became of a gradient, slots."""
+"""Read a state: the center, moving averages, metrics, slots."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.rule import CenterState
-from optx_sync.optimizers.keras import KerasState
-from optx_sync.optimizers.rule import RuleState
-from optx_sync.replicas.sync_replicas import Outcomes, SyncReplicasState
-
-
-class CenterMetrics(NamedTuple):
-    """What a worker may want to log; one value for each worker, nothing is sent."""
-
-    rounds: jax.Array  # int32[], exchanges so far
-    steps_since_round: jax.Array  # int32[]
-    dropped: jax.Array  # int32[], rounds that left this worker out
-    distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
-
-
-class SyncReplicasMetrics(NamedTuple):
-    """What became of a replica's gradients; one value per replica, nothing is sent.
-
-    At most one of the flags holds for the last gradient; before the first one none.
-    """
-
-    used: jax.Array  # bool[], it was accumulated
-    stale: jax.Array  # bool[], it was computed before the last update
-    nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: jax.Array  # bool[], `contributes` was False
-    no_token: jax.Array  # bool[], the tokens of this update were gone
-    counts: Outcomes  # int32[] each, how often since the start
+from optx_sync.trees import is_masked
 
 
 def center_params(state: optax.OptState, params: optax.Params) -> Any:
@@ -62,33 +36,9 @@ def center_params(state: optax.OptState, params: optax.Params) -> Any:
         >>> oxs.center_params(oxs.stack(tx.init(params), 4), oxs.stack(params, 4))
         Array([0., 1., 2.], dtype=float32)
     """
-    for found in _require(state, CenterState):
-        center = found.center
-        if jnp.ndim(found.local_step) == 1:  # All workers hold the same center.
-            center = jax.tree.map(lambda c: c[0], center)
-        params = jax.tree.map(
-            lambda c, p: p if _is_masked(c) else jnp.array(c, p.dtype, copy=True),
-            center,
-            params,
-            is_leaf=_is_masked,
-        )
+    for found in _require(state, "center_params", "oxs.local_sgd(...)"):
+        params = found.center_params(params)
     return params
-
-
-def swap_center(train_state: Any) -> Any:
-    """A Flax `TrainState` whose parameters are the center, for evaluation.
-
-    Args:
-        train_state: Anything with `params`, `opt_state` and `replace`.
-
-    Returns:
-        A copy with the center for parameters; go on training with the original.
-
-    Raises:
-        ValueError: There is no center in the optimizer's state.
-    """
-    center = center_params(train_state.opt_state, train_state.params)
-    return train_state.replace(params=center)
 
 
 def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
@@ -113,24 +63,13 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
         >>> oxs.averaged_params(tx.init(params), params)
         {'w': Array([1., 1.], dtype=float32)}
     """
-    found, *_ = _require(state, SyncReplicasState)
-    averages = found.averages
-    if isinstance(averages, tuple) and averages == ():
-        raise ValueError(
-            "This state holds no averages. Pass variable_averages= to sync_replicas."
-        )
-    return jax.tree.map(
-        lambda average, param: (
-            param if _is_masked(average) else average.astype(param.dtype)
-        ),
-        averages,
-        params,
-        is_leaf=_is_masked,
-    )
+    such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
+    found, *_ = _require(state, "averaged_params", such_as)
+    return found.averaged_params(params)
 
 
 def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
-    """What became of a worker's last steps; no collective, values are per worker.
+    """Numbers to log from a state; no collective, values are per worker.
 
     Args:
         state: The state of an optimizer of this package, alone or inside of a chain, of
@@ -154,28 +93,9 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         >>> oxs.metrics(state, jnp.ones(4)).distance
         Array(2., dtype=float32)
     """
-    found, *_ = _require(state, CenterState, SyncReplicasState)
-    if isinstance(found, SyncReplicasState):
-        last = (found.outcome == place for place in range(len(Outcomes._fields)))
-        return SyncReplicasMetrics(*last, counts=found.outcome_counts)
-    distance = None
-    if params is not None:
-        stacked = jnp.ndim(found.dropped)  # 1 with a worker axis in front, else 0
-        center = found.center
-        if jnp.ndim(found.local_step) < stacked:
-            center = jax.tree.map(lambda c: c[None], center)
-        squares = jax.tree.map(
-            lambda c, p: (
-                0.0 if _is_masked(c) else _square_sum(p.astype(c.dtype) - c, stacked)
-            ),
-            center,
-            params,
-            is_leaf=_is_masked,
-        )
-        distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
-    return CenterMetrics(
-        found.global_step, found.steps_since_round, found.dropped, distance
-    )
+    such_as = "oxs.local_sgd(...) or oxs.sync_replicas(...)"
+    found, *_ = _require(state, "metrics", such_as)
+    return found.metrics(params)
 
 
 def slot_names(state: optax.OptState) -> tuple[str, ...]:
@@ -219,7 +139,7 @@ def slot(state: optax.OptState, name: str) -> Any:
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> state = oxs.adagrad(0.1).init({"w": jnp.zeros(2)})
+        >>> state = oxs.optimizers.adagrad(0.1).init({"w": jnp.zeros(2)})
         >>> oxs.slot(state, "accumulator")
         {'w': Array([0.1, 0.1], dtype=float32)}
     """
@@ -236,9 +156,8 @@ def slot(state: optax.OptState, name: str) -> Any:
 
 def _slots(node, path=()):
     """Path and tree of every slot: the last fields of nested NamedTuples."""
-    if isinstance(node, RuleState | KerasState):
-        by_name = node.slots if isinstance(node, KerasState) else node.slots._asdict()
-        for name, tree in by_name.items():
+    if hasattr(type(node), "named_slots"):
+        for name, tree in node.named_slots().items():
             yield [*path, name], tree
     elif hasattr(node, "_fields") or _holds_states(node):
         if hasattr(node, "_fields"):
@@ -257,7 +176,7 @@ def _holds_states(node) -> bool:
     """Whether this is a container of states, such as the state of a chain."""
 
     def is_state(x):
-        return hasattr(x, "_fields") and not _is_masked(x)
+        return hasattr(x, "_fields") and not is_masked(x)
 
     leaves = jax.tree.leaves(node, is_leaf=is_state)
     return isinstance(node, tuple | list | dict) and any(map(is_state, leaves))
@@ -282,27 +201,18 @@ def _words(path):
     return [part for part in path if not part.isdigit()]
 
 
-def _square_sum(x, skip):
-    squares = jnp.square(jnp.abs(x.astype(jnp.float32)))
-    return jnp.sum(squares, axis=tuple(range(skip, x.ndim)))
+def _require(state: Any, answer: str, such_as: str) -> list[Any]:
+    """The states that have such an answer, wherever they stand; else a ValueError."""
 
+    def answers(x):
+        return hasattr(type(x), answer)
 
-def _require(state, *kinds):
-    """The states of these kinds, wherever they stand; a ValueError if there is none."""
-
-    def is_kind(x):
-        return isinstance(x, kinds)
-
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
+    found = [x for x in jax.tree.leaves(state, is_leaf=answers) if answers(x)]
     if not found:
-        names = " or ".join(kind.__name__ for kind in kinds)
+        what = {"center_params": "center", "averaged_params": "moving average"}
         raise ValueError(
-            f"There is no {names} in this state: {jax.tree.structure(state)}. Pass the "
-            "state of an optimizer that has one, such as oxs.local_sgd(...) or "
-            "oxs.sync_replicas(...)."
+            f"There is no {what.get(answer, answer)} in this state, of type "
+            f"{type(state).__name__}. Pass the state of an optimizer that has one, "
+            f"such as {such_as}."
         )
     return found
-
-
-def _is_masked(x) -> bool:
-    return isinstance(x, optax.MaskedNode)

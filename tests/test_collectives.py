@@ -182,7 +182,7 @@ def test_a_weight_that_is_not_a_number_is_loud(context):
                 axis_name,
                 weight=weight,
                 group_assignment=GROUPS if grouped else None,
-                reduce_dtype=dtype,
+                dtype=dtype,
             )
             for grouped in (False, True)
             for dtype in ("float32", "float16")
@@ -206,7 +206,7 @@ def test_token_counts_do_not_overflow_on_a_half_precision_wire(context):
                 {"x": x, "slices": oxs.IndexedSlices(jnp.array([0]), x[None])},
                 axis_name,
                 weight=weight,
-                reduce_dtype=dtype,
+                dtype=dtype,
                 group_assignment=GROUPS if grouped else None,
             )
             for dtype in ("float16", "bfloat16")
@@ -244,22 +244,22 @@ def wire(context, tree, **arguments):
 def test_half_precision_travels_wide_unless_asked_otherwise(context):
     tree = {"b": jnp.ones((4, 3), jnp.bfloat16), "f": jnp.ones((4, 2), jnp.float32)}
     assert wire(context, tree) == ["f32", "f32"]
-    assert wire(context, tree, reduce_dtype=jnp.bfloat16) == ["bf16", "bf16"]
+    assert wire(context, tree, dtype=jnp.bfloat16) == ["bf16", "bf16"]
     half = {"h": jnp.ones((4, 3), jnp.float16)}
     assert wire(context, half) == ["f32"]
-    assert wire(context, half, reduce_dtype="float16") == ["f16"]
-    grouped = wire(context, tree, group_assignment=GROUPS, reduce_dtype=jnp.bfloat16)
+    assert wire(context, half, dtype="float16") == ["f16"]
+    grouped = wire(context, tree, group_assignment=GROUPS, dtype=jnp.bfloat16)
     assert set(grouped) == {"bf16"}
 
 
 def test_rows_travel_in_the_wire_dtype():
-    def travels(dtype, context="shard_map", **arguments):
-        values = jnp.ones((2, 8), dtype)
+    def travels(of, context="shard_map", **arguments):
+        values = jnp.ones((2, 8), of)
         slices = oxs.IndexedSlices(jnp.zeros(2, jnp.int32), values)
         return wire(context, oxs.stack(slices, REPLICAS), **arguments)
 
     assert travels(jnp.float32) == ["f32", "s32"]
-    assert travels(jnp.float32, reduce_dtype=jnp.bfloat16) == ["bf16", "s32"]
+    assert travels(jnp.float32, dtype=jnp.bfloat16) == ["bf16", "s32"]
     assert travels(jnp.bfloat16) == ["f32", "s32"]
     assert travels(jnp.float16, "pmap", group_assignment=GROUPS) == ["f32", "s32"]
 
@@ -583,8 +583,8 @@ def test_groups_that_are_no_partition(groups, match):
         (ValueError, "finite and not negative; got -1", {"weight": -1}),
         (ValueError, "finite and not negative; got nan", {"weight": float("nan")}),
         (ValueError, "finite and not negative; got inf", {"weight": np.inf}),
-        (ValueError, "floating dtype of 16 bits.*int32", {"reduce_dtype": jnp.int32}),
-        (ValueError, "16 bits.*float8", {"reduce_dtype": jnp.float8_e4m3fn}),
+        (ValueError, "floating dtype of 16 bits.*int32", {"dtype": jnp.int32}),
+        (ValueError, "16 bits.*float8", {"dtype": jnp.float8_e4m3fn}),
         (TypeError, "axis_name must be the name.*3", {"axis_name": 3}),
         (TypeError, r"axis_name must be the name.*\(\)", {"axis_name": ()}),
         (TypeError, "axis_name must be the name", {"axis_name": ("data", None)}),

@@ -161,7 +161,7 @@ def test_a_clip_between_the_two_calls():
 
 
 def test_a_rate_set_from_outside():
-    tx = optax.inject_hyperparams(oxs.momentum, static_args="nesterov")(
+    tx = optax.inject_hyperparams(oxs.optimizers.momentum, static_args="nesterov")(
         learning_rate=0.5, momentum=0.0, nesterov=True
     )
     params = jnp.zeros(2)
@@ -173,7 +173,7 @@ def test_a_rate_set_from_outside():
 
 def test_some_variables_only():
     tx = optax.multi_transform(
-        {"train": oxs.adagrad(0.1), "keep": optax.set_to_zero()},
+        {"train": oxs.optimizers.adagrad(0.1), "keep": optax.set_to_zero()},
         {"w": "train", "b": "keep"},
     )
     params = {"w": jnp.ones(2), "b": jnp.ones(1)}
@@ -183,6 +183,6 @@ def test_some_variables_only():
 
 def test_slots_of_worker_and_center():
     params = {"w": jnp.zeros(2)}
-    state = oxs.agn(oxs.adam(), "workers").init(params)
+    state = oxs.agn(oxs.optimizers.adam(), "workers").init(params)
     for name in ("inner.m", "outer.m"):
         np.testing.assert_array_equal(oxs.slot(state, name)["w"], np.zeros(2))

@@ -32,7 +32,7 @@ WITH_OPTAX = {
         optax.sgd(0.1, momentum=0.9), 2
     ).gradient_transformation(),
     "cross_shard": oxs.cross_shard(optax.adam(0.1), "workers"),
-    "catalogue": oxs.adam(0.1),
+    "catalogue": oxs.optimizers.adam(0.1),
     "stateless": optax.sgd(0.1),
 }
 each = pytest.mark.parametrize("name", WITH_OPTAX)

@@ -34,13 +34,13 @@ def inner_of(case):
     arguments = dict(case["hyperparameters"]["inner"])
     kind, learning_rate = arguments.pop("class"), arguments.pop("learning_rate")
     if kind == "GradientDescentOptimizer":
-        return oxs.gradient_descent(learning_rate)
+        return oxs.optimizers.gradient_descent(learning_rate)
     if kind == "MomentumOptimizer":
-        return oxs.momentum(
+        return oxs.optimizers.momentum(
             learning_rate, arguments["momentum"], nesterov=arguments["use_nesterov"]
         )
     assert kind == "AdamOptimizer"
-    return oxs.adam(
+    return oxs.optimizers.adam(
         learning_rate, arguments["beta1"], arguments["beta2"], arguments["epsilon"]
     )
 
@@ -444,8 +444,8 @@ def test_row_sparse_and_missing_gradients():
             return {"table": rows.to_dense(4) if dense else rows, "frozen": None}
 
         return asynchronous(
-            oxs.gradient_descent(0.1),
-            oxs.agn_rule(oxs.gradient_descent(0.1)),
+            oxs.optimizers.gradient_descent(0.1),
+            oxs.agn_rule(oxs.optimizers.gradient_descent(0.1)),
             params,
             grad_fn,
             [0, 1, 1, 0],
@@ -463,10 +463,10 @@ def test_row_sparse_and_missing_gradients():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
-    inner = oxs.adam(0.1, b1=0.5)
+    inner = oxs.optimizers.adam(0.1, b1=0.5)
     record = asynchronous(
         inner,
-        oxs.agn_rule(inner if shared else oxs.adam(0.1, b1=0.5)),
+        oxs.agn_rule(inner if shared else oxs.optimizers.adam(0.1, b1=0.5)),
         PARAMS["vector"],
         lambda worker, params, event: params,
         [0, 0, 0, 1, 0, 1, 0],
@@ -487,7 +487,7 @@ def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
 def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
     workers, events = 1000, 3000
     start = {"w": jnp.ones((32, 16)), "b": jnp.ones(16)}
-    inner = oxs.adam(0.01)
+    inner = oxs.optimizers.adam(0.01)
     rule = {
         "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.1),
         "agn": oxs.agn_rule(inner),
@@ -525,7 +525,7 @@ def refuse(error, match, **changes):
         "rule": oxs.local_sgd_rule(),
         "params": PARAMS,
         "grad_fn": lambda worker, params, event: params,
-        "schedule": np.array([0, 1]),
+        "workers": np.array([0, 1]),
         "num_workers": 2,
         **changes,
     }
@@ -538,10 +538,10 @@ def refuse(error, match, **changes):
     [
         (TypeError, "inner must be", {"inner": 0.1}),
         (TypeError, "rule must be a CenterRule", {"rule": INNER}),
-        (TypeError, "integers", {"schedule": np.array([0.0, 1.0])}),
-        (ValueError, "one", {"schedule": np.zeros((2, 2), int)}),
-        (ValueError, "worker 2", {"schedule": [0, 2]}),
-        (ValueError, "worker -1", {"schedule": [0, -1]}),
+        (TypeError, "integers", {"workers": np.array([0.0, 1.0])}),
+        (ValueError, "one", {"workers": np.zeros((2, 2), int)}),
+        (ValueError, "worker 2", {"workers": [0, 2]}),
+        (ValueError, "worker -1", {"workers": [0, -1]}),
         (TypeError, "num_workers must be an int", {"num_workers": 2.0}),
         (ValueError, "num_workers must be at least 1", {"num_workers": 0}),
         (

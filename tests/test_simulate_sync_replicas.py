@@ -28,13 +28,15 @@ CASES = {
 def inner_of(hyper):
     rate = hyper["learning_rate"]
     if hyper["class"] == "MomentumOptimizer":
-        return oxs.momentum(rate, hyper["momentum"], hyper["use_nesterov"])
+        return oxs.optimizers.momentum(rate, hyper["momentum"], hyper["use_nesterov"])
     if hyper["class"] == "AdagradOptimizer":
-        return oxs.adagrad(rate, hyper["initial_accumulator_value"])
+        return oxs.optimizers.adagrad(rate, hyper["initial_accumulator_value"])
     if hyper["class"] == "AdamOptimizer":
-        return oxs.adam(rate, hyper["beta1"], hyper["beta2"], hyper["epsilon"])
+        return oxs.optimizers.adam(
+            rate, hyper["beta1"], hyper["beta2"], hyper["epsilon"]
+        )
     assert hyper["class"] == "GradientDescentOptimizer"
-    return oxs.gradient_descent(rate)
+    return oxs.optimizers.gradient_descent(rate)
 
 
 def decay_of(averages):
@@ -205,7 +207,7 @@ def refuse(kind, message, **changed):
         "inner": optax.sgd(1.0),
         "params": jnp.float32(0),
         "grad_fn": lambda worker, params, event: params,
-        "schedule": jnp.array([0, 1]),
+        "workers": jnp.array([0, 1]),
         "replicas_to_aggregate": 2,
     }
     with pytest.raises(kind, match=message):
@@ -224,10 +226,10 @@ def test_refused():
     refuse(TypeError, "num_tokens must be", num_tokens=1.0)
     refuse(ValueError, "at least one variable", params={})
     refuse(ValueError, "must be 1 or more", replicas_to_aggregate=0)
-    refuse(ValueError, "names worker 2, but there are 2", schedule=jnp.array([0, 2]))
-    refuse(ValueError, "names worker -1", schedule=jnp.array([0, -1]))
-    refuse(TypeError, "must hold integers", schedule=jnp.ones(2))
-    refuse(ValueError, "must have one axis", schedule=jnp.zeros((2, 2), int))
+    refuse(ValueError, "names worker 2, but there are 2", workers=jnp.array([0, 2]))
+    refuse(ValueError, "names worker -1", workers=jnp.array([0, -1]))
+    refuse(TypeError, "must hold integers", workers=jnp.ones(2))
+    refuse(ValueError, "must have one axis", workers=jnp.zeros((2, 2), int))
     refuse(TypeError, "record must be", record="some")
     refuse(ValueError, "record must be 1", record=0)
     refuse(ValueError, "shape", grad_fn=lambda worker, params, event: jnp.ones(3))

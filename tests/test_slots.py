@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import optimizers as catalogue
 
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
 
@@ -13,22 +14,23 @@ PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
 @pytest.mark.parametrize(
     ("tx", "names"),
     [
-        (oxs.ftrl(0.1), ("accum", "linear")),
-        (oxs.adam(0.1), ("m", "v")),
-        (oxs.gradient_descent(0.1), ()),
+        (catalogue.ftrl(0.1), ("accum", "linear")),
+        (catalogue.adam(0.1), ("m", "v")),
+        (catalogue.gradient_descent(0.1), ()),
         (optax.adam(0.1), ("mu", "nu")),
-        (optax.chain(optax.clip(1.0), oxs.momentum(0.1, 0.9)), ("momentum",)),
-        (oxs.cross_shard(oxs.adagrad(0.1), "data"), ("accumulator",)),
+        (optax.chain(optax.clip(1.0), catalogue.momentum(0.1, 0.9)), ("momentum",)),
+        (oxs.cross_shard(catalogue.adagrad(0.1), "data"), ("accumulator",)),
         (
-            oxs.elastic_average(oxs.momentum(0.1, 0.9), "w", learning_rate=0.1),
+            oxs.elastic_average(catalogue.momentum(0.1, 0.9), "w", learning_rate=0.1),
             ("center", "taken", "momentum"),
         ),
-        (oxs.agn(oxs.adam(0.1), "w"), tuple("center outer.m outer.v accumulated "
+        (oxs.agn(catalogue.adam(0.1), "w"), tuple("center outer.m outer.v accumulated "
          "inner.m inner.v".split())),
-        (optax.inject_hyperparams(oxs.adagrad)(0.1), ("accumulator",)),
+        (optax.inject_hyperparams(catalogue.adagrad)(0.1), ("accumulator",)),
         (
             optax.multi_transform(
-                {"x": oxs.adagrad(0.1), "y": optax.sgd(0.1, 0.9)}, {"a": "x", "b": "y"}
+                {"x": catalogue.adagrad(0.1), "y": optax.sgd(0.1, 0.9)},
+                {"a": "x", "b": "y"},
             ),
             ("accumulator", "trace"),
         ),
@@ -43,7 +45,7 @@ def test_names_lead_to_slots(tx, names):
 
 
 def test_a_slot_is_the_tree_in_the_state():
-    state = oxs.agn(oxs.adagrad(0.1), "w").init(PARAMS)
+    state = oxs.agn(catalogue.adagrad(0.1), "w").init(PARAMS)
     np.testing.assert_array_equal(
         oxs.slot(state, "inner.accumulator")["a"], jnp.full(2, 0.1)
     )

@@ -121,5 +121,5 @@ def test_a_train_state_trains_with_a_center():
 
 @pytest.mark.parametrize("read", [oxs.center_params, oxs.metrics])
 def test_a_state_without_a_center(read):
-    with pytest.raises(ValueError, match=r"There is no .* in this state: .*local_sgd"):
+    with pytest.raises(ValueError, match=r"There is no .* of type tuple.*local_sgd"):
         read(optax.adam(0.1).init(PARAMS), PARAMS)

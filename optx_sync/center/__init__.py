@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters of workers meet: copies of their own, and a center between them."""
+"""Center rules: parameters of workers meet at a center."""

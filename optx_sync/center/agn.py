@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """AGN: workers push an accumulated normalised gradient and pull the center."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import optax
 
-from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.center.lockstep import (
+    CenterOptions,
+    center_variable,
+    spells_out_options,
+)
+from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName, Reduction, check_reduction
+from optx_sync.step import DirectTransformation
 
 Accumulate = Literal["gradients", "updates"]
 
@@ -41,6 +47,7 @@ def agn_rule(
     )
 
 
+@spells_out_options
 def agn(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -49,10 +56,8 @@ def agn(
     accumulate: Accumulate = "gradients",
     reduction: Reduction = "mean",
     communication_period: Period = 10,
-    inner_state: InnerState = "keep",
-    drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+    **options: Unpack[CenterOptions],
+) -> DirectTransformation:
     """Workers push an accumulated normalised gradient and pull the center (AGN).
 
     Every worker trains on its own with `inner` and sums up its gradients. After
@@ -80,9 +85,7 @@ def agn(
         accumulate: `"gradients"` (the original) or `"updates"` (the paper).
         reduction: `"mean"` or `"sum"` of the workers' contributions.
         communication_period: See `center_variable`.
-        inner_state: See `center_variable`.
-        drop_nonfinite: See `center_variable`.
-        accumulator_dtype: See `center_variable`.
+        **options: The other keywords of `center_variable`.
 
     Returns:
         The transformation; it stands last in a chain.
@@ -109,7 +112,5 @@ def agn(
         agn_rule(outer, accumulate=accumulate, reduction=reduction),
         axis_name,
         communication_period=communication_period,
-        inner_state=inner_state,
-        drop_nonfinite=drop_nonfinite,
-        accumulator_dtype=accumulator_dtype,
+        **options,
     )

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """DiLoCo: what the workers moved is a gradient for an outer optimizer."""
 
-from typing import Any
+from typing import Unpack
 
 import optax
 
-from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.center.lockstep import (
+    CenterOptions,
+    center_variable,
+    spells_out_options,
+)
+from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName
+from optx_sync.step import DirectTransformation
 
 
 def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:
@@ -22,16 +28,15 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
     )
 
 
+@spells_out_options
 def diloco(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
     outer: optax.GradientTransformation | None = None,
     communication_period: Period = 500,
-    inner_state: InnerState = "keep",
-    drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+    **options: Unpack[CenterOptions],
+) -> DirectTransformation:
     """Workers train on their own; what they moved is an outer optimizer's gradient.
 
     Every `communication_period` steps, with N workers and c the center that all of
@@ -51,9 +56,7 @@ def diloco(
         outer: What absorbs the pseudo-gradient; `None`: Nesterov SGD with learning
             rate 0.7 and momentum 0.9.
         communication_period: See `center_variable`.
-        inner_state: See `center_variable`.
-        drop_nonfinite: See `center_variable`.
-        accumulator_dtype: See `center_variable`.
+        **options: The other keywords of `center_variable`.
 
     Returns:
         The transformation; it stands last in a chain.
@@ -76,7 +79,5 @@ def diloco(
         diloco_rule(outer),
         axis_name,
         communication_period=communication_period,
-        inner_state=inner_state,
-        drop_nonfinite=drop_nonfinite,
-        accumulator_dtype=accumulator_dtype,
+        **options,
     )

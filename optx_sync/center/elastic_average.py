@@ -3,22 +3,21 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.rule import (
-    CenterRule,
-    InnerState,
-    Own,
-    Period,
-    Round,
+from optx_sync.center.lockstep import (
+    CenterOptions,
     center_variable,
+    spells_out_options,
 )
+from optx_sync.center.rule import CenterRule, Own, Period, Round
 from optx_sync.collectives import AxisName
+from optx_sync.step import DirectTransformation
 
 
 def elastic_rule(
@@ -72,11 +71,11 @@ def elastic_rule(
         contribute=lambda own, center, at: _times(rate(at), own.params - center),
         take=lambda x, before, after, at: x - _times(rate(at), x - before),
         penalty=None if without_penalty else penalty,
-        keeps_taken=not without_penalty,
         check=check,
     )
 
 
+@spells_out_options
 def elastic_average(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -86,10 +85,8 @@ def elastic_average(
     rho: float | jax.Array | None = None,
     learning_rate: float | jax.Array | None = None,
     communication_period: Period = 10,
-    inner_state: InnerState = "keep",
-    drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+    **options: Unpack[CenterOptions],
+) -> DirectTransformation:
     """Workers with parameters of their own, pulled elastically to a center (EASGD).
 
     In every step, with s the center at the worker's last exchange, before the pushes
@@ -127,9 +124,7 @@ def elastic_average(
         learning_rate: The inner learning rate, a float > 0; read only for `rho=None`.
         communication_period: See `center_variable`; with a schedule `moving_rate` must
             be given.
-        inner_state: See `center_variable`.
-        drop_nonfinite: See `center_variable`.
-        accumulator_dtype: See `center_variable`.
+        **options: The other keywords of `center_variable`.
 
     Returns:
         The transformation; it stands last in a chain.
@@ -158,9 +153,7 @@ def elastic_average(
         rule._replace(num_workers=num_workers),
         axis_name,
         communication_period=communication_period,
-        inner_state=inner_state,
-        drop_nonfinite=drop_nonfinite,
-        accumulator_dtype=accumulator_dtype,
+        **options,
     )
 
 

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD: workers average their parameters every few steps."""
 
-from typing import Any
+from typing import Unpack
 
 import optax
 
-from optx_sync.center.rule import CenterRule, InnerState, Period, center_variable
+from optx_sync.center.lockstep import (
+    CenterOptions,
+    center_variable,
+    spells_out_options,
+)
+from optx_sync.center.rule import CenterRule, Period
 from optx_sync.collectives import AxisName
+from optx_sync.step import DirectTransformation
 
 
 def local_sgd_rule() -> CenterRule:
@@ -17,15 +23,14 @@ def local_sgd_rule() -> CenterRule:
     )
 
 
+@spells_out_options
 def local_sgd(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
     communication_period: Period = 10,
-    inner_state: InnerState = "keep",
-    drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+    **options: Unpack[CenterOptions],
+) -> DirectTransformation:
     """Workers train on their own and average their parameters every few steps.
 
     Every `communication_period` steps, with N workers and c the center that all of
@@ -42,10 +47,7 @@ def local_sgd(
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
         communication_period: See `center_variable`.
-        inner_state: See `center_variable`. Averaging the moments of Adam costs two
-            more exchanges of the parameters' size per round.
-        drop_nonfinite: See `center_variable`.
-        accumulator_dtype: See `center_variable`.
+        **options: The other keywords of `center_variable`.
 
     Returns:
         The transformation; it stands last in a chain.
@@ -74,7 +76,5 @@ def local_sgd(
         local_sgd_rule(),
         axis_name,
         communication_period=communication_period,
-        inner_state=inner_state,
-        drop_nonfinite=drop_nonfinite,
-        accumulator_dtype=accumulator_dtype,
+        **options,
     )

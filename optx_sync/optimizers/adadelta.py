@@ -51,7 +51,7 @@ def adadelta(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.adadelta(1.0, rho=0.75, eps=1.0)
+        >>> tx = oxs.optimizers.adadelta(1.0, rho=0.75, eps=1.0)
         >>> state = tx.init(jnp.zeros(1))
         >>> update, state = tx.update(jnp.array([2.0]), state)
         >>> round(update.item(), 4), state.slots.accum.item()

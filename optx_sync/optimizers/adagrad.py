@@ -47,7 +47,7 @@ def adagrad(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.adagrad(1.0, initial_accumulator_value=7.0)
+        >>> tx = oxs.optimizers.adagrad(1.0, initial_accumulator_value=7.0)
         >>> state = tx.init(jnp.zeros(2))
         >>> update, state = tx.update(jnp.array([3.0, -3.0]), state)
         >>> update.round(4).tolist(), state.slots.accumulator.tolist()

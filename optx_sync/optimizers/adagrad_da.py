@@ -60,7 +60,7 @@ def adagrad_da(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optx_sync as oxs
-        >>> tx = oxs.adagrad_da(0.5, l1=0.25)
+        >>> tx = oxs.optimizers.adagrad_da(0.5, l1=0.25)
         >>> params = jnp.array([8.0, 8.0])
         >>> grads = jnp.array([2.25, 0.125])
         >>> updates, state = tx.update(grads, tx.init(params), params)

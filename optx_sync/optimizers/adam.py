@@ -66,7 +66,7 @@ def adam(
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.adam(0.1, eps=0.1)
+        >>> tx = oxs.optimizers.adam(0.1, eps=0.1)
         >>> update, state = tx.update(jnp.array([1.0]), tx.init(jnp.zeros(1)))
         >>> round(update.item(), 4), round(state.powers.beta1_power.item(), 4)
         (-0.024, 0.81)

@@ -61,7 +61,7 @@ def amsgrad(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.amsgrad(0.1, decay=True, b1=0.5, b2=0.75)
+        >>> tx = oxs.optimizers.amsgrad(0.1, decay=True, b1=0.5, b2=0.75)
         >>> state = tx.init(jnp.zeros(2))
         >>> for _ in range(2):
         ...     update, state = tx.update(jnp.array([4.0, 0.0]), state)

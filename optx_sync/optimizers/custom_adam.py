@@ -68,7 +68,7 @@ def custom_adam(
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.custom_adam(0.1, b1=0.5)
+        >>> tx = oxs.optimizers.custom_adam(0.1, b1=0.5)
         >>> table = jnp.zeros([2, 1])
         >>> _, state = tx.update(jnp.ones([2, 1]), tx.init(table), table)
         >>> grads = oxs.IndexedSlices(jnp.array([0]), jnp.zeros([1, 1]))

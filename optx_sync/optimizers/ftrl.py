@@ -66,7 +66,7 @@ def ftrl(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optx_sync as oxs
-        >>> tx = oxs.ftrl(0.5, l1=1.0)
+        >>> tx = oxs.optimizers.ftrl(0.5, l1=1.0)
         >>> params = jnp.zeros(3)
         >>> grads = jnp.array([3.0, 0.5, -2.0])
         >>> updates, state = tx.update(grads, tx.init(params), params)

@@ -56,7 +56,7 @@ def grad_variance_scaled(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.grad_variance_scaled(1.0, b1=0.5, b2=0.75)
+        >>> tx = oxs.optimizers.grad_variance_scaled(1.0, b1=0.5, b2=0.75)
         >>> state = tx.init(jnp.zeros(1))
         >>> for _ in range(3):
         ...     update, state = tx.update(jnp.array([1.0]), state)

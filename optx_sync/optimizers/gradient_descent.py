@@ -36,7 +36,7 @@ def gradient_descent(
         >>> import optx_sync as oxs
         >>> params = {"table": jnp.ones([4, 1])}
         >>> grads = {"table": oxs.IndexedSlices(jnp.array([2, 2]), jnp.ones([2, 1]))}
-        >>> tx = oxs.gradient_descent(0.25)
+        >>> tx = oxs.optimizers.gradient_descent(0.25)
         >>> updates, _ = tx.update(grads, tx.init(params), params)
         >>> optax.apply_updates(params, updates)["table"][:, 0].tolist()
         [1.0, 1.0, 0.5, 1.0]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices
 
 
 class KerasState(NamedTuple):
@@ -21,6 +21,10 @@ class KerasState(NamedTuple):
 
     variables: dict[str, jax.Array]  # "iteration", "learning_rate", ...
     slots: dict[str, Any]  # "momentum", "velocity", ...: trees like the parameters
+
+    def named_slots(self) -> dict[str, Any]:
+        """The slots by name, for `oxs.slot`."""
+        return self.slots
 
 
 def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -65,7 +69,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         >>> import os
         >>> os.environ["KERAS_BACKEND"] = "jax"
         >>> import jax.numpy as jnp, keras, optax, optx_sync as oxs
-        >>> tx = oxs.keras(keras.optimizers.SGD(0.5, momentum=0.5))
+        >>> tx = oxs.optimizers.keras(keras.optimizers.SGD(0.5, momentum=0.5))
         >>> params = {"w": jnp.array([3.0])}
         >>> state = tx.init(params)
         >>> for _ in range(2):
@@ -173,7 +177,7 @@ def _check_optimizer(library: Any, optimizer: Any) -> None:
     if isinstance(optimizer, multiple):
         raise TypeError(
             "keras takes one optimizer for all parameters; got a MultiOptimizer. "
-            "Use optax.partition with several oxs.keras(...)."
+            "Use optax.partition with several oxs.optimizers.keras(...)."
         )
     if getattr(optimizer, "_exclude_from_weight_decay", None):
         raise ValueError(
@@ -192,7 +196,7 @@ def _check_dense(grads: Any) -> None:
                 "Keras optimizers take dense gradients; got IndexedSlices at "
                 f"{jax.tree_util.keystr(path) or 'the root'}. Pass "
                 "slices.to_dense(rows), or use a row-sparse optimizer such as "
-                "oxs.adagrad."
+                "oxs.optimizers.adagrad."
             )
 
 

@@ -49,7 +49,7 @@ def momentum(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.momentum(0.5, momentum=0.5)
+        >>> tx = oxs.optimizers.momentum(0.5, momentum=0.5)
         >>> state = tx.init(jnp.array([1.0]))
         >>> for _ in range(3):
         ...     update, state = tx.update(jnp.array([1.0]), state)

@@ -64,7 +64,7 @@ def nadam(
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.nadam(0.01, b1=0.75)
+        >>> tx = oxs.optimizers.nadam(0.01, b1=0.75)
         >>> update, _ = tx.update(jnp.array([5.0, -2.0]), tx.init(jnp.zeros(2)))
         >>> print(update.round(4))
         [-0.0175  0.0175]

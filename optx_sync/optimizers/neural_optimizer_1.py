@@ -55,7 +55,7 @@ def neural_optimizer_1(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.neural_optimizer_1(1.0, b1=0.75, decrease_factor=0.25)
+        >>> tx = oxs.optimizers.neural_optimizer_1(1.0, b1=0.75, decrease_factor=0.25)
         >>> state = tx.init(jnp.zeros(1))
         >>> for grad in [8.0, -2.0, -16.0]:
         ...     update, state = tx.update(jnp.array([grad]), state)

@@ -38,7 +38,7 @@ def normalized_sgd(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.normalized_sgd(5.0)
+        >>> tx = oxs.optimizers.normalized_sgd(5.0)
         >>> params = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
         >>> grads = {"w": jnp.array([0.3, -0.4]), "b": jnp.array([1000.0])}
         >>> updates, _ = tx.update(grads, tx.init(params))

@@ -53,7 +53,8 @@ def proximal_adagrad(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optx_sync as oxs
-        >>> tx = oxs.proximal_adagrad(2.0, initial_accumulator_value=3.0, l1=0.5)
+        >>> adagrad = oxs.optimizers.proximal_adagrad
+        >>> tx = adagrad(2.0, initial_accumulator_value=3.0, l1=0.5)
         >>> params = jnp.array([4.0, 1.25])
         >>> updates, _ = tx.update(jnp.ones(2), tx.init(params), params)
         >>> optax.apply_updates(params, updates).round(4).tolist()

@@ -41,7 +41,7 @@ def proximal_gradient_descent(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optx_sync as oxs
-        >>> tx = oxs.proximal_gradient_descent(0.5, l1=1.0, l2=2.0)
+        >>> tx = oxs.optimizers.proximal_gradient_descent(0.5, l1=1.0, l2=2.0)
         >>> params = jnp.array([3.5, -0.25])
         >>> updates, _ = tx.update(jnp.array([2.0, 0.0]), tx.init(params), params)
         >>> optax.apply_updates(params, updates).tolist()

@@ -64,7 +64,7 @@ def rmsprop(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.rmsprop(1.0, decay=0.75, momentum=0.5, eps=0.0)
+        >>> tx = oxs.optimizers.rmsprop(1.0, decay=0.75, momentum=0.5, eps=0.0)
         >>> state = tx.init(jnp.zeros(2))
         >>> update, state = tx.update(jnp.array([1.0, 5.0]), state)
         >>> print(update.round(4), state.slots.rms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule for one array becomes an Optax transformation, dense and row-sparse.
+"""`from_rule`: make an Optax optimizer of a formula for one array.
 
 An optimizer of this room is a formula. `LeafRule` holds the formula for one array and
 says what a row without a gradient suffers; `from_rule` makes it an
@@ -47,7 +47,8 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.indexed_slices import IndexedSlices, at_least_float32, check_rows
+from optx_sync.rows.slices import IndexedSlices, check_rows
+from optx_sync.trees import at_least_float32, is_gradient_leaf, path_name
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 
@@ -122,6 +123,10 @@ class RuleState(NamedTuple):
     powers: Any  # the rule's running powers, shared by all leaves
     slots: Any  # the rule's NamedTuple, each field a tree like the parameters'
 
+    def named_slots(self) -> dict[str, Any]:
+        """The slots by name, for `oxs.slot`."""
+        return self.slots._asdict()
+
 
 def from_rule(
     rule: LeafRule, learning_rate: optax.ScalarOrSchedule
@@ -155,7 +160,8 @@ def from_rule(
         >>> def step(grad, slots, param, at):
         ...     sign = jnp.sign(grad)
         ...     return -at.learning_rate * sign, SignSlots(slots.moved + jnp.abs(sign))
-        >>> tx = oxs.from_rule(oxs.LeafRule(step, SignSlots(moved=0.0)), 0.5)
+        >>> rule = oxs.optimizers.LeafRule(step, SignSlots(moved=0.0))
+        >>> tx = oxs.optimizers.from_rule(rule, 0.5)
         >>> state = tx.init({"w": jnp.zeros(3)})
         >>> updates, state = tx.update({"w": jnp.array([3.0, 0.0, -2.0])}, state)
         >>> print(updates["w"], state.slots.moved["w"])
@@ -314,11 +320,13 @@ def _align(grads, slots, params):
     if params is None and slots:
         reference = slots[0]
     check_grads(grads, reference)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_leaf)
-    paths = [jax.tree_util.keystr(path) or "the root" for path, _ in pairs]
+    pairs, structure = jax.tree_util.tree_flatten_with_path(
+        grads, is_leaf=is_gradient_leaf
+    )
+    paths = [path_name(path) for path, _ in pairs]
 
     def leaves_like_grads(name, tree):
-        leaves, other = jax.tree.flatten(tree, is_leaf=_is_leaf)
+        leaves, other = jax.tree.flatten(tree, is_leaf=is_gradient_leaf)
         if other != structure:
             raise ValueError(
                 f"The gradients do not have the structure of the {name}: got "
@@ -348,10 +356,6 @@ def _align(grads, slots, params):
                 f"was made by init for shape {slot[0].shape}."
             )
     return paths, [grad for _, grad in pairs], param_leaves, slot_leaves, structure
-
-
-def _is_leaf(x) -> bool:
-    return x is None or isinstance(x, IndexedSlices)
 
 
 def _update_leaf(rule, at, path, grad, slots, param):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where gradients of replicas meet: copies with equal parameters, one update."""
+"""Replicas with equal parameters: their gradients are reduced to one."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients summed until enough have come in: in lockstep and in the event replay.
+"""Sum gradients until enough have been accumulated, dense or row-sparse.
 
 The original's accumulators: dense gradients have one divisor, the number accumulated,
 and a row of a row-sparse gradient has its own, the number of gradients that contained
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.indexed_slices import IndexedSlices, at_least_float32
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import accumulator_dtype, is_gradient_leaf
 
 
 class Accumulator(NamedTuple):
@@ -27,7 +28,7 @@ class Accumulator(NamedTuple):
 def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
     """Nothing accumulated, for parameters or their `jax.ShapeDtypeStruct`."""
     sums = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype_of(p.dtype, dtype)), params
+        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype, dtype)), params
     )
     rows = sum(map(_rows, jax.tree.leaves(sums)))
     return Accumulator(sums, jnp.zeros(rows, jnp.int32))
@@ -132,13 +133,6 @@ def unique_rows(grads: Any) -> Any:
     )
 
 
-def accumulator_dtype_of(dtype: Any, asked: Any) -> Any:
-    """At least float32, unless another dtype was asked for."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return asked or at_least_float32(dtype)
-
-
 def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own count."""
     rows = jnp.nonzero(counts > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
@@ -153,7 +147,7 @@ def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:
 
 def _match(accumulator: Accumulator, grads: Any):
     """Leaves of the gradients, their tree, and for each its sum and its first count."""
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=_is_grad)
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
     starts, start = [], 0
     for own in sums:
@@ -170,7 +164,3 @@ def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
 
 def _rows(leaf: Any) -> int:
     return leaf.shape[0] if leaf is not None and leaf.ndim else 0
-
-
-def _is_grad(x: Any) -> bool:
-    return x is None or isinstance(x, IndexedSlices)

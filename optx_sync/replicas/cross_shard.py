@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients reduced over all replicas, or over groups of them, in every step."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import check_grads, check_inner, fill_missing, shows_call
 from optx_sync.collectives import (
     AxisName,
     GroupAssignment,
@@ -14,30 +15,47 @@ from optx_sync.collectives import (
     axis_size,
     check_axis_name,
     check_group_assignment,
-    check_reduce_dtype,
     check_reduction,
     localize_where_mapped,
-    reduce,
+    require_local,
     require_reduced,
     vary_like,
 )
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.rule import Exchange, check_exchange, remembers
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 Grads = Literal["local", "summed", "averaged"]
-_CALL = (
-    "oxs.cross_shard(optax.adam(1e-3), 'data'), or as a link of a chain "
-    "oxs.cross_shard(axis_name='data')"
-)
+_CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
+class CrossShardState(NamedTuple):
+    """State of `cross_shard` with an exchange that remembers something."""
+
+    exchange: Any  # what the exchange remembers, this replica's own
+    inner: optax.OptState  # the state of `inner`
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all replicas whatever the parameters are."""
+        return ()
+
+    @property
+    def replicated_fields(self) -> tuple[str, ...]:
+        """The fields that are equal where the parameters are."""
+        return ("inner",)
+
+
+@shows_call(_CALL)
 def cross_shard(
-    inner: optax.GradientTransformation | None = None,
-    axis_name: AxisName | None = None,
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
     *,
     reduction: Reduction = "mean",
     group_assignment: GroupAssignment | None = None,
     grads: Grads = "local",
-    reduce_dtype: Any = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the gradients of all replicas in every step, then apply `inner`.
 
@@ -50,8 +68,7 @@ def cross_shard(
     a mean; here the gradient is scaled, so that what comes before in a chain, such as
     clipping per replica, sees the replica's own gradient.
 
-    Without `inner` it is a link of a chain: `optax.chain(per_replica_clip,
-    oxs.cross_shard(axis_name="data"), optax.adam(1e-3))`.
+    As a link of a chain it is `oxs.all_reduce_grads`.
 
     The extra argument `weight` of `update` (a scalar per replica, for example its
     number of tokens) makes the mean a weighted one, over the group's weights where
@@ -79,17 +96,19 @@ def cross_shard(
             `jax.grad` of a replicated parameter does in
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
-        reduce_dtype: The dtype on the wire; `None`: float32 for half precision
-            gradients, else their own.
+        exchange: How the gradients become their mean; `None`:
+            `oxs.exchange.all_reduce()`.
 
     Returns:
-        A transformation whose `init` gives `inner`'s state, and whose `update` must
-        run where `axis_name` is mapped.
+        A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
+        the exchange remembers something), and whose `update` must run where `axis_name`
+        is mapped.
 
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
             gradients.
-        ValueError: A bad `reduction`, `grads`, `group_assignment` or `reduce_dtype`;
+        ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that the
+            exchange does not take;
             at the call, a gradient that has been reduced already, a weight that has no
             meaning, an axis that is not mapped, gradients that do not match the
             parameters.
@@ -110,16 +129,19 @@ def cross_shard(
     References:
         TensorFlow 1.15, `tf.compat.v1.tpu.CrossShardOptimizer`.
     """
-    if inner is not None:
-        inner = check_inner(inner, _CALL)
-    if axis_name is None:
-        raise TypeError(f"cross_shard needs an axis name. Write {_CALL}.")
+    inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    check_reduce_dtype(reduce_dtype)
+    exchange = check_exchange(exchange, all_reduce())
     if grads not in get_args(Grads):
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
+        )
+    if grads != "local" and remembers(exchange):
+        raise ValueError(
+            f"An exchange needs each replica's own gradient, but grads={grads!r} says "
+            "that they are reduced already. Use grads='local', with "
+            "oxs.localize(params, axis_name) before jax.grad."
         )
     if group_assignment is not None:
         check_group_assignment(group_assignment)
@@ -129,16 +151,23 @@ def cross_shard(
                 f"grads={grads!r} says that they are reduced over the whole axis. Use "
                 "grads='local', with oxs.localize(params, axis_name) before jax.grad."
             )
+        if not exchange.takes_groups:
+            raise ValueError(
+                "group_assignment needs an exchange that takes groups; this one does "
+                "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
+            )
+    keeps_memory = remembers(exchange)
 
-    def reduced(updates, weight):
+    def reduced(updates, memory, weight):
         if grads == "local":
-            return reduce(
+            return _exchanged(
                 updates,
+                memory,
+                exchange,
                 axis_name,
                 reduction=reduction,
                 weight=weight,
                 group_assignment=group_assignment,
-                reduce_dtype=reduce_dtype,
             )
         if weight is not None:
             raise ValueError(
@@ -149,29 +178,101 @@ def cross_shard(
         require_reduced(updates, axis_name, grads)
         size = axis_size(axis_name)
         if grads == "summed" and reduction == "mean":
-            return _map_values(lambda g: g / size, updates)
+            updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
-            return _map_values(lambda g: g * size, updates)
-        return updates
+            updates = _map_values(lambda g: g * size, updates)
+        return updates, memory
 
     def init(params):
-        if inner is None:
-            return optax.EmptyState()
+        own = localize_where_mapped
         if group_assignment is None:
-            return inner.init(params)
-        # The groups' states will differ, so all of it varies from the start.
-        params = localize_where_mapped(params, axis_name)
-        return localize_where_mapped(inner.init(params), axis_name)
+            state = inner.init(params)
+        else:
+            # The groups' states will differ, so all of it varies from the start.
+            state = own(inner.init(own(params, axis_name)), axis_name)
+        if not keeps_memory:
+            return state
+        return CrossShardState(own(exchange.init(params), axis_name), state)
 
     def update(updates, state, params=None, *, weight=None, **extra_args):
         check_grads(updates, params)
-        updates = reduced(updates, weight)
-        if inner is None:
-            return updates, state
-        updates, new_state = inner.update(updates, state, params, **extra_args)
-        return fill_missing(updates, params), vary_like(new_state, state)
+        memory, inner_state = state if keeps_memory else ((), state)
+        updates, memory = reduced(updates, memory, weight)
+        updates, new_state = inner.update(updates, inner_state, params, **extra_args)
+        state = vary_like(new_state, inner_state)
+        if keeps_memory:
+            state = CrossShardState(memory, state)
+        return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@shows_call("oxs.all_reduce_grads('data')")
+def all_reduce_grads(
+    axis_name: AxisName, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Reduce the gradients of all replicas, as a link of an `optax.chain`.
+
+    What stands before it in the chain sees each replica's own gradient, what stands
+    after it the reduced one:
+
+        optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
+
+    Args:
+        axis_name: The mapped axis, or a tuple of them.
+        **options: The keywords of `cross_shard`.
+
+    Returns:
+        The transformation; its state is empty where the exchange remembers nothing.
+
+    Raises:
+        TypeError: A missing or bad axis name.
+        ValueError: What `cross_shard` refuses.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = optax.chain(optax.clip(1.0), oxs.all_reduce_grads("data"))
+        >>> def clipped_mean(gradient):
+        ...     return tx.update(gradient, tx.init(gradient))[0]
+        >>> jax.vmap(clipped_mean, axis_name="data")(jnp.array([0.5, 7.0]))
+        Array([0.75, 0.75], dtype=float32)
+    """
+    return cross_shard(optax.identity(), axis_name, **options)
+
+
+def _exchanged(
+    grads: Tree,
+    memory: Any,
+    exchange: Exchange,
+    axis_name: AxisName,
+    *,
+    reduction: Reduction,
+    weight: Any,
+    group_assignment: GroupAssignment | None,
+) -> tuple[Tree, Any]:
+    """The mean or sum of all replicas' gradients, and what the exchange remembers."""
+    if weight is not None and reduction == "sum":
+        raise ValueError(
+            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
+            "leave weight out, or pass reduction='mean'."
+        )
+    require_local(grads, axis_name, "gradient")
+    if not exchange.takes_rows:
+        for path, leaf in leaves_with_names(grads):
+            if is_slices(leaf):
+                raise ValueError(
+                    f"The gradient at {path} is row-sparse, which this exchange does "
+                    "not take. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
+                )
+    groups = {} if group_assignment is None else {"group_assignment": group_assignment}
+    mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
+    if reduction == "mean":
+        return mean, memory
+    size = axis_size(axis_name)
+    if group_assignment is not None:
+        size = len(group_assignment[0])
+    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory
 
 
 def _map_values(function, grads):
@@ -179,4 +280,4 @@ def _map_values(function, grads):
         sparse = isinstance(leaf, IndexedSlices)
         return leaf.map_values(function) if sparse else function(leaf)
 
-    return jax.tree.map(apply, grads, is_leaf=lambda x: isinstance(x, IndexedSlices))
+    return jax.tree.map(apply, grads, is_leaf=is_slices)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that are late, stale, missing or broken do not stop or spoil the update."""
+"""Apply the mean of the first R fresh gradients: `sync_replicas`."""
 
 from typing import Any, NamedTuple
 
@@ -19,15 +19,28 @@ from optx_sync.collectives import (
     require_local,
     vary_like,
 )
-from optx_sync.indexed_slices import IndexedSlices
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
-    accumulator_dtype_of,
     clear,
     mean_of,
     start_accumulator,
     unique_rows,
+)
+from optx_sync.replicas.averages import (
+    advance_averages,
+    check_averages,
+    start_averages,
+)
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import (
+    Tree,
+    add_updates,
+    check_accumulator_dtype,
+    is_finite,
+    is_masked,
+    is_placeholder,
+    is_slices,
 )
 
 
@@ -43,6 +56,20 @@ class Outcomes(NamedTuple):
     nonfinite: Any  # held a NaN or infinity, with `drop_nonfinite`
     not_contributed: Any  # `contributes` was False
     no_token: Any  # the tokens of this update were gone
+
+
+class SyncReplicasMetrics(NamedTuple):
+    """What `oxs.metrics` reads: what became of a replica's own gradients.
+
+    At most one of the flags holds for the last gradient; before the first one none.
+    """
+
+    used: jax.Array  # bool[], it was accumulated
+    stale: jax.Array  # bool[], it was computed before the last update
+    nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: jax.Array  # bool[], `contributes` was False
+    no_token: jax.Array  # bool[], the tokens of this update were gone
+    counts: Outcomes  # int32[] each, how often since the start
 
 
 class SyncReplicasState(NamedTuple):
@@ -69,6 +96,28 @@ class SyncReplicasState(NamedTuple):
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
         return ("inner", "averages")
+
+    def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
+        """What became of the last gradient, and of all of them."""
+        del params
+        last = (self.outcome == place for place in range(len(Outcomes._fields)))
+        return SyncReplicasMetrics(*last, counts=self.outcome_counts)
+
+    def averaged_params(self, params: Tree) -> Tree:
+        """The averages in the structure and dtypes of `params`."""
+        if isinstance(self.averages, tuple) and self.averages == ():
+            raise ValueError(
+                "This state holds no averages. Pass variable_averages= to "
+                "sync_replicas."
+            )
+        return jax.tree.map(
+            lambda average, param: (
+                param if is_masked(average) else average.astype(param.dtype)
+            ),
+            self.averages,
+            params,
+            is_leaf=is_masked,
+        )
 
 
 def sync_replicas(
@@ -192,12 +241,7 @@ def sync_replicas(
             "variables_to_average says which parameters to average, but there is no "
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
-    dtype = None if accumulator_dtype is None else jnp.dtype(accumulator_dtype)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"accumulator_dtype must be a floating dtype; got {dtype}. Pass for "
-            "example jnp.float32."
-        )
+    dtype = check_accumulator_dtype(accumulator_dtype)
 
     def init(params):
         check_variables(params)
@@ -252,7 +296,7 @@ def sync_replicas(
         if gradient_step is not None:
             gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
             fresh = gradient_step.astype(jnp.int32) >= state.global_step
-        finite = _is_finite(grads) if drop_nonfinite else jnp.bool_(True)
+        finite = is_finite(grads) if drop_nonfinite else jnp.bool_(True)
         used, arrived = _hand_out(
             contributes & fresh & finite,
             tokens - state.accumulated,
@@ -291,7 +335,7 @@ def sync_replicas(
             moved = fill_missing(moved, params)
             if variable_averages is not None:
                 averages = advance_averages(
-                    averages, apply_updates(params, moved), variable_averages, new_step
+                    averages, add_updates(params, moved), variable_averages, new_step
                 )
             return moved, (clear(accumulator, mean), inner_state, averages)
 
@@ -316,44 +360,6 @@ def sync_replicas(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
-    """Copies of the parameters that the mask selects, sharing no buffer with them."""
-    if _is_placeholder(params):
-        return params
-    mask = mask(params) if callable(mask) else mask
-    mask = jax.tree.broadcast(True if mask is None else mask, params)
-
-    def start(selected, param):
-        if not selected or not jnp.issubdtype(param.dtype, jnp.inexact):
-            return optax.MaskedNode()
-        wide = accumulator_dtype_of(param.dtype, dtype)
-        if isinstance(param, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(param.shape, wide)
-        return jnp.array(param, dtype=wide, copy=True)
-
-    return jax.tree.map(start, mask, params)
-
-
-def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
-    """The averages after an update, from the new parameters and the new step."""
-    decay = decay(global_step) if callable(decay) else decay
-    rate = 1 - jnp.asarray(decay, jnp.float32)
-
-    def advance(average, param):
-        if _is_masked(average):
-            return average
-        distance = average - param.astype(average.dtype)
-        return average - rate.astype(average.dtype) * distance
-
-    return jax.tree.map(advance, averages, params, is_leaf=_is_masked)
-
-
-def apply_updates(params: Any, updates: Any) -> Any:
-    """`optax.apply_updates`, which adds in the wider dtype even where JAX is strict."""
-    with jax.numpy_dtype_promotion("standard"):
-        return optax.apply_updates(params, updates)
-
-
 def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
     """Refuse what is not an integer of 1 or more."""
     for name, value in (
@@ -374,22 +380,9 @@ def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
             )
 
 
-def check_averages(variable_averages: Any) -> None:
-    """Refuse a decay outside of [0, 1]; what is traced or a schedule passes."""
-    if variable_averages is None or callable(variable_averages):
-        return
-    if isinstance(variable_averages, jax.core.Tracer):
-        return
-    if jnp.shape(variable_averages) != () or not 0 <= variable_averages <= 1:
-        raise ValueError(
-            "variable_averages must be a decay in [0, 1], or a schedule of the global "
-            f"step that returns one; got {variable_averages!r}. Pass for example 0.999."
-        )
-
-
 def check_variables(tree: Any) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
-    if jax.tree.leaves(tree) or _is_placeholder(tree):
+    if jax.tree.leaves(tree) or is_placeholder(tree):
         return
     raise ValueError(
         f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
@@ -422,15 +415,7 @@ def _no_updates(shapes):
         # Minus zero, because 0.0 would turn a parameter of -0.0 into 0.0.
         return jnp.full(leaf.shape, -0.0, leaf.dtype)
 
-    return jax.tree.map(none, shapes, is_leaf=lambda x: isinstance(x, IndexedSlices))
-
-
-def _is_finite(grads):
-    finite = jnp.bool_(True)
-    for leaf in jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, IndexedSlices)):
-        values = leaf.values if isinstance(leaf, IndexedSlices) else leaf
-        finite = finite & jnp.all(jnp.isfinite(values))
-    return finite
+    return jax.tree.map(none, shapes, is_leaf=is_slices)
 
 
 def _extra(value, name, kind):
@@ -445,13 +430,3 @@ def _extra(value, name, kind):
             f"{value.shape}. Split it over the replicas as the batch is."
         )
     return value
-
-
-def _is_placeholder(tree) -> bool:
-    """Whether this is what Optax's `tree_map_params` calls `init` with."""
-    plain = tree is None or isinstance(tree, dict | list | tuple)
-    return not plain and not jax.tree.leaves(tree)
-
-
-def _is_masked(x) -> bool:
-    return isinstance(x, optax.MaskedNode)

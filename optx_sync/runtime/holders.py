@@ -12,17 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.rule import (
-    CenterRule,
-    Round,
+from optx_sync.center.formulas import (
     absorb,
     contributions,
     divide,
     own_of,
     start_center,
 )
+from optx_sync.center.rule import CenterRule, Round
 from optx_sync.checks import check_inner, fill_missing
-from optx_sync.indexed_slices import IndexedSlices
 from optx_sync.replicas.accumulator import (
     accumulate,
     clear,
@@ -30,12 +28,9 @@ from optx_sync.replicas.accumulator import (
     start_accumulator,
     unique_rows,
 )
-from optx_sync.replicas.sync_replicas import (
-    advance_averages,
-    apply_updates,
-    check_variables,
-    start_averages,
-)
+from optx_sync.replicas.averages import advance_averages, start_averages
+from optx_sync.replicas.sync_replicas import check_variables
+from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.protocol import (
     Arrays,
     Reply,
@@ -44,6 +39,7 @@ from optx_sync.runtime.protocol import (
     path_of,
     traffic,
 )
+from optx_sync.trees import add_updates
 
 
 class Variables:
@@ -252,7 +248,7 @@ class Updates:
         required = self.agreement.replicas_to_aggregate
         mean = mean_of(accumulator, grads, count, required)
         updates, inner_state = self.inner.update(mean, inner_state, params)
-        params = apply_updates(params, fill_missing(updates, params))
+        params = add_updates(params, fill_missing(updates, params))
         if self.agreement.variable_averages is not None:
             averages = advance_averages(
                 averages, params, self.agreement.variable_averages, step

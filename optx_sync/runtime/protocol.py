@@ -7,7 +7,6 @@ and back follows from the rule (`traffic`).
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.rule import CenterRule, Own, Period, Round, start_center
-from optx_sync.replicas.sync_replicas import check_averages, check_replicas
+from optx_sync.center.formulas import start_center
+from optx_sync.center.rule import CenterRule, Period, Round, reads
+from optx_sync.replicas.averages import check_averages
+from optx_sync.replicas.sync_replicas import check_replicas
 
 Arrays: TypeAlias = dict[str, Any]  # the path of a variable -> its array
 
@@ -127,29 +128,18 @@ class Traffic(NamedTuple):
 
 def traffic(rule: CenterRule, at: Round) -> Traffic:
     """What a worker and the center send each other under a rule."""
-
-    def own(x, s, a):
-        return Own(x, s, None if rule.accumulate is None else a)
-
-    of_x, of_taken, of_accumulated, of_center = _reads(
-        lambda x, s, a, c: rule.contribute(own(x, s, a), c, at)
-    )
-    penalty, keeps = rule.penalty, of_taken
-    if penalty is not None:
-        keeps |= _reads(lambda x, s, a, _: penalty(own(x, s, a), at))[1]
-    take = rule.take
-    takes_before, takes_after = False, True
-    if take is not None:
-        _, takes_before, takes_after, _ = _reads(
-            lambda x, before, after, _: take(x, before, after, at)
-        )
-    if of_center:
-        fields = {"params": of_x, "taken": of_taken, "accumulated": of_accumulated}
+    read = reads(rule, at.communication_period or 1)
+    if read.center:
+        fields = {
+            "params": read.params,
+            "taken": read.contributed_taken,
+            "accumulated": read.accumulated,
+        }
         sends = tuple(name for name, is_read in fields.items() if is_read)
     else:
         sends = ("contribution",)
-    before = takes_before or (keeps and rule.keeps_taken)
-    after = takes_after or (keeps and not rule.keeps_taken)
+    before = read.before or (read.taken and rule.take is not None)
+    after = read.after or (read.taken and rule.take is None)
     names = {"before": before, "after": after}
     return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
 
@@ -319,15 +309,6 @@ def expected(agreement: Agreement, params: Any, at: Round) -> Expected:
         tuple(jnp.shape(leaf) for _, leaf in leaves),
         tuple(np.dtype(leaf.dtype) for _, leaf in leaves),
     )
-
-
-def _reads(formula: Callable) -> list[bool]:
-    """Which of its four arguments a formula for one array reads."""
-    example = jax.ShapeDtypeStruct((2,), jnp.float32)
-    jaxpr = jax.make_jaxpr(formula)(*[example] * 4).jaxpr
-    read = {id(var) for equation in jaxpr.eqns for var in equation.invars}
-    read |= {id(var) for var in jaxpr.outvars}
-    return [id(var) in read for var in jaxpr.invars]
 
 
 def _array_problem(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> str:

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.rule import (
-    Period,
-    check_period,
+from optx_sync.center.formulas import (
     contributions,
     divide,
     is_due,
@@ -22,8 +20,9 @@ from optx_sync.center.rule import (
     take,
     worker_params,
 )
+from optx_sync.center.rule import Period, check_period
 from optx_sync.checks import check_grads, check_inner
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.protocol import (
     Agreement,
     Arrays,
@@ -269,7 +268,7 @@ class _OfCenter:
     def land(self, replied: dict[str, Arrays], place) -> None:
         centers = {n: place(_tree(a, self.like)) for n, a in replied.items()}
         self.params = self._take(self.params, centers, jnp.int32(self.steps))
-        if self.rule.keeps_taken:
+        if self.rule.take is not None:
             self.taken = centers.get("before", self.taken)
         else:
             self.taken = centers.get("after", self.taken)

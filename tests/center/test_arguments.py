@@ -36,7 +36,7 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
                     SGD, AXIS, communication_period=period
                 ),
                 ValueError,
-                rf"communication_period must be at least 1; got {period}",
+                rf"communication_period must be at least 1 .*got {period}",
             )
             for period in (0, -3)
         ),
@@ -242,9 +242,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
     run = jax.shard_map(
         local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
     )
-    with pytest.raises(
-        ValueError, match=r"already summed .*`params = oxs.localize\(params, 'data'\)"
-    ):
+    with pytest.raises(ValueError, match=r"already summed .*oxs.stack\(params, n\)"):
         run(PARAMS, jnp.ones(contexts.REPLICAS))
 
 

@@ -119,7 +119,7 @@ def test_row_sparse_gradients_are_as_good_as_dense_ones(rule):
     def dense(grads):
         return sparse(grads).to_dense(9)
 
-    tx = RULES[rule](oxs.gradient_descent(0.1), communication_period=3)
+    tx = RULES[rule](oxs.optimizers.gradient_descent(0.1), communication_period=3)
     history, _ = replay(tx, rows, table, prepare=sparse)
     expected, _ = replay(tx, rows, table, prepare=dense)
     contexts.assert_close(history, expected)
@@ -127,7 +127,7 @@ def test_row_sparse_gradients_are_as_good_as_dense_ones(rule):
 
 def test_rows_reach_the_inner_optimizer_as_rows():
     """Momentum of TensorFlow's kind moves touched rows only, unlike a dense one."""
-    tx = oxs.agn(oxs.momentum(0.1, 0.9), AXIS, communication_period=10)
+    tx = oxs.agn(oxs.optimizers.momentum(0.1, 0.9), AXIS, communication_period=10)
     values = np.ones((3, WORKERS, 1, 2), np.float32)
     indices = np.array([0, 1, 1], np.int32)[:, None, None] + np.zeros(
         (3, WORKERS, 1), np.int32

@@ -97,7 +97,7 @@ HALF_PARAMS = {
     "float16": np.linspace(-1, 1, 9).astype(np.float16),
     "float32": np.linspace(-1, 1, 4, dtype=np.float32).reshape(2, 2),
 }
-HALF_INNER = oxs.momentum(0.0625, 0.5)
+HALF_INNER = oxs.optimizers.momentum(0.0625, 0.5)
 HALF_NUMPY_INNER = reference.momentum(0.0625, 0.5)
 HALF_CASES = {
     "elastic": (
@@ -107,7 +107,12 @@ HALF_CASES = {
         {"rule": "elastic", "period": warm_up, "rate": 0.25, "rho": 0.5},
     ),
     "agn": (
-        oxs.agn(HALF_INNER, AXIS, outer=oxs.momentum(0.5, 0.5), communication_period=4),
+        oxs.agn(
+            HALF_INNER,
+            AXIS,
+            outer=oxs.optimizers.momentum(0.5, 0.5),
+            communication_period=4,
+        ),
         {
             "rule": "agn",
             "period": lambda t: 4,

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from optx_sync.indexed_slices import IndexedSlices
 from optx_sync.optimizers.adadelta import adadelta
 from optx_sync.optimizers.adagrad import adagrad
 from optx_sync.optimizers.adagrad_da import adagrad_da
@@ -25,6 +24,7 @@ from optx_sync.optimizers.neural_optimizer_1 import neural_optimizer_1
 from optx_sync.optimizers.proximal_adagrad import proximal_adagrad
 from optx_sync.optimizers.proximal_gradient_descent import proximal_gradient_descent
 from optx_sync.optimizers.rmsprop import rmsprop
+from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 
 NAN, INF = float("nan"), float("inf")

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax import lax
 
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optx_sync.indexed_slices import IndexedSlices
 from optx_sync.optimizers.keras import keras as typed_keras
+from optx_sync.rows.slices import IndexedSlices
 
 K: Any = library.optimizers
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from optx_sync import hlo
-from optx_sync.indexed_slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 
 STEPS = 3

@@ -21,6 +21,7 @@ from tests.reference import replicas as reference
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
 cross_shard: Any = oxs.cross_shard
+all_reduce_grads: Any = oxs.all_reduce_grads
 AXIS = contexts.AXIS
 GROUPS = [[0, 2], [1, 3]]
 PARAMS = {
@@ -213,7 +214,7 @@ def test_a_local_gradient_that_is_called_reduced_raises(told):
     [("local", "summed"), ("summed", "local"), ("averaged", "local")],
 )
 def test_a_tree_of_local_and_reduced_leaves_raises(told, path):
-    tx = cross_shard(axis_name=AXIS, grads=told)
+    tx = all_reduce_grads(AXIS, grads=told)
 
     def step(x):
         grads = {"local": x, "summed": jax.lax.psum(x, AXIS)}
@@ -225,7 +226,7 @@ def test_a_tree_of_local_and_reduced_leaves_raises(told, path):
 
 @pytest.mark.parametrize("told", ["summed", "averaged"])
 def test_rows_of_each_replica_beside_reduced_leaves_raise(told):
-    tx = cross_shard(axis_name=AXIS, grads=told)
+    tx = all_reduce_grads(AXIS, grads=told)
 
     def step(x):
         rows = oxs.IndexedSlices(jnp.array([0]), x)
@@ -238,7 +239,7 @@ def test_rows_of_each_replica_beside_reduced_leaves_raise(told):
 @pytest.mark.parametrize("told", ["summed", "averaged"])
 def test_reduced_rows_are_scaled(told):
     reduction = "mean" if told == "summed" else "sum"
-    tx = cross_shard(axis_name=AXIS, grads=told, reduction=reduction)
+    tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
 
     def step(x):
         rows = oxs.IndexedSlices(jnp.array([2]), jax.lax.psum(x, AXIS))
@@ -578,7 +579,7 @@ def test_composed_with_optax_it_is_the_inner_one_on_the_mean(name, style):
 
 
 def test_clipping_before_the_link_is_each_replica_s_own():
-    tx = optax.chain(optax.clip(1.0), cross_shard(axis_name=AXIS), optax.sgd(1.0))
+    tx = optax.chain(optax.clip(1.0), all_reduce_grads(AXIS), optax.sgd(1.0))
     grads = np.array([[[8.0]], [[0.5]], [[-0.5]], [[2.0]]], np.float32).reshape(1, 4, 1)
     history, _ = contexts.replay("shard_map", tx, np.zeros(1, np.float32), grads)
     assert np.array_equal(history, np.full((1, 4, 1), -(1 + 0.5 - 0.5 + 1) / 4))
@@ -609,7 +610,7 @@ def test_the_state_is_that_of_the_inner_one_and_init_takes_shapes():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), TREE)
     assert jax.eval_shape(tx.init, shapes) == expected
     assert jax.tree.structure(tx.init(TREE)) == jax.tree.structure(expected)
-    assert cross_shard(axis_name=AXIS).init(TREE) == optax.EmptyState()
+    assert all_reduce_grads(AXIS).init(TREE) == optax.EmptyState()
 
 
 def test_parameters_and_state_are_donated_together():
@@ -693,9 +694,9 @@ def test_no_gradient():
     assert np.array_equal(updates["v"], np.full((4, 3), -0.5))
     updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads)
     assert updates["m"] is None  # Without the parameters its shape is not known.
-    updates, _ = lanes(cross_shard(axis_name=AXIS), grads, params=TREE)
+    updates, _ = lanes(all_reduce_grads(AXIS), grads, params=TREE)
     assert updates["m"] is None  # The next link of the chain shall see it.
-    chain: Any = optax.chain(cross_shard(axis_name=AXIS), adam(0.1))
+    chain: Any = optax.chain(all_reduce_grads(AXIS), adam(0.1))
     updates, _ = lanes(chain, grads, params=TREE)
     assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
     for told in ("summed", "averaged"):
@@ -824,13 +825,9 @@ def test_recorded_from_the_original(name, context):
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [
-        (TypeError, r"needs an axis name.*oxs\.cross_shard\(optax", {}),
-        (TypeError, "needs an axis name", {"inner": optax.sgd(0.1)}),
-        (
-            TypeError,
-            r"inner must be.*'data' of type str.*cross_shard\(axis_name='data'\)",
-            {"inner": "data"},
-        ),
+        (TypeError, r"missing.*'inner'.*oxs\.cross_shard\(optax", {}),
+        (TypeError, "missing.*'axis_name'", {"inner": optax.sgd(0.1)}),
+        (TypeError, r"missing.*oxs\.cross_shard\(optax", {"inner": "data"}),
         (TypeError, "inner must be.*of type str", {"inner": "data", "axis_name": "x"}),
         (TypeError, "inner must be.*of type float", {"inner": 0.1, "axis_name": "x"}),
         (TypeError, "axis_name must be the name.*got 0", {"axis_name": 0}),
@@ -841,7 +838,7 @@ def test_recorded_from_the_original(name, context):
             {"reduction": "none"},
         ),
         (ValueError, "grads must be one of.*got 'global'", {"grads": "global"}),
-        (ValueError, "reduce_dtype must be.*got int8", {"reduce_dtype": "int8"}),
+        (TypeError, "exchange must be one of.*got 'int8'", {"exchange": "int8"}),
         (ValueError, "list of lists; got", {"group_assignment": ((0, 1), (2, 3))}),
         (ValueError, "more than once", {"group_assignment": [[0, 1], [2, 3], [0, 1]]}),
         (ValueError, "size of each group", {"group_assignment": [[0, 1, 2], [3]]}),
@@ -864,7 +861,7 @@ def test_recorded_from_the_original(name, context):
 )
 def test_refused_at_construction(error, match, arguments):
     if arguments and "inner" not in arguments:
-        arguments = {"axis_name": AXIS, **arguments}
+        arguments = {"inner": optax.sgd(0.1), "axis_name": AXIS, **arguments}
     with pytest.raises(error, match=match):
         cross_shard(**arguments)
 
@@ -915,7 +912,7 @@ def test_refused_at_the_call(error, match, arguments, grads):
 
 
 def test_rows_that_do_not_fit_their_table():
-    tx = cross_shard(axis_name=AXIS)
+    tx = all_reduce_grads(AXIS)
     for values, index in ((jnp.ones((1, 3)), 0), (jnp.ones((1, 2)), 2)):
 
         def update(x, index=index, values=values):

@@ -42,12 +42,11 @@ GREEDY = oxs.CenterRule(
     take=lambda x, before, after, at: x - 0.3 * (x - before) + 0.1 * (after - before),
     mean_over="workers",
     accumulate="gradients",
-    keeps_taken=True,
 )
 RULES = {
     "elastic": oxs.elastic_rule(learning_rate=0.1),
     "elastic without penalty": oxs.elastic_rule(moving_rate=0.3, rho=0.0),
-    "agn": oxs.agn_rule(oxs.adam(0.1)),
+    "agn": oxs.agn_rule(oxs.optimizers.adam(0.1)),
     "agn of updates": oxs.agn_rule(None, accumulate="updates"),
     "local_sgd": oxs.local_sgd_rule(),
     "diloco": oxs.diloco_rule(),
@@ -412,7 +411,7 @@ def test_partition_is_by_size_and_joins_again():
 
 def sync_server(required, workers, **settings):
     agreement = SyncReplicas(required, **settings)
-    inner = oxs.gradient_descent(1.0)
+    inner = oxs.optimizers.gradient_descent(1.0)
     return Server(PARAMS, agreement, num_workers=workers, inner=inner)
 
 
@@ -565,7 +564,7 @@ def test_restarted_sync_server_keeps_inner_state_and_averages(tmp_path):
 
     def start():
         return Server(
-            PARAMS, agreement, num_workers=1, inner=oxs.adam(0.1),
+            PARAMS, agreement, num_workers=1, inner=oxs.optimizers.adam(0.1),
             checkpoint_dir=tmp_path, checkpoint_every=3,
         )  # fmt: skip
 

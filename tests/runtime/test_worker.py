@@ -102,7 +102,7 @@ def test_half_precision_lands_on_the_rounded_center():
 
 
 def test_row_sparse_and_missing_gradients():
-    inner = oxs.gradient_descent(1.0)
+    inner = oxs.optimizers.gradient_descent(1.0)
     server, (worker,) = party(COUNT, period=1, inner=inner)
     rows = oxs.IndexedSlices(jnp.array([3, 1, 3]), -jnp.ones((3, 2)))
     worker.step({"w": rows, "b": None})

@@ -34,7 +34,7 @@ class Network(eqx.Module):
 
 
 WRAPPERS = {
-    "cross_shard": oxs.cross_shard(oxs.adagrad(0.1), "data"),
+    "cross_shard": oxs.cross_shard(oxs.optimizers.adagrad(0.1), "data"),
     "sync_replicas": oxs.sync_replicas(
         optax.sgd(0.1), "data", 3, variable_averages=0.9, drop_nonfinite=True
     ),

@@ -37,7 +37,7 @@ for _ in range(4):
 assert int(oxs.metrics(state).rounds) == 2
 center = oxs.center_params(state, params)["w"]
 assert center.shape == (3,) and 0.5 < float(center[0]) < 1.0, center
-print(oxs.ftrl(0.1).init(center).slots._fields, "ok")
+print(oxs.optimizers.ftrl(0.1).init(center).slots._fields, "ok")
 """
 # The clock starts when Optax, and with it JAX, is there: what is left is this package.
 TIME = """

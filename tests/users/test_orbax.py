@@ -20,7 +20,7 @@ from tests.contexts import AXIS, REPLICAS
 
 # One program trains all of them, each on parameters of its own.
 TRANSFORMATIONS: Any = {
-    "cross_shard": oxs.cross_shard(oxs.ftrl(0.1, l1=0.01), AXIS),
+    "cross_shard": oxs.cross_shard(oxs.optimizers.ftrl(0.1, l1=0.01), AXIS),
     # Eight gradients of four replicas: every second step is in the middle.
     "sync_replicas": oxs.sync_replicas(
         optax.sgd(0.1, 0.9), AXIS, 8, variable_averages=0.9
@@ -28,7 +28,7 @@ TRANSFORMATIONS: Any = {
     "elastic_average": oxs.elastic_average(
         optax.sgd(0.1, 0.9), AXIS, communication_period=3, learning_rate=0.1
     ),
-    "agn": oxs.agn(oxs.adam(0.1), AXIS, communication_period=3),
+    "agn": oxs.agn(oxs.optimizers.adam(0.1), AXIS, communication_period=3),
     "diloco": oxs.diloco(
         optax.sgd(0.1, 0.9), AXIS, communication_period=3, drop_nonfinite=True
     ),
@@ -155,7 +155,7 @@ CENTERS = {
     ),
     "agn in a chain": optax.chain(
         optax.clip(10.0),
-        oxs.agn(oxs.adam(0.1), AXIS, communication_period=3),
+        oxs.agn(oxs.optimizers.adam(0.1), AXIS, communication_period=3),
     ),
     "diloco": oxs.diloco(
         optax.sgd(0.1), AXIS, outer=optax.sgd(0.5, 0.5), communication_period=3

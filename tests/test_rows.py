@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.indexed_slices import IndexedSlices, on_values, take, value_and_grad
+from optx_sync.rows.lookup import take, value_and_grad
+from optx_sync.rows.on_values import on_values
+from optx_sync.rows.slices import IndexedSlices
 
 ROWS = 9
 LAST = 2**31 - 1

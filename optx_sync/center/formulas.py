@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces of a round: what lockstep, simulation and the runtime all call."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.rule import CenterRule, Own, Period, Round
+from optx_sync.checks import fill_missing
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import (
+    Tree,
+    accumulator_dtype,
+    at_least_float32,
+    is_gradient_leaf,
+    is_inexact,
+    path_name,
+    zeros_like,
+)
+
+
+def is_due(
+    communication_period: Period, steps: Any, local_step: jax.Array | int
+) -> Any:
+    """Whether a worker meets the center in this step: bool[].
+
+    Args:
+        communication_period: Steps between rounds. A schedule is read at the step in
+            which the period began: read at the current one, a period that grows faster
+            than the steps pass would never be reached.
+        steps: int32[], its steps since its last round, this one included.
+        local_step: int32[], its steps before this one.
+    """
+    if not callable(communication_period):
+        return steps >= communication_period
+    begin = local_step - (steps - 1)
+    period = jnp.asarray(communication_period(begin))
+    if period.ndim:
+        raise ValueError(
+            "communication_period must be a schedule of scalars; it returned an array "
+            f"of shape {period.shape}."
+        )
+    # Schedules may give floats; the counter is exact in float32 up to 2^24.
+    return jnp.asarray(steps, jnp.float32) >= period.astype(jnp.float32)
+
+
+def start_center(params: Tree, dtype: Any = None) -> Tree:
+    """A copy of the parameters, at least float32 unless a dtype is given.
+
+    The copy shares no buffer with the parameters, so that both can be donated.
+    """
+
+    def copy(path, param):
+        if not hasattr(param, "dtype"):
+            raise TypeError(
+                f"The parameter at {path_name(path)} is {param!r} of type "
+                f"{type(param).__name__}; workers exchange arrays. Pass for example "
+                f"jnp.asarray({param!r})."
+            )
+        if not is_inexact(param.dtype):
+            raise TypeError(
+                f"The parameter at {path_name(path)} has dtype "
+                f"{param.dtype}; workers exchange floating parameters only. Leave it "
+                "out with optax.masked."
+            )
+        wide = accumulator_dtype(param.dtype, dtype)
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(param.shape, wide)
+        return jnp.array(param, dtype=wide, copy=True)
+
+    return jax.tree_util.tree_map_with_path(copy, params)
+
+
+def start_accumulated(rule: CenterRule, center: Tree) -> Tree:
+    """Zeros for what a worker sums up between rounds, or () if it does not."""
+    return () if rule.accumulate is None else zeros_like(center)
+
+
+def local_step(
+    inner: optax.GradientTransformationExtraArgs,
+    rule: CenterRule,
+    at: Round,
+    grads: Any,
+    inner_state: Any,
+    params: Any,
+    taken: Any,
+    accumulated: Any,
+    **extra_args: Any,
+) -> tuple[Any, Any, Any]:
+    """One step of a worker alone: (dense updates, inner state, accumulated)."""
+    if rule.penalty is not None:
+        penalty = rule.penalty
+
+        def penalised(grad, param, taken):
+            if grad is None:
+                return None
+            pull = penalty(Own(param.astype(taken.dtype), taken, None), at)
+            grad = _dense(grad, param)
+            wide = at_least_float32(grad.dtype)
+            total = grad.astype(wide) + pull.astype(wide)
+            return round_to(total, grad.dtype).astype(grad.dtype)
+
+        grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
+    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    updates = jax.tree.map(
+        _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
+    )
+    if rule.accumulate is not None:
+        added = grads if rule.accumulate == "gradients" else updates
+
+        def add(total, value):
+            if value is None:
+                return total
+            if isinstance(value, IndexedSlices):
+                return total + value
+            return total + value.astype(total.dtype)
+
+        # The total comes second so that a `None` or row-sparse leaf is one leaf.
+        accumulated = jax.tree.map(
+            lambda value, total: add(total, value),
+            added,
+            accumulated,
+            is_leaf=is_gradient_leaf,
+        )
+    return updates, inner_state, accumulated
+
+
+def stepped(params: Tree, updates: Tree) -> Tree:
+    """The worker's parameters after its step: `params + updates`, in their dtypes."""
+
+    def add(param, update):
+        wide = at_least_float32(param.dtype)
+        return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+
+    return jax.tree.map(add, params, updates)
+
+
+def as_center(params: Tree, center: Tree) -> Tree:
+    """Parameters in the center's dtypes, as their own dtypes round them."""
+
+    def widen(param, center):
+        # Where the cast that rounded them stands beside this one, XLA may drop both.
+        wide = at_least_float32(param.dtype)
+        return round_to(param.astype(wide), param.dtype).astype(center.dtype)
+
+    return jax.tree.map(widen, params, center)
+
+
+def worker_params(params: Tree, updates: Tree, center: Tree) -> Tree:
+    """The worker's parameters after its step, in the center's dtypes."""
+    return as_center(stepped(params, updates), center)
+
+
+def own_of(rule: CenterRule, params: Tree, taken: Tree, accumulated: Tree) -> Tree:
+    """A tree of `Own`, one for each array."""
+    if rule.accumulate is None:
+        return jax.tree.map(lambda x, s: Own(x, s, None), params, taken)
+    return jax.tree.map(Own, params, taken, accumulated)
+
+
+def contributions(rule: CenterRule, own: Any, center: Any, at: Round) -> Any:
+    """What one worker brings to a round, not yet divided."""
+    return jax.tree.map(
+        lambda own, center: rule.contribute(own, center, at),
+        own,
+        center,
+        is_leaf=_is_own,
+    )
+
+
+def absorb(
+    rule: CenterRule, center: Any, outer: optax.OptState, total: Any
+) -> tuple[Any, optax.OptState]:
+    """The center after the sum or mean of contributions: (center, outer state)."""
+    if rule.outer is None:
+        return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
+    updates, outer = rule.outer.update(total, outer, center)
+    return optax.apply_updates(center, updates), outer
+
+
+def take(rule: CenterRule, params: Any, before: Any, after: Any, at: Round) -> Any:
+    """The worker's parameters after a round, in the center's dtype."""
+    if rule.take is None:
+        return after
+    formula = rule.take
+    return jax.tree.map(
+        lambda x, before, after: formula(x, before, after, at), params, before, after
+    )
+
+
+def divide(total: Any, count: jax.Array | int) -> Any:
+    """A tree divided by a count, in its own dtypes."""
+    return jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), total)
+
+
+def landing(params: Any, target: Any) -> Any:
+    """Updates that bring parameters onto a target exactly, once it is rounded.
+
+    The target is rounded to the parameter's dtype first and the difference is taken
+    wide: `optax.apply_updates` adds wide and casts back, so half precision parameters
+    land on the same bits wherever they came from.
+    """
+
+    def difference(param, target):
+        wide = at_least_float32(param.dtype)
+        rounded = round_to(target.astype(wide), param.dtype)
+        return rounded - param.astype(wide)
+
+    return jax.tree.map(difference, params, target)
+
+
+def _dense(update: Any, param: jax.Array) -> Any:
+    if isinstance(update, IndexedSlices):
+        return update.to_dense(param.shape[0])
+    return update
+
+
+def round_to(x, dtype):
+    """`x` rounded to a narrower dtype, in its own.
+
+    Not by two casts: XLA may drop such a pair (excess precision).
+    """
+    if x.dtype == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return rounded
+    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
+    smallest = float(info.smallest_subnormal)
+    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
+
+
+def _is_own(x: Any) -> bool:
+    return isinstance(x, Own)

@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`center_variable`: workers in lockstep that meet at a center every few steps."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.formulas import (
+    absorb,
+    as_center,
+    contributions,
+    is_due,
+    landing,
+    local_step,
+    own_of,
+    start_accumulated,
+    start_center,
+    stepped,
+    take,
+)
+from optx_sync.center.rule import (
+    CenterRule,
+    InnerState,
+    Period,
+    Round,
+    check_period,
+    check_rule,
+    keeps_before,
+)
+from optx_sync.checks import check_grads, check_inner
+from optx_sync.collectives import (
+    AxisName,
+    axis_size,
+    check_axis_name,
+    everywhere,
+    localize,
+    localize_where_mapped,
+    reduce,
+    require_local,
+    require_varying,
+    vary_like,
+)
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.step import DirectTransformation
+from optx_sync.trees import (
+    Tree,
+    check_accumulator_dtype,
+    is_finite,
+    is_inexact,
+    is_masked,
+    where,
+    zeros_like,
+)
+
+
+class CenterOptions(TypedDict, total=False):
+    """Keywords of `center_variable` that every center rule passes on to it."""
+
+    inner_state: InnerState
+    drop_nonfinite: bool
+    accumulator_dtype: Any
+    exchange: Exchange | None
+
+
+class CenterMetrics(NamedTuple):
+    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent."""
+
+    rounds: jax.Array  # int32[], rounds so far
+    steps_since_round: jax.Array  # int32[]
+    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
+    distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+
+
+class CenterState(NamedTuple):
+    """State of `center_variable`; `shared_fields` are equal on all workers."""
+
+    local_step: jax.Array  # int32[], steps of a worker
+    steps_since_round: jax.Array  # int32[]
+    global_step: jax.Array  # int32[], rounds
+    center: optax.Params  # like the parameters, float32 for half precision
+    taken: Any  # the center before the last round, or () where no formula reads it
+    outer: optax.OptState  # state of the rule's outer transformation, or ()
+    accumulated: Any  # what the worker summed up since the last round, or ()
+    broken: Any  # bool[], it has not been finite since the last round, or ()
+    dropped: jax.Array  # int32[], rounds that left this worker out
+    exchange: Any  # what the exchange remembers, or ()
+    inner: optax.OptState
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all workers."""
+        return (
+            "local_step",
+            "steps_since_round",
+            "global_step",
+            "center",
+            "taken",
+            "outer",
+        )
+
+    def center_params(self, params: Tree) -> Tree:
+        """The center in the structure and dtypes of `params`: `oxs.center_params`."""
+        center = self.center
+        for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
+            center = jax.tree.map(lambda c: c[0], center)
+        return jax.tree.map(
+            lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
+            center,
+            params,
+            is_leaf=is_masked,
+        )
+
+    def metrics(self, params: Tree | None) -> CenterMetrics:
+        """A worker's counters, and with `params` its distance from the center."""
+        distance = None
+        if params is not None:
+            stacked = jnp.ndim(self.dropped)  # worker axes in front
+            center = self.center
+            for _ in range(stacked - jnp.ndim(self.local_step)):
+                center = jax.tree.map(lambda c: c[None], center)
+            squares = jax.tree.map(
+                lambda c, p: (
+                    0.0 if is_masked(c) else _square_sum(p.astype(c.dtype) - c, stacked)
+                ),
+                center,
+                params,
+                is_leaf=is_masked,
+            )
+            distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
+        return CenterMetrics(
+            self.global_step, self.steps_since_round, self.dropped, distance
+        )
+
+
+class _Meeting(NamedTuple):
+    """What a round changes: the operands and results of the conditional."""
+
+    params: Any
+    center: Any
+    taken: Any
+    outer: Any
+    accumulated: Any
+    dropped: jax.Array
+    exchange: Any
+    inner: Any
+
+
+def center_variable(
+    inner: optax.GradientTransformation,
+    rule: CenterRule,
+    axis_name: AxisName,
+    *,
+    communication_period: Period = 10,
+    inner_state: InnerState = "keep",
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+    exchange: Exchange | None = None,
+) -> DirectTransformation:
+    """Workers that train on their own and meet at a center every few steps.
+
+    In every step `inner` turns the worker's own gradient into its update. When the
+    steps since the last round reach `communication_period`, the workers meet as `rule`
+    says: one exchange of the size of the parameters, inside a conditional, so that the
+    other steps communicate nothing.
+
+    `oxs.apply_gradients(tx, grads, state, params)` is a step that returns parameters:
+    the program is the one written by hand, and in float32 a worker that takes the
+    center lands on it to the bit. `update` gives `new parameters - params`, for
+    `optax.apply_updates`: half precision parameters land to the bit, float32 ones
+    within one ulp of the larger of the two values, which does not add up over rounds.
+
+    It computes `params + updates`, so it stands last in a chain, and `update` needs
+    `params`. The gradients must be each worker's own: inside
+    `jax.shard_map(check_vma=True)` parameters that lie along the worker axis give
+    such gradients by themselves.
+
+    All workers start from equal parameters: `oxs.stack(params, n)`, and
+    `oxs.stack(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
+    `jax.vmap` counters that are stacked too give the same numbers, but communicate in
+    every step.
+
+    Row-sparse gradients are accepted and `inner` sees them as they are; updates are
+    dense, since what is exchanged is whole tables.
+
+    Both take an extra argument `meet`. `None`: the counter decides, inside the program.
+    A Python bool: the caller decides (`oxs.due`), and of the two programs one has no
+    collective, the other no conditional. A traced bool: the same inside the program;
+    it must be equal on all workers, which is the caller's promise.
+
+    Args:
+        inner: The worker's own optimizer.
+        rule: What is exchanged.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        communication_period: Steps between rounds: an int, or a schedule of the
+            worker's step (0-based), read at the step in which a period begins. 1 during
+            a warm-up gives post-local SGD.
+        inner_state: What happens to `inner`'s state in a round: `"keep"` it,
+            `"average"` its floating leaves over the workers, or `"reset"` it to that of
+            a first step (which restarts schedules too).
+        drop_nonfinite: A worker whose step would bring a NaN or infinity into its
+            parameters does not make it: it stands still until the next round, is left
+            out of that, and takes the center and a fresh inner state (what is added to
+            a NaN is NaN, so it could not come back later). If no worker is left the
+            center stays. A worker that is sharded over other axes of `jax.shard_map` is
+            broken as a whole: its shards agree, by one scalar reduction in each step.
+        accumulator_dtype: The dtype of the center and of accumulators. `None`: float32
+            for half precision parameters, else their own. Complex parameters keep
+            theirs.
+        exchange: How contributions become their mean; `None`:
+            `oxs.exchange.all_reduce()`.
+
+    Returns:
+        A transformation with a `CenterState`. Updates of half precision parameters are
+        float32: `optax.apply_updates` then lands exactly on the center.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a `rule` that is no
+            `CenterRule`, a bad axis name, parameters that are not floating.
+        ValueError: A bad period or keyword; at the call, missing `params`, gradients
+            that autodiff has summed already or that do not match the parameters, an
+            axis that is not mapped or not of the rule's `num_workers`.
+    """
+    call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
+    inner = check_inner(inner, call)
+    check_rule(rule, call)
+    check_axis_name(axis_name)
+    period = check_period(communication_period)
+    if rule.check is not None:
+        rule.check(period)
+    if inner_state not in get_args(InnerState):
+        raise ValueError(
+            "inner_state must be one of 'keep', 'average' and 'reset'; got "
+            f"{inner_state!r}."
+        )
+    dtype = check_accumulator_dtype(accumulator_dtype)
+    exchange = check_exchange(exchange, all_reduce())
+    static_period = None if callable(period) else period
+    keeps_taken = keeps_before(rule, period)
+
+    def init(params):
+        center = start_center(params, dtype)
+
+        def own(tree):
+            # A worker's own fields vary over the axis from the start.
+            return localize_where_mapped(tree, axis_name)
+
+        return CenterState(
+            local_step=jnp.zeros((), jnp.int32),
+            steps_since_round=jnp.zeros((), jnp.int32),
+            global_step=jnp.zeros((), jnp.int32),
+            center=center,
+            taken=start_center(params, dtype) if keeps_taken else (),
+            outer=() if rule.outer is None else rule.outer.init(center),
+            accumulated=own(start_accumulated(rule, center)),
+            broken=own(jnp.bool_(False)) if drop_nonfinite else (),
+            dropped=own(jnp.zeros((), jnp.int32)),
+            exchange=own(exchange.init(center)),
+            inner=own(inner.init(params)),
+        )
+
+    def apply(grads, state, params, *, meet=None, **extra_args):
+        """One step that returns parameters: the driver of every center rule."""
+        workers = _check_step(grads, state, params, rule, axis_name)
+        steps = state.steps_since_round + 1
+        at = Round(workers, static_period, steps)
+        updates, inner_new, accumulated = local_step(
+            inner,
+            rule,
+            at,
+            grads,
+            state.inner,
+            params,
+            state.taken if keeps_taken else state.center,
+            state.accumulated,
+            **extra_args,
+        )
+        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
+        x, inner_new, accumulated = localize(
+            (stepped(params, updates), inner_new, accumulated), axis_name
+        )
+        x = vary_like(x, params)
+        broken = state.broken
+        if drop_nonfinite:
+            finite_now = everywhere(is_finite(x), params, axis_name)
+            broken = broken | ~finite_now
+            x = where(broken, params, x)
+
+        def meeting(now: _Meeting) -> _Meeting:
+            """A round."""
+            own_x = as_center(now.params, now.center)
+            own = own_of(
+                rule,
+                own_x,
+                now.taken if keeps_taken else now.center,
+                now.accumulated,
+            )
+            contribution = localize(contributions(rule, own, now.center, at), axis_name)
+            finite, weight, pushed = jnp.bool_(True), None, workers
+            if drop_nonfinite:
+                finite = ~broken & everywhere(
+                    is_finite(contribution), params, axis_name
+                )
+                weight = localize(finite.astype(jnp.float32), axis_name)
+                pushed = reduce(weight, axis_name, reduction="sum")
+            total, _, remembered = exchange.meet(
+                contribution, now.exchange, axis_name, weight=weight
+            )
+            if rule.mean_over is None:
+                total = jax.tree.map(
+                    lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
+                )
+            center, outer = absorb(rule, now.center, now.outer, total)
+            if drop_nonfinite:
+                center, outer = where(
+                    pushed > 0, (center, outer), (now.center, now.outer)
+                )
+            new_x = take(rule, own_x, now.center, center, at)
+            if drop_nonfinite:
+                new_x = where(finite, new_x, center)
+            landed = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
+            inner_met, dropped = now.inner, now.dropped
+            if inner_state == "average":
+                inner_met = _average(inner_met, axis_name, weight)
+            elif inner_state == "reset":
+                inner_met = inner.init(landed)
+            if drop_nonfinite:
+                inner_met = where(finite, inner_met, inner.init(landed))
+                dropped = dropped + (~finite).astype(jnp.int32)
+            return _Meeting(
+                params=landed,
+                center=center,
+                taken=now.center if keeps_taken else (),
+                outer=outer,
+                accumulated=zeros_like(now.accumulated),
+                dropped=dropped,
+                exchange=remembered,
+                inner=inner_met,
+            )
+
+        due = is_due(period, steps, state.local_step) if meet is None else meet
+        met = _either(
+            due,
+            meeting,
+            _Meeting(
+                params=x,
+                center=state.center,
+                taken=state.taken,
+                outer=state.outer,
+                accumulated=accumulated,
+                dropped=state.dropped,
+                exchange=state.exchange,
+                inner=inner_new,
+            ),
+        )
+        due = jnp.asarray(due)
+        return met.params, CenterState(
+            local_step=state.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            global_step=state.global_step + due.astype(jnp.int32),
+            center=met.center,
+            taken=met.taken,
+            outer=met.outer,
+            accumulated=met.accumulated,
+            broken=broken & ~due if drop_nonfinite else (),
+            dropped=met.dropped,
+            exchange=met.exchange,
+            inner=met.inner,
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "A center exchange needs the parameters; got params=None. Call "
+                "update(grads, state, params)."
+            )
+        new_params, state = apply(updates, state, params, **extra_args)
+        return landing(params, new_params), state
+
+    return DirectTransformation(init, update, apply, period)
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def spells_out_options(function: Function) -> Function:
+    """Show the keywords of `CenterOptions` one by one in a signature, with defaults.
+
+    For `help`, and for `optax.inject_hyperparams`, which cannot read `**options`.
+    """
+    signature = inspect.signature(function)
+    all_options = inspect.signature(center_variable).parameters
+    spelled = [
+        all_options[name]
+        for name in CenterOptions.__annotations__
+        if name in all_options
+    ]
+    own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=[*own, *spelled])  # pyright: ignore[reportFunctionMemberAccess] # what inspect reads
+    return function
+
+
+def _check_step(grads, state, params, rule, axis_name) -> int:
+    """Refuse what does not fit a step of a worker; the number of workers."""
+    check_grads(grads, params)
+    require_local(
+        grads,
+        axis_name,
+        "gradient",
+        "A worker has parameters of its own: lay them along the worker axis, "
+        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
+        "oxs.start_workers and map the step with oxs.map_workers.",
+    )
+    require_varying(state.center, params, axis_name, "center")
+    workers = axis_size(axis_name)
+    if rule.num_workers not in (None, workers):
+        raise ValueError(
+            f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
+            "workers. Leave num_workers out, or make them equal."
+        )
+    return workers
+
+
+def _either(
+    due: Any, meeting: Callable[[_Meeting], _Meeting], quiet: _Meeting
+) -> _Meeting:
+    """`meeting(quiet)` where due, else `quiet`; no conditional where it is known."""
+    if isinstance(due, bool):
+        return vary_like(meeting(quiet), quiet) if due else quiet
+    return jax.lax.cond(
+        due, lambda quiet: vary_like(meeting(quiet), quiet), lambda quiet: quiet, quiet
+    )
+
+
+def _average(state, axis_name, weight):
+    """The mean of the floating leaves of the workers' inner states."""
+    leaves, treedef = jax.tree.flatten(state)
+    floating = [i for i, x in enumerate(leaves) if is_inexact(x.dtype)]
+    means = reduce([leaves[i] for i in floating], axis_name, weight=weight)
+    for i, mean in zip(floating, means, strict=True):
+        leaves[i] = mean
+    return treedef.unflatten(leaves)
+
+
+def _square_sum(x, skip):
+    squares = jnp.square(jnp.abs(x.astype(jnp.float32)))
+    return jnp.sum(squares, axis=tuple(range(skip, x.ndim)))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact mean over all replicas, by an all-reduce: the default of every wrapper."""
+
+from typing import Any
+
+from optx_sync.collectives import check_sum_dtype, reduce
+from optx_sync.exchange.rule import Exchange
+
+
+def all_reduce(dtype: Any = None) -> Exchange:
+    """The mean over all replicas by an all-reduce of everything.
+
+    With x_i the array of replica i and w_i its weight:
+
+        mean = sum_i w_i x_i / sum_i w_i
+
+    All leaves of one dtype travel in one all-reduce. It takes row-sparse leaves and
+    groups, and remembers nothing. In a narrower `dtype` the sum is rounded on the way
+    and nobody knows what that loses: the law of exchanges then holds to its rounding.
+
+    Args:
+        dtype: The floating dtype in which leaves travel and are summed, of 16 bits or
+            more. `None`: float32 for half precision leaves, else their own.
+
+    Returns:
+        The exchange.
+
+    Raises:
+        ValueError: `dtype` is not floating, or narrower than 16 bits.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> exchange = oxs.exchange.all_reduce(jnp.bfloat16)
+        >>> def mean(x):
+        ...     return exchange.meet(x, exchange.init(x), "data")[0]
+        >>> jax.vmap(mean, axis_name="data")(jnp.array([1.0, 4.0]))
+        Array([2.5, 2.5], dtype=float32)
+    """
+    dtype = check_sum_dtype(dtype)
+
+    def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
+        mean = reduce(
+            tree,
+            axis_name,
+            weight=weight,
+            group_assignment=group_assignment,
+            dtype=dtype,
+        )
+        return mean, None, state
+
+    return Exchange(lambda tree: (), meet, takes_rows=True, takes_groups=True)

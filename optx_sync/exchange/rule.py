@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Exchange`: how the arrays of all replicas become their mean, and what that loses.
+
+Every wrapper of this package hands what its replicas have to an exchange and goes on
+with the mean. What travels, how it is coded, and how outliers are treated are therefore
+the exchange's business alone; the files beside this one hold one each.
+
+The law of every linear exchange, up to rounding, with x_i the tree of replica i, w_i
+its weight and lost_i what did not arrive and replica i owes:
+
+    mean * sum_i w_i  ==  sum_i (w_i x_i - lost_i)
+
+A sum is the mean times the sum of the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from optx_sync.collectives import AxisName, GroupAssignment
+from optx_sync.trees import Tree
+
+
+class Meet(Protocol):
+    """`(tree, state, axis_name) -> (mean, lost, state)`, where the axis is mapped.
+
+    `weight` is this replica's, a scalar that is not negative; `None`: all count alike.
+    A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the mean is
+    zero. `group_assignment` is given only to an exchange that takes groups.
+    """
+
+    def __call__(
+        self,
+        tree: Tree,
+        state: Any,
+        axis_name: AxisName,
+        *,
+        weight: jax.Array | float | None = None,
+        group_assignment: GroupAssignment | None = None,
+    ) -> tuple[Tree, Tree | None, Any]:
+        """The mean over the replicas, what is lost, and the next state."""
+        ...
+
+
+class Exchange(NamedTuple):
+    """How the arrays of all replicas become their mean.
+
+    Attributes:
+        init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a replica
+            remembers from exchange to exchange; `()` where that is nothing.
+        meet: See `Meet`. `mean` is equal on all replicas, in the dtypes of `tree`;
+            `lost` is a tree in units of weight times value, or `None` where nothing is
+            lost that anybody knows of.
+        linear: Whether the law in this module's head holds.
+        takes_rows: Whether leaves may be row-sparse (`IndexedSlices`).
+        takes_groups: Whether `meet` takes `group_assignment`.
+
+    Example:
+        The exact mean, written by hand:
+
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
+        ...     return oxs.reduce(tree, axis_name, weight=weight), None, state
+        >>> exact = oxs.exchange.Exchange(init=lambda tree: (), meet=meet)
+        >>> tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=exact)
+        >>> def step(gradient):
+        ...     return tx.update(gradient, tx.init(gradient))[0]
+        >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0]))
+        Array([-2., -2.], dtype=float32)
+    """
+
+    init: Callable[[Tree], Any]
+    meet: Meet
+    linear: bool = True
+    takes_rows: bool = False
+    takes_groups: bool = False
+
+
+def remembers(exchange: Exchange) -> bool:
+    """Whether an exchange keeps anything from one call to the next."""
+    example = {
+        "matrix": jax.ShapeDtypeStruct((64, 64), np.float32),
+        "vector": jax.ShapeDtypeStruct((64,), np.float32),
+    }
+    return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
+
+
+def check_exchange(exchange: Any, default: Exchange) -> Exchange:
+    """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else."""
+    if exchange is None:
+        return default
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            "exchange must be one of oxs.exchange, or an oxs.exchange.Exchange of your "
+            f"own; got {exchange!r} of type {type(exchange).__name__}. Write for "
+            "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
+        )
+    return exchange

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving averages of the parameters: `variable_averages=` of synchronous replicas."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+
+from optx_sync.trees import (
+    accumulator_dtype,
+    is_inexact,
+    is_masked,
+    is_placeholder,
+)
+
+
+def check_averages(variable_averages: Any) -> None:
+    """Refuse a decay outside of [0, 1]; what is traced or a schedule passes."""
+    if variable_averages is None or callable(variable_averages):
+        return
+    if isinstance(variable_averages, jax.core.Tracer):
+        return
+    if jnp.shape(variable_averages) != () or not 0 <= variable_averages <= 1:
+        raise ValueError(
+            "variable_averages must be a decay in [0, 1], or a schedule of the global "
+            f"step that returns one; got {variable_averages!r}. Pass for example 0.999."
+        )
+
+
+def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
+    """Copies of the parameters that the mask selects, sharing no buffer with them."""
+    if is_placeholder(params):
+        return params
+    mask = mask(params) if callable(mask) else mask
+    mask = jax.tree.broadcast(True if mask is None else mask, params)
+
+    def start(selected, param):
+        if not selected or not is_inexact(param.dtype):
+            return optax.MaskedNode()
+        wide = accumulator_dtype(param.dtype, dtype)
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(param.shape, wide)
+        return jnp.array(param, dtype=wide, copy=True)
+
+    return jax.tree.map(start, mask, params)
+
+
+def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
+    """The averages after an update, from the new parameters and the new step."""
+    decay = decay(global_step) if callable(decay) else decay
+    rate = 1 - jnp.asarray(decay, jnp.float32)
+
+    def advance(average, param):
+        if is_masked(average):
+            return average
+        distance = average - param.astype(average.dtype)
+        return average - rate.astype(average.dtype) * distance
+
+    return jax.tree.map(advance, averages, params, is_leaf=is_masked)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run an Optax transformation on the values of row-sparse gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.rows.slices import rebuild
+from optx_sync.trees import is_gradient_leaf, is_slices, path_name
+
+
+def on_values(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Run a stateless Optax transformation on the values of row-sparse gradients.
+
+    Duplicate rows are added up first, so that clips and norms are those of the dense
+    gradient. Dense leaves pass through ``tx`` as they are. Whatever maps zero to zero
+    gives what it would give on the dense gradient, but for a mean over a leaf
+    (``optax.clip_by_block_rms``): that is taken over the k entries of the slices, the
+    zero entries in place of duplicates included, and not over the table.
+
+    A table's parameters are not handed to ``tx``: weight decay or a trust ratio is
+    about all rows, and using them raises. Mask such a table out with ``optax.masked``.
+
+    Args:
+        tx: a transformation without state, or with scalars only (a schedule's count).
+
+    Raises:
+        TypeError: at ``init`` or ``update``, if ``tx`` has arrays as state; at
+            ``update``, if it uses the parameters of a table with row-sparse gradient.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.on_values(optax.clip(0.5))
+        >>> grads = oxs.IndexedSlices(jnp.array([3, 3]), jnp.array([0.25, 0.75]))
+        >>> clipped, _ = tx.update(grads, tx.init(jnp.zeros([9])))
+        >>> clipped.values.tolist()
+        [0.5, 0.0]
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        state = tx.init(params)
+        _refuse_array_state(state)
+        return state
+
+    def update(updates, state, params=None, **extra_args):
+        _refuse_array_state(state)
+        leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        slices = {
+            at: leaf.sum_duplicates()
+            for at, leaf in enumerate(leaves)
+            if is_slices(leaf)
+        }
+        values = structure.unflatten(
+            slices[at].values if at in slices else leaf
+            for at, leaf in enumerate(leaves)
+        )
+        params_leaves = [] if params is None else structure.flatten_up_to(params)
+
+        def run(tables: dict[int, jax.Array]) -> Any:
+            if params is None:
+                return tx.update(values, state, None, **extra_args)
+            kept = [tables.get(at, leaf) for at, leaf in enumerate(params_leaves)]
+            return tx.update(values, state, structure.unflatten(kept), **extra_args)
+
+        # A transformation may look at the dtype of all parameters, as
+        # optax.inject_hyperparams does, but not at the numbers of these.
+        tables = {
+            at: jnp.zeros(slices[at].values.shape, leaf.dtype)
+            for at, leaf in enumerate(params_leaves)
+            if at in slices
+        }
+        values, state = run(tables)
+        _refuse_use(run, tables)
+        updates = structure.unflatten(
+            rebuild(slices[at]._words, new) if at in slices else new
+            for at, new in enumerate(structure.flatten_up_to(values))
+        )
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_array_state(state: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, int | float):
+            continue
+        number = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == jnp.bool_
+        if leaf.ndim or not number:
+            raise TypeError(
+                "on_values takes a transformation without state, or with scalars only; "
+                f"got one whose state has a {leaf.dtype}{list(leaf.shape)} at "
+                f"{path_name(path)}. Use an optimizer that knows row-sparse "
+                "gradients, such as oxs.optimizers.adagrad, or dense gradients."
+            )
+
+
+def _refuse_use(run: Callable[..., Any], tables: dict[int, jax.Array]) -> None:
+    """Refuse a transformation whose result depends on the tables' parameters."""
+    if not tables:
+        return
+    batch = {
+        at: jax.ShapeDtypeStruct((2, *table.shape), table.dtype)
+        for at, table in tables.items()
+    }
+    try:
+        # What does not depend on a mapped argument comes out unmapped.
+        jax.eval_shape(jax.vmap(run, out_axes=None), batch)
+    except ValueError as error:
+        raise TypeError(
+            "on_values runs a transformation on the values of a row-sparse gradient; "
+            "it cannot use the parameters of that table, of which most rows are not "
+            "touched. Leave the table out with optax.masked, or use a dense gradient."
+        ) from error

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`IndexedSlices`: the gradient of a table, as the rows that a batch touched."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from optx_sync.trees import SlicesLeaf, at_least_float32
+
+LAST_INDEX = 2**31 - 1
+# Indices from here on name no row: `sum_duplicates` fills its unused entries with
+# them. 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows, are room enough.
+FIRST_PADDING = 2**31 - 2**28
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class IndexedSlices(SlicesLeaf):
+    """Some rows of a gradient (or update) of a table; all other rows are zero.
+
+    It stands for the dense array ``zeros(table.shape).at[indices].add(values)``: an
+    index may occur more than once, and its rows add up. Rows out of range, negative
+    ones included, are dropped and never wrapped to another row; where the indices are
+    known (outside of compiled code) ``table + slices`` refuses them instead.
+
+    It is a pytree of two leaves. What is not aware of slices sees the indices as an
+    array of an extended dtype, which refuses arithmetic: ``optax.scale(2.0)`` on such
+    a leaf raises a ``TypeError``, it does not move rows. Use ``oxs.on_values`` to run
+    such a transformation on the values alone.
+
+    Args:
+        indices: int32[k], the rows; any integer dtype, held as int32.
+        values: [k, ...], the values of these rows.
+
+    Raises:
+        TypeError: if the indices are not integers.
+        ValueError: if the shapes do not fit, or a known index does not fit into int32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> slices = oxs.IndexedSlices(jnp.array([2, 0, 2]), jnp.ones([3, 2]))
+        >>> (jnp.zeros([4, 2]) + slices)[:, 0].tolist()
+        [1.0, 0.0, 2.0, 0.0]
+
+    Reference: ``tf.IndexedSlices``.
+    """
+
+    __slots__ = ("_values", "_words")
+
+    # NumPy arrays on the left leave the sum to `__radd__`.
+    __array_ufunc__ = None
+
+    def __init__(self, indices: Any, values: Any):
+        values = jnp.asarray(values)
+        words = _hide(indices)
+        if words.ndim != 1:
+            raise ValueError(
+                f"indices must have one axis, [k]; got shape {words.shape}. Pass "
+                "indices.reshape(-1) and values.reshape(-1, *row_shape)."
+            )
+        if values.shape[:1] != words.shape:
+            raise ValueError(
+                "values must have one row for each index; got indices of shape "
+                f"{words.shape} and values of shape {values.shape}."
+            )
+        if words.shape[0] > 2**31 - FIRST_PADDING:
+            raise ValueError(
+                f"At most 2**28 rows fit into one IndexedSlices; got {words.shape[0]}. "
+                "Use a dense gradient."
+            )
+        self._words = words
+        self._values = values
+
+    @property
+    def indices(self) -> jax.Array:
+        """The rows, int32[k]."""
+        if isinstance(self._words, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self._words.shape, jnp.int32)  # pyright: ignore[reportReturnType] # an abstract array stands for the array
+        return show(self._words)
+
+    @property
+    def values(self) -> jax.Array:
+        """The values of the rows, [k, ...]."""
+        return self._values
+
+    def map_values(self, fn: Callable[[jax.Array], Any]) -> "IndexedSlices":
+        """The same rows with ``fn(values)`` for values."""
+        return rebuild(self._words, fn(self._values))
+
+    def sum_duplicates(self) -> "IndexedSlices":
+        """Each row once, in ascending order, the values of equal rows added up.
+
+        The size stays k, so that it compiles: entries left over hold zeros, and
+        distinct ascending indices near the int32 maximum, out of range of any table.
+        The result may therefore be scattered with ``indices_are_sorted=True,
+        unique_indices=True, mode="drop"``. Negative rows become such entries. It costs
+        O(k log k) whatever the size of the table; half precision values are added up
+        in float32 and rounded once.
+
+        Returns:
+            Slices of the same size and dtype, sorted and unique.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import optx_sync as oxs
+            >>> slices = oxs.IndexedSlices(jnp.array([7, 3, 7]), jnp.arange(3.0))
+            >>> unique = slices.sum_duplicates()
+            >>> unique.indices.tolist(), unique.values.tolist()
+            ([3, 7, 2147483647], [1.0, 2.0, 0.0])
+        """
+        if self._words.ndim > 1:
+            return jax.vmap(IndexedSlices.sum_duplicates)(self)
+        if self._words.shape[0] == 0:
+            return self
+        unique, named = unique_indices(self.indices)
+        values = self._values.astype(at_least_float32(self._values.dtype))
+        target = jnp.searchsorted(unique, named)
+        summed = jnp.zeros_like(values).at[target].add(values, mode="drop")
+        is_row = like_rows(unique < FIRST_PADDING, summed)
+        summed = jnp.where(is_row, summed, jnp.zeros_like(summed))
+        return rebuild(hide_words(unique), summed.astype(self._values.dtype))
+
+    def to_dense(self, rows: int) -> jax.Array:
+        """The dense array ``[rows, ...]``; rows out of range are dropped."""
+        if self._words.ndim > 1:
+            return jax.vmap(lambda slices: slices.to_dense(rows))(self)
+        wide = at_least_float32(self._values.dtype)
+        dense = jnp.zeros((rows, *self._values.shape[1:]), wide)
+        dense = dense.at[self.indices].add(
+            self._values.astype(wide), mode="drop", wrap_negative_indices=False
+        )
+        return dense.astype(self._values.dtype)
+
+    def __radd__(self, table: Any) -> jax.Array:
+        if not isinstance(table, jax.Array | np.ndarray):
+            return NotImplemented
+        table = jnp.asarray(table)
+        check_rows(self, table)
+        add = _scatter_add
+        for _ in range(self._words.ndim - 1):
+            add = jax.vmap(add)
+        return add(table, self)
+
+    __add__ = __radd__
+
+    def __repr__(self) -> str:
+        if isinstance(self._words, jax.Array | jax.ShapeDtypeStruct):
+            return f"IndexedSlices(indices={self.indices}, values={self._values})"
+        return f"IndexedSlices(indices={self._words!r}, values={self._values!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
+        key = jax.tree_util.GetAttrKey
+        return (((key("indices"), self._words), (key("values"), self._values)), None)
+
+    def tree_flatten(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
+        return (self._words, self._values), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: Any) -> Any:  # noqa: D102 # JAX's protocol
+        return rebuild(*leaves)
+
+
+def check_rows(slices: IndexedSlices, table: Any, path: str = "") -> None:
+    """Refuse slices that do not fit a table.
+
+    Args:
+        slices: the rows, with as many leading batch axes as the table has.
+        table: an array, or anything that has its shape.
+        path: the leaf's path, for the message.
+
+    Raises:
+        ValueError: if a row of the values has another shape than a row of the table,
+            or if an index is known (not traced) and out of the table's range. The
+            entries that ``sum_duplicates`` leaves over pass.
+    """
+    where = f" at {path}" if path else ""
+    batch = slices._words.ndim - 1
+    shape, values_shape = tuple(table.shape), tuple(slices.values.shape)
+    if (
+        len(shape) <= batch
+        or shape[:batch] != values_shape[:batch]
+        or shape[batch + 1 :] != values_shape[batch + 1 :]
+    ):
+        raise ValueError(
+            f"IndexedSlices{where} do not fit their table: the values, one row for "
+            f"each index, must have shape [k, ...] where the table has [rows, ...]; "
+            f"got values of shape {values_shape} and a table of shape {shape}."
+        )
+    rows = shape[batch]
+    if rows > FIRST_PADDING:
+        raise ValueError(
+            f"A table{where} of {rows} rows is too long for int32 row indices: at most "
+            f"{FIRST_PADDING} rows are supported. Split the table."
+        )
+    indices = known_indices(slices._words)
+    if indices is None:
+        return
+    bad = (indices < 0) | ((indices >= rows) & (indices < FIRST_PADDING))
+    if bad.any():
+        raise ValueError(
+            f"IndexedSlices{where} name row {int(indices[bad][0])}, which is out of "
+            f"range for a table of {rows} rows. Pass indices in [0, {rows}): rows are "
+            "never wrapped."
+        )
+
+
+def rebuild(words: Any, values: Any) -> IndexedSlices:
+    """`IndexedSlices` of these leaves, unchecked: JAX puts any object there."""
+    slices = object.__new__(IndexedSlices)
+    slices._words = words
+    slices._values = values
+    return slices
+
+
+def _hide(indices: Any) -> jax.Array:
+    """Integers as an array of an extended dtype, which knows no arithmetic."""
+    indices = as_int32(indices, "indices")
+    if isinstance(indices, Tracer):
+        return hide_words(indices)
+    # What is known stays known while tracing, so that it can be checked.
+    with jax.ensure_compile_time_eval():
+        return hide_words(jnp.asarray(indices))
+
+
+def hide_words(indices: jax.Array) -> jax.Array:
+    """int32 indices as an array of an extended dtype."""
+    word = lax.bitcast_convert_type(indices, jnp.uint32)
+    words = jnp.stack([jnp.zeros_like(word), word], axis=-1)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def as_int32(indices: Any, what: str) -> jax.Array | np.ndarray:
+    """Integers of any dtype as int32; those that do not fit never wrap to a row."""
+    if not isinstance(indices, jax.Array):
+        indices = np.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            f"{what} must be integers, they name rows; got dtype {indices.dtype}. "
+            f"Pass {what}.astype(jnp.int32)."
+        )
+    if jnp.can_cast(indices.dtype, jnp.int32):
+        return indices.astype(jnp.int32)
+    known = known_numbers(indices)
+    if known is None:
+        bounds = jnp.iinfo(indices.dtype)
+        low, high = max(bounds.min, -LAST_INDEX - 1), LAST_INDEX
+        return jnp.clip(indices, low, high).astype(jnp.int32)
+    if known.size and (known.max() > LAST_INDEX or known.min() < -LAST_INDEX - 1):
+        raise ValueError(
+            f"{what} must fit into int32; got values in [{known.min()}, {known.max()}]."
+        )
+    return known.astype(np.int32)
+
+
+def known_numbers(array: Any) -> np.ndarray | None:
+    """The numbers where they are not traced and all at this process, else None."""
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, Tracer) or not array.is_fully_addressable:
+        return None
+    return np.asarray(array)
+
+
+def known_indices(words: Any) -> np.ndarray | None:
+    """The hidden indices as numbers where they are known, else None."""
+    if isinstance(words, Tracer) or not isinstance(words, jax.Array):
+        return None
+    with jax.ensure_compile_time_eval():
+        return known_numbers(show(words))
+
+
+def show(words: jax.Array) -> jax.Array:
+    """The integers that `_hide` has hidden."""
+    return lax.bitcast_convert_type(jax.random.key_data(words)[..., 1], jnp.int32)
+
+
+def unique_indices(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each row once, ascending, then padding; and the indices, the last for no row.
+
+    Two sorts of one array each: XLA:CPU sorts pairs several times slower.
+    """
+    size = indices.shape[0]
+    is_row = (indices >= 0) & (indices < FIRST_PADDING)
+    indices = jnp.where(is_row, indices, LAST_INDEX)
+    ordered = lax.sort(indices)
+    first = jnp.concatenate([ordered[:1] >= 0, ordered[1:] != ordered[:-1]])
+    unique = lax.sort(jnp.where(first, ordered, LAST_INDEX))
+    padding = LAST_INDEX - (size - 1) + lax.iota(jnp.int32, size)
+    return jnp.where(unique < FIRST_PADDING, unique, padding), indices
+
+
+def like_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
+    """A mask with trailing axes of size one, to select whole rows."""
+    return lax.expand_dims(mask, range(mask.ndim, rows.ndim))
+
+
+def _scatter_add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
+    """``table + slices`` in the wider dtype, rounded once to the table's."""
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(table.dtype, slices.values.dtype)
+    if wide == table.dtype == at_least_float32(table.dtype):
+        return table.at[slices.indices].add(
+            slices.values.astype(wide), mode="drop", wrap_negative_indices=False
+        )
+    # Each row is read, added to and rounded once, so it must occur once.
+    unique = slices.map_values(lambda values: values.astype(wide)).sum_duplicates()
+    at = table.at[unique.indices]
+    rows = at.get(
+        mode="fill",
+        fill_value=0,
+        indices_are_sorted=True,
+        unique_indices=True,
+        wrap_negative_indices=False,
+    )
+    return at.set(
+        (rows.astype(wide) + unique.values).astype(table.dtype),
+        mode="drop",
+        indices_are_sorted=True,
+        unique_indices=True,
+        wrap_negative_indices=False,
+    )

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that meet a center one by one, each at its own pace, on one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.formulas import (
+    absorb,
+    contributions,
+    divide,
+    is_due,
+    local_step,
+    own_of,
+    start_accumulated,
+    start_center,
+    take,
+    worker_params,
+)
+from optx_sync.center.rule import (
+    CenterRule,
+    Period,
+    Round,
+    check_period,
+    check_rule,
+    keeps_before,
+)
+from optx_sync.checks import check_grads, check_inner
+from optx_sync.sharding import stack
+from optx_sync.simulate.replay import (
+    GradFn,
+    Record,
+    check_count,
+    check_workers,
+    replay,
+)
+from optx_sync.trees import zeros_like
+
+
+class WorkerState(NamedTuple):
+    """A worker's own; with a worker axis in front, [N, ...], those of all."""
+
+    params: Any
+    inner: Any  # state of the workers' own optimizer
+    taken: Any  # the center that it took last, or () where the rule does not ask
+    accumulated: Any  # what it summed up since its last round, or ()
+    local_step: jax.Array  # int32[], its steps
+    steps_since_round: jax.Array  # int32[]
+
+
+class AsynchronousState(NamedTuple):
+    """State after one event of `asynchronous`."""
+
+    workers: WorkerState  # [N, ...]
+    center: Any  # like the parameters, float32 for half precision
+    outer: Any  # state of the rule's outer transformation, or ()
+    global_step: jax.Array  # int32[], rounds of all workers
+
+
+class AsynchronousRecord(NamedTuple):
+    """What happened, event by event; T events, of which `record` keeps K."""
+
+    params: Any  # [K, ...], the stepping worker's, or None where `record` is a function
+    center: Any  # [K, ...], or None where `record` is a function
+    local_step: jax.Array  # int32[T], the stepping worker's steps so far
+    global_step: jax.Array  # int32[T], rounds of all workers so far
+    recorded: Any  # [T, ...], what the function `record` returned, or None
+    final: AsynchronousState
+
+
+def asynchronous(
+    inner: optax.GradientTransformation,
+    rule: CenterRule,
+    params: optax.Params,
+    grad_fn: GradFn,
+    workers: Any,
+    *,
+    num_workers: int,
+    communication_period: Period = 10,
+    record: Record = "all",
+) -> AsynchronousRecord:
+    """Workers that meet a center one by one, each at its own pace.
+
+    An event is one step of the worker w that `workers` names: `inner` turns its
+    gradient into its update, and when its steps since its last round reach
+    `communication_period` it meets the center alone, as `rule` says (N workers, the
+    table of `optx_sync.center.rule`):
+
+        c' <- absorb(c, contribution of w)        x_w <- take(x_w, c, c')
+
+    The exchange is atomic: nobody else pushes between the two. A contribution that is
+    a mean over workers is divided by N; one that is a mean over those that came
+    together, by one. All workers start at `params`, and so does the center.
+
+    The originals are TensorFlow's `ElasticAverageOptimizer` and `AGNOptimizer`, whose
+    recorded runs it reproduces to 1e-6. In these the optimizer's running powers (Adam's
+    of beta) belong to the worker, and advance in its own step and once more in its step
+    on the center. So do they here for `agn_rule(inner)` with the same `inner`, one of
+    this package's; in lockstep, and with another `outer`, the center has its own.
+    Plain asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
+
+    Args:
+        inner: The workers' own optimizer.
+        rule: What is exchanged: `elastic_rule`, `agn_rule`, `local_sgd_rule`,
+            `diloco_rule`, or one of your own.
+        params: Where all start, without a worker axis.
+        grad_fn: `(worker, params, event) -> gradients`, from int32 scalars, traced;
+            leaves may be `IndexedSlices` or `None`.
+        workers: int[T], the worker that steps at each event. Where it is traced a
+            number that names no worker cannot be refused, and its event changes
+            nothing.
+        num_workers: N.
+        communication_period: A worker's steps between its rounds: an int, or a schedule
+            of its own step (0-based).
+        record: Which history of `params` and `center` to keep: `"all"`, which takes
+            the memory of 2 T copies of the parameters; an int n, after every n-th
+            event; or a function of (params, center) whose results are `recorded`
+            instead. The counters are kept of every event.
+
+    Returns:
+        An `AsynchronousRecord`.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a `rule` that is no
+            `CenterRule`, `workers` that are no integers, numbers or a `record` of
+            the wrong type, gradients or parameters that are not floating.
+        ValueError: `workers` that name one outside of 0 ... N - 1 or are not
+            one-dimensional, `num_workers` or a period below 1 or not the rule's,
+            gradients that do not match the parameters.
+
+    Example:
+        Two workers, the first one twice as fast:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> target = jnp.array([1.0, 3.0])
+        >>> run = oxs.simulate.asynchronous(
+        ...     optax.sgd(0.5),
+        ...     oxs.local_sgd_rule(),
+        ...     jnp.zeros(()),
+        ...     lambda worker, params, event: params - target[worker],
+        ...     workers=jnp.array([0, 0, 1] * 20),
+        ...     num_workers=2,
+        ...     communication_period=1,
+        ...     record=30,
+        ... )
+        >>> [f"{center:.2f}" for center in run.center], int(run.global_step[-1])
+        (['1.81', '1.81'], 60)
+
+    References:
+        TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer` and `AGNOptimizer`.
+        Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
+    """
+    call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
+    inner = check_inner(inner, call)
+    check_rule(rule, call)
+    check_count("num_workers", num_workers)
+    if rule.num_workers not in (None, num_workers):
+        raise ValueError(
+            f"The rule was made for num_workers={rule.num_workers}; got num_workers="
+            f"{num_workers}. Leave num_workers out of the rule, or make them equal."
+        )
+    period = check_period(communication_period)
+    if rule.check is not None:
+        rule.check(period)
+    static_period = None if callable(period) else period
+    workers = check_workers(workers, num_workers)
+    # What the worker took last is its own business once the center has moved on: a rule
+    # that takes the center whole may contribute the way from there.
+    keeps_taken = rule.take is None or keeps_before(rule, period)
+    shares_powers = rule.outer is inner
+
+    def work(number, place, own, center, outer):
+        """One event: what is the worker's, the center's, and whether they met."""
+        grads = grad_fn(place, own.params, number)
+        check_grads(grads, own.params)
+        steps = own.steps_since_round + 1
+        at = Round(num_workers, static_period, steps)
+        updates, own_inner, accumulated = local_step(
+            inner,
+            rule,
+            at,
+            grads,
+            own.inner,
+            own.params,
+            own.taken if keeps_taken else center,
+            own.accumulated,
+        )
+        # As in lockstep, wide: half precision is rounded once, in `worker_params`.
+        updates = jax.tree.map(lambda u, c: u.astype(c.dtype), updates, center)
+        x = worker_params(own.params, updates, center)
+        due = is_due(period, steps, own.local_step)
+
+        def exchange(x, own_taken, accumulated, own_inner, center, outer):
+            taken = own_taken if keeps_taken else center
+            pushed = contributions(
+                rule, own_of(rule, x, taken, accumulated), center, at
+            )
+            if rule.mean_over == "workers":
+                pushed = divide(pushed, num_workers)
+            if shares_powers:
+                outer = _with_powers(outer, own_inner)
+            after, outer = absorb(rule, center, outer, pushed)
+            if shares_powers:
+                own_inner = _with_powers(own_inner, outer)
+            if keeps_taken:
+                own_taken = after if rule.take is None else center
+            x = take(rule, x, center, after, at)
+            accumulated = zeros_like(accumulated)
+            return x, own_taken, accumulated, own_inner, after, outer
+
+        x, own_taken, accumulated, own_inner, center, outer = jax.lax.cond(
+            due,
+            exchange,
+            lambda *operands: operands,
+            *(x, own.taken, accumulated, own_inner, center, outer),
+        )
+        own = WorkerState(
+            params=jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params),
+            inner=own_inner,
+            taken=own_taken,
+            accumulated=accumulated,
+            local_step=own.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+        )
+        return own, center, outer, due.astype(jnp.int32)
+
+    def advance(machine, event):
+        state, _ = machine
+        worker, number = event
+        place = jnp.clip(worker, 0, num_workers - 1)
+        # The conditional is there for a worker that does not exist, and for speed:
+        # without it XLA fuses reading one stack with writing another, and then copies
+        # both, the states of all workers, in every event.
+        own, center, outer, rounds = jax.lax.cond(
+            place == worker,
+            lambda *operands: work(number, place, *operands),
+            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            *(_row(state.workers, place), state.center, state.outer),
+        )
+        state = AsynchronousState(
+            workers=_with_row(state.workers, place, own),
+            center=center,
+            outer=outer,
+            global_step=state.global_step + rounds,
+        )
+        return (state, own.params), (own.local_step, state.global_step)
+
+    def view(machine):
+        state, params = machine
+        if callable(record):
+            return None, None, record(params, state.center)
+        return params, state.center, None
+
+    params = jax.tree.map(jnp.asarray, params)
+    center = start_center(params)
+    worker = WorkerState(
+        params=params,
+        inner=inner.init(params),
+        taken=center if keeps_taken else (),
+        accumulated=start_accumulated(rule, center),
+        local_step=jnp.zeros((), jnp.int32),
+        steps_since_round=jnp.zeros((), jnp.int32),
+    )
+    state = AsynchronousState(
+        workers=stack(worker, num_workers),
+        center=center,
+        outer=() if rule.outer is None else rule.outer.init(center),
+        global_step=jnp.zeros((), jnp.int32),
+    )
+    (final, _), (local_steps, global_steps), views = replay(
+        advance, view, (state, params), workers, record
+    )
+    shown_params, shown_center, recorded = views
+    return AsynchronousRecord(
+        shown_params, shown_center, local_steps, global_steps, recorded, final
+    )
+
+
+def _with_powers(state: Any, source: Any) -> Any:
+    """A state with the running powers of another state of the same optimizer.
+
+    All else stays, at any depth of chains and masks.
+    """
+
+    def is_rule_state(x):
+        # What `from_rule` makes; the catalogue itself is not imported here.
+        return "powers" in getattr(x, "_fields", ())
+
+    return jax.tree.map(
+        lambda own, other: (
+            own._replace(powers=other.powers) if is_rule_state(own) else own
+        ),
+        state,
+        source,
+        is_leaf=is_rule_state,
+    )
+
+
+def _row(tree, place):
+    """One worker's part of stacked trees."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
+    )
+
+
+def _with_row(tree, place, row):
+    return jax.tree.map(
+        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
+    )

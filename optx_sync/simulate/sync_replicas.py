@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorFlow's `SyncReplicasOptimizer` with its token queue, replayed on one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.replicas.accumulator import (
+    Accumulator,
+    accumulate,
+    clear,
+    mean_of,
+    start_accumulator,
+    unique_rows,
+)
+from optx_sync.replicas.averages import (
+    advance_averages,
+    check_averages,
+    start_averages,
+)
+from optx_sync.replicas.sync_replicas import check_replicas, check_variables
+from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
+from optx_sync.trees import add_updates
+
+
+class SyncReplicasMachine(NamedTuple):
+    """Chief, accumulators and workers of `sync_replicas`, as an event leaves them."""
+
+    params: Any
+    inner: optax.OptState
+    averages: Any  # like the parameters, or ()
+    accumulator: Accumulator
+    accumulated: jax.Array  # int32[], gradients in it
+    global_step: jax.Array  # int32[], updates
+    local_step: jax.Array  # int32[N], the token that each worker took last
+    blocked: jax.Array  # bool[N], whether it waits for a token
+    # The queue holds tokens of the last two steps only: nothing of a later step is
+    # accumulated before all tokens of earlier steps have been taken.
+    old_tokens: jax.Array  # int32[], of `global_step - 1`, which are taken first
+    new_tokens: jax.Array  # int32[], of `global_step`
+
+
+class SyncReplicasRecord(NamedTuple):
+    """What happened at each of T events; every array is as after the event."""
+
+    params: Any  # [T, ...], or None where `record` is a function
+    accepted: jax.Array  # bool[T], whether the gradient was accumulated
+    updated: jax.Array  # bool[T], whether it completed an update
+    blocked: Any  # bool[T, N], the workers that wait for a token
+    local_step: Any  # int32[T, N]
+    tokens: jax.Array  # int32[T], in the queue
+    global_step: jax.Array  # int32[T]
+    averages: Any  # [T, ...], or None where there are none or `record` is a function
+    recorded: Any  # [T, ...], what the function `record` returned, or None
+    final: SyncReplicasMachine
+
+
+def sync_replicas(
+    inner: optax.GradientTransformation,
+    params: optax.Params,
+    grad_fn: GradFn,
+    workers: Any,
+    *,
+    replicas_to_aggregate: int,
+    total_num_replicas: int | None = None,
+    num_tokens: int = -1,
+    variable_averages: float | optax.Schedule | None = None,
+    initial_global_step: int = 0,
+    record: Record = "all",
+) -> SyncReplicasRecord:
+    """Replay TensorFlow's `SyncReplicasOptimizer`: accumulators, token queue, chief.
+
+    With R = `replicas_to_aggregate` and N = `total_num_replicas`, at each event:
+
+        worker w:  g = grad_fn(w, params, event)
+                   if local_step[w] >= global_step: accumulate g, else drop it
+        chief:     once R gradients are in: params move by inner(their mean),
+                   global_step += 1, max(N, R) tokens of this value join the queue,
+                   then the moving averages follow
+        worker w:  local_step[w] = the first token of the queue; wait if there is none
+
+    A worker that waits goes on as soon as there are tokens; an event of one that still
+    waits changes nothing. A dropped gradient takes a token all the same, and nothing
+    binds tokens to workers: a fast one may contribute several gradients to one update.
+    A row of a row-sparse gradient is divided by the number of gradients that contained
+    it. The lockstep form is `oxs.sync_replicas`.
+
+    Args:
+        inner: The transformation that gets the mean gradient.
+        params: The parameters to start from.
+        grad_fn: `(worker, params, event) -> grads`, from int32 scalars, traced.
+        workers: int[T], the worker that steps at each event. Where it is traced a
+            number that names no worker cannot be refused, and its event changes
+            nothing.
+        replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
+        total_num_replicas: N, the number of workers. `None`: R.
+        num_tokens: Tokens in the queue at the start, at least R - N; -1: R. They carry
+            the initial step, so that the workers that take one waste it: their first
+            gradient after the first update is stale. 0 wastes none.
+        variable_averages: The decay of a moving average of the parameters, or a
+            schedule of the new global step.
+        initial_global_step: Where a restarted run goes on; may be traced.
+        record: Which history of `params`, `averages`, `blocked` and `local_step` to
+            keep: `"all"`; an int n, after every n-th event, [T // n, ...]; or a
+            function of (params, averages) whose results are `recorded` instead.
+
+    Returns:
+        A `SyncReplicasRecord`. Nothing else depends on the host: it can be jitted,
+        with everything but the arrays static.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a bad number or `workers`.
+        ValueError: No variables, a number below 1, too few tokens, a worker out of
+            range, gradients that do not match the parameters.
+
+    Example:
+        Worker 1 is slow, and one of two gradients is enough:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> run = oxs.simulate.sync_replicas(
+        ...     optax.sgd(0.5),
+        ...     jnp.float32(1),
+        ...     lambda worker, params, event: params,
+        ...     jnp.array([0, 0, 1, 0, 1]),
+        ...     replicas_to_aggregate=1,
+        ...     total_num_replicas=2,
+        ... )
+        >>> run.accepted.tolist()
+        [True, False, False, True, False]
+        >>> run.params.tolist()
+        [0.5, 0.5, 0.5, 0.25, 0.25]
+    """
+    inner = check_inner(
+        inner, "oxs.simulate.sync_replicas(optax.sgd(0.1), params, ...)"
+    )
+    check_variables(params)
+    check_replicas(replicas_to_aggregate, total_num_replicas)
+    check_averages(variable_averages)
+    required = replicas_to_aggregate
+    total = required if total_num_replicas is None else total_num_replicas
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
+        raise TypeError(f"num_tokens must be an integer; got {num_tokens!r}.")
+    needed = max(required - total, 0)
+    if num_tokens != -1 and num_tokens < needed:
+        raise ValueError(
+            f"Too few tokens to finish the first update: got num_tokens={num_tokens}, "
+            f"and {needed} are needed, replicas_to_aggregate - total_num_replicas. "
+            "Pass as many or more, or -1 for replicas_to_aggregate."
+        )
+    workers = check_workers(workers, total)
+    step = jnp.asarray(initial_global_step, jnp.int32)
+
+    def new_update(machine: SyncReplicasMachine, grads):
+        mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
+        updates, inner_state = inner.update(mean, machine.inner, machine.params)
+        moved = add_updates(machine.params, fill_missing(updates, machine.params))
+        global_step = machine.global_step + 1
+        averages = machine.averages
+        if variable_averages is not None:
+            averages = advance_averages(averages, moved, variable_averages, global_step)
+        return machine._replace(
+            params=moved,
+            inner=inner_state,
+            averages=averages,
+            accumulator=clear(machine.accumulator, mean),
+            accumulated=jnp.zeros_like(machine.accumulated),
+            global_step=global_step,
+            old_tokens=machine.new_tokens,
+            new_tokens=jnp.full_like(machine.new_tokens, max(total, required)),
+        )
+
+    def advance(machine: SyncReplicasMachine, event):
+        worker, number = event
+        known = (worker >= 0) & (worker < total)
+        place = jnp.clip(worker, 0, total - 1)
+        grads = grad_fn(place, machine.params, number)
+        check_grads(grads, machine.params)
+        grads = unique_rows(grads)
+        fresh = machine.local_step[place] >= machine.global_step
+        accepted = known & ~machine.blocked[place] & fresh
+        machine = machine._replace(
+            accumulator=accumulate(machine.accumulator, grads, accepted),
+            accumulated=machine.accumulated + accepted.astype(jnp.int32),
+        )
+        updated = machine.accumulated >= required
+        machine = jax.lax.cond(
+            updated, lambda machine: new_update(machine, grads), lambda m: m, machine
+        )
+        # A queue that was empty has been filled for all, so that whoever waits is
+        # served, or nobody; and several wait only where no old token is left.
+        waiting = machine.blocked | (jnp.arange(total, dtype=jnp.int32) == worker)
+        served = waiting & (machine.old_tokens + machine.new_tokens > 0)
+        taken = jnp.sum(served, dtype=jnp.int32)
+        old = machine.old_tokens > 0
+        token = machine.global_step - old.astype(jnp.int32)
+        machine = machine._replace(
+            local_step=jnp.where(served, token, machine.local_step),
+            blocked=waiting & ~served,
+            old_tokens=jnp.where(old, machine.old_tokens - taken, 0),
+            new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
+        )
+        tokens = machine.old_tokens + machine.new_tokens
+        return machine, (accepted, updated, tokens, machine.global_step)
+
+    def view(machine: SyncReplicasMachine):
+        averages = None if variable_averages is None else machine.averages
+        if callable(record):
+            return None, None, None, None, record(machine.params, averages)
+        return (
+            machine.params, averages, machine.blocked, machine.local_step, None
+        )  # fmt: skip
+
+    params = jax.tree.map(jnp.asarray, params)
+    averages = () if variable_averages is None else start_averages(params, None)
+    machine = SyncReplicasMachine(
+        params=params,
+        inner=inner.init(params),
+        averages=averages,
+        accumulator=start_accumulator(params),
+        accumulated=jnp.zeros((), jnp.int32),
+        global_step=step,
+        local_step=jnp.full(total, step, jnp.int32),
+        blocked=jnp.zeros(total, jnp.bool_),
+        old_tokens=jnp.zeros((), jnp.int32),
+        new_tokens=jnp.full(
+            (), required if num_tokens == -1 else num_tokens, jnp.int32
+        ),
+    )
+    machine, scalars, views = replay(advance, view, machine, workers, record)
+    accepted, updated, tokens, global_step = scalars
+    params, averages, blocked, local_step, recorded = views
+    return SyncReplicasRecord(
+        params=params,
+        accepted=accepted,
+        updated=updated,
+        blocked=blocked,
+        local_step=local_step,
+        tokens=tokens,
+        global_step=global_step,
+        averages=averages,
+        recorded=recorded,
+        final=machine,
+    )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`apply_gradients`: one optimizer step that returns parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optx_sync.trees import Tree, add_updates
+
+Period = int | optax.Schedule
+
+
+class DirectTransformation(optax.GradientTransformationExtraArgs):
+    """An Optax transformation that can also give the new parameters directly.
+
+    Wrappers that compute new parameters anyway would write them to memory as updates,
+    which the caller adds: `apply(grads, state, params, **extra_args)` returns
+    `(params, state)` instead, and the compiled program is the one written by hand.
+    """
+
+    apply: Callable[..., tuple[Tree, Any]]
+    communication_period: Period | None
+
+    def __new__(
+        cls,
+        init: Callable,
+        update: Callable,
+        apply: Callable[..., tuple[Tree, Any]],
+        communication_period: Period | None = None,
+    ) -> "DirectTransformation":
+        """Make one; `communication_period` is what `due` reads."""
+        made = super().__new__(cls, init, update)
+        made.apply = apply
+        made.communication_period = communication_period
+        return made
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Tree,
+    state: optax.OptState,
+    params: Tree,
+    **extra_args: Any,
+) -> tuple[Tree, optax.OptState]:
+    """One optimizer step that returns parameters: `(params, state)`.
+
+    For any Optax transformation it is `tx.update` and `optax.apply_updates`. The center
+    rules and `sync_replicas` give the new parameters directly, without an array of
+    updates between: fewer temporaries, and in float32 a worker that takes the center
+    lands on it to the bit. Inside `optax.chain` a wrapper is an ordinary
+    transformation, and the general way is taken; put the chain inside the wrapper,
+    `oxs.diloco(optax.chain(clip, adamw), "workers")`.
+
+    Args:
+        tx: Any Optax transformation.
+        grads: Gradients like `params`; leaves may be `IndexedSlices` or `None`.
+        state: The state of `tx`.
+        params: The parameters.
+        **extra_args: Extra arguments of `tx.update`.
+
+    Returns:
+        The parameters and the state after the step.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = optax.sgd(0.5)
+        >>> params = jnp.ones(2)
+        >>> state = tx.init(params)
+        >>> oxs.apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)[0]
+        Array([0.5, 0. ], dtype=float32)
+    """
+    if isinstance(tx, DirectTransformation):
+        return tx.apply(grads, state, params, **extra_args)
+    tx = optax.with_extra_args_support(tx)
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return add_updates(params, updates), state
+
+
+def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
+    """Whether the workers meet in this step, for a loop on the host.
+
+    A loop that counts its steps can hand the answer to `update` or `apply_gradients` as
+    `meet=`, a static argument: of the two compiled programs one holds no collective,
+    the other no conditional.
+
+    Args:
+        tx: A center rule's transformation (not inside of a chain), or its
+            `communication_period`.
+        step: The step, 0 for the first, in a run that meets when it is due.
+
+    Returns:
+        Whether this is the last step of a period.
+
+    Raises:
+        TypeError: `tx` is neither.
+
+    Example:
+        >>> import optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=3)
+        >>> [oxs.due(tx, step) for step in range(6)]
+        [False, False, True, False, False, True]
+    """
+    period = tx.communication_period if isinstance(tx, DirectTransformation) else tx
+    if isinstance(period, int | np.integer) and not isinstance(period, bool):
+        return (step + 1) % int(period) == 0
+    if not callable(period):
+        raise TypeError(
+            "due needs the transformation of a center rule, or a communication period;"
+            f" got {type(tx).__name__}. Inside optax.chain pass the period itself."
+        )
+    begin = _begin_of_period(period, step)
+    return begin + _steps(period, begin) <= step + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _begin_of_period(period: optax.Schedule, step: int) -> int:
+    """The step in which the period began to which this step belongs."""
+    begin = 0
+    while (after := begin + _steps(period, begin)) <= step:
+        begin = after
+    return begin
+
+
+def _steps(period: optax.Schedule, begin: int) -> int:
+    """The length of the period that begins in this step, as `is_due` compares it."""
+    length = float(jax.device_get(period(begin)))
+    return max(1, int(min(np.ceil(length), 2**31)))

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+# A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
+# `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
+Tree: TypeAlias = Any
+
+
+class SlicesLeaf:
+    """A pytree node that stands for one array: the base class of `IndexedSlices`."""
+
+    __slots__ = ()
+
+    @property
+    def values(self) -> Any:
+        """The array, or some rows of it."""
+        raise NotImplementedError
+
+
+def is_slices(x: Any) -> bool:
+    """Whether this is an `IndexedSlices`; as `is_leaf`, it keeps one in one piece."""
+    return isinstance(x, SlicesLeaf)
+
+
+def is_gradient_leaf(x: Any) -> bool:
+    """Whether this is a leaf of a gradient tree that JAX would not stop at."""
+    return x is None or isinstance(x, SlicesLeaf)
+
+
+def is_masked(x: Any) -> bool:
+    """Whether Optax has taken this leaf out of a tree."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def is_placeholder(tree: Tree) -> bool:
+    """Whether this is the tree without leaves that `optax.tree.map_params` inits."""
+    plain = tree is None or isinstance(tree, dict | list | tuple)
+    return not plain and not jax.tree.leaves(tree)
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is floating or complex."""
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is floating, and not complex."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """The dtype to compute and to accumulate in: float32 for half precision."""
+    half = is_floating(dtype) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32 if half else dtype)
+
+
+def accumulator_dtype(dtype: Any, asked: Any = None) -> np.dtype:
+    """The dtype of a sum or copy of an array: `asked`, or at least float32.
+
+    What is not real and floating keeps its dtype: a complex parameter in float32 would
+    lose its imaginary part.
+    """
+    if not is_floating(dtype):
+        return jnp.dtype(dtype)
+    return jnp.dtype(asked or at_least_float32(dtype))
+
+
+def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
+    """`accumulator_dtype=` of a wrapper as a dtype; a ValueError if not floating."""
+    if dtype is None:
+        return None
+    dtype = jnp.dtype(dtype)
+    if not is_floating(dtype):
+        raise ValueError(
+            f"accumulator_dtype must be a floating dtype; got {dtype}. Pass for "
+            "example jnp.float32."
+        )
+    return dtype
+
+
+def values_of(leaf: Any) -> Any:
+    """The array of a leaf: the values of an `IndexedSlices`, else the leaf itself."""
+    return leaf.values if isinstance(leaf, SlicesLeaf) else leaf
+
+
+def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
+    """A leaf's path as one would write it, for messages."""
+    return jax.tree_util.keystr(path) or root
+
+
+def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
+    """(path, leaf) for each leaf of a gradient tree, `None` and slices included."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_gradient_leaf)
+    return [(path_name(path), leaf) for path, leaf in pairs]
+
+
+def is_finite(tree: Tree) -> jax.Array:
+    """bool[], whether no leaf holds a NaN or infinity."""
+    finite = jnp.bool_(True)
+    for leaf in jax.tree.leaves(tree, is_leaf=is_slices):
+        finite = finite & jnp.all(jnp.isfinite(values_of(leaf)))
+    return finite
+
+
+def where(flag: Any, tree: Tree, other: Tree) -> Tree:
+    """Leaf by leaf `tree` where the flag holds, else `other`; NaN leaves no trace."""
+    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), tree, other)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """A tree of zeros."""
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def add_updates(params: Tree, updates: Tree) -> Tree:
+    """`optax.apply_updates`, which adds in the wider dtype even where JAX is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
