@@ -11,11 +11,8 @@ jitter much, what the compiled programs contain is counted too.
 """
 
 import importlib.util
-import json
 import math
 import os
-import subprocess
-import sys
 from typing import Any
 
 # Threads to spare for the devices, or a collective may wait for ever: see Makefile.
@@ -42,9 +39,7 @@ LIMIT, BATCH = 1.02, 32
 MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")
 HAND, AGAIN, LIBRARY, VMAP = "by hand", "by hand again", "library", "library, vmap"
 MULTI_STEPS, DRJAX, SUMS = "optax.MultiSteps", "DrJAX", "sync_replicas, accumulating"
-parser = report.arguments(__doc__)
-parser.add_argument("--kept", action="store_true", help="used by itself")
-options = parser.parse_args()
+options = report.arguments(__doc__).parse_args()
 WIDTH, LAYERS = (128, 2) if options.quick else (576, 12)
 HAS_DRJAX = importlib.util.find_spec("drjax") is not None
 # (gradients, devices): turns, each of as many steps as the period
@@ -69,12 +64,12 @@ params = [
 SIZE = sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-def batch_of(gradients: str, workers: int, *steps: int) -> Any:
+def batch_of(gradients: str, workers: int) -> Any:
     """What the workers' steps get, each on its device."""
     if gradients == "given":
         batch = oxs.stack(jax.tree.map(lambda x: 0.01 * x + 0.001, params), workers)
     else:
-        shape = (workers, *steps, BATCH, WIDTH)
+        shape = (workers, BATCH, WIDTH)
         batch = jax.random.normal(jax.random.key(1), shape)
     return jax.device_put(batch, NamedSharding(by_hand.mesh_of(workers), P(AXIS)))
 
@@ -152,41 +147,6 @@ def sizes(compiled: jax.stages.Compiled, period: int) -> dict[str, float]:
             found[kind] = found.get(kind, 0) + large / LAYERS
     mean = has["every step"] + has["round"] / period
     return {**dict.fromkeys(MORE, 0.0), **has, "mean": mean, **found}
-
-
-def memory_kept() -> dict[str, Any]:
-    """Times in a process that keeps freed memory, as accelerators' allocators do."""
-    # Of glibc: nothing is mapped, nothing is given back, one heap of whatever size.
-    keeps = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_ARENA_MAX": "1"}
-    keeps |= {"MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "100000000"}
-    command, env = [sys.executable, __file__, "--kept"], {**os.environ, **keeps}
-    out = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
-    found = json.loads(out.splitlines()[-1])
-    return {n: {arm: np.array(t) for arm, t in of.items()} for n, of in found.items()}
-
-
-def time_kept() -> dict[str, Any]:
-    """What that process finds."""
-    batch, found = batch_of("given", 2), {}
-    for name in CASES:
-        steps = steps_of(name, "given", 2)
-        steps = {arm: steps[arm] for arm in (HAND, LIBRARY)}
-        found[name] = to_lists(time_all(steps, compile_all(steps, batch), batch, 6))
-    return found
-
-
-def whole_rounds() -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of a program that makes all steps of a round."""
-    found, batch = {}, batch_of("perceptron", 2, PERIOD)
-    makes = {HAND: by_peers.hand_round, LIBRARY: by_peers.library_round}
-    makes |= {DRJAX: by_peers.drjax_round} if HAS_DRJAX else {}
-    for name in by_peers.OUTERS:
-        given = (name, params, 2, GRADIENTS["perceptron"])
-        steps = {arm: make(*given) for arm, make in makes.items()}
-        compiled = compile_all(steps, batch)
-        times = time_all(steps, compiled, batch, 2 if options.quick else 3)
-        found[name] = {arm: time.ravel().tolist() for arm, time in times.items()}
-    return found
 
 
 def to_lists(times: dict[str, Any]) -> dict[str, list[list[float]]]:
@@ -284,18 +244,6 @@ def judge_peers(page: Report, measured: Any, counted: Any) -> None:
             page.criterion(peer, max(found) <= 1, shown)
 
 
-def judge_rounds(page: Report, rounds: Any) -> None:
-    """Whole rounds in one program, which needs no conditional by hand or with DrJAX."""
-    rows = [
-        [name, arm, spread(of_arm), ratio(of_arm, times[HAND])]
-        for name, times in rounds.items()
-        for arm, of_arm in times.items()
-    ]
-    page.table("rounds", rows)
-    found = [row[-1] for row in rows if row[1] == LIBRARY]
-    page.criterion("rounds", max(found) <= LIMIT, ", ".join(f"{x:.2f}" for x in found))
-
-
 def judge_results(page: Report, differences: dict[Any, float]) -> None:
     """Whether library and hand-written step compute the same."""
     found = []
@@ -338,20 +286,15 @@ def main() -> None:
             differences[setting, name] = apart(steps, compiled, batch)
 
         report.each(in_words(setting), one, CASES)
-    rounds, kept = whole_rounds(), {} if options.quick else memory_kept()
     judge_times(page, measured, counted)
     judge_contents(page, counted)
     for setting in SETTINGS:
         of_setting = {name: measured[setting, name] for name in CASES}
         show_times(page, in_words(setting), of_setting)
-    if kept:
-        show_times(page, "given, 2 devices, memory kept by the process", kept)
     judge_peers(page, measured, counted)
-    judge_rounds(page, rounds)
     for setting in SETTINGS:
         show_contents(page, counted, setting)
     named = {f"{name}, {in_words(of)}": times for (of, name), times in measured.items()}
-    named |= {f"{name}, memory kept": times for name, times in kept.items()}
     page.data(**{name: to_lists(times) for name, times in named.items()})
     judge_results(page, differences)
     picture(page, measured)
@@ -359,7 +302,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if options.kept:
-        print(json.dumps(time_kept()))
-    else:
-        main()
+    main()

@@ -35,7 +35,7 @@ def _makers(library: Any, peer: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-OURS, OPTAX = _makers(oxs, "ours"), _makers(optax, "optax")
+OURS, OPTAX = _makers(oxs.optimizers, "ours"), _makers(optax, "optax")
 KERNELS, TORCH, TORCH_ROWS = map(_of, ("tensorflow", "torch", "torch_rows"))
 # What a kernel is told anew in every step: its start, and what becomes of it.
 RUNNING = {

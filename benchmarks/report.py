@@ -9,6 +9,7 @@ stands in `pages.toml`. Nothing here decides whether a test passes.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -29,7 +30,6 @@ from rich.progress import track
 from rich.table import Table
 
 HERE = Path(__file__).parent
-RESULTS, SHORT_RESULTS = HERE / "results", HERE / "results-quick"
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = "jax jaxlib optax numpy tensorflow-cpu torch drjax ray".split()
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
@@ -39,35 +39,34 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with what every script takes; `parse_args()` it, add to it before."""
     title = (description or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=title)
-    help = "a short form, that shows only that it runs"
-    parser.add_argument("--quick", action="store_true", help=help)
+    short = "a short form, that shows only that it runs"
+    parser.add_argument("--quick", action="store_true", help=short)
     parser.add_argument("--out", type=Path, help="the folder that results go to")
     return parser
 
 
 def folder_of(options: argparse.Namespace) -> Path:
     """Where results go: a short run leaves those of a full one alone."""
-    return options.out or (SHORT_RESULTS if options.quick else RESULTS)
+    return options.out or HERE / ("results-quick" if options.quick else "results")
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, with which versions."""
-    installed = {
-        (each.metadata["Name"] or "").lower(): each.version
-        for each in importlib.metadata.distributions()
-    }
-    versions = {name: installed[name] for name in PACKAGES if name in installed}
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     device, processor = jax.devices()[0], platform.processor() or platform.machine()
     if (path := Path("/proc/cpuinfo")).exists():
         lines = path.read_text().splitlines()
-        names = [line.partition(":")[2] for line in lines if "model name" in line]
-        processor = names[0].strip() if names else processor
+        names = [line.partition(": ")[2] for line in lines if "model name" in line]
+        processor = [*names, processor][0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "processor": processor,
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions,
     }
 
 
@@ -126,7 +125,6 @@ class Line(NamedTuple):
     x: Any
     y: Any
     look: str = "o-"
-    colour: str = ""  # the next one, if none
 
 
 class Panel(NamedTuple):
@@ -138,7 +136,7 @@ class Panel(NamedTuple):
     title: str = ""
     log: str = ""  # the axes that are logarithmic: "x", "y" or "xy"
     ylim: tuple[Any, Any] | None = None
-    names: Sequence[str] = ()  # of the places 0, 1, ... on the other axis
+    names: Sequence[str] = ()  # of the places 0, 1, ... on the vertical axis
 
 
 def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
@@ -150,22 +148,19 @@ def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     places = figure.subplots(rows, columns, squeeze=False).flat
     for axes, panel in zip(places, panels, strict=True):
-        for number, line in enumerate(panel.lines):
-            rows_of = np.atleast_2d(np.asarray(line.y, float))
-            style: Any = {"color": line.colour or COLOURS[number % len(COLOURS)]}
-            axes.plot(
-                line.x, rows_of.mean(0), line.look, ms=4, label=line.label, **style
-            )
-            if len(rows_of) > 1:
-                low, high = rows_of.min(0), rows_of.max(0)
-                axes.fill_between(line.x, low, high, alpha=0.2, lw=0, **style)
+        for number, (label, x, y, look) in enumerate(panel.lines):
+            y = np.atleast_2d(np.asarray(y, float))
+            style: Any = {"color": COLOURS[number % len(COLOURS)]}
+            axes.plot(x, y.mean(0), look, ms=4, label=label, **style)
+            if len(y) > 1:
+                axes.fill_between(x, y.min(0), y.max(0), alpha=0.2, lw=0, **style)
         axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
         axes.set(**{f"{axis}scale": "log" for axis in panel.log}, ylim=panel.ylim)
         if panel.names:
             axes.set_yticks(range(len(panel.names)), panel.names)
             axes.invert_yaxis()
         axes.grid(alpha=0.3)
-        if new := {line.label for line in panel.lines if line.label} - known:
+        if new := {line.label for line in panel.lines} - known:
             axes.legend(frameon=False, fontsize="small")
             known |= new
     return figure
@@ -198,22 +193,20 @@ class Report:
         """Add a paragraph."""
         paragraph = self.words["texts"][key].format(**values)
         self._console.print(paragraph, markup=False)
-        self._page.append(paragraph.strip())
+        self._page.append(paragraph)
 
     def table(self, key: str, rows: Iterable[Sequence[Any]], **values: Any) -> None:
         """Add a table, its cells as they shall show."""
         title, columns = (x.format(**values) for x in self.words["tables"][key])
         rows, columns = [list(row) for row in rows], columns.split(" | ")
-        shown = Table(title=title)
-        for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number == 0 else "right")
+        shown = Table(*columns, title=title)
         for row in rows:
             shown.add_row(*map(_cell, row))
         self._console.print(shown)
         kept = {"title": title, "columns": columns, "rows": rows}
         self._found["tables"].append(kept)
         aligned = ["---", *["---:"] * (len(columns) - 1)]
-        lines = [columns, aligned, *([_cell(c) for c in row] for row in rows)]
+        lines = [columns, aligned, *(map(_cell, row) for row in rows)]
         self._page += [f"## {title}", "\n".join(map(_row, lines))]
 
     def criterion(
@@ -223,8 +216,10 @@ class Report:
         what = self.words["criteria"][key].format(**values)
         one = {"criterion": what, "met": bool(met), "found": found}
         self._found["criteria"].append({**one, "why_not": "" if met else why_not})
-        word = "met:" if met else f"NOT met ({why_not}):"
-        self._console.print(word, f"{what}: {found}", markup=False)
+        word = "met:" if met else "NOT met:"
+        self._console.print(
+            word, f"{what}: {found}. {why_not * (not met)}", markup=False
+        )
 
     def nowhere(
         self, key: str, found: Sequence[str], else_: str, **values: Any
@@ -245,16 +240,16 @@ class Report:
 
     def save(self) -> None:
         """Write the files, and say where."""
-        found, page = self._found, list(self._page)
+        found, page, where = self._found, self._page, self._found["machine"]
         found["seconds"] = round(time.perf_counter() - self._start, 1)
         page[2:2] = ["## Criteria", _criteria(self._name, found["criteria"])]
-        where = found["machine"]
         versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
-        short = " A short run, which shows only that it runs." * found["quick"]
         page += [
             "## Where it was measured",
             f"{where['device']}; {where['processor']}, {where['cores']} cores; "
-            f"{versions}. {found['seconds']:.0f} seconds in all.{short}",
+            f"{versions}. {found['seconds']:.0f} seconds in all."
+            + " A short run, which shows only that it runs."
+            * found["quick"],
         ]
         (self.folder / f"{self._name}.md").write_text("\n\n".join(page) + "\n")
         lines = [
@@ -266,16 +261,15 @@ class Report:
 
 
 def reproduce(
-    name: str, doc: str | None, study: Any, full: Any, short: Any, **values
+    name: str, doc: str | None, study: Any, full: Any, short: Any, **values: Any
 ) -> None:
     """Run `study(page, settings)`, and write down what it adds to the page.
 
-    `values` of a function take the settings, and go into the page's introduction.
+    `values` are functions of the settings, for the page's introduction.
     """
     options = arguments(doc).parse_args()
     settings = short if options.quick else full
-    values = {name: value(settings) for name, value in values.items()}
-    page = Report(name, options, **values)
+    page = Report(name, options, **{key: of(settings) for key, of in values.items()})
     study(page, settings)
     page.save()
 
@@ -298,83 +292,52 @@ def _rounded(value: Any) -> Any:
     return float(f"{float(value):.6g}")
 
 
-def _row(cells: Sequence[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     """A row of a table, in Markdown."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _judged(name: str, criterion: str) -> tuple[str, str]:
-    """What is to be thought of a target that is not met: a word, and why."""
-    for one in PAGES[name].get("judged", ()):
-        if any(part in criterion for part in one["of"]):
-            return one["verdict"], one["why"]
-    return "not judged yet", ""
-
-
 def _criteria(name: str, criteria: Iterable[Mapping[str, Any]]) -> str:
-    """A table of them, in Markdown."""
+    """A table of them, in Markdown, with what is to be thought of those not met."""
     lines = ["| criterion | | found |", "|---|---|---|"]
     for one in criteria:
-        word, found = "met", one["found"]
+        what, found, word = one["criterion"], [one["found"], one["why_not"]], "met"
         if not one["met"]:
-            verdict, why = _judged(name, one["criterion"])
-            word = f"**not met**: {verdict}"
-            parts = (one["found"], one["why_not"], why)
-            found = " ".join(f"{part.rstrip('.')}." for part in parts if part)
-        lines.append(_row([one["criterion"], word, found]))
+            judged = PAGES[name].get("judged", ())
+            those = [j for j in judged if any(part in what for part in j["of"])]
+            word = f"**not met**: {those[0]['verdict'] if those else 'not judged'}"
+            found += [j["why"] for j in those[:1]]
+        found = ". ".join(part.rstrip(".") for part in found if part)
+        lines.append(_row([what, word, found]))
     return "\n".join(lines)
-
-
-def _looked_up(found: Mapping[str, Any], one: Mapping[str, Any]) -> str:
-    """A number that matters: what a criterion found, or cells of a table."""
-    if "criterion" in one:
-        named = (
-            c for c in found["criteria"] if c["criterion"].startswith(one["criterion"])
-        )
-        return next(named)["found"]
-    (table,) = (t for t in found["tables"] if t["title"].startswith(one["table"]))
-    (row,) = (
-        row for row in table["rows"] if list(row[: len(one["row"])]) == one["row"]
-    )
-    return ", ".join(
-        f"{c}: {_cell(row[table['columns'].index(c)])}" for c in one["columns"]
-    )
 
 
 def summarise(folder: Path) -> str:
     """A page in Markdown: the numbers that matter, what is met, and what is not."""
-    pages = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    pages = {name: pages[name] for name in sorted(pages)}
-    every = [(name, one) for name, found in pages.items() for one in found["criteria"]]
-    met = sum(one["met"] for _, one in every)
-    numbers = ["| what | found | page |", "|---|---|---|"]
+    paths = sorted(folder.glob("*.json"))
+    pages = {path.stem: json.loads(path.read_text()) for path in paths}
+    links = {name: f"[{of['title']}]({name}.md)" for name, of in pages.items()}
+    every = [one for found in pages.values() for one in found["criteria"]]
+    met, rows = (
+        sum(one["met"] for one in every),
+        [("what", "found", "page"), ["---"] * 3],
+    )
     for one in PAGES["numbers"]:
-        if one["page"] in pages:
-            link = f"[{pages[one['page']]['title']}]({one['page']}.md)"
-            numbers.append(
-                _row([one["what"], _looked_up(pages[one["page"]], one), link])
-            )
-    text = [
-        "# Measured",
-        PAGES["summary"].strip(),
-        "## Ten numbers",
-        "\n".join(numbers),
-    ]
-    for title, wanted in (
-        (f"Met: {met} of {len(every)} criteria", True),
-        (f"Not met: {len(every) - met}, each with what is to be thought of it", False),
-    ):
-        text.append(f"## {title}")
+        of_page = pages.get(one["page"], {"criteria": ()})["criteria"]
+        found = [c["found"] for c in of_page if c["criterion"].startswith(one["of"])]
+        rows += [(one["what"], f, links[one["page"]]) for f in found]
+    text = ["# Measured", PAGES["summary"].strip(), "\n".join(map(_row, rows))]
+    for wanted, title in enumerate((f"{len(every) - met} not met", f"{met} met")):
+        text.insert(3, f"## {title} of {len(every)} criteria")
+        at = 4
         for name, found in pages.items():
-            some = [one for one in found["criteria"] if one["met"] == wanted]
-            if some:
-                text.append(f"### [{found['title']}]({name}.md)")
-                text.append(_criteria(name, some))
+            some = [one for one in found["criteria"] if one["met"] == bool(wanted)]
+            text[at:at] = [f"### {links[name]}", _criteria(name, some)] if some else []
+            at += 2 * bool(some)
     return "\n\n".join(text) + "\n"
 
 
 if __name__ == "__main__":
     folder = folder_of(arguments(__doc__).parse_args())
-    text = summarise(folder)
-    (folder / "README.md").write_text(text)
-    print(text)
+    (folder / "README.md").write_text(summarise(folder))
+    print(f"wrote {folder / 'README.md'}")

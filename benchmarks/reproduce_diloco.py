@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 # threads inside of small matrix products. XLA reads the size of its pool from NPROC.
 os.environ["NPROC"] = "1"
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import report
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from report import Line, Panel, listed, of_seeds
+from report import Line, Panel, of_seeds
 from rich.progress import track
 
 import optx_sync as oxs
@@ -35,17 +36,15 @@ CONTEXT, EMBEDDING, HIDDEN = 12, 16, 272  # characters seen, and the layers' wid
 WORKERS, BATCH = 4, 32  # windows of text per worker and step
 ENOUGH_ROUNDS = 50  # fewer are over before an outer momentum of 0.9 pays
 SYNC, ONE = "data parallel", "1 worker"
-MILDER, PLAIN = "DiLoCo 1.0/0.5", "DiLoCo by SGD(1)"  # other outer optimizers
+MILDER = "DiLoCo 1.0/0.5"  # with another outer optimizer
 COMMON_RATE = 2e-3
+INNER = optax.adamw(COMMON_RATE)
 
 
 class Settings(NamedTuple):
-    """How large the study is."""
-
     steps: int
     evaluations: int
     periods: tuple[int, ...]
-    checked: tuple[int, ...]  # periods at which two programs are compared bit by bit
     seeds: int
     sweep: bool  # whether learning rates are chosen
 
@@ -58,8 +57,8 @@ class Method(NamedTuple):
     workers: int = WORKERS
 
 
-FULL = Settings(5000, 50, (10, 50, 100), (10, 50, 100), 4, True)
-SHORT = Settings(60, 2, (10,), (10,), 2, False)
+FULL = Settings(5000, 50, (10, 50, 100), 4, True)
+SHORT = Settings(60, 2, (10,), 2, False)
 
 
 @functools.cache
@@ -114,7 +113,6 @@ def methods(periods):
             "DiLoCo": oxs.diloco,
             MILDER: functools.partial(oxs.diloco, outer=milder),
             "averaging": oxs.local_sgd,
-            PLAIN: functools.partial(oxs.diloco, outer=optax.sgd(1.0)),
         }.items()
         for period in periods
     }
@@ -176,7 +174,6 @@ def make_training(method, steps, evaluations):
             "validation": loss_of(center, validation),
             "test": loss_of(center, test),
             "rounds": oxs.metrics(state).rounds if method.period else 0,
-            "params": (oxs.unstack(params), center),
         }
 
     def run(rate, seed, iid=True):
@@ -202,12 +199,12 @@ def study_of(name, settings):
     method, seeds = methods(settings.periods)[name], range(settings.seeds)
     train = make_training(method, settings.steps, settings.evaluations)
 
-    def validation_loss(rate):
+    def loss_at(rate):
         return float(train(rate, 0)["validation"])
 
-    sweep = {COMMON_RATE: validation_loss(COMMON_RATE)}
-    if settings.sweep:
-        sweep = try_rates(validation_loss)
+    sweep = (
+        try_rates(loss_at) if settings.sweep else {COMMON_RATE: loss_at(COMMON_RATE)}
+    )
     best = min(sweep, key=lambda rate: sweep[rate])
     runs = {"iid": [train(best, seed) for seed in seeds]}
     runs["common"] = [train(COMMON_RATE, seed) for seed in seeds]
@@ -223,49 +220,31 @@ def study_of(name, settings):
     }
 
 
-def count_differences(period):
-    """Numbers in which DiLoCo by SGD(1) and averaging differ in any bit.
+def count_bytes(method):
+    """(Bytes in every step, bytes in a round) of a worker's collectives.
 
-    Of the workers' parameters and of the center, after ten rounds.
+    They are read from the same step compiled for a device for each worker.
     """
-    found, bits = methods([period]), []
-    for name in ("averaging", PLAIN):
-        train = make_training(found[f"{name}, H={period}"], 10 * period, 1)
-        leaves = jax.tree.leaves(train(COMMON_RATE, 0)["params"])
-        bits.append(np.concatenate([leaf.view(np.int32).ravel() for leaf in leaves]))
-    return int(np.sum(bits[0] != bits[1]))
-
-
-def count_bytes(periods, names):
-    """{method: (bytes in every step, bytes in a round)} of a worker's collectives.
-
-    They are read from the same steps under `jax.shard_map`, each worker on a device.
-    """
-    jax.config.update("jax_num_cpu_devices", WORKERS)
-    mesh = jax.make_mesh((WORKERS,), ("workers",), axis_types=(AxisType.Auto,))
-    start, own, found = initial(0), P("workers"), {}
-    windows = jax.ShapeDtypeStruct((WORKERS, BATCH, CONTEXT + 1), jnp.int32)
-    for name in names:
-        tx = methods(periods)[name].wrap(optax.adamw(COMMON_RATE))
-        axes = oxs.state_axes(tx, start)
-        specs = (own, oxs.state_specs(tx, start, P(), "workers"))
-
-        def on_device(params, state, windows, tx=tx, axes=axes):
-            params, state = oxs.unstack(params), oxs.unstack(state, axes)
-            params, state = make_step(tx)(params, state, windows[0])
-            return oxs.stack(params, 1), oxs.stack(state, 1, axes)
-
-        def all_start(tx=tx, axes=axes):
-            state = oxs.stack(tx.init(start), WORKERS, axes)
-            return oxs.stack(start, WORKERS), state
-
-        step = jax.shard_map(
-            on_device, mesh=mesh, in_specs=(*specs, own), out_specs=specs
-        )
-        rows = oxs.audit.collectives(step, *jax.eval_shape(all_start), windows)
-        always = sum(row.bytes for row in rows if not row.conditional)
-        found[name] = always, sum(row.bytes for row in rows) - always
-    return found
+    tx, start, mesh = method.wrap(INNER), initial(0), by_hand.mesh_of(WORKERS)
+    axes, own = oxs.state_axes(tx, start), P("workers")
+    step: Any = jax.vmap(
+        make_step(tx),
+        (0, axes, 0),
+        (0, axes),
+        axis_name="workers",
+        spmd_axis_name="workers",
+    )
+    made = by_hand.step_of(
+        lambda carry, windows: step(*carry, windows),
+        mesh,
+        lambda of: (oxs.stack(of, WORKERS), oxs.stack(tx.init(of), WORKERS, axes)),
+        (own, oxs.state_specs(tx, start, P(), "workers")),
+        start,
+    )
+    shape, place = (WORKERS, BATCH, CONTEXT + 1), NamedSharding(mesh, own)
+    windows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    found = by_hand.contents(made.program.lower(made.carry, windows).compile())
+    return found["every step"], found["round"]
 
 
 def percent(losses, than):
@@ -303,7 +282,7 @@ def pictures(studies, sent, settings):
     ]
 
 
-def judge(page, settings, studies, bytes_of, differences):
+def judge(page, settings, studies, bytes_of):
     """Print each criterion as met or not."""
 
     def compare(key, period, other, allowed, rounds=0):
@@ -338,23 +317,17 @@ def judge(page, settings, studies, bytes_of, differences):
             exact &= bool(period * total == in_step * steps)
     found = f"{in_step:,} in every step, as many in a round inside of a conditional"
     page.criterion("bytes", exact, found)
-    found = listed(differences, differences.values(), "H={}: {:,} numbers differ")
-    page.criterion("same", not any(differences.values()), found)
 
 
 def study(page, settings):
     """Train everything, a core a program, and write down what was found."""
     spawn = multiprocessing.get_context("spawn")
-    names = [name for name in methods(settings.periods) if PLAIN not in name]
-    with ProcessPoolExecutor(1, spawn) as one:  # it has devices of its own
-        counting = one.submit(count_bytes, settings.periods, names)
-        with ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
-            runs = pool.map(functools.partial(study_of, settings=settings), names)
-            differ = pool.map(count_differences, settings.checked)
-            runs = track(runs, "Training", total=len(names))
-            studies = dict(zip(names, runs, strict=True))
-            differences = dict(zip(settings.checked, differ, strict=True))
-        bytes_of = counting.result()
+    names = list(methods(settings.periods))
+    with ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
+        runs = pool.map(functools.partial(study_of, settings=settings), names)
+        runs = track(runs, "Training", total=len(names))
+        studies = dict(zip(names, runs, strict=True))
+    bytes_of = {n: count_bytes(of) for n, of in methods(settings.periods).items()}
 
     sent, losses, sweeps = {}, [], []
     rates = sorted({rate for found in studies.values() for rate in found["sweep"]})
@@ -369,7 +342,7 @@ def study(page, settings):
         sweep = (f"{tried[r]:.3f}" if r in tried else "" for r in rates)
         sweeps.append((name, *sweep, of_seeds(found["common"], ".3f")))
     page.table("losses", losses)
-    judge(page, settings, studies, bytes_of, differences)
+    judge(page, settings, studies, bytes_of)
     page.table("rates", sweeps, rates=" | ".join(f"{r:g}" for r in rates))
     often, rare = settings.periods[0], settings.periods[-1]
     ends = (studies[f"DiLoCo, H={period}"]["iid"] for period in (rare, often))
@@ -377,7 +350,7 @@ def study(page, settings):
     page.text("published", often=often, rare=rare, times=rare // often, cost=cost)
     facts, kept = read_text()[0], settings._asdict()
     page.data(facts=facts, parameters=parameters(), settings=kept)
-    page.data(studies=studies, bytes=bytes_of, differences=differences)
+    page.data(studies=studies, bytes=bytes_of)
     page.picture(pictures(studies, sent, settings))
 
 
@@ -387,6 +360,7 @@ def parameters(_=None):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", WORKERS)
     values = {"text": lambda settings: read_text()[0], "parameters": parameters}
     values |= {name: operator.attrgetter(name) for name in ("steps", "seeds")}
     report.reproduce("reproduce_diloco", __doc__, study, FULL, SHORT, **values)
