@@ -43,8 +43,8 @@ DEVICES = (2, 4) if quick else (8, 32, 128, 512)
 WORKERS = (8, 16) if quick else (8, 16, 32, 64, 128, 256, 512)
 # Of so many leaves, how often; there is no time to compile programs of the most.
 COUNTS = {2: 1, 4: 1} if quick else {10: 5, 100: 2, 300: 1, 1_000: 1, 10_000: 0}
-NAMES = ("cross_shard", "sync_replicas, accumulating", "local_sgd")
-NAMES += () if quick else ("diloco", "agn", "elastic_average")
+NAMES = ("cross_shard", "local_sgd", "diloco", "agn", "elastic_average")
+NAMES = NAMES[:2] if quick else ("sync_replicas, accumulating", *NAMES)
 
 
 def given(params: Any, batch: Any) -> Any:
@@ -189,10 +189,8 @@ def show_workers(page: Report) -> None:
     """Simulated workers: memory and time of one, by their number."""
     simulate(WORKERS[0])  # warms up
     found = each("simulated workers", simulate, WORKERS)
-    page.table(
-        "workers",
-        ([f"{n:,}", *of.values()] for n, of in zip(WORKERS, found, strict=True)),
-    )
+    rows = zip(WORKERS, found, strict=True)
+    page.table("workers", ([f"{number:,}", *of.values()] for number, of in rows))
     held = [of["held"] for of in found]
     page.text("workers", grows=exponent(WORKERS, [of["to compile"] for of in found]))
     shown = f"{held[0]:,.0f} to {held[-1]:,.0f} bytes"

@@ -182,11 +182,7 @@ CASES = {
         lambda workers: oxs.cross_shard(INNER, AXIS), _alone, reduced, True, 1
     ),
     "sync_replicas": Case(
-        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
-        _alone,
-        reduced,
-        True,
-        1,
+        lambda number: oxs.sync_replicas(INNER, AXIS, number), _alone, reduced, True, 1
     ),
     "sync_replicas, accumulating": Case(
         lambda workers: oxs.sync_replicas(INNER, AXIS, PERIOD * workers),

@@ -183,10 +183,10 @@ def make_training(method, steps, evaluations):
     return functools.cache(run)
 
 
-def try_rates(loss_at):
+def try_rates(loss_at, others=True):
     """{rate: loss}: the common rate is doubled, or halved, while the loss falls."""
     losses = {COMMON_RATE: loss_at(COMMON_RATE)}
-    for factor in (2.0, 0.5):
+    for factor in (2.0, 0.5) if others else ():
         rate = COMMON_RATE
         while losses[rate] == min(losses.values()):
             rate *= factor
@@ -202,9 +202,7 @@ def study_of(name, settings):
     def loss_at(rate):
         return float(train(rate, 0)["validation"])
 
-    sweep = (
-        try_rates(loss_at) if settings.sweep else {COMMON_RATE: loss_at(COMMON_RATE)}
-    )
+    sweep = try_rates(loss_at, settings.sweep)
     best = min(sweep, key=lambda rate: sweep[rate])
     runs = {"iid": [train(best, seed) for seed in seeds]}
     runs["common"] = [train(COMMON_RATE, seed) for seed in seeds]

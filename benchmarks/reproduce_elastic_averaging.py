@@ -25,7 +25,7 @@ EXCHANGE = 2 * 4 * (64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10)  # bytes, both ways
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0)
 # Numbers of workers, steps, seeds and rates.
 FULL = ((4, 8, 16), 640, 5, RATES)
-SHORT = ((4,), 128, 2, RATES[6:10:2])
+SHORT = ((4,), 64, 2, RATES[6:10:2])
 # Test images, those to choose the rate, and training images.
 PARTS = np.split(np.random.default_rng(0).permutation(len(LABELS)), [360, 720])
 
