@@ -41,9 +41,9 @@ def test_no_script_is_forgotten():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", PAGES)
 def test_it_writes_its_pages(script, tmp_path, module):
+    command = [sys.executable, "-W", "error", BENCHMARKS / f"{script}.py", "--quick"]
     finished = subprocess.run(
-        [sys.executable, "-W", "error", BENCHMARKS / f"{script}.py", "--quick"]
-        + ["--out", tmp_path],
+        [*command, "--out", tmp_path],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "16"},
         capture_output=True,
         encoding="utf-8",
