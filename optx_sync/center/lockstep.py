@@ -89,12 +89,19 @@ class Measured(NamedTuple):
 
 
 class CenterMetrics(NamedTuple):
-    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent."""
+    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent.
 
-    rounds: jax.Array  # int32[], rounds so far
-    steps_since_round: jax.Array  # int32[]
-    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
-    distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+    Shapes are those of one worker; of a stacked state what is a worker's own has the
+    worker axis in front, [N].
+    """
+
+    rounds: jax.Array  # int32[], rounds so far, those without this worker included
+    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
+    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: jax.Array
+    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    # None where `metrics` was not given the parameters.
+    distance: jax.Array | None
     # Of the last round, with `measure=True`; otherwise None.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
     contribution_norm: jax.Array | None  # float32[], not yet divided
