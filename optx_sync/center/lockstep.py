@@ -362,7 +362,6 @@ def center_variable(
             (add_updates(params, updates), accumulated), axis_name
         )
         inner_new = _but_counters(localize, inner_new, axis_name)
-        x = vary_like(x, params)
         broken = state.broken
         if drop_nonfinite:
             finite_now = everywhere(is_finite(x), params, axis_name)
