@@ -74,7 +74,7 @@ def on_devices(name: str, arm: str, params: Any, devices: int) -> tuple[Any, Any
     """A step of a case, jitted for as many devices, and its arguments' shapes."""
     if arm == OPTAX:
         carry = (params, jax.eval_shape(INNER.init, params))
-        step: Any = lambda carry, grads: by_hand.descend(*carry, grads)  # noqa: E731
+        step: Any = lambda carry, grads: by_hand.descend(*carry, grads)  # noqa: E731  # pyright: ignore[reportCallIssue]
         return jax.jit(step, donate_argnums=0), (carry, params)
     make = by_hand.with_library if arm == LIBRARY else by_hand.by_hand
     step = make(CASES[name], params, devices, given)
@@ -232,10 +232,10 @@ def show_leaves(page: Report, found: dict[int, list[dict[str, Any]]]) -> None:
         drawn = []
         for label, points in of_stage.items():
             (near, _), (far, _) = points[-2:]
-            slope = exponent(*zip(*points[-2:], strict=True))
+            slope = exponent(*zip(*points[-2:], strict=True))  # pyright: ignore[reportArgumentType]
             between = f"leaves^{slope:.2f} from {near:,} to {far:,}"
             grow.append(f"{stage} of {label} as {between}")
-            drawn.append(Line(label, *zip(*points, strict=True)))
+            drawn.append(Line(label, *zip(*points, strict=True)))  # pyright: ignore[reportArgumentType]
         panels.append(Panel("leaves", f"seconds to {stage}", drawn, log="xy"))
     page.text("leaves", grow="; ".join(grow))
     page.picture(panels, "leaves")
@@ -247,7 +247,7 @@ def main() -> None:
     devices = dict(zip(DEVICES, each("devices", ask, DEVICES), strict=True))
     leaves = dict(zip(COUNTS, each("leaves", of_leaves, COUNTS), strict=True))
     page.data(devices=devices, leaves=leaves)
-    show_devices(page, devices)
+    show_devices(page, devices)  # pyright: ignore[reportArgumentType]
     show_workers(page)
     show_leaves(page, leaves)
     page.save()

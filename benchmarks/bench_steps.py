@@ -90,7 +90,7 @@ def build(tx: Any, params: Any) -> tuple[Any, float, float]:
     gc.collect()
     state = jax.eval_shape(tx.init, params)
     start = time.perf_counter()
-    lowered = step_of(tx).trace(params, state, params).lower()
+    lowered = step_of(tx).trace(params, state, params).lower()  # pyright: ignore[reportFunctionMemberAccess]
     traced = time.perf_counter()
     compiled = lowered.compile()
     return compiled, traced - start, time.perf_counter() - traced

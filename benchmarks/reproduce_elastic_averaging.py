@@ -144,7 +144,7 @@ def cells_of(which, steps, seeds, rates):
         )
         rounds = np.asarray(rounds)[events // LOOKS - 1 :: events // LOOKS]
         measured = map(np.asarray, evaluate(centers))
-        found[name, workers, period] = Cell(*measured, rounds)
+        found[name, workers, period] = Cell(*measured, rounds)  # pyright: ignore[reportCallIssue]
     return found
 
 

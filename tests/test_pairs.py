@@ -113,7 +113,8 @@ def history(tx, inputs, params=None, state=None, reduce_value=False):
         value = oxs.reduce(now["value"], AXIS) if reduce_value else now["value"]
         updates, state = tx.update({"w": now["w"]}, state, params, value=value)
         params = optax.apply_updates(params, updates)
-        return (params, state), params["w"]
+        moved: Any = params
+        return (params, state), moved["w"]
 
     return jax.lax.scan(step, (params, state), inputs)[1]
 
@@ -160,7 +161,8 @@ def on_mesh(wrapper, inner):
 
     def workers(params, inputs):
         params = oxs.unstack(params)
-        return history(tx, oxs.unstack(inputs), params)[None]
+        moved: Any = history(tx, oxs.unstack(inputs), params)
+        return moved[None]
 
     arguments = (OWN,) if own else (oxs.stack(PARAMS, N), SAME)
     return jax.shard_map(

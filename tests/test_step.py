@@ -126,7 +126,7 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
 
     def run(params, state):
         def body(carry, number):
-            params, state = step(*carry, grads_of(number))
+            params, state = step(*carry, grads_of(number))  # pyright: ignore[reportCallIssue]
             apart = [
                 jnp.any(p != c[None])
                 for p, c in zip(
@@ -148,7 +148,7 @@ def test_one_compilation_over_many_steps_and_donated():
     tx = RULES["diloco"](PERIOD)
     params, state, axes = start(tx)
     one_step = chex.assert_max_traces(
-        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)), n=1
+        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)), n=1  # pyright: ignore[reportCallIssue]
     )
     step = jax.jit(one_step, donate_argnums=(0, 1))
     for _ in range(20):

@@ -23,7 +23,8 @@ def by_value():
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda u: jnp.full_like(u, value), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+    made: Any = optax.GradientTransformationExtraArgs
+    return made(lambda params: (), update)
 
 
 def seen(tx, **extra):
@@ -93,7 +94,8 @@ def test_a_plateau_is_the_same_for_all():
 
     def train(losses):
         (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
-        return params[0]
+        first: Any = params
+        return first[0]
 
     # One falls, the other does not; their mean falls.
     losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
@@ -166,7 +168,8 @@ def test_the_center_s_own_step_gets_the_workers_mean():
         state, updates = tx.init(PARAMS), PARAMS
         for _ in range(2):
             updates, state = tx.update(jnp.ones(2), state, PARAMS, value=value)
-        return updates[0]
+        first: Any = updates
+        return first[0]
 
     assert jax.vmap(steps, axis_name=AXIS)(VALUES).tolist() == [3.0] * N
     for value in (jnp.ones((N, 2)), jnp.ones(N, jnp.int32)):
