@@ -26,18 +26,24 @@ class Checkpoints:
     def __init__(self, folder: str | pathlib.Path):
         try:
             import orbax.checkpoint
-            from etils import epath
         except ImportError as error:
             raise ImportError(
                 "checkpoint_dir needs Orbax: pip install 'optx-sync[ray]'."
             ) from error
-        path = epath.Path(folder)
-        self.folder: Any = path if "://" in str(folder) else path.absolute()
+        self.folder: Any = self.path_of(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._module = orbax.checkpoint
         self._checkpointer = self._module.Checkpointer(
             self._module.PyTreeCheckpointHandler()
         )
+
+    @staticmethod
+    def path_of(folder: str | pathlib.Path) -> Any:
+        """A path as Orbax takes it, here or elsewhere."""
+        from etils import epath  # Orbax stands on it.
+
+        path = epath.Path(folder)
+        return path if "://" in str(folder) else path.absolute()
 
     def numbers(self) -> tuple[int, ...]:
         """The finished checkpoints."""
@@ -62,7 +68,7 @@ class Checkpoints:
         """
         path = self.folder / str(number)
         try:
-            tree = self._checkpointer.metadata(path).item_metadata.tree
+            tree = self._checkpointer.metadata(path).item_metadata.tree  # pyright: ignore
             as_numpy = self._module.RestoreArgs(restore_type=np.ndarray)
             restored = self._checkpointer.restore(
                 path, restore_args=jax.tree.map(lambda _: as_numpy, tree)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a run: its history, a table in a terminal, lines on a log elsewhere."""
+"""What happens in a run: its history, a table in a terminal, else lines on a log."""
 
 import logging
 import time

@@ -69,5 +69,6 @@ def join_parts(parts: list[Any], params: Any) -> Any:
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
             found[path_name(path)] = leaf
     return jax.tree_util.tree_map_with_path(
-        lambda path, param: np.asarray(found[path_name(path)]).astype(param.dtype), params
+        lambda path, param: np.asarray(found[path_name(path)]).astype(param.dtype),
+        params,
     )

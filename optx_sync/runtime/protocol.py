@@ -21,11 +21,11 @@ that hears of a higher one saves itself before it looks at the message. So a pus
 was prepared after a cut anywhere is applied after it everywhere. What lies prepared is
 saved too, and after a restore it is decided as at a join.
 
-**Epochs.** When a server starts afresh all servers go back to the newest cut that all of
-them have, and a new epoch begins. A message of another epoch is turned away, and its
+**Epochs.** When a server starts afresh all servers go back to the newest cut that all
+of them have, and a new epoch begins. A message of another epoch is turned away, and its
 sender resumes: it says which incarnation it is and hears which push of its was the last
-that survived. What came after is lost, and it knows, or it sends it again if it has kept
-it (`replay`).
+that survived. What came after is lost, and it knows, or it sends it again if it has
+kept it (`replay`).
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -429,8 +429,9 @@ ENDS = ("idle", "waiting", "superseded", "refused")
 def begin(client: Client, goal: str) -> Client:
     """Start something.
 
-    "join"; "hello" of one that pushes and has not joined; "push" a new push, or the last one "again"; "wait" for a token; "start" with
-    the others; "leave"; "look", for which all servers must be there.
+    "join"; "hello" of one that pushes and has not joined; "push" a new push, or the
+    last one "again"; "wait" for a token; "start" with the others; "leave"; "look", for
+    which all servers must be there.
     """
     client = client._replace(goal=goal, lost=0, waited=0, message="")
     if goal == "push":
@@ -471,7 +472,7 @@ def hears(client: Client, server: int, answer: Answer) -> Client:
         case Standing():
             client = client._replace(cut=max(client.cut, answer.cut))
     if client.phase == "enter" and server == 0:
-        entry = answer.entries[0]
+        entry = answer.entries[0]  # pyright: ignore[reportAttributeAccessIssue] # a Standing
         client = client._replace(incarnation=entry.incarnation, joins=entry.joins)
     heard = client.heard
     client = client._replace(heard=(*heard[:server], answer, *heard[server + 1 :]))

@@ -296,6 +296,7 @@ class _Supervisor:
     def _over(self, index: int, reference: Any) -> None:
         """A worker has returned, or is dead, or cannot be reached."""
         error: Exception | None = None
+        what: Any
         try:
             how, what = self.ray.get(reference)
         except self.ray.exceptions.RayTaskError as raised:

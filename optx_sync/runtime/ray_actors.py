@@ -423,24 +423,31 @@ class ServerActor:
             return error
 
     def begin(self, params: Any) -> Any:
+        """See `Server.begin`."""
         return self._call("begin", params)
 
     def handle(self, request: Any, push: Push | None = None) -> Any:
+        """See `Server.handle`."""
         return self._call("handle", request, push)
 
     def everyone_joined(self) -> Any:
+        """See `Server.everyone_joined`."""
         return self._call("everyone_joined")
 
     def leave(self, worker: int) -> Any:
+        """See `Server.leave`."""
         return self._call("leave", worker)
 
     def center(self) -> Any:
+        """See `Server.center`."""
         return self._call("center")
 
     def averages(self) -> Any:
+        """See `Server.averages`."""
         return self._call("averages")
 
     def events(self, boot: str, since: int) -> Any:
+        """See `Server.events`."""
         return self._call("events", boot, since)
 
 
@@ -448,6 +455,8 @@ class WorkerActor:
     """The process in which `worker_fn` runs."""
 
     def run(self, index: int, start: tuple) -> tuple[str, Any]:
+        """What became of it, "done", "refused" or "error", and what goes with that."""
+        worker: Worker | None = None
         worker_fn, connection, params, inner, agreement, *settings = start
         num_workers, communication_period, synchronous = settings
         try:
@@ -470,13 +479,12 @@ class WorkerActor:
                     f"Worker {index} left with sys.exit({error.code!r})."
                 )
         except Exception as error:
-            return "error", _portable(error)
-        left = worker.unpushed
+            return "error", portable(error)
         connection.finish(index)
-        return "done", left
+        return "done", worker.unpushed if worker else 0
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that arrives: some can be pickled, but not read again."""
     text = "".join(traceback.format_exception(error))
     try:

@@ -6,6 +6,8 @@ import pathlib
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -20,6 +22,7 @@ import optx_sync as oxs
 from optx_sync import runtime
 from optx_sync.runtime import Push, PushRefused, SyncReplicas
 from optx_sync.runtime import ray as on_ray
+from optx_sync.runtime.ray_actors import portable
 from optx_sync.simulate import asynchronous
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -55,7 +58,7 @@ def cluster():
             patch.setenv(name, value)
         try:
             ray.init(
-                num_cpus=8,
+                num_cpus=2,  # Fewer than workers.
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=200 * 1024**2,
@@ -297,12 +300,95 @@ def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
     assert history.count("refused", 1) == 1 and history.count("lost", 1) == 1
 
 
-def test_error_in_a_worker_ends_the_run():
-    def train(worker):
-        raise KeyError("no such data set")
+def test_nothing_is_lost_with_replay_and_parts_of_realistic_sizes(tmp_path):
+    """A server's part is above what Ray sends along with a call, and above 1 MB."""
+    params = {"a": np.zeros(300_000, np.float32), "b": np.zeros(40_000, np.float32)}
+    down = {name: -np.ones_like(value) for name, value in params.items()}
 
-    with pytest.raises(KeyError, match="no such data set"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1)
+    def train(worker):
+        servers = worker.connection.servers
+        while worker.local_step < 16:
+            worker.step(down)
+            if (worker.index, worker.local_step) == (0, 7):
+                os.kill(ray.get(servers[1].pid.remote()), signal.SIGKILL)
+            if (worker.index, worker.local_step, worker.restarts) == (1, 12, 0):
+                os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / f"rounds.{worker.index}").write_text(
+            json.dumps([worker.rounds, worker.lost])
+        )
+
+    center, history = runtime.run(
+        train, params, ONE, COUNT, num_workers=2, num_servers=2,
+        communication_period=1, checkpoint_dir=tmp_path / "saved", checkpoint_every=5,
+        replay=True,
+    )  # fmt: skip
+    left = written(tmp_path)
+    assert history.count("lost") == 1 and history.count("restored") == 2
+    assert left["rounds.0"] == [16, 0] and left["rounds.1"] == [16, 0]
+    # All of both, on both servers: nothing lost, nothing twice, nothing torn.
+    assert np.all(center["a"] == 32) and np.all(center["b"] == 32)
+
+
+class TwoArguments(Exception):
+    """An exception that can be pickled, and not read again."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_error_in_a_worker_ends_the_run_and_carries_the_center(tmp_path):
+    def train(worker):
+        worker.step(DOWN)
+        if worker.index == 0:
+            (tmp_path / "done.0").write_text("0")
+            sys.exit(0)  # A way to return.
+        while not (tmp_path / "done.0").exists():
+            time.sleep(0.05)
+        raise KeyError("no such data")
+
+    settings: dict[str, Any] = {"num_workers": 2, "communication_period": 1}
+    with pytest.raises(KeyError, match="no such data") as caught:
+        runtime.run(train, PARAMS, ONE, COUNT, **settings)
+    error: Any = caught.value
+    assert np.all(error.center["w"] == 2) and error.history.count("push") == 2
+    assert error.history.count("lost") == 0
+
+
+def test_exceptions_arrive_whatever_they_are_made_of():
+    assert isinstance(portable(KeyError("a")), KeyError)
+    arrived = portable(TwoArguments(1, "2"))
+    assert isinstance(arrived, RuntimeError)
+    assert "TwoArguments: 1 and 2" in str(arrived)
+
+
+def test_run_joins_the_cluster_that_its_environment_names(tmp_path):
+    """As a submitted job does; and it takes no more than the places that are free."""
+    script = """
+import numpy as np, optax, optx_sync as oxs
+from optx_sync import runtime
+
+rule = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+params = {"w": np.zeros(2, np.float32)}
+
+def train(worker):
+    worker.step({"w": -np.ones(2, np.float32)})
+
+center, _ = runtime.run(
+    train, params, optax.sgd(1.0), rule, num_workers=3, communication_period=1
+)
+print("center", center["w"].tolist())
+"""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "center [3.0, 3.0]" in done.stdout, done.stderr
+    assert "has joined" in done.stderr  # There is no terminal: the log says it.
 
 
 def test_worker_that_dies_again_and_again_ends_the_run(monkeypatch):

@@ -68,9 +68,7 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
     return Round(num_workers, period, jnp.int32(steps))
 
 
-def center_way(
-    rule: CenterRule, num_workers: int, communication_period: Period
-) -> Way:
+def center_way(rule: CenterRule, num_workers: int, communication_period: Period) -> Way:
     """What server and workers do under a rule."""
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
@@ -193,7 +191,7 @@ class Center:
         new = {path: self.bounds[path] + sizes[path] for path in added}
         for path, size in new.items():
             center = self.center[path]
-            if size < np.finfo(center.dtype).max:
+            if size < float(np.finfo(center.dtype).max):
                 continue
             with np.errstate(over="ignore"):
                 new[path] = float(np.abs(center + added[path]).max(initial=0))
