@@ -1,17 +1,15 @@
 """Time per exchange of asynchronous workers with the center, by size of the variables.
 
     python benchmarks/bench_async.py                   # three minutes
-    python benchmarks/bench_async.py --quick           # half a minute
+    python benchmarks/bench_async.py --quick           # short
 
 Two worker processes on a local Ray push and take the center back, both at once, as fast
 as they can, so an exchange takes as long as a round of both. In the same run, in turns:
 a naive Ray actor, as one writes it first (JAX arrays, push, then pull), the same with
-NumPy arrays, Ray's own part of an exchange (an actor that takes the arrays and answers
-with others, and does nothing with them), and a plain NumPy copy of the bytes that a
+NumPy arrays, Ray's own part of an exchange, and a plain NumPy copy of the bytes that a
 round moves, there and back for each worker.
 """
 
-import functools
 import os
 import statistics
 import time
@@ -23,10 +21,10 @@ os.environ["RAY_worker_niceness"] = "0"
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import ray
 import report
+from report import Line, Panel
 from rich.progress import track
 
 import optx_sync as oxs
@@ -34,8 +32,7 @@ from optx_sync import runtime
 from optx_sync.runtime import Push
 
 WORKERS, VARIABLES = 2, 8
-SIZES = (1_000, 1_000_000, 10_000_000)
-# Times faster than the naive actor, by size.
+# Floats in the variables: how many times faster than the naive actor it should be.
 TARGETS = {1_000: 1.2, 1_000_000: 3.0, 10_000_000: 3.0}
 COPY_TARGET = 4.0  # times the copy, at most, at the largest size
 # Measured once with TensorFlow 1.15's parameter server on a machine like this one, 2
@@ -46,8 +43,10 @@ RULES = {
     "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.0),
     "diloco": oxs.diloco_rule(),
 }
-RAY_ALONE = "Ray alone"
-COLORS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE"]
+NAIVE, NUMPY, RAY_ALONE = "naive actor", "naive actor, NumPy", "Ray alone"
+# Sizes, numbers of servers, blocks of measurements and seconds of each.
+FULL = (tuple(TARGETS), (1, 2), 5, 1.0)
+SHORT = ((1_000,), (1,), 1, 0.1)
 
 
 class _Naive:
@@ -71,48 +70,35 @@ class _Worker:
 
     def __init__(self, index, size):
         self.index, self.rounds = index, {}
-        self.arrays = make(size)
-        self.there, self.back = make(size), make(size)
+        self.arrays, self.there, self.back = make(size), make(size), make(size)
 
-    def naive(self, actor):
-        ray.get(actor.push.remote(self.arrays))
-        ray.get(actor.pull.remote())
-
-    def naive_jax(self, actor):
-        # A worker's parameters are JAX arrays, and Ray can send them.
-        ray.get(actor.push.remote({k: jnp.asarray(v) for k, v in self.arrays.items()}))
-        jax.block_until_ready(ray.get(actor.pull.remote()))
-
-    def swap(self, actor):
-        ray.get(actor.swap.remote(self.arrays))
-
-    def copy(self, _):
-        for name, array in self.arrays.items():
-            for _ in range(WORKERS):
-                np.copyto(self.there[name], array)
-                np.copyto(self.back[name], array)
-
-    def exchange(self, connection, what, name):
-        number = self.rounds[name] = self.rounds.get(name, 0) + 1
-        arrays = {f"['{key}']": array for key, array in self.arrays.items()}
-        connection.push(Push(self.index, number, {what: arrays}))
+    def call(self, name, target):
+        """One exchange of this kind."""
+        if name in (NAIVE, NUMPY):
+            # A worker's parameters are JAX arrays, and Ray can send them.
+            kind = jnp.asarray if name == NAIVE else np.asarray
+            moved = {key: kind(array) for key, array in self.arrays.items()}
+            ray.get(target.push.remote(moved))
+            jax.block_until_ready(ray.get(target.pull.remote()))
+        elif name == RAY_ALONE:
+            ray.get(target.swap.remote(self.arrays))
+        elif name == "copy":
+            for key, array in self.arrays.items():
+                for _ in range(WORKERS):
+                    np.copyto(self.there[key], array)
+                    np.copyto(self.back[key], array)
+        else:
+            what = "params" if name.startswith("elastic") else "contribution"
+            number = self.rounds[name] = self.rounds.get(name, 0) + 1
+            arrays = {f"['{key}']": array for key, array in self.arrays.items()}
+            target.push(Push(self.index, number, {what: arrays}))
 
     def measure(self, name, target, seconds):
-        what = "params" if name.startswith("elastic") else "contribution"
-        others = {
-            "naive actor": self.naive_jax,
-            "naive actor, NumPy": self.naive,
-            RAY_ALONE: self.swap,
-            "copy": self.copy,
-        }
-        exchange = functools.partial(self.exchange, what=what, name=name)
-        call = others.get(name, exchange)
-
-        call(target)
+        self.call(name, target)
         times, end = [], time.perf_counter() + seconds
         while len(times) < 3 or time.perf_counter() < end:
             start = time.perf_counter()
-            call(target)
+            self.call(name, target)
             times.append(1e3 * (time.perf_counter() - start))
         return times
 
@@ -123,22 +109,18 @@ def make(size):
     return {str(i): np.array(part) for i, part in enumerate(parts)}
 
 
-def bench(size, names, servers, blocks, seconds):
+def bench(size, servers, blocks, seconds):
     """Milliseconds of each exchange, by name."""
-    params = make(size)
-    naive = ray.remote(_Naive).options(num_cpus=0)
+    params, naive = make(size), ray.remote(_Naive).options(num_cpus=0)
     as_jax = jax.tree.map(jnp.asarray, params)
-    targets: dict[str, Any] = {
-        "naive actor": naive.remote(as_jax),
-        "naive actor, NumPy": naive.remote(params),
-        RAY_ALONE: naive.remote(params),
-    }
+    targets: dict[str, Any] = {NAIVE: naive.remote(as_jax)}
+    targets |= {name: naive.remote(params) for name in (NUMPY, RAY_ALONE)}
     actors = list(targets.values())
-    for name in names:
+    for name, rule in RULES.items():
         for count in servers:
             key = name if count == 1 else f"{name}, {count} servers"
             targets[key] = runtime.start_servers(
-                params, RULES[name], num_workers=WORKERS, num_servers=count
+                params, rule, num_workers=WORKERS, num_servers=count
             )
             actors += targets[key].servers
     worker: Any = ray.remote(_Worker).options(num_cpus=0)
@@ -157,101 +139,55 @@ def bench(size, names, servers, blocks, seconds):
     return times
 
 
-def judge(found, size, medians):
+def judge(page, size, middle):
     """Compare with the targets; say what limits it where one is missed."""
-    alone = medians[RAY_ALONE]
-    for name in (name for name in RULES if name in medians):
-        times = medians["naive actor"] / medians[name]
+    alone, naive, copy = (middle[name] for name in (RAY_ALONE, NAIVE, "copy"))
+    for name in RULES:
+        faster, copies = naive / middle[name], middle[name] / copy
         because = (
             f"Ray alone, moving the same arrays without arithmetic, takes {alone:.1f} "
-            f"ms of the {medians[name]:.1f} ms, which is "
-            f"{medians['naive actor'] / alone:.2f} times faster than the naive actor"
+            f"ms of the {middle[name]:.1f} ms, which is {naive / alone:.2f} times "
+            "faster than the naive actor"
         )
-        if size in TARGETS:
-            found.criterion(
-                f"{name}, {size:,} floats: at least {TARGETS[size]} times faster than "
-                "the naive actor",
-                times >= TARGETS[size],
-                f"{times:.2f} times",
-                because,
-            )
-        if size == SIZES[-1]:
-            copies = medians[name] / medians["copy"]
-            found.criterion(
-                f"{name}, {size:,} floats: within {COPY_TARGET:.0f} times the copy",
-                copies <= COPY_TARGET,
-                f"{copies:.2f} times",
-                f"Ray alone takes {alone / medians['copy']:.2f} times the copy",
-            )
+        where: Any = {"name": name, "size": size, "target": TARGETS[size]}
+        met = faster >= TARGETS[size]
+        page.criterion("faster", met, f"{faster:.2f} times", because, **where)
+        if size == max(TARGETS):
+            because = f"Ray alone takes {alone / copy:.2f} times the copy"
+            met = copies <= COPY_TARGET
+            page.criterion("copy", met, f"{copies:.2f} times", because, **where)
 
 
-def draw(medians):
-    """Milliseconds against the size, both logarithmic."""
-    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    names = ["naive actor", *RULES, RAY_ALONE, "copy"]
-    sizes = list(medians)
-    for name, color in zip(names, COLORS, strict=True):
-        if name in medians[sizes[0]]:
-            line = [medians[size][name] for size in sizes]
-            axis.loglog(sizes, line, "o-", color=color, label=name)
-    known = [size for size in sizes if size in TENSORFLOW]
-    line = [TENSORFLOW[size] for size in known]
-    axis.loglog(known, line, "kx:", label="TensorFlow 1.15, measured elsewhere")
-    axis.set(xlabel="floats in the variables", ylabel="ms per exchange, median")
-    axis.legend(frameon=False)
-    axis.grid(alpha=0.3)
-    return figure
-
-
-def main():
+def study(page, settings):
     """Measure all sizes and write the page."""
-    options = report.arguments(__doc__).parse_args()
-    sizes, servers, blocks, seconds = SIZES, (1, 2), 5, 1.0
-    if options.quick:
-        sizes, servers, blocks, seconds = SIZES[:1], (1,), 1, 0.3
-    found = report.Report(
-        "bench_async",
-        "An exchange with the center on Ray",
-        f"Milliseconds per exchange of {WORKERS} worker processes that push and take "
-        f"the center back as fast as they can, {VARIABLES} variables of equal size. "
-        "Ray alone is an actor that takes the arrays, answers with others and does "
-        "nothing with them; the copy is of the bytes that both workers move. "
-        "TensorFlow 1.15's parameter server was measured on a similar machine, not in "
-        "this run.",
-        options,
-    )
+    sizes, *plan = settings
+    memory = 4 * 1024**3 if len(sizes) > 1 else 10**8
     ray.init(
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=4 * 1024**3,
+        object_store_memory=memory,
     )
     medians = {}
     for size in track(sizes, description="measuring"):
-        times = bench(size, list(RULES), servers, blocks, seconds)
+        times = bench(size, *plan)
         medians[size] = middle = {n: statistics.median(t) for n, t in times.items()}
-        rows = [
-            [
-                name,
-                report.spread(of_name),
-                middle["naive actor"] / middle[name],
-                middle[name] / middle["copy"],
-                middle[name] / middle[RAY_ALONE],
-            ]
-            for name, of_name in times.items()
-        ]
-        if size in TENSORFLOW:
-            rows.append(["TensorFlow 1.15, a round", str(TENSORFLOW[size]), "", "", ""])
-        found.table(
-            f"{size:,} floats",
-            ["exchange", "ms", "naive / this", "this / copy", "this / Ray alone"],
-            rows,
-        )
-        judge(found, size, middle)
+        rows = []
+        for name, of_name in times.items():
+            pairs = (NAIVE, name), (name, "copy"), (name, RAY_ALONE)
+            beside = (middle[a] / middle[b] for a, b in pairs)
+            rows.append([name, report.spread(of_name), *beside])
+        rows.append(["TensorFlow 1.15, a round", str(TENSORFLOW[size]), "", "", ""])
+        page.table("exchanges", rows, size=size)
+        judge(page, size, middle)
     ray.shutdown()
-    found.picture(draw(medians), "Time of an exchange against the size.")
-    found.save()
+    names = [NAIVE, *RULES, RAY_ALONE, "copy"]
+    lines = [Line(name, sizes, [medians[n][name] for n in sizes]) for name in names]
+    known = [TENSORFLOW[size] for size in sizes]
+    lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:"))
+    unit = "ms per exchange, median"
+    page.picture([Panel("floats in the variables", unit, lines, log="xy")])
 
 
 if __name__ == "__main__":
-    main()
+    report.reproduce("bench_async", __doc__, study, FULL, SHORT)

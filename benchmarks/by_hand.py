@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import hlo
 
 AXIS, PERIOD, RATE = "workers", 5, 0.1
 INNER = optax.adam(1e-3)
@@ -46,44 +47,20 @@ class Case(NamedTuple):
     period: int = PERIOD
 
 
-def minus(a: Tree, b: Tree) -> Tree:
-    """The difference of two trees."""
-    return jax.tree.map(operator.sub, a, b)
-
-
-def plus(a: Tree, b: Tree) -> Tree:
-    """The sum of two trees."""
-    return jax.tree.map(operator.add, a, b)
-
-
-def wide(tree: Tree) -> Tree:
-    """A float32 copy, as centers and accumulators of half precision are held."""
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), tree)
-
-
-def as_wide(tree: Tree) -> Tree:
-    """The same arrays in float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
-def rounded(tree: Tree, like: Tree) -> Tree:
-    """The arrays in the dtypes of others."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
-
-
-def zeros(tree: Tree) -> Tree:
-    """A tree of zeros."""
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
-def copy(tree: Tree) -> Tree:
-    """A tree that shares no buffer with this one, so that both can be donated."""
-    return jax.tree.map(jnp.copy, tree)
-
-
-def varying(tree: Tree) -> Tree:
-    """What is equal on all workers, marked as each worker's own."""
-    return jax.tree.map(lambda x: lax.pcast(x, AXIS, to="varying"), tree)
+over_trees = functools.partial(functools.partial, jax.tree.map)
+minus, plus = over_trees(operator.sub), over_trees(operator.add)
+zeros = over_trees(jnp.zeros_like)
+# Shares no buffer with what it is of, so that both can be donated.
+copy = over_trees(jnp.copy)
+# What is equal on all workers, marked as each worker's own.
+varying = over_trees(lambda x: lax.pcast(x, AXIS, to="varying"))
+# Inside of `shard_map`: a worker's part, without the axis of the workers; and back.
+own, kept = over_trees(lambda x: x[0]), over_trees(lambda x: x[None])
+# Centers and accumulators of half precision are held in float32; a copy, and not.
+wide = over_trees(lambda x: jnp.array(x, jnp.float32, copy=True))
+as_wide = over_trees(lambda x: x.astype(jnp.float32))
+# The arrays in the dtypes of others.
+rounded = over_trees(lambda x, like: x.astype(like.dtype))
 
 
 def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
@@ -204,32 +181,28 @@ def _rule(name: str) -> Callable[[int], Any]:
     return lambda workers: RULES[name](communication_period=PERIOD)
 
 
+def _alone(params: Tree) -> tuple[Tree, Tree]:
+    return (), INNER.init(params)
+
+
+def _with_center(params: Tree) -> tuple[Tree, Tree]:
+    return INNER.init(params), wide(params)
+
+
 CASES = {
     "cross_shard": Case(
-        lambda workers: oxs.cross_shard(INNER, AXIS),
-        lambda params: ((), INNER.init(params)),
-        reduced,
-        replicated=True,
-        period=1,
+        lambda workers: oxs.cross_shard(INNER, AXIS), _alone, reduced, True, 1
     ),
     "sync_replicas": Case(
-        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
-        lambda params: ((), INNER.init(params)),
-        reduced,
-        replicated=True,
-        period=1,
+        lambda number: oxs.sync_replicas(INNER, AXIS, number), _alone, reduced, True, 1
     ),
     "sync_replicas, accumulating": Case(
         lambda workers: oxs.sync_replicas(INNER, AXIS, PERIOD * workers),
         lambda params: (zeros(params), INNER.init(params)),
         accumulated,
-        replicated=True,
+        True,
     ),
-    "local_sgd": Case(
-        _rule("local_sgd"),
-        lambda params: (INNER.init(params), wide(params)),
-        local_sgd,
-    ),
+    "local_sgd": Case(_rule("local_sgd"), _with_center, local_sgd),
     "diloco": Case(
         _rule("diloco"),
         lambda params: (INNER.init(params), (wide(params), OUTER.init(wide(params)))),
@@ -243,11 +216,7 @@ CASES = {
         ),
         agn,
     ),
-    "elastic_average": Case(
-        _rule("elastic_average"),
-        lambda params: (INNER.init(params), wide(params)),
-        elastic,
-    ),
+    "elastic_average": Case(_rule("elastic_average"), _with_center, elastic),
     "elastic_average, penalty": Case(
         _rule("elastic_average, penalty"),
         lambda params: (INNER.init(params), (wide(params), wide(params))),
@@ -256,20 +225,23 @@ CASES = {
 }
 
 
+def contents(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes that one device hands to collectives, and bytes that it holds.
+
+    "every step" is sent whatever happens, "round" in a branch of a conditional.
+    """
+    rows = oxs.audit.collectives(compiled)
+    sent = {
+        when: sum(row.bytes for row in rows if row.conditional == (when == "round"))
+        for when in ("every step", "round")
+    }
+    return sent | hlo.memory(compiled)._asdict()
+
+
 def mesh_of(workers: int) -> jax.sharding.Mesh:
     """The first devices, along the axis of the workers."""
     types, devices = (AxisType.Auto,), jax.devices()[:workers]
     return jax.make_mesh((workers,), (AXIS,), axis_types=types, devices=devices)
-
-
-def own(tree: Tree) -> Tree:
-    """Inside of `shard_map`: a worker's part, without the axis of the workers."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def kept(tree: Tree) -> Tree:
-    """The way back."""
-    return jax.tree.map(lambda x: x[None], tree)
 
 
 class Step(NamedTuple):

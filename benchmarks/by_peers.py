@@ -1,4 +1,4 @@
-"""Steps and rounds as users of Optax and DrJAX write them, for `bench_wrappers.py`.
+"""Steps as users of Optax and DrJAX write them, for `bench_wrappers.py`.
 
 With Optax alone several batches per update are `optax.MultiSteps`. With DrJAX
 (Rush et al., "DrJAX: Scalable and Differentiable MapReduce Primitives in JAX", 2024)
@@ -8,41 +8,22 @@ plain SGD of rate 1 outside.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import optax
-from by_hand import (
-    AXIS,
-    CASES,
-    INNER,
-    OUTER,
-    PERIOD,
-    Step,
-    copy,
-    descend,
-    kept,
-    mesh_of,
-    minus,
-    on_mesh,
-    own,
-    step_of,
-    varying,
-    where_due,
-    with_library,
-)
+from by_hand import AXIS, INNER, OUTER, PERIOD, copy, descend, minus, varying
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 
-Tree = Any
 OUTERS = {"local_sgd": optax.sgd(1.0), "diloco": OUTER}
 
 
-def multi_steps(params: Tree, workers: int, gradient: Callable) -> Step:
+def multi_steps(params, workers, gradient):
     """Optax: the gradient is averaged, and the inner optimizer runs, in every step."""
     tx = optax.MultiSteps(INNER, PERIOD)
 
@@ -55,10 +36,10 @@ def multi_steps(params: Tree, workers: int, gradient: Callable) -> Step:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return on_mesh(step, workers, start, (P(), P()), params)
+    return by_hand.on_mesh(step, workers, start, (P(), P()), params)
 
 
-def drjax_step(name: str, params: Tree, workers: int, gradient: Callable) -> Step:
+def drjax_step(name, params, workers, gradient):
     """DrJAX, as MaxText's DiLoCo: every step asks whether it is time to exchange."""
     drjax, outer = _drjax(), OUTERS[name]
 
@@ -74,77 +55,16 @@ def drjax_step(name: str, params: Tree, workers: int, gradient: Callable) -> Ste
         params, inner = drjax.map_fn(train, (params, inner, batch))
         count = count + 1
         due = count % PERIOD == 0
-        moved = where_due(due, exchange, params, center, state)
+        moved = by_hand.where_due(due, exchange, params, center, state)
         return moved[0], inner, *moved[1:], count
 
     def start(params):
         stacked = oxs.stack((params, INNER.init(params)), workers)
-        state = outer.init(params)
-        return *stacked, copy(params), state, jnp.zeros((), jnp.int32)
+        return *stacked, copy(params), outer.init(params), jnp.zeros((), jnp.int32)
 
-    specs = (P(AXIS), P(AXIS), P(), P(), P())
-    return _program(drjax, step, workers, start, specs, params)
-
-
-def drjax_round(name: str, params: Tree, workers: int, gradient: Callable) -> Step:
-    """DrJAX, a whole round in one program: no worker keeps parameters in between."""
-    drjax, outer = _drjax(), OUTERS[name]
-
-    def train(params, inner, batches):
-        return _descend_all(params, inner, batches, gradient)
-
-    def step(carry, batches):
-        inner, center, state = carry
-        params = drjax.broadcast(center)
-        params, inner = drjax.map_fn(train, (params, inner, batches))
-        return inner, *_move(drjax, outer, params, center, state)
-
-    def start(params):
-        inner = oxs.stack(INNER.init(params), workers)
-        return inner, copy(params), outer.init(params)
-
-    return _program(drjax, step, workers, start, (P(AXIS), P(), P()), params)
-
-
-def hand_round(name: str, params: Tree, workers: int, gradient: Callable) -> Step:
-    """The same round by hand, with a collective under `shard_map`."""
-    outer = OUTERS[name]
-
-    def start(params):
-        inner = oxs.stack(INNER.init(params), workers)
-        return inner, copy(params), outer.init(params)
-
-    def step(carry, batches):
-        inner, center, state = carry
-        params, inner = _descend_all(varying(center), own(inner), batches, gradient)
-        moved = lax.pmean(minus(center, params), AXIS)
-        updates, state = outer.update(moved, state, center)
-        return kept(inner), optax.apply_updates(center, updates), state
-
-    return on_mesh(step, workers, start, (P(AXIS), P(), P()), params)
-
-
-def library_round(name: str, params: Tree, workers: int, gradient: Callable) -> Step:
-    """The library's steps in a loop: a round of as many as its period."""
-    step = with_library(CASES[name], params, workers, gradient)
-
-    def loop(carry, batches):
-        batches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batches)
-        return lax.scan(lambda c, b: (step.program(c, b), None), carry, batches)[0]
-
-    places = jax.tree.map(lambda x: x.sharding, step.carry)
-    program = jax.jit(loop, donate_argnums=0, out_shardings=places)
-    return step._replace(program=program)
-
-
-def _descend_all(params, inner, batches, gradient):
-    """The steps of a worker from one exchange to the next."""
-
-    def one(carry, batch):
-        params, inner = carry
-        return descend(params, inner, gradient(params, batch)), None
-
-    return lax.scan(one, (params, inner), batches)[0]
+    return _program(
+        drjax, step, workers, start, (P(AXIS), P(AXIS), P(), P(), P()), params
+    )
 
 
 def _move(drjax, outer, params, center, state):
@@ -159,13 +79,13 @@ def _drjax() -> Any:
     return importlib.import_module("drjax")
 
 
-def _program(drjax, step, workers, start, specs, params) -> Step:
+def _program(drjax, step, workers, start, specs, params):
     """A program of DrJAX, which looks for the mesh in the context."""
-    mesh = mesh_of(workers)
+    mesh = by_hand.mesh_of(workers)
     placed = drjax.program(placements={AXIS: workers})(step)
 
     def program(carry, batch):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return placed(carry, batch)
 
-    return step_of(program, mesh, start, specs, params)
+    return by_hand.step_of(program, mesh, start, specs, params)

@@ -4,83 +4,70 @@
 
 A script makes a `Report`, adds tables, criteria and pictures to it, which are printed
 as they come, and saves it: NAME.json with everything, NAME.md and NAME.png to look at.
-Nothing here decides whether a test passes.
+What its page says in words, and what is to be thought of a target that is not met,
+stands in `pages.toml`. Nothing here decides whether a test passes.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
-SHORT_RESULTS = Path(__file__).parent / "results-quick"
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "optax",
-    "numpy",
-    "tensorflow-cpu",
-    "torch",
-    "drjax",
-    "ray",
-)
+HERE = Path(__file__).parent
+PAGES = tomllib.loads((HERE / "pages.toml").read_text())
+PACKAGES = "jax jaxlib optax numpy tensorflow-cpu torch drjax ray".split()
+COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with what every script takes; `parse_args()` it, add to it before."""
     title = (description or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a short form, that shows only that it runs",
-    )
+    short = "a short form, that shows only that it runs"
+    parser.add_argument("--quick", action="store_true", help=short)
     parser.add_argument("--out", type=Path, help="the folder that results go to")
     return parser
 
 
 def folder_of(options: argparse.Namespace) -> Path:
     """Where results go: a short run leaves those of a full one alone."""
-    return options.out or (SHORT_RESULTS if options.quick else RESULTS)
+    return options.out or HERE / ("results-quick" if options.quick else "results")
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, with which versions."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    device = jax.devices()[0]
+    device, processor = jax.devices()[0], platform.processor() or platform.machine()
+    if (path := Path("/proc/cpuinfo")).exists():
+        lines = path.read_text().splitlines()
+        names = [line.partition(": ")[2] for line in lines if "model name" in line]
+        processor = [*names, processor][0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": _processor(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "versions": versions,
     }
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.machine()
 
 
 def in_turns(
@@ -93,8 +80,7 @@ def in_turns(
     """
     times = {name: [] for name in calls}
     for turn in range(warm_up + repeats):
-        order = list(calls) if turn % 2 else list(calls)[::-1]
-        for name in order:
+        for name in list(calls)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             jax.block_until_ready(calls[name]())
             taken = 1e3 * (time.perf_counter() - start)
@@ -114,114 +100,178 @@ def spread(numbers: Sequence[float], digits: int = 2) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def bytes_accessed(compiled: jax.stages.Compiled) -> int:
-    """Bytes that the compiled program's operations read and write."""
-    analysis: Any = compiled.cost_analysis()
-    return int(analysis["bytes accessed"])
+def of_seeds(values: Any, form: str = ".2f", unit: str = "", middle=np.mean) -> str:
+    """The mean over the seeds (the lowest to the highest)."""
+    low, high = np.min(values), np.max(values)
+    return f"{middle(values):{form}}{unit} ({low:{form}} to {high:{form}})"
+
+
+def listed(names: Iterable[Any], values: Iterable[Any], form: str = "{} {:.2f}") -> str:
+    """Names and what was found for each, in a line."""
+    return ", ".join(form.format(*pair) for pair in zip(names, values, strict=True))
+
+
+def each(what: str, function: Callable, items: Iterable[Any], threads: int = 1) -> list:
+    """The results in order, with a bar; several at a time where threads are given."""
+    items = list(items)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(track(pool.map(function, items), what, total=len(items)))
+
+
+class Line(NamedTuple):
+    """A line of a panel: numbers, or rows of them, of which mean and range are seen."""
+
+    label: str
+    x: Any
+    y: Any
+    look: str = "o-"
+
+
+class Panel(NamedTuple):
+    """A part of a picture, with the labels of its axes."""
+
+    x: str
+    y: str
+    lines: Sequence[Line]
+    title: str = ""
+    log: str = ""  # the axes that are logarithmic: "x", "y" or "xy"
+    ylim: tuple[Any, Any] | None = None
+    names: Sequence[str] = ()  # of the places 0, 1, ... on the vertical axis
+
+
+def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
+    """A picture of panels side by side, with a legend where labels are new."""
+    columns = columns or len(panels)
+    rows, known = -(-len(panels) // columns), set()
+    tall = max(3.6, *(0.3 * len(panel.names) for panel in panels))
+    size = min(15, 1 + 4.8 * columns), 0.6 + tall * rows
+    figure = Figure(figsize=size, layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, panel in zip(places, panels, strict=True):
+        for number, (label, x, y, look) in enumerate(panel.lines):
+            y = np.atleast_2d(np.asarray(y, float))
+            style: Any = {"color": COLOURS[number % len(COLOURS)]}
+            axes.plot(x, y.mean(0), look, ms=4, label=label, **style)
+            if len(y) > 1:
+                axes.fill_between(x, y.min(0), y.max(0), alpha=0.2, lw=0, **style)
+        axes.set(xlabel=panel.x, ylabel=panel.y, title=panel.title)
+        axes.set(**{f"{axis}scale": "log" for axis in panel.log}, ylim=panel.ylim)
+        if panel.names:
+            axes.set_yticks(range(len(panel.names)), panel.names)
+            axes.invert_yaxis()
+        axes.grid(alpha=0.3)
+        if new := {line.label for line in panel.lines} - known:
+            axes.legend(frameon=False, fontsize="small")
+            known |= new
+    return figure
 
 
 class Report:
-    """What one script found out. `options` are its parsed arguments.
+    """What one script found out; its words are those of its part of `pages.toml`.
 
     Args:
-        name: Of the files, such as "bench_dense".
-        title: Of the page, one line.
-        about: What was measured and how, in Markdown: it opens the page.
+        name: Of the files, such as "bench_dense", and in `pages.toml`.
         options: The parsed `arguments`.
+        values: For the places in the page's introduction that wait for them.
     """
 
-    def __init__(
-        self, name: str, title: str, about: str, options: argparse.Namespace
-    ) -> None:
-        self.folder = folder_of(options)
+    def __init__(self, name: str, options: argparse.Namespace, **values: Any) -> None:
+        self.words, self.folder = PAGES[name], folder_of(options)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._name, self._start = name, time.perf_counter()
         self._console = Console()
         if not self._console.is_terminal:
             self._console.width = 120
-        self._found: dict[str, Any] = {
-            "name": name,
-            "title": title,
-            "quick": options.quick,
-            "machine": machine(),
-            "tables": [],
-            "criteria": [],
-            "data": {},
-        }
-        self._page = [f"# {title}", about.strip()]
+        title = self.words["title"]
+        self._found: dict[str, Any] = {"name": name, "title": title}
+        self._found |= {"quick": options.quick, "machine": machine()}
+        self._found |= {"tables": [], "criteria": [], "data": {}}
+        self._page = [f"# {title}", self.words["about"].format(**values).strip()]
         self._console.rule(title)
 
-    def text(self, paragraph: str) -> None:
-        """Add a paragraph, in Markdown."""
+    def text(self, key: str, **values: Any) -> None:
+        """Add a paragraph."""
+        paragraph = self.words["texts"][key].format(**values)
         self._console.print(paragraph, markup=False)
-        self._page.append(paragraph.strip())
+        self._page.append(paragraph)
 
-    def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
-    ) -> None:
-        """Add a table; numbers are written as they are given, strings as well."""
-        shown = Table(title=title)
-        for number, column in enumerate(columns):
-            shown.add_column(column, justify="left" if number == 0 else "right")
+    def table(self, key: str, rows: Iterable[Sequence[Any]], **values: Any) -> None:
+        """Add a table, its cells as they shall show."""
+        title, columns = (x.format(**values) for x in self.words["tables"][key])
+        rows, columns = [list(row) for row in rows], columns.split(" | ")
+        shown = Table(*columns, title=title)
         for row in rows:
             shown.add_row(*map(_cell, row))
         self._console.print(shown)
-        self._found["tables"].append(
-            {"title": title, "columns": list(columns), "rows": [list(r) for r in rows]}
-        )
+        kept = {"title": title, "columns": columns, "rows": rows}
+        self._found["tables"].append(kept)
         aligned = ["---", *["---:"] * (len(columns) - 1)]
-        lines = [columns, aligned, *([_cell(c) for c in row] for row in rows)]
-        table = "\n".join(_row(line) for line in lines)
-        self._page += [f"## {title}", table]
+        lines = [columns, aligned, *(map(_cell, row) for row in rows)]
+        self._page += [f"## {title}", "\n".join(map(_row, lines))]
 
-    def criterion(self, what: str, met: bool, found: str, why_not: str = "") -> None:
-        """Print one criterion as met or not, with what was found.
-
-        `why_not` says what limits it, where that is known; shown where it is not met.
-        """
-        because = f" {why_not}" if why_not and not met else ""
-        self._found["criteria"].append(
-            {
-                "criterion": what,
-                "met": bool(met),
-                "found": found,
-                "why_not": because[1:],
-            }
+    def criterion(
+        self, key: str, met: bool, found: str, why_not: str = "", **values: Any
+    ) -> None:
+        """Print one criterion as met or not, with what was found, and why it is not."""
+        what = self.words["criteria"][key].format(**values)
+        one = {"criterion": what, "met": bool(met), "found": found}
+        self._found["criteria"].append({**one, "why_not": "" if met else why_not})
+        word = "met:" if met else "NOT met:"
+        self._console.print(
+            word, f"{what}: {found}. {why_not * (not met)}", markup=False
         )
-        word = "met" if met else "NOT met"
-        self._console.print(f"{word}: {what}: {found}.{because}", markup=False)
+
+    def nowhere(
+        self, key: str, found: Sequence[str], else_: str, **values: Any
+    ) -> None:
+        """A criterion that is met where nothing was found against it."""
+        self.criterion(key, not found, ", ".join(found) or else_, **values)
 
     def data(self, **named: Any) -> None:
         """Keep more numbers in the JSON file, without showing them."""
         self._found["data"].update(named)
 
-    def picture(self, figure: Any, caption: str, name: str = "") -> None:
-        """Write a figure of Matplotlib beside the page, and show it there."""
-        file = f"{self._name}{'_' if name else ''}{name}.png"
-        figure.savefig(self.folder / file, dpi=110)
+    def picture(self, panels: Any, key: str = "", columns: int = 0, **values) -> None:
+        """Write a picture beside the page, and show it there."""
+        file = f"{self._name}{'_' if key else ''}{key}.png"
+        caption = self.words["pictures"][key or "picture"].format(**values)
+        figure_of(panels, columns).savefig(self.folder / file, dpi=110)
         self._page.append(f"![{caption}]({file})\n\n*{caption}*")
 
     def save(self) -> None:
         """Write the files, and say where."""
-        self._found["seconds"] = round(time.perf_counter() - self._start, 1)
-        page = list(self._page)
-        if self._found["criteria"]:
-            page[2:2] = ["## Criteria", _criteria(self._found["criteria"])]
-        page += ["## Where it was measured", _about(self._found)]
-        text = "\n\n".join(page) + "\n"
-        (self.folder / f"{self._name}.md").write_text(text)
-        lines = [
-            f"{json.dumps(key)}: {json.dumps(_rounded(value))}"
-            for key, value in self._found.items()
+        found, page, where = self._found, self._page, self._found["machine"]
+        found["seconds"] = round(time.perf_counter() - self._start, 1)
+        page[2:2] = ["## Criteria", _criteria(self._name, found["criteria"])]
+        versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
+        page += [
+            "## Where it was measured",
+            f"{where['device']}; {where['processor']}, {where['cores']} cores; "
+            f"{versions}. {found['seconds']:.0f} seconds in all."
+            + " A short run, which shows only that it runs."
+            * found["quick"],
         ]
-        (self.folder / f"{self._name}.json").write_text(
-            "{\n" + ",\n".join(lines) + "\n}\n"
-        )
-        self._console.print(
-            f"{self._found['seconds']:.0f} s; wrote {self._name}.json, .md and "
-            f"pictures into {self.folder}",
-            markup=False,
-        )
+        (self.folder / f"{self._name}.md").write_text("\n\n".join(page) + "\n")
+        lines = [
+            f"{json.dumps(k)}: {json.dumps(_rounded(v))}" for k, v in found.items()
+        ]
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        (self.folder / f"{self._name}.json").write_text(text)
+        print(f"{found['seconds']:.0f} s; wrote {self._name}.* into {self.folder}")
+
+
+def reproduce(
+    name: str, doc: str | None, study: Any, full: Any, short: Any, **values: Any
+) -> None:
+    """Run `study(page, settings)`, and write down what it adds to the page.
+
+    `values` are functions of the settings, for the page's introduction.
+    """
+    options = arguments(doc).parse_args()
+    settings = short if options.quick else full
+    page = Report(name, options, **{key: of(settings) for key, of in values.items()})
+    study(page, settings)
+    page.save()
 
 
 def _cell(value: Any) -> str:
@@ -232,60 +282,62 @@ def _cell(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """What a JSON file keeps of it: six digits of a number."""
+    """What a JSON file keeps of it: six digits of a number, arrays as lists."""
     if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return {key: _rounded(of) for key, of in value.items()}
+    if isinstance(value, list | tuple) or np.ndim(value):
+        return [_rounded(of) for of in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     return float(f"{float(value):.6g}")
 
 
-def _row(cells: Sequence[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     """A row of a table, in Markdown."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _criteria(criteria: Sequence[Mapping[str, Any]]) -> str:
-    """A table of them, in Markdown."""
+def _criteria(name: str, criteria: Iterable[Mapping[str, Any]]) -> str:
+    """A table of them, in Markdown, with what is to be thought of those not met."""
     lines = ["| criterion | | found |", "|---|---|---|"]
     for one in criteria:
-        word = "met" if one["met"] else "**not met**"
-        found = f"{one['found']}. {one['why_not']}" if one["why_not"] else one["found"]
-        lines.append(_row([one["criterion"], word, found]))
+        what, found, word = one["criterion"], [one["found"], one["why_not"]], "met"
+        if not one["met"]:
+            judged = PAGES[name].get("judged", ())
+            those = [j for j in judged if any(part in what for part in j["of"])]
+            word = f"**not met**: {those[0]['verdict'] if those else 'not judged'}"
+            found += [j["why"] for j in those[:1]]
+        found = ". ".join(part.rstrip(".") for part in found if part)
+        lines.append(_row([what, word, found]))
     return "\n".join(lines)
 
 
-def _about(found: Mapping[str, Any]) -> str:
-    """The machine, the versions and how long it took, in Markdown."""
-    where = found["machine"]
-    versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
-    short = " A short run, which shows only that it runs." if found["quick"] else ""
-    return (
-        f"{where['device']}; {where['processor']}, {where['cores']} cores; "
-        f"{versions}. {found['seconds']:.0f} seconds in all.{short}"
-    )
-
-
 def summarise(folder: Path) -> str:
-    """A page in Markdown with the criteria of all results in a folder."""
-    page = [
-        "# Measured",
-        "Every criterion, as the last run left it. `make bench` and `make reproduce` "
-        "write these pages.",
-    ]
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        page.append(f"## [{found['title']}]({path.stem}.md)")
-        page.append(
-            _criteria(found["criteria"]) if found["criteria"] else "No criteria."
-        )
-    return "\n\n".join(page) + "\n"
+    """A page in Markdown: the numbers that matter, what is met, and what is not."""
+    paths = sorted(folder.glob("*.json"))
+    pages = {path.stem: json.loads(path.read_text()) for path in paths}
+    links = {name: f"[{of['title']}]({name}.md)" for name, of in pages.items()}
+    every = [one for found in pages.values() for one in found["criteria"]]
+    met, rows = (
+        sum(one["met"] for one in every),
+        [("what", "found", "page"), ["---"] * 3],
+    )
+    for one in PAGES["numbers"]:
+        of_page = pages.get(one["page"], {"criteria": ()})["criteria"]
+        found = [c["found"] for c in of_page if c["criterion"].startswith(one["of"])]
+        rows += [(one["what"], f, links[one["page"]]) for f in found]
+    text = ["# Measured", PAGES["summary"].strip(), "\n".join(map(_row, rows))]
+    for wanted, title in enumerate((f"{len(every) - met} not met", f"{met} met")):
+        text.insert(3, f"## {title} of {len(every)} criteria")
+        at = 4
+        for name, found in pages.items():
+            some = [one for one in found["criteria"] if one["met"] == bool(wanted)]
+            text[at:at] = [f"### {links[name]}", _criteria(name, some)] if some else []
+            at += 2 * bool(some)
+    return "\n\n".join(text) + "\n"
 
 
 if __name__ == "__main__":
     folder = folder_of(arguments(__doc__).parse_args())
-    text = summarise(folder)
-    (folder / "README.md").write_text(text)
-    print(text)
+    (folder / "README.md").write_text(summarise(folder))
+    print(f"wrote {folder / 'README.md'}")

@@ -2,7 +2,7 @@
 
 Each is a transformation of (rate, penalty). All but `global_rate` have a rate of their
 own for each weight. What the catalogue lacks is written as a rule for one array, which
-`oxs.from_rule` applies to the rows that a batch touched.
+`from_rule` applies to the rows that a batch touched.
 """
 
 from typing import Any, NamedTuple
@@ -12,58 +12,56 @@ import jax.numpy as jnp
 import optax
 
 import optx_sync as oxs
+from optx_sync import optimizers
+from optx_sync.optimizers import LeafRule, from_rule
 
 
-def ftrl(rate: Any, l1: Any) -> optax.GradientTransformationExtraArgs:
+def ftrl(rate, l1):
     """FTRL-Proximal as in the paper's Algorithm 1."""
-    return oxs.ftrl(rate, initial_accumulator_value=0.0, l1=l1, beta=1.0)
+    return optimizers.ftrl(rate, initial_accumulator_value=0.0, l1=l1, beta=1.0)
 
 
-def coordinate_rate(alpha: Any, squares: jax.Array) -> jax.Array:
+def coordinate_rate(alpha, squares):
     """The paper's rate of each coordinate, from its sum of squared gradients."""
     return alpha / (1.0 + jnp.sqrt(squares))
 
 
-def soft_threshold(x: jax.Array, threshold: Any) -> jax.Array:
+def soft_threshold(x, threshold):
     """Nearer to zero by the threshold, or zero."""
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0.0)
 
 
-class RdaSlots(NamedTuple):
-    squares: Any  # sum of squared gradients
-    total: Any  # sum of gradients
+class Slots(NamedTuple):
+    squares: Any  # sum of squared gradients that were used
+    other: Any  # RDA: sum of gradients; FOBOS: the rounds seen; OGD: steps with it
 
 
-def rda(rate: Any, l1: Any) -> optax.GradientTransformationExtraArgs:
+def rda(rate, l1):
     """Regularized dual averaging (Xiao, 2009) with rates per coordinate."""
 
     def step(grad, slots, param, at):
-        squares, total = slots.squares + grad**2, slots.total + grad
+        squares, total = slots.squares + grad**2, slots.other + grad
         own_rate = coordinate_rate(at.learning_rate, squares)
         new_param = -own_rate * soft_threshold(total, at.hyper[0])
-        return new_param - param, RdaSlots(squares, total)
+        return new_param - param, Slots(squares, total)
 
-    rule = oxs.LeafRule(step, RdaSlots(0.0, 0.0), hyper=(l1,), needs_params=True)
-    return oxs.from_rule(rule, rate)
-
-
-class FobosSlots(NamedTuple):
-    squares: Any  # sum of squared gradients
-    rounds: Any  # the rounds whose l1 the weight has seen
+    return from_rule(
+        LeafRule(step, Slots(0.0, 0.0), hyper=(l1,), needs_params=True), rate
+    )
 
 
-def fobos(rate: Any, l1: Any) -> optax.GradientTransformationExtraArgs:
+def fobos(rate, l1):
     """Forward-backward splitting (Duchi, Singer, 2009), of weights `caught_up`."""
 
     def step(grad, slots, param, at):
         squares = slots.squares + grad**2
         own_rate = coordinate_rate(at.learning_rate, squares)
         new_param = soft_threshold(param - own_rate * grad, own_rate * at.hyper[0])
-        rounds = jnp.full_like(slots.rounds, at.count + 1)
-        return new_param - param, FobosSlots(squares, rounds)
+        return new_param - param, Slots(squares, jnp.full_like(squares, at.count + 1))
 
-    rule = oxs.LeafRule(step, FobosSlots(0.0, 0.0), hyper=(l1,), needs_params=True)
-    return oxs.from_rule(rule, rate)
+    return from_rule(
+        LeafRule(step, Slots(0.0, 0.0), hyper=(l1,), needs_params=True), rate
+    )
 
 
 def caught_up(weights, state, ids, rate, l1):
@@ -74,32 +72,28 @@ def caught_up(weights, state, ids, rate, l1):
     return soft_threshold(oxs.take(weights, ids), shrinkage)
 
 
-class CountSlots(NamedTuple):
-    squares: Any  # sum of squared gradients that were used
-    count: Any  # steps that had the feature
-
-
-def ogd_count(rate: Any, k: Any) -> optax.GradientTransformationExtraArgs:
+def ogd_count(rate, k):
     """Gradient descent of the weights whose features were seen more than k times."""
 
     def step(grad, slots, param, at):
-        count = slots.count + 1.0
+        count = slots.other + 1.0
         used = jnp.where(count > at.hyper[0], grad, 0.0)
         squares = slots.squares + used**2
         own_rate = coordinate_rate(at.learning_rate, squares)
-        return -own_rate * used, CountSlots(squares, count)
+        return -own_rate * used, Slots(squares, count)
 
-    return oxs.from_rule(oxs.LeafRule(step, CountSlots(0.0, 0.0), hyper=(k,)), rate)
+    return from_rule(LeafRule(step, Slots(0.0, 0.0), hyper=(k,)), rate)
 
 
-def proximal_adagrad(rate: Any, l1: Any) -> optax.GradientTransformationExtraArgs:
+def proximal_adagrad(rate, l1):
     """The catalogue's, with TensorFlow's initial accumulator."""
-    return oxs.proximal_adagrad(rate, l1=l1)
+    return optimizers.proximal_adagrad(rate, l1=l1)
 
 
-def global_rate(rate: Any, power: Any) -> optax.GradientTransformationExtraArgs:
+def global_rate(rate, power):
     """Gradient descent with one rate for all: constant, or over root t."""
-    return oxs.gradient_descent(lambda count: rate * jnp.float32(count + 1) ** -power)
+    schedule = lambda count: rate * jnp.float32(count + 1) ** -power  # noqa: E731
+    return optimizers.gradient_descent(schedule)
 
 
 def loss_of(weights, ids, labels):
@@ -134,34 +128,3 @@ def train(make, rate, penalty, features, ids, labels):
     if make is fobos:
         weights = caught_up(weights, state, jnp.arange(features), rate, penalty)
     return weights
-
-
-def against_dense(rate, l1, features, ids, labels):
-    """One pass of FTRL with row-sparse gradients and one with dense ones, in step.
-
-    Returns the weights of both. And with the same state and gradient given to both
-    forms: how many updates of touched rows, and sums of squares, ever differed, and by
-    how much the dense form ever moved a weight that had no gradient.
-    """
-    tx: Any = ftrl(rate, l1)
-
-    def step(carry, batch):
-        weights, state, dense_weights, dense_state, differing, moved = carry
-        _, slices = grad_of(weights, *batch)
-        updates, new_state = tx.update(slices, state, weights)
-        wide, wide_state = tx.update(slices.to_dense(features), state, weights)
-        differing += jnp.sum(oxs.take(wide, slices.indices) != updates.values)
-        differing += jnp.sum(wide_state.slots.accum != new_state.slots.accum)
-        rest = wide.at[slices.indices].set(0.0, mode="drop")
-        moved = jnp.maximum(moved, jnp.abs(rest).max())
-        weights = optax.apply_updates(weights, updates)
-        grads = jax.grad(loss_of)(dense_weights, *batch)
-        updates, dense_state = tx.update(grads, dense_state, dense_weights)
-        dense_weights = optax.apply_updates(dense_weights, updates)
-        return (weights, new_state, dense_weights, dense_state, differing, moved), None
-
-    weights = jnp.zeros(features)
-    state = tx.init(weights)
-    start = (weights, state, weights, state, jnp.int32(0), jnp.float32(0.0))
-    weights, _, dense, _, differing, moved = jax.lax.scan(step, start, (ids, labels))[0]
-    return weights, dense, differing, moved

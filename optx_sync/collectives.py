@@ -265,6 +265,16 @@ def vary_like(tree: Tree, reference: Any) -> Tree:
     return jax.tree_util.tree_map_with_path(vary, tree)
 
 
+def vary_with(tree: Tree, reference: Any) -> Tree:
+    """The tree, each leaf varying over all axes that any leaf of another one varies.
+
+    For a state computed from a tree: its scalars may begin as constants, and depend on
+    all of the tree a step later.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(reference)))
+    return localize(tree, tuple(sorted(axes))) if axes else tree
+
+
 def axis_size(axis_name: AxisName) -> int:
     """Number of replicas along the mapped axis, or along all axes of a tuple."""
     return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))

@@ -94,13 +94,16 @@ class SyncOptimizer(nnx.Optimizer):
         Array([-0.5, -0.5], dtype=float32)
     """
 
-    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> None:
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """One step: the model's variables, `opt_state` and `step` advance.
 
         Args:
             model: The module, whose variables change.
             grads: Its gradients, as `nnx.grad` gives them.
             **kwargs: Extra arguments of the transformation.
+
+        Returns:
+            `None`: there are no updates.
         """
         params, grads = (
             nnx.as_pure(nnx.state(node, self.wrt, graph=self.graph))

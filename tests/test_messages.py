@@ -131,7 +131,7 @@ def test_a_wrong_type_elsewhere_is_not_said_to_be_the_rows():
     def broken(updates, state, params=None):
         raise TypeError("my own mistake")
 
-    tx = oxs.cross_shard(optax.GradientTransformation(SGD.init, broken), AXIS)
+    tx: Any = oxs.cross_shard(optax.GradientTransformation(SGD.init, broken), AXIS)
     step = jax.vmap(lambda _: tx.update({"w": ROWS}, None), axis_name=AXIS)
     refuse(TypeError, "^my own mistake", step, jnp.arange(2))
 

@@ -12,6 +12,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import hlo
+from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
 from tests import contexts
 
@@ -332,6 +333,41 @@ def test_one_worker_is_lockstep_with_one_worker(name):
         # One ulp: lockstep lands on its target by adding an update.
         own, other = own.astype(np.float32), other.astype(np.float32)
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-7)
+
+
+READS_TAKEN = {  # both with a `take` of their own; no flag says what they read
+    "contribute": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+    ),
+    "penalty": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - center),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        penalty=lambda own, at: 0.3 * (own.params - own.taken),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS_TAKEN)
+def test_a_rule_that_reads_what_was_taken_gets_it_from_servers_too(name):
+    rule, schedule = READS_TAKEN[name], [0, 1, 1, 0, 0, 1]
+    grads = gradients(len(schedule), seed=4)
+    settings: Any = {"num_workers": 2, "communication_period": 1}
+    expected = asynchronous(INNER, rule, PARAMS, of_event(grads), schedule, **settings)
+    server = Server(PARAMS, rule, **settings)
+    party = [Worker(server, PARAMS, INNER, rule, index=w, **settings) for w in (0, 1)]
+    for event, worker in enumerate(schedule):
+        party[worker].step(jax.tree.map(lambda g, t=event: g[t], grads))
+    actual: Any = (server.center(), *(worker.params for worker in party))
+    last = expected.final
+    workers = (jax.tree.map(lambda x, w=w: x[w], last.workers.params) for w in (0, 1))
+    for own, other in zip(actual, (last.center, *workers), strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
+            own,
+            other,
+        )
+    assert last.workers.taken != ()
 
 
 def short_run(schedule, record: Any = "all"):

@@ -48,6 +48,7 @@ from optx_sync.collectives import (
     require_varying,
     sum_shards,
     vary_like,
+    vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
@@ -88,12 +89,19 @@ class Measured(NamedTuple):
 
 
 class CenterMetrics(NamedTuple):
-    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent."""
+    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent.
 
-    rounds: jax.Array  # int32[], rounds so far
-    steps_since_round: jax.Array  # int32[]
-    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
-    distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+    Shapes are those of one worker; of a stacked state what is a worker's own has the
+    worker axis in front, [N].
+    """
+
+    rounds: jax.Array  # int32[], rounds so far, those without this worker included
+    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
+    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: jax.Array
+    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    # None where `metrics` was not given the parameters.
+    distance: jax.Array | None
     # Of the last round, with `measure=True`; otherwise None.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
     contribution_norm: jax.Array | None  # float32[], not yet divided
@@ -322,7 +330,9 @@ def center_variable(
             global_step=jnp.zeros((), jnp.int32),
             center=center,
             taken=start_center(params, dtype) if keeps_taken else (),
-            outer=() if rule.outer is None else rule.outer.init(center),
+            outer=()
+            if rule.outer is None
+            else vary_with(rule.outer.init(center), center),
             accumulated=own(start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
@@ -393,6 +403,7 @@ def center_variable(
             extra = {}
             if rule.outer is inner:
                 extra = _mean_extra_args(extra_args, axis_name, weight)
+            total = vary_like(total, now.center)
             center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(

@@ -107,13 +107,13 @@ def travel(
     return jnp.split(moved, ends[:-1], axis=1)
 
 
-def require_meetable(tree: Tree, axis_name: AxisName, needs: str) -> None:
+def require_meetable(tree: Tree, axis_name: AxisName, who: str) -> None:
     """Refuse leaves that are not dense, real and floating, or that are reduced."""
-    require_dense(tree, needs)
+    require_dense(tree, who)
     for path, leaf in leaves_with_names(tree):
         if leaf is not None and not is_floating(leaf.dtype):
             raise TypeError(
-                f"{needs} takes real floating leaves, but the one at {path} has dtype "
+                f"{who} takes real floating leaves, but the one at {path} has dtype "
                 f"{leaf.dtype}. Use oxs.exchange.all_reduce(), or leave it out with "
                 "optax.masked."
             )

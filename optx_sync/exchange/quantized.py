@@ -154,13 +154,14 @@ def _up(number: int, multiple: int) -> int:
 def _encode(x: jax.Array, bits: int) -> _Coded:
     top = 2 ** (bits - 1) - 1
     scale = (jnp.max(jnp.abs(x), axis=-1, keepdims=True) / top).astype(jnp.float32)
-    finite = jnp.isfinite(scale)
+    # XLA's maximum may pass over a NaN; and what a NaN is as an integer depends on the
+    # platform. Its scale says that it is there.
+    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True) & jnp.isfinite(scale)
     # Where the largest is subnormal its scale may be 0: the block then is zeros.
     divisor = jnp.where(finite & (scale > 0), scale, 1.0).astype(x.dtype)
     q = jnp.clip(jnp.round(x / divisor), -top, top)
-    # What a NaN is as an integer depends on the platform; its scale says that it is.
     codes = jnp.where(finite, q + top, 0.0).astype(jnp.uint8)
-    return _Coded(codes, scale)
+    return _Coded(codes, jnp.where(finite, scale, jnp.nan))
 
 
 def _decode(coded: _Coded, bits: int, dtype: np.dtype) -> jax.Array:

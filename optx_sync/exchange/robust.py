@@ -30,6 +30,7 @@ from optx_sync.collectives import (
     kinds,
     localize,
     norm_axes,
+    or_one,
     reduce,
     require_local,
     sum_over,
@@ -229,7 +230,7 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
         def weights(squares):
             distances = jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), least)
             closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
-            return closeness / _or_one(jnp.sum(closeness))
+            return closeness / or_one(jnp.sum(closeness))
 
         def step(_, b):
             across = _dot(gram, b)
@@ -309,7 +310,7 @@ def krum(
         last = jnp.sort(score)[jnp.maximum(taken - 1, 0)]
         last = last * (1 + _EQUAL)
         chosen = (counts & (score <= last)).astype(gram.dtype)
-        chosen = chosen / _or_one(jnp.sum(chosen))
+        chosen = chosen / or_one(jnp.sum(chosen))
         return [_combine(chosen, block) for block in everyone.blocks]
 
     return _transposed(_of_finite(rule), shard_axes=shard_axes, sizes=_size)
@@ -377,12 +378,12 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
         nodes = jnp.eye(replicas)[None] * unit.T[:, None, :].astype(grams.dtype)
         while nodes.shape[1] > 1:
             size = jnp.max(jnp.abs(nodes), axis=2, keepdims=True)
-            plain = nodes / _or_one(size)
+            plain = nodes / or_one(size)
             inner = _einsum("lai,lij,lbj->lab", plain, grams, plain)
             square = jnp.diagonal(inner, axis1=1, axis2=2)
             both = jnp.diagonal(inner[:, 0::2, 1::2], axis1=1, axis2=2)
             pulls = [
-                both / _or_one(square[:, place::2]) * size[:, 1 - place :: 2, 0]
+                both / or_one(square[:, place::2]) * size[:, 1 - place :: 2, 0]
                 for place in (0, 1)
             ]
             nodes = (
@@ -474,7 +475,7 @@ def clipped(
             said = jnp.stack([norm, counts.astype(norm.dtype)])
             said = gather(said[None], axis_name)
             limit = _median(said[:, 0], said[:, 1] > 0)
-        factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / _or_one(norm))
+        factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
         tree = jax.tree.map(
             lambda x: (_wide(x) * factor.astype(_wide(x).dtype)).astype(x.dtype), tree
         )
@@ -608,9 +609,8 @@ def _gram(blocks: Sequence[jax.Array], everyone: _Everyone) -> jax.Array:
     """The inner products of all replicas' arrays, [N, N], on each of them."""
     own = [_partial(block, everyone.shard_axes) for block in blocks]
     dtype = jnp.result_type(*own)
-    return reduce(
-        sum(x.astype(dtype) for x in own), everyone.axis_name, reduction="sum"
-    )
+    total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
+    return reduce(total, everyone.axis_name, reduction="sum")
 
 
 def _partial(block: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -672,11 +672,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _unit(size: jax.Array) -> jax.Array:
     """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
-    return jnp.clip(_or_one(size), 1e-37, 1e37)
-
-
-def _or_one(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, jnp.ones_like(x), x)
+    return jnp.clip(or_one(size), 1e-37, 1e37)
 
 
 def _check_tree(tree: Tree, group_assignment: Any, fits: Callable[[Any], bool]) -> None:

@@ -75,7 +75,8 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Tree], Any]
-    meet: Meet
+    # A `Meet`; one that takes no groups may leave that argument out.
+    meet: Callable[..., tuple[Tree, Tree | None, Any]]
     linear: bool = True
     takes_rows: bool = False
     takes_groups: bool = False
@@ -91,13 +92,13 @@ def remembers(exchange: Exchange) -> bool:
     return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
 
 
-def require_dense(tree: Tree, needs: str = "This exchange") -> None:
-    """Refuse row-sparse leaves; `needs` begins the message: who does not take them."""
+def require_dense(tree: Tree, who: str = "this exchange") -> None:
+    """Refuse row-sparse leaves; `who` does not take them, says the message."""
     for path, leaf in leaves_with_names(tree):
         if is_slices(leaf):
             raise ValueError(
-                f"{needs} takes no row-sparse leaf, but the one at {path} is an "
-                "IndexedSlices. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
+                f"The gradient at {path} is row-sparse, which {who} does not take. Use "
+                "oxs.exchange.all_reduce(), or its to_dense(rows)."
             )
 
 

@@ -61,12 +61,13 @@ Rows = Literal["touched", "decay_all", "all", "refused"]
 
 
 class Step(NamedTuple):
-    """What all arrays of one update have in common; scalars in the slots' dtype."""
+    """What all arrays of one update have in common: scalars, in the slots' dtype."""
 
     learning_rate: Any  # of this update: a schedule has been evaluated
-    count: Any  # updates before this one: 0 at the first
-    hyper: tuple[Any, ...]  # the rule's `hyper`
-    powers: Any  # the rule's `powers`, running
+    count: Any  # int32[], updates before this one: 0 at the first
+    hyper: tuple[Any, ...]  # the numbers of the rule's `hyper`, in their order
+    # The rule's `powers`: b itself in the first update, b^t in the t-th; () without.
+    powers: Any
 
 
 class NoSlots(NamedTuple):

@@ -248,7 +248,8 @@ def gossip(
             # A worker's own fields vary over the axis from the start.
             return localize_where_mapped(tree, axis_name)
 
-        center = start_center(params, dtype)
+        center, within = start_center(params, dtype), inner.init(params)
+        _refuse_center(within)
         return OwnCenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
@@ -257,7 +258,7 @@ def gossip(
             outer=own(() if outer is None else outer.init(center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
-            inner=own(inner.init(params)),
+            inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
@@ -551,6 +552,20 @@ def _check_step(grads, state, params, axis_name) -> int:
     return axis_size(axis_name)
 
 
+def _refuse_center(state: Any) -> None:
+    """Refuse a center rule inside: its center would not move with the parameters."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+        raise ValueError(
+            "There is a center rule in `inner`, whose center would not move when "
+            "partners move the parameters. Pass its own inner optimizer; to meet in "
+            "groups and between them use oxs.graphs.grid(m)."
+        )
+
+
 def _check_wire(dtype: Any) -> Any:
     dtype = check_accumulator_dtype(dtype)
     if dtype is not None and at_least_float32(dtype) != dtype:
@@ -572,7 +587,7 @@ def _momentum_of(outer: optax.GradientTransformation) -> Any:
             update, state = outer.update(jnp.float32(gradient), state, param)
             if isinstance(update, jax.core.Tracer):
                 return None  # An injected hyper-parameter: not known here.
-            seen.append(-float(update))
+            seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
     with jax.numpy_dtype_promotion("standard"):

@@ -138,8 +138,8 @@ def exponential() -> Graph:
     """Each worker with one other, 1, 2, 4, ... places before it in turn.
 
     The cycle has ceil(log2 N) rounds. After one cycle all hold the mean if N is a power
-    of two; if not, they come close only (of the disagreement of 6 workers 3 rounds
-    leave up to 22 %).
+    of two; if not, they come close only (6 workers keep up to 22 % of their
+    disagreement in 3 rounds).
 
     Example:
         >>> import numpy as np

@@ -57,12 +57,14 @@ class Event(NamedTuple):
     # started, restored, damaged, unsaved, join, left, push, dropped, retry, refused,
     # rolled_back (pushes of a worker went with a server); lost (a worker, by `run`)
     kind: str
-    worker: int  # -1 for the server's own
-    round: int
-    local_step: int
-    global_step: int  # after the event
-    staleness: int  # of "rolled_back": how many pushes
-    time: float  # seconds since the epoch
-    shown: dict[str, float]
-    message: str = ""
+    worker: int  # its number, from 0; -1 for the server's own
+    round: int  # the worker's, 1 for its first push; 0 before it, and for the server
+    local_step: int  # the worker's steps at its last push; 0 for the server
+    global_step: int  # rounds (or updates) of all workers, after the event
+    # Rounds of the others since the worker's last one, of a push; of "rolled_back": how
+    # many pushes; otherwise 0.
+    staleness: int
+    time: float  # seconds since the epoch, of the server's clock
+    shown: dict[str, float]  # what `Worker.step(grads, loss=...)` was given, of a push
+    message: str = ""  # why, where something was refused or lost
     seconds: float = 0.0  # the worker's exchange before this one

@@ -260,6 +260,35 @@ def test_the_accumulators_have_the_dtype_that_is_asked_for():
     assert history["matrix"].dtype == np.float32
 
 
+def test_complex_parameters_are_two_real_ones():
+    """All of these rules are linear; asked for float32, a complex center stays one."""
+    rng = np.random.default_rng(6)
+    start = rng.normal(size=(2, 3)).astype(np.float32)  # real and imaginary part
+    grads = rng.normal(size=(WORKERS, 4, 2, 3)).astype(np.float32)
+    options = {"communication_period": 2, "accumulator_dtype": jnp.float32}
+    txs = [make(**options) for make in RULES.values()]
+
+    def run(tx, start, grads):
+        def step(carry, grads):
+            params, state = carry
+            params, state = tx.apply(grads, state, params)
+            return (params, state), (params, state.center, state.accumulated)
+
+        return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
+
+    def all_rules(grads):
+        as_complex = (
+            jax.lax.complex(start[0], start[1]),
+            jax.lax.complex(grads[:, 0], grads[:, 1]),
+        )
+        return [(run(tx, start, grads), run(tx, *as_complex)) for tx in txs]
+
+    for real, found in jax.jit(jax.vmap(all_rules, axis_name=AXIS))(grads):
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("c8")}
+        found = jax.tree.map(lambda x: np.stack([x.real, x.imag], 2), found)
+        contexts.assert_close(found, real)
+
+
 def test_a_period_that_grows_is_reached():
     """It is read where it began: of the current step's it would run away."""
 

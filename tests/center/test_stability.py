@@ -61,3 +61,36 @@ def test_stability_map_of_900_points(workers):
     # What is stable has gone to 0, what is not to infinity or NaN: nothing in between.
     assert not np.any((largest > 1e-3) & (largest < 1e3))
     np.testing.assert_array_equal(largest < 1, stable)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_turns_of_workers_are_a_linear_map(workers):
+    """Round-robin exchanges on x^2 / 2: a step, then a pull from where it went."""
+    eta, alpha = np.meshgrid(np.linspace(-0.21, 2.71, 8), np.linspace(-0.11, 1.31, 8))
+    cycle = np.eye(workers + 1)  # The center comes last.
+    for worker in range(workers):
+        step = np.zeros((*eta.shape, workers + 1, workers + 1)) + np.eye(workers + 1)
+        step[..., worker, worker] = (1 - eta) * (1 - alpha)
+        step[..., worker, -1] = alpha
+        step[..., -1, worker] = alpha * (1 - eta)
+        step[..., -1, -1] = 1 - alpha
+        cycle = step @ cycle
+
+    def run(eta, alpha):
+        final = oxs.simulate.asynchronous(
+            optax.sgd(eta),
+            oxs.elastic_rule(moving_rate=alpha, rho=0.0),
+            jnp.ones(()),
+            lambda worker, params, event: params,
+            np.arange(3 * workers) % workers,
+            num_workers=workers,
+            communication_period=1,
+            record=3 * workers,
+        ).final
+        return jnp.append(final.workers.params, final.center)
+
+    with jax.enable_x64(True):
+        got = jax.jit(jax.vmap(jax.vmap(run)))(eta, alpha)
+        np.testing.assert_allclose(
+            got, np.linalg.matrix_power(cycle, 3).sum(-1), rtol=1e-12, atol=1e-12
+        )

@@ -1,5 +1,7 @@
 """Rounds of an exchange in every context, many exchanges in one compiled program."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -26,7 +28,7 @@ def mapped(context, function, replicas):
     def stacked(*args):
         return jax.tree.map(lambda x: x[None], function(*oxs.unstack(args)))
 
-    keywords = {"check_vma": context != "shard_map_unchecked"}
+    keywords: Any = {"check_vma": context != "shard_map_unchecked"}
     if context == "sharded_workers":
         mesh = auto_mesh((replicas, 2), (AXIS, "inside"))
         keywords = {"axis_names": {AXIS}}

@@ -203,7 +203,7 @@ def test_the_order_of_replicas_does_not_matter_and_one_that_lies_has_little_effe
 def test_gradients_of_any_size_are_compared():
     v = values(8, 3)
     cases = np.stack([v * 1e-30, v, v * 1e30]).astype(np.float32)
-    gram = {name: STAND_UP[name] for name in ("krum", "geometric", "clipped_median")}
+    gram = {name: STAND_UP[name] for name in ("krum", "geometric")}
     for name, got in run(gram, cases, np.ones((3, 8))).items():
         for scale, result in zip((1e-30, 1, 1e30), got, strict=True):
             np.testing.assert_allclose(result / scale, got[1], rtol=2e-3, err_msg=name)
@@ -221,7 +221,6 @@ def test_every_context_gives_the_numbers_of_one_device(context):
     n = 4 if context == "laid_out" else 8
     rules = {
         "median": oxs.exchange.median(),
-        "clipped": oxs.exchange.clipped("median"),
         "krum": oxs.exchange.krum(0, m=1),
     }
     v, weights = values(n, 2), np.ones(n, np.float32)
@@ -284,7 +283,6 @@ def test_shards_of_one_replica_agree():
     v[1, 3:] += 3
     rules = {
         "krum": lambda axes: oxs.exchange.krum(0, m=1, shard_axes=axes),
-        "adasum": lambda axes: oxs.exchange.adasum(shard_axes=axes),
         "clipped": lambda axes: oxs.exchange.clipped(1.0, shard_axes=axes),
     }
 
@@ -305,7 +303,7 @@ def test_shards_of_one_replica_agree():
     def whole(v):
         return {name: rule(None).meet(v, (), AXIS)[0] for name, rule in rules.items()}
 
-    expected = jax.vmap(whole, axis_name=AXIS)(v)
+    expected = jax.jit(jax.vmap(whole, axis_name=AXIS))(v)
     for check_vma in (True, False):
         found = sharded("inside", check_vma)
         for name in rules:
@@ -344,25 +342,25 @@ def test_wrappers_take_them_and_leave_out_who_is_not_finite():
     gradients = jnp.asarray(values(n, 9)).at[2].set(jnp.nan)
     honest = np.delete(np.asarray(gradients), 2, axis=0)
     params = jnp.zeros(D)
-    for rule in (oxs.exchange.krum(1),):
-        tx = oxs.local_sgd(
-            optax.sgd(1.0),
-            AXIS,
-            communication_period=1,
-            drop_nonfinite=True,
-            exchange=rule,
-        )
-        axes = oxs.state_axes(tx, params)
+    tx = oxs.local_sgd(
+        optax.sgd(1.0),
+        AXIS,
+        communication_period=1,
+        drop_nonfinite=True,
+        exchange=oxs.exchange.krum(1),
+    )
+    axes = oxs.state_axes(tx, params)
 
-        def step(g, state, p, tx=tx):
-            return oxs.apply_gradients(tx, g, state, p)
+    def step(gradient, state, params, tx=tx):
+        return oxs.apply_gradients(tx, gradient, state, params)
 
-        found, _ = jax.vmap(
-            step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS
-        )(gradients, oxs.stack(tx.init(params), n, axes), oxs.stack(params, n))
-        assert np.all(np.isfinite(found))
-        np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
-        assert np.all(np.abs(found[0]) <= np.abs(honest).max(axis=0))
+    steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+    found, _ = jax.jit(steps)(
+        gradients, oxs.stack(tx.init(params), n, axes), oxs.stack(params, n)
+    )
+    # Four are left, too few for one that lies among them: their mean.
+    np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
+    np.testing.assert_allclose(found[0], -honest.mean(axis=0), rtol=1e-5, atol=1e-6)
 
     tx = oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=oxs.exchange.median())
 
@@ -370,7 +368,7 @@ def test_wrappers_take_them_and_leave_out_who_is_not_finite():
         return tx.update(gradient, tx.init(gradient), weight=weight)[0]
 
     finite = jnp.asarray(np.arange(n) != 2)
-    found = jax.vmap(update, axis_name=AXIS)(gradients, finite)
+    found = jax.jit(jax.vmap(update, axis_name=AXIS))(gradients, finite)
     np.testing.assert_allclose(found[0], -np.median(honest, axis=0), rtol=1e-6)
     with pytest.raises(ValueError, match="takes no weight"):
         jax.vmap(update, axis_name=AXIS)(gradients, jnp.arange(5))

@@ -492,6 +492,41 @@ def test_slots_have_the_params_sharding(case):
         assert slot.sharding == sharding
 
 
+@every
+def test_explicit_sharding(case):
+    """After Optax's alias test of this name: init and update keep sharding types."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"table": P("data", "model"), "bias": P("model"), "scale": P()}
+    shapes = {"table": (4, 6), "bias": (2,), "scale": ()}
+    params = {
+        name: jax.device_put(jnp.ones(shapes[name]), jax.NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    tx = case.make()
+    seen = {}
+
+    def types(tree):
+        return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+    def step(params, grads):
+        state = tx.init(params)
+        updates, new_state = tx.update(grads, state, params)
+        moved = optax.apply_updates(params, updates)
+        seen.update(updates=types(updates), params=types(moved))
+        seen["slots"] = [types(tree) for tree in (*state.slots, *new_state.slots)]
+        return moved
+
+    jax.eval_shape(step, params, params)
+    wanted = types(params)
+    assert wanted["table"] == P("data", "model")
+    assert seen["updates"] == seen["params"] == wanted
+    assert all(tree == wanted for tree in seen["slots"])
+    # Outside of a trace too: the arrays lie where their types say.
+    for tree in tx.init(params).slots:
+        for name, slot in tree.items():
+            assert slot.sharding.is_equivalent_to(params[name].sharding, slot.ndim)
+
+
 @lifted
 def test_every_slot_has_a_partition_spec(case):
     tx = case.make()

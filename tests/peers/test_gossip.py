@@ -458,6 +458,13 @@ def test_a_program_of_many_partners_holds_one_permute_for_each():
             "the axis has 8",
         ),
         (lambda: oxs.mean_params(jnp.ones(())), ValueError, "worker axis"),
+        (
+            lambda: oxs.gossip(oxs.local_sgd(optax.sgd(0.1), "chips"), AXIS).init(
+                jnp.ones(3)
+            ),
+            ValueError,
+            "center rule in `inner`",
+        ),
     ],
 )
 def test_refused(call, error, match):

@@ -99,15 +99,16 @@ def together(transformations):
         name: optax.with_extra_args_support(tx) for name, tx in transformations.items()
     }
 
-    def init(params):
+    def init(params: Any):
         return {name: tx.init(params[name]) for name, tx in each.items()}
 
-    def update(updates, state, params=None, **extra):
+    def update(updates: Any, state, params: Any = None, **extra):
         pairs = {
             name: tx.update(updates[name], state[name], params[name], **extra)
             for name, tx in each.items()
         }
-        return tuple({name: pair[i] for name, pair in pairs.items()} for i in (0, 1))
+        updates = {name: new for name, (new, _) in pairs.items()}
+        return updates, {name: state for name, (_, state) in pairs.items()}
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -624,9 +625,10 @@ def test_composed_with_optax_it_is_the_inner_one_on_the_mean(style):
     grads = dict.fromkeys(names, composed_gradients())
     with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
         expected = plain_history(composed(lambda inner: inner), grads, params)
-        run = replicated if style == "replicated" else contexts.replay
-        where = () if style == "replicated" else (style,)
-        history, _ = run(*where, composed(sharded), params, grads)
+        if style == "replicated":
+            history, _ = replicated(composed(sharded), params, grads)
+        else:
+            history, _ = contexts.replay(style, composed(sharded), params, grads)
     for name in names:
         every = jax.tree.map(
             lambda x: np.repeat(x, contexts.REPLICAS, axis=1), expected[name]

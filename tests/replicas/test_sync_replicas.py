@@ -592,6 +592,59 @@ def test_injected_hyperparameters_are_traced():
     assert averages.tolist() == [-2.0] * N
 
 
+def test_3_workers_1_backup():
+    """TensorFlow's `test3Workers1Backup` and its figures, with a step for each event.
+
+    From `python/training/sync_replicas_optimizer_test.py` of TensorFlow 1.15.
+    """
+    tx = sync_replicas(oxs.optimizers.gradient_descent(2.0), AXIS, 2)
+    start = {
+        "v0": jnp.float32(0),
+        "v1": jnp.float32(1),
+        "v_sparse": jnp.array([[3.0], [4.0]]),
+    }
+    # Who contributes, and the global step of the gradients.
+    events = [
+        ([True, False, True], 0),  # workers 0 and 2 are first
+        ([False, True, False], 0),  # worker 1 comes late, its gradient is stale
+        ([True, True, True], 0),  # and so are those that were computed meanwhile
+        ([True, False, False], 1),  # one of two
+        ([False, True, False], 1),
+    ]
+
+    def run(worker, contributes):
+        first = 0.1 + 0.2 * worker
+        rows = oxs.IndexedSlices(jnp.array([1]), first.reshape(1, 1))
+        grads = {"v0": first, "v1": 0.9 + 0.2 * worker, "v_sparse": rows}
+
+        def step(carry, event):
+            params, state = carry
+            contributes, computed_at = event
+            params, state = tx.apply(
+                *(grads, state, params),
+                contributes=contributes,
+                gradient_step=computed_at,
+            )
+            return (params, state), (params, state.global_step)
+
+        steps = jnp.array([step for _, step in events])
+        return jax.lax.scan(step, (start, tx.init(start)), (contributes, steps))[1]
+
+    contributes = jnp.array([who for who, _ in events]).T
+    run_all = jax.jit(jax.vmap(run, axis_name=AXIS))
+    params, global_step = run_all(jnp.arange(3.0), contributes)
+    for worker in range(3):
+        np.testing.assert_array_equal(global_step[worker], [1, 1, 1, 1, 2])
+        for name, expected in (
+            ("v0", [0 - (0.1 + 0.5) / 2 * 2.0, -0.6 - (0.1 + 0.3) / 2 * 2.0]),
+            ("v1", [1 - (0.9 + 1.3) / 2 * 2.0, -1.2 - (0.9 + 1.1) / 2 * 2.0]),
+            ("v_sparse", [4 - (0.1 + 0.5) / 2 * 2.0, 3.4 - (0.1 + 0.3) / 2 * 2.0]),
+        ):
+            found = params[name][worker].reshape(5, -1)[:, -1]
+            np.testing.assert_allclose(found, [expected[0]] * 4 + expected[1:], 1e-6)
+        np.testing.assert_array_equal(params["v_sparse"][worker][:, 0], 3)
+
+
 def test_an_average_of_ten_million_steps_has_its_own_rate():
     """1 - float32(0.9999999) is 1.19e-7: nearly a fifth too large."""
     decays = (0.9999999, np.float64(0.9999999), lambda step: 0.9999999)
@@ -649,7 +702,9 @@ def test_refused_at_construction(kind, message, arguments):
 def test_integers_of_numpy_are_integers():
     def two_steps(grads: Any) -> Any:
         moved = []
-        for required, total in ((8, N), (np.int64(8), np.int32(N))):
+        for kind in (int, np.int64):
+            required: Any = kind(8)
+            total: Any = kind(N)
             tx = sync_replicas(optax.sgd(1.0), AXIS, required, total_num_replicas=total)
             params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
             for _ in range(2):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
@@ -52,7 +52,7 @@ def loss_of(model, text):
     return entropy(model(text[:, :-1]), text[:, 1:]).mean()
 
 
-mesh = jax.make_mesh((8,), ("data",))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 tx = optax.adamw(3e-3)
 tx = oxs.cross_shard(tx, "data")
 model = Transformer(nnx.Rngs(0))

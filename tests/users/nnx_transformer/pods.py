@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
@@ -52,7 +52,7 @@ def loss_of(model, text):
     return entropy(model(text[:, :-1]), text[:, 1:]).mean()
 
 
-mesh = jax.make_mesh((2, 4), ("pods", "data"))
+mesh = jax.make_mesh((2, 4), ("pods", "data"), axis_types=(AxisType.Auto,) * 2)
 tx = optax.adamw(3e-3)
 tx = oxs.diloco(oxs.cross_shard(tx, "data"), "pods", communication_period=20)
 model = Transformer(nnx.Rngs(0))

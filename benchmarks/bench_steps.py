@@ -1,0 +1,469 @@
+"""The catalogue's steps, dense and row-sparse, beside Optax, TensorFlow and torch.
+
+    python benchmarks/bench_steps.py            # ten minutes, 4 GB
+    python benchmarks/bench_steps.py --quick    # a quarter of a minute
+
+Writes two pages, bench_dense and bench_sparse. A step is what a user compiles:
+`tx.update`, then `optax.apply_updates`, under `jax.jit` with parameters and state
+donated. On a GPU the peers, which run on processors, are left out.
+"""
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peers
+import report
+from report import Line, Panel, Report, each, ratio, spread
+
+import optx_sync as oxs
+from optx_sync import hlo
+
+WIDTH, ORDERS = 16, ("any order", "sorted", "repeated")
+SIDES = ("ours", "Optax", "TensorFlow", "torch")
+TOUCHED_ONLY = (
+    *("gradient_descent", "momentum", "normalized_sgd", "adagrad", "adagrad_da"),
+    *("adadelta", "rmsprop", "ftrl", "proximal_gradient_descent", "proximal_adagrad"),
+    "custom_adam",
+)
+SMALL = ("gradient_descent", "momentum", "adagrad", "adam")
+TABLES = ("gradient_descent", "momentum", "adagrad", "rmsprop", "ftrl", "custom_adam")
+
+
+@dataclasses.dataclass
+class Found:
+    """What was measured of one optimizer, by "ours", "Optax" and the other peers."""
+
+    times: Mapping[str, list[float]]  # milliseconds of a step
+    builds: Mapping[str, list[tuple[float, float]]]  # seconds: trace, compilation
+    bytes: Mapping[str, float]  # of a step, for each parameter
+    loops: Mapping[str, float]  # compiled loops over a leaf, for each leaf
+    apart: Mapping[str, float]  # how far from ours, for each unit of the way gone
+    floor: int  # of bytes
+    parameters: int
+
+    def ratio(self, peer: str) -> float:
+        """Our time over a peer's, in the same turns."""
+        return ratio(self.times["ours"], self.times[peer])
+
+    def rate(self) -> float:
+        """Gigabytes per second of the triad."""
+        return 12 * self.parameters / statistics.median(self.times["triad"]) / 1e6
+
+    def share(self) -> float:
+        """Our rate, were the floor all that is moved, for each unit of the triad's."""
+        return self.floor / 12 / self.ratio("triad")
+
+    def noise(self) -> float:
+        """How far from 1 Optax's median ratio to itself may be: 95 %, resampled."""
+        ratios = np.divide(self.times["Optax again"], self.times["Optax"])
+        draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        medians = np.median(draws, axis=1)
+        return float(np.abs(np.quantile(medians, [0.025, 0.975]) - 1).max())
+
+    def build_ratios(self) -> list[float]:
+        """Our time to trace and compile over Optax's, in each turn."""
+        return np.divide(*(np.sum(self.builds[s], 1) for s in SIDES[:2])).tolist()
+
+
+def step_of(tx: Any) -> Callable:
+    """The step of an optimizer, jitted."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def build(tx: Any, params: Any) -> tuple[Any, float, float]:
+    """The compiled step, and how long its trace and its compilation took."""
+    jax.clear_caches()
+    gc.collect()
+    state = jax.eval_shape(tx.init, params)
+    start = time.perf_counter()
+    lowered = step_of(tx).trace(params, state, params).lower()
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, traced - start, time.perf_counter() - traced
+
+
+class Held:
+    """Parameters and state that a compiled step moves; call it to make a step."""
+
+    def __init__(self, step: Callable, tx: Any, params: Any, *grads: Any) -> None:
+        self.step, self.grads = step, grads
+        self.held = (params, jax.jit(tx.init)(params))
+
+    def __call__(self, *grads: Any) -> Any:
+        self.held = self.step(*self.held, *(grads or self.grads))
+        return self.held
+
+
+def triad(start: Any, grads: Any) -> Callable[[], Any]:
+    """A call of x + 2 y, written over x: as fast as memory is read and written."""
+    add: Any = jax.jit(
+        lambda x, y: jax.tree.map(lambda a, b: a + 2.0 * b, x, y), donate_argnums=0
+    )
+    held = [jax.tree.map(jnp.array, start)]
+
+    def call():
+        held[0] = add(held[0], grads)
+        return held
+
+    return call
+
+
+def moved_by(compiled: Any) -> float:
+    """Bytes that the compiled program's operations read and write."""
+    return compiled.cost_analysis()["bytes accessed"]
+
+
+def loops_of(compiled: Any, size: int, leaves: int) -> float:
+    """Compiled loops over whole leaves, for each leaf."""
+    loops = [i for i in hlo.written(hlo.program(compiled)) if i.opcode == "fusion"]
+    return sum(loop.arrays[0].shape == (size,) for loop in loops) / leaves
+
+
+def measure(name: str, leaves: int, size: int, repeats: int, builds: int) -> Found:
+    """Build and time one optimizer and its peers, in turns."""
+    generator = np.random.default_rng(0)
+    start = [generator.standard_normal(size, np.float32)] * leaves
+    grads = [generator.standard_normal(size, np.float32) for _ in range(leaves)]
+    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32)] * leaves
+    makes = {"ours": peers.OURS[name]}
+    if name in peers.OPTAX:
+        makes["Optax"] = peers.OPTAX[name]
+    seconds, programs = {side: [] for side in makes}, {}
+    for turn in range(builds):
+        for side in list(makes)[:: -1 if turn % 2 else 1]:
+            programs[side], *taken = build(makes[side](), shapes)
+            seconds[side].append(tuple(taken))
+
+    device_grads = jax.device_put(grads)
+
+    def held(side):
+        params = [jnp.array(leaf) for leaf in start]
+        return Held(programs[side], makes[side](), params, device_grads)
+
+    calls: dict[str, Any] = {side: held(side) for side in programs}
+    calls["triad"] = triad(start, device_grads)
+    if "Optax" in programs:
+        # What a program takes against itself, on other buffers, is noise.
+        calls["Optax again"] = held("Optax")
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and name in peers.KERNELS and peers.tensorflow():
+        constants = [peers.tensorflow().constant(grad) for grad in grads]
+        calls["TensorFlow"] = peers.TensorFlowStep(name, start, constants)
+    if on_cpu and name in peers.TORCH and peers.torch():
+        calls["torch"] = peers.torch_step(name, start, grads)
+    times = report.in_turns(calls, repeats)
+
+    ends = {side: np.asarray(calls[side]()[0][0]) for side in programs}
+    if kernel := calls.get("TensorFlow"):
+        kernel()
+        ends["TensorFlow"] = kernel.params[0].numpy()
+    way = np.abs(ends["ours"] - start[0]).mean()
+    slots = jax.tree.leaves(jax.eval_shape(makes["ours"]().init, shapes[0]))
+    floor = 12 + 8 * sum(slot.shape == (size,) for slot in slots)
+    return Found(
+        times,
+        seconds,
+        {
+            s: p.cost_analysis()["bytes accessed"] / leaves / size
+            for s, p in programs.items()
+        },
+        {s: loops_of(p, size, leaves) for s, p in programs.items()},
+        {s: float(np.abs(end - ends["ours"]).mean() / way) for s, end in ends.items()},
+        # A norm must be known before the first element moves: the gradient twice.
+        floor + 4 if name == "normalized_sgd" else floor,
+        leaves * size,
+    )
+
+
+def beside_optax(page: Report, results: Mapping[str, Found], where: str) -> None:
+    """What is held against Optax, for leaves of one kind."""
+    compared = {name: found for name, found in results.items() if name in peers.OPTAX}
+    ratios = {name: found.ratio("Optax") for name, found in compared.items()}
+    builds = {n: statistics.median(f.build_ratios()) for n, f in compared.items()}
+    noise = {name: found.noise() for name, found in compared.items()}
+    # Slower beyond noise, of which 5 % at most are forgiven.
+    slower = [n for n in compared if ratios[n] > 1 + min(noise[n], 0.05)]
+    found = [f"{n} {ratios[n]:.3f} (noise {noise[n]:.3f})" for n in slower]
+    page.nowhere("slower", found, f"at most {max(ratios.values()):.3f}", where=where)
+    more = [f.bytes["ours"] > 1.001 * f.bytes["Optax"] for f in compared.values()]
+    found = list(itertools.compress(compared, more))
+    page.nowhere("bytes", found, f"{len(compared)} optimizers", where=where)
+    found = [f"{name} {ratio:.2f}" for name, ratio in builds.items() if ratio > 1.1]
+    page.nowhere("builds", found, f"at most {max(builds.values()):.2f}", where=where)
+
+
+def beside_others(page: Report, large: Mapping[str, Found]) -> None:
+    """What is held against the floor, the triad's rate, TensorFlow and torch."""
+    above = [n for n, f in large.items() if f.bytes["ours"] > 1.01 * f.floor]
+    page.nowhere("floor", above, f"{len(large)} optimizers")
+    share, rate = large["adam"].share(), large["adam"].rate()
+    page.criterion("triad", share >= 0.6, f"{share:.0%} of {rate:.0f} GB/s")
+    for peer in SIDES[2:]:
+        ratios = {n: f.ratio(peer) for n, f in large.items() if peer in f.times}
+        over = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > 1.25]
+        if "adam" in ratios:
+            page.criterion(peer, ratios["adam"] <= 1.25, f"{ratios['adam']:.2f}")
+            page.text("over", peer=peer, over=", ".join(over) or "none")
+    same_ends(page, [found.apart.get("TensorFlow") for found in large.values()])
+
+
+def same_ends(page: Report, apart: Sequence[float | None]) -> None:
+    """Whether TensorFlow's kernels, where there are any, took the same way."""
+    if known := [far for far in apart if far is not None]:
+        found = f"at most {max(known):.1e} of the mean way apart, in the mean"
+        page.criterion("ends", max(known) < 1e-4, found)
+
+
+def dense_tables(page: Report, results: Mapping[str, Found], where: str) -> None:
+    """What was measured of leaves of one kind."""
+    rate = statistics.median(found.rate() for found in results.values())
+    page.text("triad", rate=rate, where=where)
+    steps, builds = [], []
+    for name, found in results.items():
+        over = {p: f"{found.ratio(p):.3f}" for p in SIDES if p in found.times}
+        noise = f"{found.noise():.3f}" if "Optax" in over else "-"
+        form = peers.TORCH[name]["form"] if "torch" in over else "-"
+        row = [name, spread(found.times["ours"]), f"{found.share():.0%}"]
+        row += [over.get("Optax", "-"), noise]
+        steps.append([*row, *(over.get(p, "-") for p in SIDES[2:]), form])
+        if "Optax" in found.builds:
+            parts = np.median([found.builds[side] for side in SIDES[:2]], 1).T.ravel()
+            builds.append([name, *map(float, parts), spread(found.build_ratios())])
+    page.table("steps", steps, where=where)
+    contents = [
+        (n, f.floor, *(of.get(s, "-") for of in (f.bytes, f.loops) for s in SIDES[:2]))
+        for n, f in results.items()
+    ]
+    page.table("bytes", contents, where=where)
+    page.table("builds", builds, where=where)
+
+
+def dense(options: Any, quick: bool) -> None:
+    """All of the catalogue, on large and on small leaves."""
+    page = Report("bench_dense", options)
+    page.text("missing", peers=peers.missing() or "none")
+    few = ("rmsprop", "normalized_sgd", "adam")
+    plans = {  # names, leaves, floats in each, repeats, builds
+        "large": (few, 4, 65_536, 5, 1) if quick else (peers.OURS, 8, 4_194_304, 21, 5),
+        "small": (SMALL[3:], 32, 64, 5, 1) if quick else (SMALL, 2_048, 1_024, 21, 3),
+    }
+    for kind, (names, *plan) in plans.items():
+        where = f"{plan[0]:,} leaves of {plan[1]:,}"
+        found = each(where, lambda name, plan=plan: measure(name, *plan), names)
+        results = dict(zip(names, found, strict=True))
+        dense_tables(page, results, where)
+        beside_optax(page, results, where)
+        if kind == "large":
+            beside_others(page, results)
+        lines = []
+        for side in SIDES:
+            at = [n for n, one in enumerate(found) if side in one.times]
+            times = [float(np.median(found[n].times[side])) for n in at]
+            lines += [Line(side, times, at, "o")] if at else []
+        label = f"milliseconds of a step, {where}"
+        page.picture([Panel(label, "", lines, names=list(names))], kind)
+        page.data(**{kind: {n: dataclasses.asdict(f) for n, f in results.items()}})
+    page.save()
+
+
+def gradients(rows: int, touched: int, order: str, number: int) -> list[Any]:
+    """Indices and values, several of them; the same for everyone."""
+    generator = np.random.default_rng(touched)
+    pairs = []
+    for _ in range(number):
+        if order == "repeated":
+            # Zipf's law, as words or items have it: the frequent ones many times.
+            indices = generator.zipf(1.1, touched) % rows
+        else:
+            indices = generator.choice(rows, touched, replace=False)
+        indices = np.sort(indices) if order == "sorted" else indices
+        values = generator.standard_normal((touched, WIDTH), np.float32)
+        pairs.append((indices.astype(np.int32), values))
+    return pairs
+
+
+def table_of(name: str, rows: int) -> Held:
+    """A table of ones and its optimizer; call it with a gradient to make a step."""
+    tx = peers.OURS[name]()
+    return Held(step_of(tx), tx, jnp.ones((rows, WIDTH)))
+
+
+def next_of(step: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
+    """A call with the next arguments, in a circle."""
+    circle = itertools.cycle(arguments)
+    return lambda: step(*next(circle))
+
+
+def slices(pairs: Sequence[Any]) -> list[tuple[oxs.IndexedSlices]]:
+    """Gradients as ours takes them, on the device."""
+    return [(oxs.IndexedSlices(jnp.asarray(i), jnp.asarray(v)),) for i, v in pairs]
+
+
+def by_size(name: str, sizes: Sequence[int], touched: int, repeats: int) -> Any:
+    """Milliseconds of a step, and its temporary bytes, for each length of the table."""
+    calls, temporary = {}, {}
+    for rows in sizes:
+        table, grads = table_of(name, rows), slices(gradients(rows, touched, "", 8))
+        calls[f"{rows:,}"] = next_of(table, grads)
+        needs = hlo.memory(table.step, *table.held, *grads[0])
+        temporary[f"{rows:,}"] = needs.temporary
+    times = report.in_turns(calls, repeats)
+    gc.collect()
+    return times, temporary
+
+
+def by_touched(name: str, rows: int, counts: Any, touched: int, repeats: int) -> Any:
+    """Milliseconds of a step by rows touched, of all; how far TensorFlow ended from us.
+
+    The distance is in the mean, for each unit of the mean way gone.
+    """
+    table, dense = table_of(name, rows), table_of(name, rows)
+    generator = np.random.default_rng(0)
+    dense_grads = jnp.asarray(generator.standard_normal((rows, WIDTH), np.float32))
+    start = np.ones((rows, WIDTH), np.float32)
+    tf, torch = peers.tensorflow(), peers.torch()
+    on_cpu = jax.default_backend() == "cpu"
+    kernel = on_cpu and tf and name in peers.KERNELS
+    kernel = peers.TensorFlowStep(name, [start], None) if kernel else None
+    on_rows = on_cpu and torch and name in peers.TORCH_ROWS
+    on_rows = peers.torch_on_rows(name, start) if on_rows else None
+    plan = {f"{count:,}": (count, ORDERS[0]) for count in counts}
+    plan |= {order: (touched, order) for order in ORDERS[1:]}
+    times = {}
+    for label, (count, order) in plan.items():
+        number, turns, warm_up = (2, 5, 1) if count > 16_384 else (8, repeats, 3)
+        pairs = gradients(rows, count, order, number)
+        calls = {"ours": next_of(table, slices(pairs))}
+        calls["dense"] = lambda: dense(dense_grads)
+        if kernel:
+            summed = order == "repeated"
+            constants = [(tf.constant(i), tf.constant(v), summed) for i, v in pairs]
+            calls["TensorFlow"] = next_of(kernel.on_rows, constants)
+        if on_rows:
+            long = [(i.astype(np.int64), v) for i, v in pairs]
+            tensors = [tuple(map(torch.from_numpy, pair)) for pair in long]
+            calls["torch"] = next_of(on_rows, tensors)
+        times[label] = report.in_turns(calls, turns, warm_up)
+    if not kernel:
+        return times, None
+    end = np.asarray(table.held[0])
+    apart = np.abs(kernel.params[0].numpy() - end).mean() / np.abs(end - 1).mean()
+    return times, apart
+
+
+def break_even(counts: Sequence[int], times: Mapping[str, Any]) -> float | None:
+    """Rows touched at which a row-sparse step takes as long as a dense one."""
+    over = [np.log(ratio(t["ours"], t["dense"])) for t in times.values()]
+    over = np.array(over[: len(counts)])
+    if over.max() < 0:
+        return None
+    after = int(np.argmax(over > 0))
+    near = slice(max(after - 1, 0), after + 1)
+    return float(np.exp(np.interp(0.0, over[near], np.log(counts)[near])))
+
+
+def sizes_page(page: Report, sizes: Any, touched: int, found: Mapping) -> None:
+    """What the length of the table costs: nothing, if all is well."""
+    small, large = f"{min(sizes):,}", f"{max(sizes):,}"
+    ratios = {name: ratio(t[large], t[small]) for name, (t, _) in found.items()}
+    rows = []
+    for name, (times, needs) in found.items():
+        memory = f"{needs[small] / 1024:.0f} to {needs[large] / 1024:.0f}"
+        rows.append((name, *map(spread, times.values()), f"{ratios[name]:.2f}", memory))
+    lengths = " | ".join(f"{rows:,}" for rows in sizes)
+    page.table("lengths", rows, touched=touched, lengths=lengths)
+    longer = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio > 1.5]
+    most = f"at most {max(ratios.values()):.2f}"
+    page.nowhere("length", longer, most, small=small, large=large)
+    grown = [n for n, (_, memory) in found.items() if len({*memory.values()}) > 1]
+    page.nowhere("memory", grown, "equal for all lengths")
+
+
+def touched_page(
+    page: Report, counts: Any, rows: int, touched: int, found: Any
+) -> None:
+    """What the rows touched cost, beside the dense step and the peers."""
+    label, by_count, table = f"{touched:,}", [], []
+    behind, gains = ({order: {} for order in ORDERS} for _ in range(2))
+    for name, (times, _) in found.items():
+        even = break_even(counts, times)
+        ours = (f"{np.median(times[f'{n:,}']['ours']):.3g}" for n in counts)
+        dense = spread(times[label]["dense"])
+        by_count.append((name, *ours, dense, f"{even / rows:.0%}" if even else "never"))
+        for order in ORDERS:
+            of = times[label if order == ORDERS[0] else order]
+            over = {p: round(ratio(of["ours"], of[p]), 3) for p in of}
+            gain = gains[order][name] = round(ratio(of["dense"], of["ours"]), 3)
+            if over.get("TensorFlow", 0) > 1:
+                behind[order][name] = f"{name} {over['TensorFlow']:.2f}"
+            others = (over.get(peer, "-") for peer in SIDES[2:])
+            table.append((name, order, spread(of["ours"]), gain, *others))
+    named = " | ".join(f"{n:,}" for n in counts)
+    page.table("by touched", by_count, length=rows, counts=named)
+    page.table("touched", table, length=rows, touched=touched)
+    apart = [far for _, far in found.values()]
+    for order in ORDERS if any(far is not None for far in apart) else ():
+        slower = list(behind[order].values())
+        page.nowhere(
+            "TensorFlow", slower, "nowhere above 1", touched=touched, order=order
+        )
+    same_ends(page, apart)
+    for order in ORDERS[:2]:
+        shown = report.listed(gains[order], gains[order].values(), "{} {:.1f}")
+        part = f"{touched / rows:.1%}"
+        page.criterion(
+            "gain", min(gains[order].values()) >= 20, shown, part=part, order=order
+        )
+
+
+def row_sparse(options: Any, quick: bool) -> None:
+    """Against the table's length, the rows touched, TensorFlow and torch."""
+    page = Report("bench_sparse", options)
+    page.text("missing", peers=peers.missing() or "none")
+    touched, rows = (64, 2**14) if quick else (4_096, 2**20)
+    sizes = [10**n for n in ((3, 4, 5) if quick else (4, 5, 6, 7))]
+    counts = [rows // 4**n for n in ((5, 4, 2, 0) if quick else range(7, -1, -1))]
+    names = ("gradient_descent", "adagrad") if quick else TABLES
+    all_names, repeats = names if quick else TOUCHED_ONLY, 5 if quick else 40
+
+    def length(name):
+        return by_size(name, sizes, touched, repeats)
+
+    def number(name):
+        return by_touched(name, rows, counts, touched, repeats)
+
+    lengths = dict(zip(all_names, each("by length", length, all_names), strict=True))
+    sizes_page(page, sizes, touched, lengths)
+    found = dict(zip(names, each("by rows touched", number, names), strict=True))
+    touched_page(page, counts, rows, touched, found)
+    left, right = [], []
+    for name, (times, _) in found.items():
+        middle = [np.median(lengths[name][0][f"{n:,}"]) for n in sizes]
+        left.append(Line(name, sizes, middle))
+        middle = [np.median(times[f"{n:,}"]["ours"]) for n in counts]
+        right.append(Line(name, counts, middle))
+    unit = "milliseconds of a step"
+    panels = [Panel("rows of the table", unit, left, log="xy")]
+    page.picture([*panels, Panel("rows touched", unit, right, log="xy")])
+    page.data(by_length=lengths, by_touched=found)
+    page.save()
+
+
+if __name__ == "__main__":
+    options = report.arguments(__doc__).parse_args()
+    dense(options, options.quick)
+    row_sparse(options, options.quick)
