@@ -112,9 +112,8 @@ def history(tx, inputs, params=None, state=None, reduce_value=False):
         params, state = carry
         value = oxs.reduce(now["value"], AXIS) if reduce_value else now["value"]
         updates, state = tx.update({"w": now["w"]}, state, params, value=value)
-        params = optax.apply_updates(params, updates)
-        moved: Any = params
-        return (params, state), moved["w"]
+        moved: Any = optax.apply_updates(params, updates)
+        return (moved, state), moved["w"]
 
     return jax.lax.scan(step, (params, state), inputs)[1]
 
@@ -161,8 +160,7 @@ def on_mesh(wrapper, inner):
 
     def workers(params, inputs):
         params = oxs.unstack(params)
-        moved: Any = history(tx, oxs.unstack(inputs), params)
-        return moved[None]
+        return oxs.stack(history(tx, oxs.unstack(inputs), params), 1)
 
     arguments = (OWN,) if own else (oxs.stack(PARAMS, N), SAME)
     return jax.shard_map(

@@ -173,7 +173,7 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-        measured = self.measured or (None,) * len(Measured._fields)
+        measured = self.measured or (None, None)
         return CenterMetrics(
             self.global_step, self.steps_since_round, self.dropped, distance, *measured
         )

@@ -70,7 +70,7 @@ def expected(levels, grads):
     )
 
 
-def start(tx, shape=(PODS, WORKERS)):
+def start(tx, shape=(PODS, WORKERS)) -> Any:
     """Stacked parameters and state, and the axes of the state, the outer first."""
     axes = [oxs.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
     params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
@@ -79,7 +79,7 @@ def start(tx, shape=(PODS, WORKERS)):
     return params, state, axes
 
 
-def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
+def lanes(tx, names=AXES, shape=(PODS, WORKERS)) -> Any:
     """The body of `contexts.steps` under one vmap for each level."""
     run: Any = contexts.steps(tx)
     for name, axes in reversed(list(zip(names, start(tx, shape)[2], strict=True))):
@@ -87,7 +87,7 @@ def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
     return run
 
 
-def on_mesh(tx, check_vma=True):
+def on_mesh(tx, check_vma=True) -> Any:
     """The body of `contexts.steps` under shard_map over both levels' axes."""
     specs = oxs.state_specs(tx, PARAMS, P(), P(*AXES))
     outer, inner = start(tx)[2]
@@ -131,7 +131,7 @@ def test_two_levels_are_the_recurrence(context):
 
     @jax.jit
     def run(starts, grads):
-        return {name: runs[name](*starts[name], grads, {})[0] for name in runs}  # pyright: ignore[reportCallIssue]
+        return {name: runs[name](*starts[name], grads, {})[0] for name in runs}
 
     found = run({name: start(tx)[:2] for name, tx in RULES.items()}, steps_last(grads))
     for name, history in found.items():
@@ -161,8 +161,7 @@ def test_an_outer_round_stays():
         lambda p: at.reshape(at.shape + (1,) * (p.ndim - 2)) + 0 * p, params
     )
     center = jax.tree.map(lambda p: p[:, 0], params)
-    held: Any = state
-    state = held._replace(inner=held.inner._replace(center=center))
+    state = state._replace(inner=state.inner._replace(center=center))
     grads = steps_last(jax.tree.map(np.zeros_like, gradients(PODS, WORKERS)))
     history, state = jax.jit(lanes(tx))(params, state, grads, {})
     np.testing.assert_array_equal(history["scalar"][:, 0, 0], [0, 8])
@@ -180,9 +179,9 @@ def test_a_round_of_pods_stays_inside_its_conditional():
     assert all(row.conditional for row in rows)
     size = 4 * sum(p.size for p in PARAMS.values())
     within, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    sent = {groups: 0 for groups in (within, across)}
+    sent: dict[Any, int] = {within: 0, across: 0}
     for row in rows:
-        sent[row.groups] += row.bytes  # pyright: ignore[reportArgumentType]
+        sent[row.groups] += row.bytes
     assert sent == {within: 2 * size, across: size}
 
 
@@ -224,10 +223,9 @@ def test_metrics_and_center_of_two_levels():
 
 def test_gradients_that_meet_inside_are_no_second_center():
     """DiLoCo between pods, whose chips have equal parameters: no level, no change."""
-    tx = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
-    nested: Any = tx.init(PARAMS)
-    plain: Any = oxs.diloco(SGD, "pods").init(PARAMS)
-    assert nested.inner == plain.inner
+    tx: Any = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
+    alone: Any = oxs.diloco(SGD, "pods")
+    assert tx.init(PARAMS).inner == alone.init(PARAMS).inner
 
 
 @pytest.mark.parametrize(

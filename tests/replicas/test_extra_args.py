@@ -23,8 +23,8 @@ def by_value():
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda u: jnp.full_like(u, value), updates), state
 
-    made: Any = optax.GradientTransformationExtraArgs
-    return made(lambda params: (), update)
+    checked: Any = update  # Its type has no required keyword.
+    return optax.GradientTransformationExtraArgs(lambda params: (), checked)
 
 
 def seen(tx, **extra):
@@ -92,10 +92,10 @@ def test_a_plateau_is_the_same_for_all():
         updates, state = tx.update(jnp.ones(2), state, params, value=value)
         return (optax.apply_updates(params, updates), state), None
 
-    def train(losses):
+    def train(losses) -> Any:
         (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
-        first: Any = params
-        return first[0]
+        moved: Any = params
+        return moved[0]
 
     # One falls, the other does not; their mean falls.
     losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
@@ -165,11 +165,11 @@ def test_the_center_s_own_step_gets_the_workers_mean():
     tx = oxs.agn(by_value(), AXIS, communication_period=2)
 
     def steps(value):
-        state, updates = tx.init(PARAMS), PARAMS
+        updates: Any = PARAMS
+        state = tx.init(PARAMS)
         for _ in range(2):
             updates, state = tx.update(jnp.ones(2), state, PARAMS, value=value)
-        first: Any = updates
-        return first[0]
+        return updates[0]
 
     assert jax.vmap(steps, axis_name=AXIS)(VALUES).tolist() == [3.0] * N
     for value in (jnp.ones((N, 2)), jnp.ones(N, jnp.int32)):
