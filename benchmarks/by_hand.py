@@ -56,6 +56,11 @@ copy = over_trees(jnp.copy)
 varying = over_trees(lambda x: lax.pcast(x, AXIS, to="varying"))
 # Inside of `shard_map`: a worker's part, without the axis of the workers; and back.
 own, kept = over_trees(lambda x: x[0]), over_trees(lambda x: x[None])
+# Centers and accumulators of half precision are held in float32; a copy, and not.
+wide = over_trees(lambda x: jnp.array(x, jnp.float32, copy=True))
+as_wide = over_trees(lambda x: x.astype(jnp.float32))
+# The arrays in the dtypes of others.
+rounded = over_trees(lambda x, like: x.astype(like.dtype))
 
 
 def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
@@ -92,8 +97,9 @@ def local_sgd(params, inner, center, due, grads):
     params, inner = descend(params, inner, grads)
 
     def exchange(params, center):
-        center = plus(center, lax.pmean(minus(params, center), AXIS))
-        return varying(center), center
+        moved = lax.pmean(minus(as_wide(params), center), AXIS)
+        center = plus(center, moved)
+        return varying(rounded(center, params)), center
 
     params, center = where_due(due, exchange, params, center)
     return params, inner, center
@@ -104,10 +110,10 @@ def diloco(params, inner, shared, due, grads):
     params, inner = descend(params, inner, grads)
 
     def exchange(params, center, outer):
-        gradient = lax.pmean(minus(center, params), AXIS)
+        gradient = lax.pmean(minus(center, as_wide(params)), AXIS)
         updates, outer = OUTER.update(gradient, outer, center)
         center = optax.apply_updates(center, updates)
-        return varying(center), center, outer
+        return varying(rounded(center, params)), center, outer
 
     params, *shared = where_due(due, exchange, params, *shared)
     return params, inner, tuple(shared)
@@ -117,12 +123,12 @@ def agn(params, own, shared, due, grads):
     """The mean of accumulated gradients moves the center, which all workers take."""
     inner, total = own
     params, inner = descend(params, inner, grads)
-    total = plus(total, grads)
+    total = plus(total, as_wide(grads))
 
     def exchange(params, total, center, outer):
         mean = lax.pmean(jax.tree.map(lambda x: x / PERIOD, total), AXIS)
         center, outer = descend(center, outer, mean)
-        return varying(center), zeros(total), center, outer
+        return varying(rounded(center, params)), zeros(total), center, outer
 
     params, total, *shared = where_due(due, exchange, params, total, *shared)
     return params, (inner, total), tuple(shared)
@@ -133,8 +139,10 @@ def elastic(params, inner, center, due, grads):
     params, inner = descend(params, inner, grads)
 
     def exchange(params, center):
-        pull = jax.tree.map(lambda x, c: RATE * (x - c), params, center)
-        return minus(params, pull), plus(center, lax.psum(pull, AXIS))
+        x = as_wide(params)
+        pull = jax.tree.map(lambda x, c: RATE * (x - c), x, center)
+        params = rounded(minus(x, pull), params)
+        return params, plus(center, lax.psum(pull, AXIS))
 
     params, center = where_due(due, exchange, params, center)
     return params, inner, center
@@ -143,12 +151,16 @@ def elastic(params, inner, center, due, grads):
 def penalised(params, inner, shared, due, grads):
     """The same, with TensorFlow's penalty on the gradient in every step."""
     center, taken = shared
-    grads = jax.tree.map(lambda g, x, s: g + RATE * (x - s), grads, params, taken)
+    apart = minus(as_wide(params), taken)
+    pulled = jax.tree.map(lambda g, d: g.astype(d.dtype) + RATE * d, grads, apart)
+    grads = rounded(pulled, grads)
     params, inner = descend(params, inner, grads)
 
     def exchange(params, center, taken):
-        pull = jax.tree.map(lambda x, c: RATE * (x - c), params, center)
-        return minus(params, pull), plus(center, lax.psum(pull, AXIS)), center
+        x = as_wide(params)
+        pull = jax.tree.map(lambda x, c: RATE * (x - c), x, center)
+        params = rounded(minus(x, pull), params)
+        return params, plus(center, lax.psum(pull, AXIS)), center
 
     params, *shared = where_due(due, exchange, params, center, taken)
     return params, inner, tuple(shared)
@@ -174,7 +186,7 @@ def _alone(params: Tree) -> tuple[Tree, Tree]:
 
 
 def _with_center(params: Tree) -> tuple[Tree, Tree]:
-    return INNER.init(params), copy(params)
+    return INNER.init(params), wide(params)
 
 
 CASES = {
@@ -193,21 +205,21 @@ CASES = {
     "local_sgd": Case(_rule("local_sgd"), _with_center, local_sgd),
     "diloco": Case(
         _rule("diloco"),
-        lambda params: (INNER.init(params), (copy(params), OUTER.init(params))),
+        lambda params: (INNER.init(params), (wide(params), OUTER.init(wide(params)))),
         diloco,
     ),
     "agn": Case(
         _rule("agn"),
         lambda params: (
-            (INNER.init(params), zeros(params)),
-            (copy(params), INNER.init(params)),
+            (INNER.init(params), zeros(wide(params))),
+            (wide(params), INNER.init(wide(params))),
         ),
         agn,
     ),
     "elastic_average": Case(_rule("elastic_average"), _with_center, elastic),
     "elastic_average, penalty": Case(
         _rule("elastic_average, penalty"),
-        lambda params: (INNER.init(params), (copy(params), copy(params))),
+        lambda params: (INNER.init(params), (wide(params), wide(params))),
         penalised,
     ),
 }
@@ -298,8 +310,15 @@ def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
     return on_mesh(step, workers, start, specs, params)
 
 
-def with_library(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
-    """The library's optimizer, as its users run it under `shard_map`."""
+def with_library(
+    case: Case,
+    params: Tree,
+    workers: int,
+    gradient: Callable,
+    apply: Callable | None = None,
+) -> Step:
+    """The library's optimizer under `shard_map`, by `update` or another step."""
+    apply = apply or _update
     tx, one = case.tx(workers), case.replicated
     axes = oxs.state_axes(tx, params, replicated=one)
 
@@ -312,12 +331,21 @@ def with_library(case: Case, params: Tree, workers: int, gradient: Callable) -> 
         params = oxs.localize(params, AXIS) if one else oxs.unstack(params)
         grads = gradient(params, batch)
         params = carry[0] if one else params
-        updates, state = tx.update(grads, oxs.unstack(state, axes), params)
-        params = optax.apply_updates(params, updates)
+        params, state = apply(tx, grads, oxs.unstack(state, axes), params)
         return params if one else oxs.stack(params, 1), oxs.stack(state, 1, axes)
 
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
     return on_mesh(step, workers, start, (P() if one else P(AXIS), specs), params)
+
+
+def direct(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+    """The library's optimizer by `apply_gradients`, which returns parameters."""
+    return with_library(case, params, workers, gradient, oxs.apply_gradients)
+
+
+def _update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def under_vmap(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:

@@ -130,6 +130,43 @@ def draw_stragglers():
     figure.savefig(IMAGES / "stragglers.png", dpi=130)
 
 
+def draw_robust():
+    """Seven gradients that agree, one that does not, and what each rule makes of it."""
+    rng = np.random.default_rng(4)
+    honest = np.array([1.0, 0.6]) + 0.32 * rng.normal(size=(7, 2))
+    liar = np.array([[-3.4, -1.2]])
+    sent = jnp.asarray(np.concatenate([honest, liar]), jnp.float32)
+    rules = {
+        "all_reduce()": oxs.exchange.all_reduce(),
+        'clipped("median")': oxs.exchange.clipped("median"),
+        "median()": oxs.exchange.median(),
+        "geometric_median()": oxs.exchange.geometric_median(),
+        "krum(1)": oxs.exchange.krum(1),
+    }
+
+    def meet(x):
+        return [rule.meet(x, (), "data")[0] for rule in rules.values()]
+
+    results = jax.vmap(meet, axis_name="data")(sent)
+    figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+    axis.plot(*honest.T, "o", color="0.45", ms=7, label="gradient of a replica")
+    axis.plot(*liar.T, "X", color=COLORS[1], ms=11, label="gradient that is wrong")
+    axis.plot(*honest.mean(axis=0), "k*", ms=15, label="mean of the honest ones")
+    markers = zip(
+        "sD^vP", ["black", *COLORS[::-1][:2], COLORS[0], "#AA3377"], strict=True
+    )
+    for (name, result), (marker, color) in zip(
+        zip(rules, results, strict=True), markers, strict=True
+    ):
+        look = {"color": color, "ms": 8, "markeredgecolor": "white", "zorder": 3}
+        axis.plot(*np.asarray(result[0]), marker, linestyle="", label=name, **look)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper left", fontsize=9)
+    axis.set_aspect("equal")
+    figure.savefig(IMAGES / "robust.png", dpi=130)
+
+
 if __name__ == "__main__":
     draw_trajectories()
     draw_stragglers()
+    draw_robust()

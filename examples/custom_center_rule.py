@@ -3,8 +3,8 @@
 
 The rule here: the center is the mean of the workers, and each worker goes only part of
 the way to it. `center_variable` makes it an Optax transformation that communicates when
-it is due, in a conditional, wherever an axis is mapped; here that is `jax.vmap`, eight
-workers on one device, each with data of its own.
+it is due, in a conditional. Here eight workers, each with data of its own, are
+simulated on one device; `mesh=` of `start_workers` and `map_workers` changes that.
 
     python examples/custom_center_rule.py
 
@@ -49,17 +49,11 @@ def main(rounds=ROUNDS, pull=0.5):
 
     def step(params, state, inputs, targets):
         grads = jax.grad(loss)(params, inputs, targets)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return oxs.apply_gradients(tx, grads, state, params)
 
-    one = jnp.zeros(WIDTH)
-    axes = oxs.state_axes(tx, one)  # Counters and center have no worker axis.
-    params = oxs.stack(one, WORKERS)
-    state = oxs.stack(tx.init(one), WORKERS, axes)
-    train = jax.jit(
-        jax.vmap(step, (0, axes, 0, 0), (0, axes), axis_name="workers"),
-        donate_argnums=(0, 1),
-    )
+    params, state, axes = oxs.start_workers(tx, jnp.zeros(WIDTH), WORKERS)
+    step = oxs.map_workers(step, "workers", in_axes=(0, axes, 0, 0), out_axes=(0, axes))
+    train = jax.jit(step, donate_argnums=(0, 1))
     for _ in range(rounds * PERIOD):
         params, state = train(params, state, inputs, targets)
 

@@ -34,13 +34,12 @@ import optx_sync as oxs
 FEATURES = 2**18  # weights in the table
 WIDTH = 48  # features of a line; 2 % of the lines have more
 LINES = 100_000  # of about 800,000; 80 % to train, 10 % to choose, 10 % to test
-BATCH, SEED = 32, 0
+BATCH, SEED, PRUNED = 32, 0, "adagrad's largest weights"
 METHODS = {  # the l1 penalties to show, and the rates to choose from
     "ftrl": ([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0], [0.2, 0.4, 0.8]),
     "adagrad": ([0.0], [0.1, 0.2, 0.4]),
     "gradient_descent": ([0.0], [0.05, 0.1, 0.2]),
 }
-PRUNED = "adagrad's largest weights"
 STYLES = {"ftrl": "C0o-", "adagrad": "C1s", PRUNED: "C1:", "gradient_descent": "C2s"}
 
 
@@ -76,7 +75,8 @@ def loss_of(weights, ids, labels):
 
 def train(method, l1, rate, ids, labels):
     """The weights after one pass over ids [steps, BATCH, WIDTH]."""
-    tx = getattr(oxs, method)(rate, **({"l1": l1} if method == "ftrl" else {}))
+    penalty = {"l1": l1} if method == "ftrl" else {}
+    tx = getattr(oxs.optimizers, method)(rate, **penalty)
     grad_of = oxs.value_and_grad(loss_of, rows=lambda ids, labels: ids)
 
     def step(carry, batch):

@@ -10,6 +10,7 @@ scikit-learn; nothing is downloaded. It prints a table and ends with
 """
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -17,7 +18,6 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
@@ -36,16 +36,17 @@ STEPS, EVALUATE_EVERY, SEED = 1200, 20, 0
 # the same everywhere: of Adam and Nesterov SGD at three rates each, the one that was
 # best for the strategy that it suits least, on the validation images.
 INNER = optax.adam(3e-2)
-STRATEGIES = {
-    "one device": INNER,
-    "cross_shard": oxs.cross_shard(INNER, "workers"),
+STRATEGIES = {  # and the steps from one meeting to the next
+    "one device": (INNER, 1),
+    "cross_shard": (oxs.cross_shard(INNER, "workers"), 1),
     # The moving rate of the paper; TensorFlow's default is ten times smaller here.
-    "elastic_average": oxs.elastic_average(
-        INNER, "workers", moving_rate=0.9 / WORKERS, rho=0.0, communication_period=10
+    "elastic_average": (
+        oxs.elastic_average(INNER, "workers", moving_rate=0.9 / WORKERS, rho=0.0),
+        10,
     ),
-    "agn": oxs.agn(INNER, "workers", communication_period=10),
-    "local_sgd": oxs.local_sgd(INNER, "workers", communication_period=10),
-    "diloco": oxs.diloco(INNER, "workers", communication_period=20),
+    "agn": (oxs.agn(INNER, "workers"), 10),
+    "local_sgd": (oxs.local_sgd(INNER, "workers"), 10),
+    "diloco": (oxs.diloco(INNER, "workers", communication_period=20), 20),
 }
 parser = argparse.ArgumentParser(description="Compare strategies on real data.")
 parser.add_argument("--steps", type=int, default=STEPS)
@@ -71,58 +72,53 @@ def accuracy_of(params, rows):
     return (network.apply(params, images[rows]).argmax(-1) == labels[rows]).mean()
 
 
-def make_step(tx, workers):
-    """One step of all workers; it knows of no strategy in particular."""
-    mesh = jax.make_mesh((workers,), ("workers",), axis_types=(AxisType.Auto,))
-    axes, own = oxs.state_axes(tx, initial), PartitionSpec("workers")
-    specs = (own, oxs.state_specs(tx, initial, PartitionSpec(), "workers"))
-
-    def step(params, state, images, labels):
-        # Each worker sees its own slice, with a worker axis of size 1 in front.
-        params, state = oxs.unstack(params), oxs.unstack(state, axes)
-        # These parameters vary over "workers", as their spec says, so the gradients are
-        # each worker's own. Under PartitionSpec() they would need oxs.localize first.
-        grads = jax.grad(loss_of)(params, images[0], labels[0])
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return oxs.stack(params, 1), oxs.stack(state, 1, axes)
-
-    step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, own, own), out_specs=specs)
-    return jax.jit(step, donate_argnums=(0, 1))
-
-
-def run(name, tx, progress):
-    workers, rng = 1 if name == "one device" else WORKERS, np.random.default_rng(SEED)
+def run(name, progress):
+    (tx, period), rng = STRATEGIES[name], np.random.default_rng(SEED)
+    workers = 1 if name == "one device" else WORKERS
+    mesh = jax.make_mesh((workers,), ("workers",))
+    params, state, axes = oxs.start_workers(
+        tx, initial, workers, mesh=mesh, axis_name="workers"
+    )
 
     def batch():
         rows = rng.permuted(parts, axis=1)[:, :BATCH]
         rows = rows.reshape(workers, -1)  # one device takes what all workers take
         return images[rows], labels[rows]
 
-    params = oxs.stack(initial, workers)
-    state = oxs.stack(tx.init(initial), workers, oxs.state_axes(tx, initial))
-    step = make_step(tx, workers).lower(params, state, *batch()).compile()
-    # The compiled program tells what a worker hands to collectives, and what of it
-    # stands in a conditional: that travels in a round only.
-    rows = oxs.audit.collectives(step)
-    per_step = sum(row.bytes for row in rows if not row.conditional)
-    per_round = sum(row.bytes for row in rows if row.conditional)
+    def step(params, state, images, labels, meet):
+        """One worker's step; it knows of no strategy in particular."""
+        grads = jax.grad(loss_of)(params, images, labels)
+        return oxs.apply_gradients(tx, grads, state, params, meet=meet)
+
+    # Two programs, since this loop knows when the workers meet: one communicates,
+    # the other does not. The compiled ones tell what a worker hands to collectives.
+    steps, bytes_of = {}, {}
+    for meet in (True, False)[: min(period, 2)]:
+        one = functools.partial(step, meet=meet)
+        every = oxs.map_workers(
+            one, "workers", mesh=mesh, in_axes=(0, axes, 0, 0), out_axes=(0, axes)
+        )
+        every = jax.jit(every, donate_argnums=(0, 1))
+        steps[meet] = every.lower(params, state, *batch()).compile()
+        rows = oxs.audit.collectives(steps[meet])
+        bytes_of[meet] = sum(row.bytes for row in rows)
 
     curve, rounds, sent, center, start = [], 0, 0, initial, time.perf_counter()
     for done in progress.track(range(1, options.steps + 1), description=f"{name:15}"):
+        meet = oxs.due(period, done - 1)
+        rounds, sent = rounds + bool(bytes_of[meet]), sent + bytes_of[meet]
         # One program at a time: forced CPU devices share a few threads.
-        params, state = jax.block_until_ready(step(params, state, *batch()))
+        params, state = jax.block_until_ready(steps[meet](params, state, *batch()))
         if done % EVALUATE_EVERY == 0 or done == options.steps:
-            all_params, all_state = jax.device_get((params, state))
-            rounds = optax.tree_utils.tree_get(all_state, "global_step")
-            if rounds is None:  # replicas are equal, and meet in every step
-                rounds, center = done if per_step else 0, oxs.unstack(all_params)
+            # Where there is no center all are equal, and any of them will do.
+            if period == 1:
+                center = oxs.unstack(params)
             else:
-                center = oxs.center_params(all_state, all_params)
-            sent = done * per_step + int(rounds) * per_round
+                center = oxs.center_params(state, params)
+            center = jax.device_get(center)
             curve.append((sent, float(accuracy_of(center, validation))))
     seconds = f"{time.perf_counter() - start:.1f}"
-    counts = (f"{count:,}" for count in (options.steps, int(rounds), sent))
+    counts = (f"{count:,}" for count in (options.steps, rounds, sent))
     return curve, (name, f"{accuracy_of(center, test):.1%}", *counts, seconds)
 
 
@@ -131,8 +127,8 @@ table = Table("strategy", *(Column(title, justify="right") for title in numbers)
 figure = Figure(figsize=(8, 4.5), layout="constrained")
 axis = figure.subplots()
 with Progress() as progress:
-    for name, tx in STRATEGIES.items():
-        curve, row = run(name, tx, progress)
+    for name in STRATEGIES:
+        curve, row = run(name, progress)
         table.add_row(*row)
         sent, reached = zip(*curve, strict=True)
         if sent[-1]:

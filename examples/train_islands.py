@@ -88,38 +88,35 @@ def main(steps, out):
         """One worker's own step; of the others it knows the name of an axis."""
 
         def gathered_loss(params):
-            whole = NamedSharding(mesh, P())  # FSDP: gather, use, forget.
-            return loss_of(jax.lax.with_sharding_constraint(params, whole), text)
+            # FSDP: gather, use, forget; the worker's devices share its batch.
+            params = jax.lax.with_sharding_constraint(params, P())
+            return loss_of(params, jax.lax.with_sharding_constraint(text, P("fsdp")))
 
         loss, grads = jax.value_and_grad(gathered_loss)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        params, state = oxs.apply_gradients(tx, grads, state, params)
+        return params, state, loss
 
-    specs = jax.tree.map(fsdp_spec, params)
-    axes = oxs.state_axes(tx, params)
-    layout = (
-        jax.tree.map(lambda spec: P("workers", *spec), specs),
-        oxs.state_specs(tx, params, specs, "workers"),
-        P("workers", "fsdp"),  # A worker's devices share its batch.
+    def fsdp(parameter):
+        return jax.device_put(parameter, NamedSharding(mesh, fsdp_spec(parameter)))
+
+    # One worker's layout is all there is to say: the state takes it over.
+    params, state, axes = oxs.start_workers(
+        tx, jax.tree.map(fsdp, params), WORKERS, mesh=mesh, axis_name="workers"
     )
-    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
-    names: Any = {"axis_name": "workers", "spmd_axis_name": "workers"}
-    step = jax.jit(
-        jax.vmap(train_step, (0, axes, 0), (0, axes, 0), **names),
-        in_shardings=layout,
-        out_shardings=(*layout[:2], None),
-        donate_argnums=(0, 1),
+    step = oxs.map_workers(
+        train_step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0)
     )
-    state = oxs.stack(tx.init(params), WORKERS, axes)
-    params, state = jax.device_put((oxs.stack(params, WORKERS), state), layout[:2])
+    step = jax.jit(step, donate_argnums=(0, 1))
+    layout = NamedSharding(mesh, P("workers", "fsdp"))  # of a batch
 
     places = (steps, WORKERS, BATCH, 1)
     places = np.random.default_rng(SEED).integers(len(codes) - CONTEXT, size=places)
     batches = codes[places + np.arange(window)]
-    compiled = step.lower(params, state, batches[0]).compile()
+    first = jax.device_put(batches[0], layout)
+    compiled = step.lower(params, state, first).compile()
     losses = []
     for batch in track(batches, "Training"):
-        batch = jax.device_put(batch, layout[2])
+        batch = jax.device_put(batch, layout)
         params, state, loss = compiled(params, state, batch)
         losses.append(np.asarray(loss))
 

@@ -51,43 +51,34 @@ def train(steps):
     mine = rest[jax.process_index() :: jax.process_count()]
     rng = np.random.default_rng((SEED, jax.process_index()))
 
-    # One mesh over the devices of all processes.
+    # One mesh over the devices of all processes; what a run starts from is computed
+    # where it is to live, and no process holds all of it.
     workers = jax.device_count()
     mesh = jax.make_mesh((workers,), ("workers",), axis_types=(AxisType.Auto,))
-    own = PartitionSpec("workers")
+    own = NamedSharding(mesh, PartitionSpec("workers"))
     initial = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
-    axes = oxs.state_axes(tx, initial)
-    specs = own, oxs.state_specs(tx, initial, PartitionSpec(), "workers")
+    params, state, axes = oxs.start_workers(
+        tx, initial, workers, mesh=mesh, axis_name="workers"
+    )
 
     def step(params, state, images, labels):
-        params, state = oxs.unstack(params), oxs.unstack(state, axes)
-
         def loss_of(params):
-            logits, wanted = network.apply(params, images[0]), labels[0]
+            logits = network.apply(params, images)
             entropy = optax.losses.softmax_cross_entropy_with_integer_labels
-            return entropy(logits, wanted).mean()
+            return entropy(logits, labels).mean()
 
-        updates, state = tx.update(jax.grad(loss_of)(params), state, params)
-        params = optax.apply_updates(params, updates)
-        return oxs.stack(params, 1), oxs.stack(state, 1, axes)
+        return oxs.apply_gradients(tx, jax.grad(loss_of)(params), state, params)
 
-    step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, own, own), out_specs=specs)
+    step = oxs.map_workers(
+        step, "workers", mesh=mesh, in_axes=(0, axes, 0, 0), out_axes=(0, axes)
+    )
     step = jax.jit(step, donate_argnums=(0, 1))
 
-    def start():
-        state = oxs.stack(tx.init(initial), workers, axes)
-        return oxs.stack(initial, workers), state
-
-    def placed(spec):
-        return NamedSharding(mesh, spec)
-
-    # Computed where it is to live: no process holds all of it.
-    params, state = jax.jit(start, out_shardings=jax.tree.map(placed, specs))()
     for done in range(1, steps + 1):
         rows = rng.choice(mine, (jax.local_device_count(), BATCH))
         # The batches of all processes, one after the other, are the global one.
         batch = (
-            jax.make_array_from_process_local_data(placed(own), part)
+            jax.make_array_from_process_local_data(own, part)
             for part in (images[rows], labels[rows])
         )
         # One step at a time: forced CPU devices share a few threads. Accelerators run

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -78,34 +77,30 @@ def accuracy_of(params):
 
 
 def make_step(tx):
-    """One step of all replicas, their parameters replicated rather than stacked."""
-    mesh = jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,))
-    own, equal = PartitionSpec("data"), PartitionSpec()
-    axes = oxs.state_axes(tx, initial, replicated=True)
-    specs = (equal, oxs.state_specs(tx, initial, equal, "data", replicated=True))
+    """One step of all replicas, and what they start from."""
+    mesh = jax.make_mesh((REPLICAS,), ("data",))
+    start = oxs.start_workers(tx, initial, REPLICAS, mesh=mesh, axis_name="data")
+    axes = start[2]  # parameters are stacked: each replica's gradient is its own
 
     def step(params, state, images, labels, late, broken, away):
-        state = oxs.unstack(state, axes)
-        # Without localize, autodiff would sum the gradients, the broken ones too.
-        grads = jax.grad(loss_of)(oxs.localize(params, "data"), images[0], labels[0])
-        grads = jax.tree.map(lambda g: jnp.where(broken[0], jnp.nan, g), grads)
+        grads = jax.grad(loss_of)(params, images, labels)
+        grads = jax.tree.map(lambda g: jnp.where(broken, jnp.nan, g), grads)
         # A late gradient was computed before the last update. (cross_shard has no
         # global_step, hands these arguments to Adam, and Adam ignores them.)
-        computed_at = optax.tree.get(state, "global_step", 0) - late[0].astype(int)
-        extra = {"gradient_step": computed_at, "contributes": ~away[0]}
-        updates, state = tx.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), oxs.stack(state, 1, axes)
+        computed_at = optax.tree.get(state, "global_step", 0) - late.astype(int)
+        extra = {"gradient_step": computed_at, "contributes": ~away}
+        return oxs.apply_gradients(tx, grads, state, params, **extra)
 
-    in_specs = (*specs, *[own] * 5)
-    step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=specs)
-    return jax.jit(step), oxs.stack(tx.init(initial), REPLICAS, axes)
+    in_axes, out_axes = (0, axes, *[0] * 5), (0, axes)
+    step = oxs.map_workers(step, "data", mesh=mesh, in_axes=in_axes, out_axes=out_axes)
+    return jax.jit(step), *start[:2]
 
 
 def run(name, progress):
     """Accuracies over time, what became of each gradient, whether a step updated."""
     tx, faulty = RUNS[name]
-    step, state = make_step(tx)
-    params, rng = initial, np.random.default_rng(SEED)
+    step, params, state = make_step(tx)
+    rng = np.random.default_rng(SEED)
     flags = np.stack(faults()) & faulty
     curve, outcomes, updates = [], [], []
     for t in progress.track(range(options.steps), description=f"{name:24}"):
@@ -113,7 +108,8 @@ def run(name, progress):
         params, state = step(params, state, images[rows], labels[rows], *flags[:, t])
         updates.append(int(optax.tree.get(state, "global_step", t + 1)))
         if t % EVALUATE_EVERY == 0 or t == options.steps - 1:
-            curve.append((t + 1, float(accuracy_of(params))))
+            equal = jax.device_get(oxs.unstack(params))  # on all replicas
+            curve.append((t + 1, float(accuracy_of(equal))))
         if tx is ROBUST:
             last = [getattr(oxs.metrics(state), outcome) for outcome in OUTCOMES]
             outcomes.append(np.argmax(last, axis=0))

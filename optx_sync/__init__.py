@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 # A gradient's form: dense, or the rows of a table.
 from optx_sync.rows.slices import IndexedSlices as IndexedSlices
 from optx_sync.rows.lookup import take as take
-from optx_sync.rows.lookup import value_and_grad as value_and_grad
 from optx_sync.rows.on_values import on_values as on_values
 
-# Means and sums over replicas.
+# Each replica's own gradients; means and sums over replicas.
 from optx_sync.collectives import localize as localize
 from optx_sync.collectives import reduce as reduce
+from optx_sync.gradients import value_and_grad as value_and_grad
 from optx_sync import exchange as exchange
 
 # Replicas with equal parameters: their gradients are reduced.
@@ -36,9 +36,18 @@ from optx_sync.center.local_sgd import local_sgd_rule as local_sgd_rule
 from optx_sync.center.diloco import diloco as diloco
 from optx_sync.center.diloco import diloco_rule as diloco_rule
 
+# Workers that meet each other, and no center.
+from optx_sync.peers import graphs as graphs
+from optx_sync.peers.gossip import gossip as gossip
+from optx_sync.peers.gossip import mean_params as mean_params
+from optx_sync.peers.gossip import noloco as noloco
+
 # A step, for one worker and for all.
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
+from optx_sync.workers import map_workers as map_workers
+from optx_sync.workers import start_workers as start_workers
+from optx_sync.workers import state_shardings as state_shardings
 
 # Read a state, and place it.
 from optx_sync.state import averaged_params as averaged_params
@@ -82,10 +91,15 @@ __all__ = [
     "elastic_average",
     "elastic_rule",
     "exchange",
+    "gossip",
+    "graphs",
     "local_sgd",
     "local_sgd_rule",
     "localize",
+    "map_workers",
+    "mean_params",
     "metrics",
+    "noloco",
     "on_values",
     "optimizers",
     "reduce",
@@ -93,7 +107,9 @@ __all__ = [
     "slot",
     "slot_names",
     "stack",
+    "start_workers",
     "state_axes",
+    "state_shardings",
     "state_specs",
     "sync_replicas",
     "take",

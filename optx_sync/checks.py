@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
@@ -50,6 +51,71 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
+def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
+    """A number of things as an int; NumPy's integers are taken.
+
+    A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
+    or more: inside a step it meets counters in int32.
+    """
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(
+            f"{name} must be an integer, and not traced; got {number!r} of type "
+            f"{type(number).__name__}. {mend}"
+        )
+    if not least <= number < 2**31:
+        raise ValueError(
+            f"{name} must be {least} or more, and below 2**31; got {number}. {mend}"
+        )
+    return int(number)
+
+
+def check_params(params: Any) -> None:
+    """Refuse a Flax NNX module: its arrays are what a transformation is for."""
+    for leaf in jax.tree.leaves(params, is_leaf=_is_nnx_module):
+        if _is_nnx_module(leaf):
+            raise TypeError(
+                f"init takes the parameters as arrays; got {type(leaf).__name__}, a "
+                "Flax NNX module. Pass nnx.state(module, nnx.Param), as nnx.Optimizer "
+                "does; what this package has for Flax is optx_sync.flax."
+            )
+
+
+def _is_nnx_module(x: Any) -> bool:
+    # By name: Flax is optional, and not imported here.
+    return any(
+        parent.__name__ == "Module" and parent.__module__.startswith("flax.nnx")
+        for parent in type(x).__mro__
+    )
+
+
+def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
+    """Refuse a state or parameters with a worker axis where one worker's are wanted.
+
+    `counter` is one of the state's counters, `kept` a tree in it like the parameters.
+    """
+    if jnp.ndim(counter):
+        raise ValueError(
+            "A step takes the state of one worker; the counters of this one have shape "
+            f"{jnp.shape(counter)}. Map the step over all of a state that is stacked "
+            "whole (in_axes=0), or stack it as state_axes says: `axes = "
+            "oxs.state_axes(tx, params)`, `oxs.stack(tx.init(params), n, axes)` and "
+            "in_axes=axes. Inside jax.shard_map take the worker axis off: "
+            "`oxs.unstack(state, axes)`. oxs.map_workers does all of this."
+        )
+    if params is None:
+        return
+    found = dict(leaves_with_names(params))
+    for path, leaf in leaves_with_names(kept):
+        if path in found and jnp.shape(leaf) != jnp.shape(found[path]):
+            raise ValueError(
+                f"The parameter at {path} has shape {jnp.shape(found[path])}, but in "
+                f"the state it has {jnp.shape(leaf)}. Inside jax.shard_map take the "
+                "worker axis off both, `oxs.unstack(params)` and `oxs.unstack(state, "
+                "oxs.state_axes(tx, params))`, or let oxs.map_workers do it; the state "
+                "is that of tx.init for one worker's parameters."
+            )
+
+
 def check_grads(grads: Any, params: Any | None) -> None:
     """Refuse gradients that are not floating, or do not match the parameters.
 
@@ -73,9 +139,8 @@ def check_grads(grads: Any, params: Any | None) -> None:
             where = "gradients" if path in expected else "parameters"
             raise ValueError(
                 f"The gradients do not have the structure of the parameters: {path} "
-                f"is missing in the {where}. Got gradients "
-                f"{jax.tree.structure(grads)} for parameters "
-                f"{jax.tree.structure(params)}."
+                f"is missing in the {where}. Differentiate with respect to the same "
+                "tree; a leaf without a gradient is None."
             )
         grad, param = found[path], expected[path]
         if grad is None or param is None:

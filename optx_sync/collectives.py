@@ -115,20 +115,18 @@ def reduce(
     divisor: Any = size if groups is None else groups.size
 
     fraction = None
-    if weight is not None:
-        own = localize(_check_weight(weight), axis_name)
+    own = own_weight(weight, axis_name)
+    if own is not None:
         if any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype)):
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
-            fraction = own / _or_one(total)
-            operands = [_weigh(x, fraction) for x in operands]
+            fraction = own / or_one(total)
+            operands = [weigh(x, fraction) for x in operands]
             sums, divisor = _sum(operands, axes, groups), 1
         else:
-            *sums, total = _sum(
-                [*(_weigh(x, own) for x in operands), own], axes, groups
-            )
-            divisor = _or_one(total)
+            *sums, total = _sum([*(weigh(x, own) for x in operands), own], axes, groups)
+            divisor = or_one(total)
             fraction = own / divisor
     else:
         sums = _sum(operands, axes, groups)
@@ -150,6 +148,52 @@ def reduce(
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The arrays of all replicas along axis 0, one behind the other, equal on all."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    return _gather(localize(x, axes), axes, None)
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    rows = localize(x, axes).reshape(*map(axis_size, axes), *x.shape[1:])
+    # One by one, as JAX has none over two axes of vmap; the first is major.
+    for place, axis in enumerate(axes):
+        rows = lax.all_to_all(rows, axis, place, place, tiled=True)
+    return rows.reshape(x.shape)
+
+
+def scatter_sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The sum of all replicas' `x[N k]`, of which replica i gets numbers i k ... ."""
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, tiled=True)
+    return x
+
+
+def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
+    if weight is None:
+        return x
+    # Not by multiplication alone: 0 * NaN is NaN.
+    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
+    """This replica's weight as a checked float that varies over the axis, or `None`."""
+    return None if weight is None else localize(_check_weight(weight), axis_name)
+
+
+def or_one(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: 1 where it is 0, since so is what is divided."""
+    # A NaN stays: it must be seen.
+    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def localize(tree: Tree, axis_name: AxisName) -> Tree:
@@ -219,6 +263,16 @@ def vary_like(tree: Tree, reference: Any) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree_util.tree_map_with_path(vary, tree)
+
+
+def vary_with(tree: Tree, reference: Any) -> Tree:
+    """The tree, each leaf varying over all axes that any leaf of another one varies.
+
+    For a state computed from a tree: its scalars may begin as constants, and depend on
+    all of the tree a step later.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(reference)))
+    return localize(tree, tuple(sorted(axes))) if axes else tree
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -295,6 +349,70 @@ def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -
             )
 
 
+def kinds(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Which of the arrays can be joined into one: places, of one dtype and type each.
+
+    Joined arrays get one type: what varies over another mesh axis stays apart. So does
+    every array where the compiler lays arrays out over mesh axes of its own
+    (`axis_names` of `jax.shard_map`), since joining would gather them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    laid_out = bool(mesh.manual_axes) and mesh.size > manual
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        kind = i if laid_out else (x.dtype, varying_axes(x))
+        found.setdefault(kind, []).append(i)
+    return list(found.values())
+
+
+def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Array:
+    """What replica `source[i]` holds, on replica i; `source` is a permutation.
+
+    It varies over the axis. Under `jax.vmap` over several axes it is a gather.
+    """
+    axes = check_axis_name(axis_name)
+    _check_reducible(axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if len(axes) > 1 and not set(axes) <= set(manual):
+        everyone = localize(_gather(x[None], axes, None), axes)
+        return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
+    pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
+    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+
+
+def norm_axes(
+    tree: Any, axis_name: AxisName, shard_axes: AxisName | None
+) -> tuple[str, ...]:
+    """Mesh axes over which the squares of a replica's arrays are to be summed.
+
+    `shard_axes` are those along which a replica is itself cut in shards by hand. `None`
+    where there may be such axes is refused: a shard that knows its own norm alone
+    decides other than its neighbours.
+    """
+    if shard_axes is not None:
+        return check_axis_name(shard_axes) if shard_axes else ()
+    own = set(check_axis_name(axis_name))
+    others = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    unclear = [a for a in others if a in varying or not checked_axes(a)]
+    if unclear:
+        raise ValueError(
+            f"This exchange compares whole arrays of replicas along {axis_name!r}, but "
+            f"they may be in shards over the mesh axes {unclear}, too. Pass "
+            f"shard_axes={tuple(unclear)!r} if they are, for sums over the shards, or "
+            "shard_axes=() if each position there is a replica of its own."
+        )
+    return ()
+
+
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over those mesh axes over which an array may vary."""
+    checked = [axis for axis in axes if checked_axes(axis)]
+    axes = tuple(a for a in axes if a not in checked or a in varying_axes(x))
+    return lax.psum(x, axes) if axes else x
+
+
 def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
     """bool[], whether the flag holds on all devices that hold shards of one worker.
 
@@ -310,6 +428,70 @@ def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
         return flag
     failed = localize((~flag).astype(jnp.int32), axes)
     return lax.psum(failed, axes) == 0
+
+
+def sum_shards(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The sum over the mesh axes over which `x` varies, but `like` does not.
+
+    What is summed up over an array that lies in shards is summed over these (where
+    types tell, under check_vma=True).
+    """
+    axes = tuple(sorted(varying_axes(x) - varying_axes(like)))
+    return lax.psum(x, axes) if axes else x
+
+
+def mean_extra_args(
+    extra_args: dict[str, Any],
+    names: Sequence[str],
+    axis_name: AxisName,
+    *,
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+) -> dict[str, Any]:
+    """Extra arguments for an inner transformation that must see one on all replicas.
+
+    Those that are named are their means over the replicas, as those of gradients are;
+    what is known to be equal is left alone: Python's numbers, and under check_vma=True
+    what does not vary. There other scalars that do vary are refused.
+    """
+    axes = checked_axes(axis_name)
+    unchecked = set(check_axis_name(axis_name)) - set(axes)
+
+    def may_differ(x: Any) -> bool:
+        known = isinstance(x, bool | int | float)
+        return not known and bool(unchecked or varying_axes(jnp.asarray(x)) & set(axes))
+
+    def mean(x: Any) -> Any:
+        if not may_differ(x):
+            return x
+        own = localize(jnp.asarray(x), axis_name)
+        return reduce(own, axis_name, weight=weight, group_assignment=group_assignment)
+
+    for name in set(extra_args) - set(names):
+        for leaf in jax.tree.leaves(extra_args[name]):
+            if isinstance(leaf, jax.Array) and leaf.ndim == 0 and not unchecked:
+                if varying_axes(leaf) & set(axes):
+                    raise ValueError(
+                        f"The extra argument {name!r} varies over the mesh axis "
+                        f"{axis_name!r}: an optimizer that reads it would make equal "
+                        f"replicas drift apart. Pass its mean, oxs.reduce({name}, "
+                        f"{axis_name!r}), or name it in reduce_extra_args= of the "
+                        "wrapper around that optimizer."
+                    )
+    named = [name for name in names if extra_args.get(name) is not None]
+    return extra_args | {name: jax.tree.map(mean, extra_args[name]) for name in named}
+
+
+def check_extra_args(names: Any) -> tuple[str, ...]:
+    """The names as a tuple; a TypeError for anything but a sequence of names."""
+    if not isinstance(names, tuple | list) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise TypeError(
+            "reduce_extra_args must be a tuple of names of extra arguments; got "
+            f"{names!r}. Pass for example ('value',), or () for none."
+        )
+    return tuple(names)
 
 
 def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
@@ -456,12 +638,34 @@ def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     if not operands:
         return operands
     if groups is None:
-        return lax.psum(operands, axes)
+        return _psum(operands, axes)
     if not groups.native:
         return _sum_by_slots(operands, axes, groups)
     if not checked_axes(axes):
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     return _sum_by_scatter(operands, axes[0], groups)
+
+
+def _psum(operands, axes):
+    """`lax.psum`, also for lanes of `jax.vmap` that lie on a mesh of Explicit axes."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    placed = [jax.typeof(x).sharding for x in operands]
+    explicit = any(at.mesh.explicit_axes for at in placed)
+    if not explicit or any(axis in manual for axis in axes):
+        return lax.psum(operands, axes)
+    # There JAX's own psum gives its result the sharding of the axis that it sums over.
+    if any(part is not None for at in placed for part in at.spec):
+        raise ValueError(
+            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
+            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
+            "of the compiler's own axes: jax.make_mesh(shape, names, axis_types="
+            "(jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    for axis in axes:
+        operands = [
+            jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands
+        ]
+    return operands
 
 
 def _sum_by_slots(operands, axes, groups: _Groups):
@@ -473,7 +677,7 @@ def _sum_by_slots(operands, axes, groups: _Groups):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    return [total[own] for total in lax.psum([place(x) for x in operands], axes)]
+    return [total[own] for total in _psum([place(x) for x in operands], axes)]
 
 
 def _sum_by_scatter(operands, axis, groups: _Groups):
@@ -508,7 +712,7 @@ def _sum_rows(slices, axes, groups: _Groups | None, fraction, divisor):
     """The sum of all replicas' rows: gathered, then equal rows summed."""
     indices, values = slices.indices, slices.values
     if fraction is not None:
-        values = _weigh(values, fraction)
+        values = weigh(values, fraction)
         # A row of a replica without weight is not a touched row: -1 names no row.
         indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
     if divisor != 1:
@@ -545,16 +749,6 @@ def _to_wire(x: jax.Array, reduction, dtype) -> jax.Array:
         return x.astype(jnp.float32)
     narrow = x.dtype.itemsize < 4
     return x.astype(jnp.int32) if narrow else x
-
-
-def _weigh(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # Not by multiplication alone: 0 * NaN is NaN.
-    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
-
-
-def _or_one(total: jax.Array) -> jax.Array:
-    # If all weights are 0, so is the numerator. A NaN stays: it must be seen.
-    return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def _check_weight(weight) -> jax.Array:

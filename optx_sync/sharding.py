@@ -5,8 +5,12 @@ A state class of this package names in `shared_fields` what is equal on all work
 counters, the center). Everything else is the worker's own: it has a worker axis in
 front when the states of several workers are held together. `replicated_fields` are
 equal too, and have no such axis, where the parameters are replicated themselves.
+
+Where such a state holds another one there are levels, the outermost is 0: workers of
+one level share what its state says. `counter_fields` are shared on all levels.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +19,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import is_masked
+from optx_sync.trees import first_worker, is_masked
 
 
 def state_axes(
-    tx: optax.GradientTransformation, params: Any, *, replicated: bool = False
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    replicated: bool = False,
+    level: int = 0,
 ) -> Any:
     """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
 
@@ -29,6 +37,8 @@ def state_axes(
         replicated: Whether the parameters have no worker axis, being equal on all
             replicas (`in_axes=None`). What follows from them has none then either: the
             state has one only where it is a replica's own, as in `sync_replicas`.
+        level: Of nested wrappers, `oxs.local_sgd(oxs.agn(inner, "data"), "pods")`,
+            which one's axis is asked for: 0 is the outermost, here `"pods"`.
 
     Returns:
         A tree like the state, of `None` for what is equal on all workers (this
@@ -42,22 +52,26 @@ def state_axes(
         (TraceState(trace=0), EmptyState())
     """
     state = jax.eval_shape(tx.init, params)
-    return _mark(state, lambda shared, _: None if shared else 0, replicated)
+    _check_levels(state, level + 1)
+    return _mark(state, lambda shared, _: None if shared else 0, replicated, level)
 
 
 def state_specs(
     tx: optax.GradientTransformation,
     params: Any,
     param_specs: Any,
-    worker_axis: str | tuple[str, ...] | None,
+    worker_axis: str | tuple[str, ...] | PartitionSpec | None,
     *,
     replicated: bool = False,
 ) -> Any:
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
-    replicated. What is per worker has the worker axis in front of that, as `stack`
-    puts it there; what is equal on all workers has not.
+    replicated. Of a leaf with fewer axes than its parameter (Adafactor's rows and
+    columns) each takes that of the parameter's axis which it kept; where the shapes do
+    not tell which one that is, the leaf is replicated. What is per worker has the
+    worker axis in front of that, as `stack` puts it there; what is equal on all workers
+    has not.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -66,6 +80,8 @@ def state_specs(
             without the worker axis.
         worker_axis: The mesh axis along which the workers lie, or a tuple of them.
             `None` for replicas, whose state is equal: no leaf has a worker axis then.
+            For nested wrappers a `PartitionSpec` with one entry for each level, the
+            outermost first: `P("pods", "data")`, the parameters' own worker axes.
         replicated: As for `state_axes`: the parameters' own spec has no worker axis.
 
     Returns:
@@ -84,19 +100,43 @@ def state_specs(
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
         tx,
-        lambda leaf, spec: leaf if is_masked(leaf) else spec,
+        lambda leaf, spec, param: (
+            leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)
+        ),
         state,
         full_specs,
+        params,
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
     if worker_axis is None:
         return placed
-    return _mark(
-        placed,
-        lambda shared, spec: spec if shared else PartitionSpec(worker_axis, *spec),
-        replicated,
-    )
+    levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
+    _check_levels(state, len(levels))
+    for level, axis in reversed(list(enumerate(levels))):
+        placed = _mark(
+            placed,
+            lambda shared, spec, axis=axis: (
+                spec if shared else PartitionSpec(axis, *spec)
+            ),
+            replicated,
+            level,
+        )
+    return placed
+
+
+def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+    """The spec of a leaf whose axes are some of its parameter's, in their order."""
+    shape = jnp.shape(param)
+    if leaf.shape == shape:
+        return spec
+    names = (*spec, *[None] * (len(shape) - len(spec)))
+    found = {
+        tuple(names[axis] for axis in kept)
+        for kept in itertools.combinations(range(len(shape)), len(leaf.shape))
+        if leaf.shape == tuple(shape[axis] for axis in kept)
+    }
+    return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
 
 
 def stack(tree: Any, n: int, axes: Any = None) -> Any:
@@ -153,7 +193,7 @@ def unstack(tree: Any, axes: Any = None) -> Any:
                 "unstack needs leaves with a worker axis in front; got a scalar. Pass "
                 "axes=oxs.state_axes(tx, params) if some leaves have none."
             )
-        return x[0]
+        return first_worker(x)
 
     return _map(first, tree, axes, shared=lambda x: x)
 
@@ -170,16 +210,36 @@ def _map(function: Callable, tree: Any, axes: Any, shared: Callable) -> Any:
     )
 
 
+def _check_levels(state: Any, levels: int) -> None:
+    """Refuse more levels than there are states that hold another one."""
+
+    def depth(tree: Any) -> int:
+        def is_ours(x):
+            return hasattr(type(x), "shared_fields")
+
+        ours = filter(is_ours, jax.tree.leaves(tree, is_leaf=is_ours))
+        return max((1 + depth(tuple(node)) for node in ours), default=0)
+
+    found = max(depth(state), 1)
+    if not 1 <= levels <= found:
+        raise ValueError(
+            f"This state has {found} level(s) of workers, numbered from 0; got level "
+            f"{levels - 1}. A level is a wrapper with workers or replicas of its own "
+            "that stands in another one."
+        )
+
+
 def _mark(
     tree: Any,
     mark: Callable[[bool, Any], Any],
-    replicated: bool = False,
+    replicated: bool,
+    level: int,
     around: bool | None = None,
 ) -> Any:
     """`mark(is it shared, leaf)` for every leaf of a state.
 
     `around` says whether the field that holds the tree is shared; `None`: no state of
-    this package holds it.
+    this package holds it. `level` counts down to that which is asked for.
     """
 
     def is_ours(x):
@@ -191,12 +251,16 @@ def _mark(
     def visit(node):
         if not is_ours(node):
             return mark(replicated if around is None else around, node)
-        equal = node.shared_fields
-        if replicated:
-            equal = (*equal, *getattr(node, "replicated_fields", ()))
+        equal = getattr(node, "counter_fields", ())
+        if level == 0:
+            equal = node.shared_fields
+            if replicated:
+                equal = (*equal, *getattr(node, "replicated_fields", ()))
         return type(node)(
             **{
-                field: _mark(value, mark, replicated, bool(around) or field in equal)
+                field: _mark(
+                    value, mark, replicated, level - 1, bool(around) or field in equal
+                )
                 for field, value in node._asdict().items()
             }
         )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.trees import Tree, add_updates
+from optx_sync.trees import Tree, add_updates, explains_rows
 
 Period = int | optax.Schedule
 
@@ -24,6 +24,7 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
+    moved: Callable[[Any, Tree, Tree], Any] | None
 
     def __new__(
         cls,
@@ -31,11 +32,17 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
         update: Callable,
         apply: Callable[..., tuple[Tree, Any]],
         communication_period: Period | None = None,
+        moved: Callable[[Any, Tree, Tree], Any] | None = None,
     ) -> "DirectTransformation":
-        """Make one; `communication_period` is what `due` reads."""
+        """Make one.
+
+        `communication_period` is what `due` reads. `moved(state, before, after)` is the
+        state after another wrapper has moved the parameters, `None` where none cares.
+        """
         made = super().__new__(cls, init, update)
         made.apply = apply
         made.communication_period = communication_period
+        made.moved = moved
         return made
 
 
@@ -65,6 +72,11 @@ def apply_gradients(
     Returns:
         The parameters and the state after the step.
 
+    Raises:
+        ValueError: A chain in which something stands after a center rule, or after
+            `sync_replicas` with averages; what `tx` itself refuses.
+        TypeError: Row-sparse gradients that `tx` does not take.
+
     Example:
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
@@ -77,8 +89,25 @@ def apply_gradients(
     if isinstance(tx, DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, **extra_args)
+    _refuse_what_follows(state)
+    with explains_rows(grads):
+        updates, state = tx.update(grads, state, params, **extra_args)
     return add_updates(params, updates), state
+
+
+def _refuse_what_follows(state: Any) -> None:
+    """Refuse a chain in which something stands after what must stand last."""
+    # The state of `optax.chain` is a plain tuple, one state for each link.
+    links = state if type(state) is tuple else ()
+    for place, link in enumerate(links[:-1]):
+        if getattr(link, "stands_last", False):
+            raise ValueError(
+                f"Link {place} of this chain of {len(links)} has a "
+                f"{type(link).__name__}: it turns new parameters into updates, so what "
+                "follows would change where the parameters arrive. Let it stand last, "
+                "or put the other links inside: oxs.diloco(optax.chain(clip, adamw), "
+                "'workers')."
+            )
 
 
 def due(tx: optax.GradientTransformation | Period, step: int) -> bool:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
@@ -85,6 +88,23 @@ def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
     return dtype
 
 
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` rounded to a narrower dtype, in its own.
+
+    Not by two casts: XLA may drop such a pair (excess precision).
+    """
+    if x.dtype == dtype:
+        return x
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return rounded
+    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
+    smallest = float(info.smallest_subnormal)
+    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
+
+
 def values_of(leaf: Any) -> Any:
     """The array of a leaf: the values of an `IndexedSlices`, else the leaf itself."""
     return leaf.values if isinstance(leaf, SlicesLeaf) else leaf
@@ -99,6 +119,29 @@ def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
     """(path, leaf) for each leaf of a gradient tree, `None` and slices included."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_gradient_leaf)
     return [(path_name(path), leaf) for path, leaf in pairs]
+
+
+@contextlib.contextmanager
+def explains_rows(grads: Tree) -> Iterator[None]:
+    """Say what to do where a transformation cannot take row-sparse gradients.
+
+    JAX's own messages, of a container that is no array or of a dtype that knows no
+    arithmetic, do not lead there.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
+        # JAX says one of these: two containers, the dtype of the indices, its methods.
+        words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")
+        if not rows or not any(word in str(error) for word in words):
+            raise
+        raise TypeError(
+            f"The gradient at {rows[0]} is row-sparse (IndexedSlices), and this "
+            "transformation takes arrays only. Use an optimizer of oxs.optimizers "
+            "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
+            "by oxs.on_values, or pass the gradient's to_dense(rows)."
+        ) from error
 
 
 def is_finite(tree: Tree) -> jax.Array:
@@ -117,6 +160,29 @@ def where(flag: Any, tree: Tree, other: Tree) -> Tree:
 def zeros_like(tree: Tree) -> Tree:
     """A tree of zeros."""
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """The tree in the dtypes of another one, as a state keeps them from step to step.
+
+    Gradients wider than the parameters widen the slots of most Optax optimizers.
+    """
+
+    def cast(x, old):
+        dtype = getattr(old, "dtype", None)
+        kept = dtype is None or getattr(x, "dtype", None) in (None, dtype)
+        return x if kept else x.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def first_worker(x: jax.Array) -> jax.Array:
+    """`x[0]`, also where the first axis lies along a mesh axis of type `Explicit`."""
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[0] is None:
+        return x[0]
+    whole = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jax.sharding.reshard(x, whole)[0]
 
 
 def add_updates(params: Tree, updates: Tree) -> Tree:

@@ -9,7 +9,16 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.collectives import axis_index, axis_size, checked_axes, vary_like
+from optx_sync.collectives import (
+    all_to_all,
+    axis_index,
+    axis_size,
+    checked_axes,
+    gather,
+    scatter_sum,
+    vary_like,
+)
+from tests import contexts
 from tests.reference import replicas as reference
 
 REPLICAS = 4
@@ -32,7 +41,7 @@ def auto_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
-def program(context, function):
+def program(context, function, jit=jax.jit):
     """`function(axis_name, *one replica's)` as a jitted function of [4, ...] arrays."""
     axis_name, shape = CONTEXTS[context]
 
@@ -43,7 +52,7 @@ def program(context, function):
         return jax.pmap(local, axis_name=axis_name, devices=jax.devices()[:REPLICAS])
     if context.endswith("vmap"):
         if isinstance(axis_name, str):
-            return jax.jit(jax.vmap(local, axis_name=axis_name))
+            return jit(jax.vmap(local, axis_name=axis_name))
         outer, data = axis_name
         nested = jax.vmap(jax.vmap(local, axis_name=data), axis_name=outer)
 
@@ -52,13 +61,13 @@ def program(context, function):
             result = nested(*args)
             return jax.tree.map(lambda x: x.reshape(REPLICAS, *x.shape[2:]), result)
 
-        return jax.jit(flat)
+        return jit(flat)
 
     def stacked(*args):
         return jax.tree.map(lambda x: x[None], local(*oxs.unstack(args)))
 
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    return jax.jit(
+    return jit(
         jax.shard_map(
             stacked,
             mesh=auto_mesh(shape, names),
@@ -70,7 +79,7 @@ def program(context, function):
 
 
 def run(context, function, *args):
-    return program(context, function)(*args)
+    return program(context, function, contexts.jit)(*args)
 
 
 def numpy(tree):
@@ -135,6 +144,20 @@ def test_python_numbers_and_numpy_arrays_are_leaves(context):
     assert got["none"] is None
     assert np.array_equal(got["number"], np.full(REPLICAS, 12.0))
     assert np.array_equal(got["array"], np.full((REPLICAS, 2), 4.0))
+
+
+@each_context
+def test_what_the_pieces_of_a_buffer_stand_on(context):
+    def both_ways(axis_name, rows, numbers):
+        mine = scatter_sum(numbers, axis_name)
+        return all_to_all(rows, axis_name), mine, gather(mine, axis_name)
+
+    rows = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
+    numbers = np.arange(4.0 * 8, dtype=np.float32).reshape(4, 8) ** 2
+    turned, mine, whole = run(context, both_ways, rows, numbers)
+    assert np.array_equal(turned, rows.swapaxes(0, 1)) and turned.dtype == np.uint8
+    assert np.array_equal(mine, numbers.sum(0).reshape(4, 2))
+    assert np.array_equal(whole, np.stack([numbers.sum(0)] * 4))
 
 
 @each_context

@@ -106,8 +106,10 @@ def test_api_pages_name_all_that_is_public():
     public = {
         f"{node.module}.{alias.name}"
         for node in ast.walk(front_door)
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and str(node.module)[:9] == "optx_sync"
         for alias in node.names
     }
-    assert len(public) > 40
-    assert public <= documented
+    assert len(public) > 35
+    # Of a room that is public as a whole (oxs.exchange) some entry.
+    documented |= {name[: name.find(".", 10)] for name in documented}
+    assert public - documented == set()

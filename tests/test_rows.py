@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.rows.lookup import take, value_and_grad
+from optx_sync.gradients import value_and_grad
+from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
 from optx_sync.rows.slices import IndexedSlices
 
@@ -54,6 +55,16 @@ def test_constructor_keeps_indices_and_values():
 def test_indices_that_are_not_integers_are_refused(indices):
     with pytest.raises(TypeError, match="indices must be integers"):
         IndexedSlices(indices, jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("empty", [[], (), np.array([], np.int64)])
+def test_an_empty_list_of_rows(empty):
+    slices = IndexedSlices(empty, jnp.zeros((0, 3)))
+    assert slices.indices.dtype == jnp.int32
+    np.testing.assert_array_equal(slices.sum_duplicates().to_dense(4), 0)
+    # An array says its dtype, and an empty one of floats is no list of rows.
+    with pytest.raises(TypeError, match="they name rows; got dtype float32"):
+        IndexedSlices(jnp.array([]), jnp.zeros((0, 3)))
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -482,6 +493,21 @@ def test_ids_that_rows_did_not_name():
             grad_fn(make_params(), BATCH)
         value, _ = jax.jit(grad_fn)(make_params(), BATCH)
         assert jnp.isnan(value)
+
+
+def test_a_look_up_makes_no_nan_of_its_own():
+    def squares(params, ids):
+        return jnp.sum(jnp.square(take(params["embedding"], ids)))
+
+    ids, params = jnp.array([1, 3, 1]), {"embedding": jnp.ones((5, 2))}
+    run = value_and_grad(squares, rows={"embedding": lambda ids: ids})
+    with jax.debug_nans(True):
+        _, grads = run(params, ids)
+    np.testing.assert_array_equal(grads["embedding"].indices[:2], [1, 3])
+    # What is not a number in the data is still found.
+    params["embedding"] = params["embedding"].at[3].set(jnp.nan)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        run(params, ids)
 
 
 def test_ids_out_of_range():

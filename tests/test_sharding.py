@@ -135,6 +135,65 @@ def test_what_workers_share_is_found_inside_of_optax(around):
     assert jax.tree.structure(stacked) == jax.tree.structure(state)
 
 
+def test_factored_slots_keep_the_specs_of_their_axes():
+    shapes = {
+        "wide": ((128, 256), P("row", "column")),
+        "tall": ((256, 128), P("row")),
+        "stack": ((2, 128, 256), P(None, ("row", "column"))),
+        "square": ((128, 128), P("row", "column")),
+        "even": ((128, 128), P("row", "row")),
+        "small": ((2, 3), P("row", "column")),
+        "bias": ((256,), P("column")),
+    }
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, (shape, _) in shapes.items()
+    }
+    specs = {name: spec for name, (_, spec) in shapes.items()}
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=128)
+    state: Any = oxs.state_specs(tx, params, specs, None)[0]
+    assert state.v_row == {  # the sums over the larger axis
+        "wide": P("row"),
+        "tall": P(None),
+        "stack": P(None, ("row", "column")),
+        # Rows or columns: one cannot see which, unless it does not matter.
+        "square": P(),
+        "even": P("row"),
+        "small": P(),
+        "bias": P(),
+    }
+    assert state.v_col == {
+        **state.v_row,
+        "wide": P("column"),
+        "tall": P("row"),
+        "stack": P(None, None),
+    }
+    whole = {"small": P("row", "column"), "bias": P("column")}
+    assert state.v == {name: whole.get(name, P()) for name in shapes}
+    placed = oxs.state_specs(tx, params, specs, "workers")[0]
+    assert placed.v_row["wide"] == P("workers", "row")  # pyright: ignore
+
+
+def test_adafactor_trains_where_its_specs_place_it():
+    """A sharded step is the one of one device."""
+    params = {"w": jnp.cos(jnp.arange(128.0 * 256).reshape(128, 256))}
+    grads = jax.tree.map(jnp.sin, params)
+    tx = optax.adafactor(0.1)
+    mesh = jax.make_mesh((2, 4), ("row", "column"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"w": P("row", "column")}
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        (specs, oxs.state_specs(tx, params, specs, None)),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    state = jax.device_put(tx.init(params), places[1])
+    step = jax.jit(tx.update, out_shardings=places)
+    updates, new_state = step(jax.device_put(grads, places[0]), state, params)
+    expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
+    assert new_state[0].v_row["w"].sharding.spec == P("row")
+
+
 def test_several_mesh_axes_of_workers():
     specs = oxs.state_specs(optax.adam(0.1), PARAMS, SPECS, ("pod", "workers"))
     assert specs[0].mu == {

@@ -12,7 +12,9 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import hlo
+from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
+from tests import contexts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -71,17 +73,21 @@ def run(case, arrays):
         }
 
     inner = remembering(inner_of(case))
-    return jax.tree.map(
-        np.asarray,
-        asynchronous(
+
+    @contexts.jit
+    def replayed(params):
+        return asynchronous(
             inner,
             rule_of(case, inner),
-            {name: arrays[f"p0_{name}"] for name in names},
+            params,
             grad_fn,
             arrays["schedule"],
             num_workers=case["hyperparameters"]["num_worker"],
             communication_period=case["hyperparameters"]["communication_period"],
-        ),
+        )
+
+    return jax.tree.map(
+        np.asarray, replayed({name: arrays[f"p0_{name}"] for name in names})
     )
 
 
@@ -300,7 +306,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @jax.jit
+    @contexts.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(
@@ -327,6 +333,41 @@ def test_one_worker_is_lockstep_with_one_worker(name):
         # One ulp: lockstep lands on its target by adding an update.
         own, other = own.astype(np.float32), other.astype(np.float32)
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-7)
+
+
+READS_TAKEN = {  # both with a `take` of their own; no flag says what they read
+    "contribute": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+    ),
+    "penalty": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - center),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        penalty=lambda own, at: 0.3 * (own.params - own.taken),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS_TAKEN)
+def test_a_rule_that_reads_what_was_taken_gets_it_from_servers_too(name):
+    rule, schedule = READS_TAKEN[name], [0, 1, 1, 0, 0, 1]
+    grads = gradients(len(schedule), seed=4)
+    settings: Any = {"num_workers": 2, "communication_period": 1}
+    expected = asynchronous(INNER, rule, PARAMS, of_event(grads), schedule, **settings)
+    server = Server(PARAMS, rule, **settings)
+    party = [Worker(server, PARAMS, INNER, rule, index=w, **settings) for w in (0, 1)]
+    for event, worker in enumerate(schedule):
+        party[worker].step(jax.tree.map(lambda g, t=event: g[t], grads))
+    actual: Any = (server.center(), *(worker.params for worker in party))
+    last = expected.final
+    workers = (jax.tree.map(lambda x, w=w: x[w], last.workers.params) for w in (0, 1))
+    for own, other in zip(actual, (last.center, *workers), strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
+            own,
+            other,
+        )
+    assert last.workers.taken != ()
 
 
 def short_run(schedule, record: Any = "all"):
@@ -378,9 +419,33 @@ def test_record_keeps_every_nth_event(whole):
     for field in ("params", "center"):
         expected = jax.tree.map(lambda x: x[kept], getattr(whole, field))
         assert_equal(getattr(record, field), expected)
+    np.testing.assert_array_equal(record.events, kept)
+    np.testing.assert_array_equal(whole.events, np.arange(11))
     assert_equal(record.local_step, whole.local_step)
     assert_equal(record.global_step, whole.global_step)
     assert_equal(record.final, whole.final)
+
+
+def test_by_default_the_record_takes_no_more_than_a_quarter_of_a_gigabyte(whole):
+    assert_equal(short_run(SHORT, None), whole)
+    # Parameters and center of 4 MB each: 256 MB are those of 32 events.
+    params = jax.ShapeDtypeStruct((2**20,), np.float32)
+    for events, every in ((32, 1), (33, 2), (64, 2), (66, 3), (100, 4), (1000, 31)):
+        record = jax.eval_shape(
+            lambda params, workers: asynchronous(
+                optax.sgd(0.1),
+                oxs.local_sgd_rule(),
+                params,
+                lambda worker, params, event: params,
+                workers,
+                num_workers=2,
+            ),
+            params,
+            jax.ShapeDtypeStruct((events,), np.int32),
+        )
+        assert record.params.shape == record.center.shape == (events // every, 2**20)
+        assert record.events.shape == (events // every,)
+        assert record.local_step.shape == (events,)
 
 
 def test_record_keeps_what_a_function_returns(whole):
@@ -543,7 +608,7 @@ def refuse(error, match, **changes):
         (ValueError, "worker 2", {"workers": [0, 2]}),
         (ValueError, "worker -1", {"workers": [0, -1]}),
         (TypeError, "num_workers must be an int", {"num_workers": 2.0}),
-        (ValueError, "num_workers must be at least 1", {"num_workers": 0}),
+        (ValueError, "num_workers must be 1 or more", {"num_workers": 0}),
         (
             ValueError,
             "num_workers=3",

@@ -84,7 +84,7 @@ def test_recorded_trajectory(name):
     with np.load(GOLDEN / case["file"]) as arrays:
         data = dict(arrays)
     names = [leaf["name"] for leaf in case["params"]]
-    run: Any = jax.jit(
+    run: Any = contexts.jit(
         lambda params: simulate.sync_replicas(
             inner_of(hyper["inner"]),
             params,
@@ -222,7 +222,7 @@ def test_refused():
         total_num_replicas=2,
         num_tokens=1,
     )
-    refuse(ValueError, "Too few tokens", num_tokens=-5)
+    refuse(ValueError, "num_tokens must be -1 or more", num_tokens=-5)
     refuse(TypeError, "num_tokens must be", num_tokens=1.0)
     refuse(ValueError, "at least one variable", params={})
     refuse(ValueError, "must be 1 or more", replicas_to_aggregate=0)

@@ -9,7 +9,6 @@ from sklearn.datasets import load_digits
 
 import optx_sync as oxs
 
-jax.config.update("jax_num_cpu_devices", 8)  # CPU devices stand for accelerators
 STEPS, BATCH = 300, 128
 
 images, labels = load_digits(return_X_y=True)
@@ -33,7 +32,7 @@ def train_step(state, images, labels):
     return state.apply_gradients(grads=grads), loss
 
 
-step, losses = jax.pmap(train_step, axis_name="data"), []
+step, losses = jax.jit(oxs.map_workers(train_step, "data")), []
 for _ in range(STEPS):
     rows = rng.choice(train, (8, BATCH // 8))
     state, loss = step(state, images[rows], labels[rows])

@@ -66,6 +66,9 @@ def agn(
         d = mean_i (sum of worker i's gradients / k)
         c <- one step of `outer` on c with the gradient d        x_i <- c
 
+    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
+    parameters land within one ulp of the larger of the two values.)
+
     The original is TensorFlow's `AGNOptimizer`: it runs the worker's optimizer a
     second time, on the center, with slots of the center's own; so does `outer=None`.
     The paper accumulates the worker's *updates* and adds them to the center,

@@ -45,6 +45,9 @@ def diloco(
         d = sum_i (c - x_i) / N
         c <- one step of `outer` on c with the gradient d        x_i <- c
 
+    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
+    parameters land within one ulp of the larger of the two values.)
+
     With `outer=optax.sgd(1.0)` it is local SGD. The paper's settings: AdamW inside,
     500 steps between rounds, and the default outer optimizer. The best outer learning
     rate grows with the number of workers and with the period; an outer momentum needs

@@ -16,6 +16,7 @@ from optx_sync.center.lockstep import (
     spells_out_options,
 )
 from optx_sync.center.rule import CenterRule, Own, Period, Round
+from optx_sync.checks import check_count
 from optx_sync.collectives import AxisName
 from optx_sync.step import DirectTransformation
 
@@ -148,6 +149,10 @@ def elastic_average(
         arXiv 1412.6651. TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer`.
     """
     rule = elastic_rule(moving_rate=moving_rate, rho=rho, learning_rate=learning_rate)
+    if num_workers is not None:
+        num_workers = check_count(
+            "num_workers", num_workers, "Leave it out, or pass 8."
+        )
     return center_variable(
         inner,
         rule._replace(num_workers=num_workers),

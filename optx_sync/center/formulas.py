@@ -13,10 +13,14 @@ from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
     accumulator_dtype,
+    add_updates,
     at_least_float32,
+    cast_like,
+    explains_rows,
     is_gradient_leaf,
     is_inexact,
     path_name,
+    round_to,
     zeros_like,
 )
 
@@ -103,7 +107,9 @@ def local_step(
             return round_to(total, grad.dtype).astype(grad.dtype)
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
-    updates, inner_state = inner.update(grads, inner_state, params, **extra_args)
+    with explains_rows(grads):
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+    inner_state = cast_like(new_state, inner_state)
     updates = jax.tree.map(
         _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
     )
@@ -127,16 +133,6 @@ def local_step(
     return updates, inner_state, accumulated
 
 
-def stepped(params: Tree, updates: Tree) -> Tree:
-    """The worker's parameters after its step: `params + updates`, in their dtypes."""
-
-    def add(param, update):
-        wide = at_least_float32(param.dtype)
-        return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
-
-    return jax.tree.map(add, params, updates)
-
-
 def as_center(params: Tree, center: Tree) -> Tree:
     """Parameters in the center's dtypes, as their own dtypes round them."""
 
@@ -150,7 +146,7 @@ def as_center(params: Tree, center: Tree) -> Tree:
 
 def worker_params(params: Tree, updates: Tree, center: Tree) -> Tree:
     """The worker's parameters after its step, in the center's dtypes."""
-    return as_center(stepped(params, updates), center)
+    return as_center(add_updates(params, updates), center)
 
 
 def own_of(rule: CenterRule, params: Tree, taken: Tree, accumulated: Tree) -> Tree:
@@ -171,12 +167,17 @@ def contributions(rule: CenterRule, own: Any, center: Any, at: Round) -> Any:
 
 
 def absorb(
-    rule: CenterRule, center: Any, outer: optax.OptState, total: Any
+    rule: CenterRule,
+    center: Any,
+    outer: optax.OptState,
+    total: Any,
+    /,
+    **extra_args: Any,
 ) -> tuple[Any, optax.OptState]:
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center)
+    updates, outer = rule.outer.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
 
 
@@ -215,23 +216,6 @@ def _dense(update: Any, param: jax.Array) -> Any:
     if isinstance(update, IndexedSlices):
         return update.to_dense(param.shape[0])
     return update
-
-
-def round_to(x, dtype):
-    """`x` rounded to a narrower dtype, in its own.
-
-    Not by two casts: XLA may drop such a pair (excess precision).
-    """
-    if x.dtype == dtype:
-        return x
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == jnp.finfo(x.dtype).nexp:
-        return rounded
-    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
-    smallest = float(info.smallest_subnormal)
-    steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-    return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
 
 
 def _is_own(x: Any) -> bool:

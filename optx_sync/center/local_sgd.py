@@ -38,6 +38,9 @@ def local_sgd(
 
         c <- c + sum_i (x_i - c) / N        x_i <- c
 
+    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
+    parameters land within one ulp of the larger of the two values.)
+
     Any optimizer may be inside. A schedule as period gives post-local SGD: every step
     during a warm-up, every 16 after it, with
 

@@ -19,7 +19,6 @@ from optx_sync.center.formulas import (
     own_of,
     start_accumulated,
     start_center,
-    stepped,
     take,
 )
 from optx_sync.center.rule import (
@@ -31,7 +30,12 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_size,
@@ -42,15 +46,20 @@ from optx_sync.collectives import (
     reduce,
     require_local,
     require_varying,
+    sum_shards,
     vary_like,
+    vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
 from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
+    add_updates,
     check_accumulator_dtype,
+    first_worker,
     is_finite,
+    is_floating,
     is_inexact,
     is_masked,
     where,
@@ -65,15 +74,37 @@ class CenterOptions(TypedDict, total=False):
     drop_nonfinite: bool
     accumulator_dtype: Any
     exchange: Exchange | None
+    measure: bool
+
+
+class Measured(NamedTuple):
+    """What `measure=True` keeps of a worker's last round; 0 before the first one."""
+
+    distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
+    contribution_norm: jax.Array  # float32[], of what it contributed, not yet divided
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
 
 
 class CenterMetrics(NamedTuple):
-    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent."""
+    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent.
 
-    rounds: jax.Array  # int32[], rounds so far
-    steps_since_round: jax.Array  # int32[]
-    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
-    distance: jax.Array | None  # float32[], |x - c| over all leaves, given `params`
+    Shapes are those of one worker; of a stacked state what is a worker's own has the
+    worker axis in front, [N].
+    """
+
+    rounds: jax.Array  # int32[], rounds so far, those without this worker included
+    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
+    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: jax.Array
+    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    # None where `metrics` was not given the parameters.
+    distance: jax.Array | None
+    # Of the last round, with `measure=True`; otherwise None.
+    distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
+    contribution_norm: jax.Array | None  # float32[], not yet divided
 
 
 class CenterState(NamedTuple):
@@ -89,6 +120,7 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
+    measured: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
     @property
@@ -103,11 +135,21 @@ class CenterState(NamedTuple):
             "outer",
         )
 
+    @property
+    def counter_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on the workers of all levels of nested rules."""
+        return ("local_step", "steps_since_round", "global_step")
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain."""
+        return True
+
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center = self.center
         for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-            center = jax.tree.map(lambda c: c[0], center)
+            center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
@@ -120,20 +162,20 @@ class CenterState(NamedTuple):
         distance = None
         if params is not None:
             stacked = jnp.ndim(self.dropped)  # worker axes in front
-            center = self.center
-            for _ in range(stacked - jnp.ndim(self.local_step)):
-                center = jax.tree.map(lambda c: c[None], center)
-            squares = jax.tree.map(
-                lambda c, p: (
-                    0.0 if is_masked(c) else _square_sum(p.astype(c.dtype) - c, stacked)
-                ),
-                center,
-                params,
-                is_leaf=is_masked,
+
+            def apart(c, p):
+                if is_masked(c):
+                    return c
+                # Where it is one for all, it has not all of the axes.
+                c = jnp.expand_dims(c, range(p.ndim - c.ndim))
+                return p.astype(c.dtype) - c
+
+            distance = _norm(
+                jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-            distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
+        measured = self.measured or Measured(*[None] * len(Measured._fields))
         return CenterMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance
+            self.global_step, self.steps_since_round, self.dropped, distance, *measured
         )
 
 
@@ -145,8 +187,9 @@ class _Meeting(NamedTuple):
     taken: Any
     outer: Any
     accumulated: Any
-    dropped: jax.Array
+    dropped: Any
     exchange: Any
+    measured: Any
     inner: Any
 
 
@@ -160,6 +203,7 @@ def center_variable(
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
     exchange: Exchange | None = None,
+    measure: bool = False,
 ) -> DirectTransformation:
     """Workers that train on their own and meet at a center every few steps.
 
@@ -183,6 +227,15 @@ def center_variable(
     `oxs.stack(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
     `jax.vmap` counters that are stacked too give the same numbers, but communicate in
     every step.
+
+    `inner` may be a center rule itself, over another axis: workers meet often at the
+    center of their pod, and pods seldom at one of their own,
+
+        oxs.diloco(oxs.local_sgd(inner, "data", communication_period=8), "pods")
+
+    A round of the outer rule moves the center of the inner one by the mean, over the
+    inner axis, of what it moved the parameters. Give `state_axes` and `state_specs` the
+    level. What else is to be nested (a chain, a mask) goes into the innermost rule.
 
     Row-sparse gradients are accepted and `inner` sees them as they are; updates are
     dense, since what is exchanged is whole tables.
@@ -213,6 +266,10 @@ def center_variable(
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
+        measure: Keep for `oxs.metrics` how far each worker was from the center before
+            its last round, and how large its contribution was. (Of a worker that is
+            sharded over other axes of `jax.shard_map`, with `check_vma=False`: how far
+            each shard.)
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -241,13 +298,31 @@ def center_variable(
     exchange = check_exchange(exchange, all_reduce())
     static_period = None if callable(period) else period
     keeps_taken = keeps_before(rule, period)
+    if getattr(rule.outer, "moved", None) is not None:
+        raise ValueError(
+            "The rule's outer optimizer is a center rule itself, which cannot step on "
+            "a center. Pass an optimizer as outer=, for example optax.sgd(0.1)."
+        )
+    inner_moved = getattr(inner, "moved", None)
+    if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
+        got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
+        raise ValueError(
+            f"{got} would start the center rule inside anew, whose center its workers "
+            "share. Pass it to the innermost rule instead."
+        )
+    # What a round does not change stays out of the conditional.
+    changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def init(params):
+        check_params(params)
         center = start_center(params, dtype)
+        within = inner.init(params)
+        if inner_moved is None:
+            _refuse_hidden_center(within)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
-            return localize_where_mapped(tree, axis_name)
+            return _but_counters(localize_where_mapped, tree, axis_name)
 
         return CenterState(
             local_step=jnp.zeros((), jnp.int32),
@@ -255,12 +330,15 @@ def center_variable(
             global_step=jnp.zeros((), jnp.int32),
             center=center,
             taken=start_center(params, dtype) if keeps_taken else (),
-            outer=() if rule.outer is None else rule.outer.init(center),
+            outer=()
+            if rule.outer is None
+            else vary_with(rule.outer.init(center), center),
             accumulated=own(start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
-            inner=own(inner.init(params)),
+            measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
+            inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
@@ -280,9 +358,10 @@ def center_variable(
             **extra_args,
         )
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, inner_new, accumulated = localize(
-            (stepped(params, updates), inner_new, accumulated), axis_name
+        x, accumulated = localize(
+            (add_updates(params, updates), accumulated), axis_name
         )
+        inner_new = _but_counters(localize, inner_new, axis_name)
         x = vary_like(x, params)
         broken = state.broken
         if drop_nonfinite:
@@ -300,6 +379,13 @@ def center_variable(
                 now.accumulated,
             )
             contribution = localize(contributions(rule, own, now.center, at), axis_name)
+            measured: Any = ()
+            if measure:
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
+                measured = Measured(
+                    _norm(apart, like=now.measured.distance_before_round),
+                    _norm(contribution, like=now.measured.contribution_norm),
+                )
             finite, weight, pushed = jnp.bool_(True), None, workers
             if drop_nonfinite:
                 finite = ~broken & everywhere(
@@ -314,7 +400,11 @@ def center_variable(
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
                 )
-            center, outer = absorb(rule, now.center, now.outer, total)
+            extra = {}
+            if rule.outer is inner:
+                extra = _mean_extra_args(extra_args, axis_name, weight)
+            total = vary_like(total, now.center)
+            center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
@@ -324,6 +414,8 @@ def center_variable(
                 new_x = where(finite, new_x, center)
             landed = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
             inner_met, dropped = now.inner, now.dropped
+            if inner_moved is not None:
+                inner_met = inner_moved(inner_met, now.params, landed)
             if inner_state == "average":
                 inner_met = _average(inner_met, axis_name, weight)
             elif inner_state == "reset":
@@ -339,6 +431,7 @@ def center_variable(
                 accumulated=zeros_like(now.accumulated),
                 dropped=dropped,
                 exchange=remembered,
+                measured=measured,
                 inner=inner_met,
             )
 
@@ -352,9 +445,10 @@ def center_variable(
                 taken=state.taken,
                 outer=state.outer,
                 accumulated=accumulated,
-                dropped=state.dropped,
+                dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
-                inner=inner_new,
+                measured=state.measured,
+                inner=inner_new if changes_inner else (),
             ),
         )
         due = jnp.asarray(due)
@@ -367,9 +461,10 @@ def center_variable(
             outer=met.outer,
             accumulated=met.accumulated,
             broken=broken & ~due if drop_nonfinite else (),
-            dropped=met.dropped,
+            dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
-            inner=met.inner,
+            measured=met.measured,
+            inner=met.inner if changes_inner else inner_new,
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -381,7 +476,23 @@ def center_variable(
         new_params, state = apply(updates, state, params, **extra_args)
         return landing(params, new_params), state
 
-    return DirectTransformation(init, update, apply, period)
+    def moved(state, before, after):
+        """The state once a rule around this one has moved the workers' parameters."""
+        center = state.center
+        change = jax.tree.map(
+            jnp.subtract, as_center(after, center), as_center(before, center)
+        )
+        change = reduce(localize(change, axis_name), axis_name)
+        center, taken = (
+            jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
+            for tree in (center, state.taken)
+        )
+        within = state.inner
+        if inner_moved is not None:
+            within = inner_moved(within, before, after)
+        return state._replace(center=center, taken=taken, inner=within)
+
+    return DirectTransformation(init, update, apply, period, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -416,6 +527,7 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
+    check_one_worker(state.local_step, state.center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):
         raise ValueError(
@@ -423,6 +535,44 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
             "workers. Leave num_workers out, or make them equal."
         )
     return workers
+
+
+def _refuse_hidden_center(state: Any) -> None:
+    """Refuse a center rule that something inside keeps from being told of a round."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+        raise ValueError(
+            "There is another center rule in `inner`, wrapped in something else: its "
+            "center would not move when this one's rounds move the parameters. Nest "
+            "rules directly and put what stands between them inside of the innermost "
+            "one, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam), 'data'), 'pods')."
+        )
+
+
+def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) -> Any:
+    """`vary` of a state, except for counters of center rules in it.
+
+    All workers of all levels share these, so that conditionals on them are agreed on.
+    """
+
+    def counts(x):
+        return hasattr(type(x), "counter_fields")
+
+    def visit(node):
+        if not counts(node):
+            return vary(node, axis_name)
+        return node._replace(
+            **{
+                field: _but_counters(vary, value, axis_name)
+                for field, value in node._asdict().items()
+                if field not in node.counter_fields
+            }
+        )
+
+    return jax.tree.map(visit, tree, is_leaf=counts)
 
 
 def _either(
@@ -436,6 +586,26 @@ def _either(
     )
 
 
+def _mean_extra_args(extra_args, axis_name, weight):
+    """What the worker's optimizer gets when it makes a step at the center."""
+
+    def mean(name, value):
+        if isinstance(value, bool | int | float):
+            return value
+        scalar = getattr(value, "ndim", None) == 0
+        if not scalar or not is_floating(value.dtype):
+            raise ValueError(
+                f"The center makes a step of `inner`, which gets the mean of the "
+                f"workers' extra arguments. Of {name!r} there is none: it is no "
+                f"floating scalar but {value!r}. Pass an optimizer of its own for the "
+                "center, outer=, which gets no extra arguments."
+            )
+        own = localize(jnp.asarray(value), axis_name)
+        return reduce(own, axis_name, weight=weight)
+
+    return {name: mean(name, value) for name, value in extra_args.items()}
+
+
 def _average(state, axis_name, weight):
     """The mean of the floating leaves of the workers' inner states."""
     leaves, treedef = jax.tree.flatten(state)
@@ -446,6 +616,13 @@ def _average(state, axis_name, weight):
     return treedef.unflatten(leaves)
 
 
-def _square_sum(x, skip):
-    squares = jnp.square(jnp.abs(x.astype(jnp.float32)))
-    return jnp.sum(squares, axis=tuple(range(skip, x.ndim)))
+def _norm(tree, stacked=0, like=None):
+    """float32, the norm over all leaves, for each place along the worker axes."""
+
+    def square_sum(x):
+        # The absolute values first: a complex dtype has no cast to float32.
+        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
+        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
+        return total if like is None else sum_shards(total, like)
+
+    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))

@@ -42,8 +42,9 @@ class Round(NamedTuple):
 
     num_workers: int  # N: of the axis in lockstep, of the run when asynchronous
     communication_period: int | None  # in steps; None where the period is a schedule
-    # int32[], the worker's steps since it last met the center, this one included: in
-    # `penalty`, which is asked in every step, 1 ... period.
+    # int32[], traced: the worker's steps since it last met the center, this one
+    # included. In `contribute` and `take` all of the period, or fewer where the caller
+    # lets them meet early; in `penalty`, which is asked in every step, 1 ... period.
     steps: Any
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from optx_sync.collectives import AxisName, GroupAssignment
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 
 class Meet(Protocol):
@@ -56,6 +56,8 @@ class Exchange(NamedTuple):
         linear: Whether the law in this module's head holds.
         takes_rows: Whether leaves may be row-sparse (`IndexedSlices`).
         takes_groups: Whether `meet` takes `group_assignment`.
+        takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
+            replica out and all others count alike.
 
     Example:
         The exact mean, written by hand:
@@ -73,10 +75,12 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Tree], Any]
-    meet: Meet
+    # A `Meet`; one that takes no groups may leave that argument out.
+    meet: Callable[..., tuple[Tree, Tree | None, Any]]
     linear: bool = True
     takes_rows: bool = False
     takes_groups: bool = False
+    takes_weights: bool = True
 
 
 def remembers(exchange: Exchange) -> bool:
@@ -86,6 +90,16 @@ def remembers(exchange: Exchange) -> bool:
         "vector": jax.ShapeDtypeStruct((64,), np.float32),
     }
     return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
+
+
+def require_dense(tree: Tree, who: str = "this exchange") -> None:
+    """Refuse row-sparse leaves; `who` does not take them, says the message."""
+    for path, leaf in leaves_with_names(tree):
+        if is_slices(leaf):
+            raise ValueError(
+                f"The gradient at {path} is row-sparse, which {who} does not take. Use "
+                "oxs.exchange.all_reduce(), or its to_dense(rows)."
+            )
 
 
 def check_exchange(exchange: Any, default: Exchange) -> Exchange:

@@ -38,7 +38,7 @@ def adadelta(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        rho: decay of both averages, in [0, 1).
+        rho: decay of both averages, in [0, 1].
         eps: >= 0, inside of both roots; with 0 nothing ever moves.
 
     Returns:
@@ -59,7 +59,7 @@ def adadelta(
 
     Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701.
     """
-    require("[0, 1)", rho=rho)
+    require("[0, 1]", rho=rho)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

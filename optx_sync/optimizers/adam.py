@@ -48,8 +48,8 @@ def adam(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        b1: decay of the average of gradients, in [0, 1).
-        b2: decay of the average of their squares, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
+        b2: decay of the average of their squares, in [0, 1].
         eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
             gradient becomes NaN, as in the original.
 
@@ -74,7 +74,7 @@ def adam(
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv:1412.6980, end of section 2.
     """
-    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, 1]", b1=b1, b2=b2)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

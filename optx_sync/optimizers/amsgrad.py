@@ -46,8 +46,8 @@ def amsgrad(
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: whether to divide the rate by :math:`\sqrt t`. A flag, second as in the
             original: not to be mistaken for `b1`.
-        b1: decay of the average of gradients, in [0, 1).
-        b2: decay of the average of their squares, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
+        b2: decay of the average of their squares, in [0, 1].
         eps: >= 0.
 
     Returns:
@@ -71,7 +71,7 @@ def amsgrad(
     Reference: Reddi, Kale and Kumar, On the Convergence of Adam and Beyond, 2018.
     """
     require_flag(decay=decay)
-    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, 1]", b1=b1, b2=b2)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

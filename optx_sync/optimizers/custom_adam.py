@@ -50,8 +50,8 @@ def custom_adam(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
-        b1: decay of the average of gradients, in [0, 1).
-        b2: decay of the average of their squares, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
+        b2: decay of the average of their squares, in [0, 1].
         eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
             gradient, in a row that has been named, becomes NaN.
 
@@ -78,7 +78,7 @@ def custom_adam(
 
     Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
     """
-    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, 1]", b1=b1, b2=b2)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

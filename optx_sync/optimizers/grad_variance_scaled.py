@@ -41,8 +41,8 @@ def grad_variance_scaled(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
-        b1: decay of the average of gradients, in [0, 1).
-        b2: decay of the average of squared distances, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
+        b2: decay of the average of squared distances, in [0, 1].
         eps: >= 0; with 0 an element that has never seen a gradient becomes NaN, as in
             the original.
 
@@ -67,7 +67,7 @@ def grad_variance_scaled(
 
     Reference: `GradVarianceScaledOptimizer` in RETURNN, `returnn/tf/updater.py`.
     """
-    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, 1]", b1=b1, b2=b2)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

@@ -35,15 +35,20 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     where ``apply`` is Keras's own step, with the optimizer's learning rate schedule,
     weight decay, clipping, moving average and gradient accumulation. Only the
     configuration of `optimizer` is read: it is not changed, a copy is built on the
-    parameters in each traced call, and its slots start anew. A learning rate that is
-    not a schedule lies in ``state.variables["learning_rate"]`` and may be changed
-    there.
+    parameters in each traced call, and its slots start anew. A learning rate that is a
+    number lies in ``state.variables["learning_rate"]`` and may be changed there, under
+    a ``LossScaleOptimizer`` too. One that is a function is called while a step is
+    traced: compiled code keeps what it returned.
 
     It departs from the rest of the catalogue where Keras does: the slots of half
     precision parameters are of half precision, and the parameters in an update are
     rounded before their difference is taken. A leaf whose gradient is ``None`` keeps
     its value and its slots, the moving average included; if all are ``None``, nothing
-    changes, also not ``"iteration"``. Row-sparse gradients are refused.
+    changes, also not ``"iteration"``, where Keras raises. Row-sparse gradients are
+    refused. What Keras reads from a variable, a parameter here does not have: no
+    ``constraint`` is applied (project the parameters after the step, or chain
+    ``optax.keep_params_nonnegative()``), and ``overwrite_with_gradient`` overwrites
+    nothing (``optx_sync.flax.SyncTrainState`` does, for Flax's collection of it).
 
     Keras names a parameter by its path in the tree, "encoder/dense/3.kernel" with its
     number among the leaves: ``exclude_from_weight_decay(var_names=...)`` searches in
@@ -85,11 +90,13 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     with warnings.catch_warnings():
         # Keras reads its own learning rate through an `__array__` without `copy`.
         warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)
-        config = optimizer.get_config()
+        config = _hide_rate(optimizer).get_config()
 
     def build(leaves: Mapping[int, tuple[Any, Any]], slots: list[str] | None):
         """A new copy of the optimizer, built on parameters given as (path, leaf)."""
-        built = type(optimizer).from_config(copy.deepcopy(config))
+        own_config = copy.deepcopy(config)
+        _show_rate(optimizer, own_config)
+        built = type(optimizer).from_config(own_config)
         excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
         if excluded is not None:
             built.exclude_from_weight_decay(var_names=[excluded.pattern])
@@ -166,6 +173,29 @@ def _import_keras() -> Any:
     return library
 
 
+def _hide_rate(optimizer: Any) -> Any:
+    """A copy to read the configuration from, without learning rates that are functions.
+
+    Keras writes such a function down by its name, and does not find it again.
+    """
+    # Keras's own way to copy is to save and to load.
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    if callable(optimizer.__dict__.get("_learning_rate")):
+        copied.__dict__["_learning_rate"] = None
+    if hasattr(optimizer, "inner_optimizer"):
+        copied.__dict__["inner_optimizer"] = _hide_rate(optimizer.inner_optimizer)
+    return copied
+
+
+def _show_rate(optimizer: Any, config: dict[str, Any]) -> None:
+    """Put the functions that `_hide_rate` left out into a configuration."""
+    if callable(rate := optimizer.__dict__.get("_learning_rate")):
+        config["learning_rate"] = rate
+    if hasattr(optimizer, "inner_optimizer"):
+        _show_rate(optimizer.inner_optimizer, config["inner_optimizer"]["config"])
+
+
 def _check_optimizer(library: Any, optimizer: Any) -> None:
     if not isinstance(optimizer, library.optimizers.Optimizer):
         raise TypeError(
@@ -221,8 +251,12 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
         f"{variable.path.replace('/', '_')}_": index
         for index, variable in params.items()
     }
-    names: list[_Name] = []
-    for variable in built.variables:
+    # A wrapper has an iteration and a learning rate beside those that act: they are
+    # named last.
+    inner = getattr(built, "inner_optimizer", built)
+    acting = {id(variable) for variable in inner.variables}
+    names: dict[_Name, int] = {}
+    for variable in sorted(built.variables, key=lambda v: id(v) not in acting):
         # The slot of a parameter is called like the parameter, with a suffix.
         prefix = max(filter(variable.name.startswith, prefixes), key=len, default="")
         slot = variable.name.removeprefix(prefix)
@@ -235,8 +269,9 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
         while (unique, index) in names:
             count += 1
             unique = f"{name}#{count}"
-        names.append((unique, index))
-    return names
+        names[unique, index] = id(variable)
+    of_variable = {variable: name for name, variable in names.items()}
+    return [of_variable[id(variable)] for variable in built.variables]
 
 
 def _common_slots(build: Any) -> list[str]:

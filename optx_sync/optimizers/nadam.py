@@ -46,8 +46,8 @@ def nadam(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        b1: decay of the average of gradients, in [0, 1).
-        b2: decay of the average of their squares, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
+        b2: decay of the average of their squares, in [0, 1].
         eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
             gradient becomes NaN, as in the original.
 
@@ -71,7 +71,7 @@ def nadam(
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
     """
-    require("[0, 1)", b1=b1, b2=b2)
+    require("[0, 1]", b1=b1, b2=b2)
     require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):

@@ -41,7 +41,7 @@ def neural_optimizer_1(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
-        b1: decay of the average of gradients, in [0, 1).
+        b1: decay of the average of gradients, in [0, 1].
         decrease_factor: what a step is multiplied by where the signs differ, any finite
             number.
 
@@ -67,7 +67,7 @@ def neural_optimizer_1(
     Reference: Bello, Zoph, Vasudevan and Le, Neural Optimizer Search with Reinforcement
     Learning, 2017.
     """
-    require("[0, 1)", b1=b1)
+    require("[0, 1]", b1=b1)
     require("(-inf, inf)", decrease_factor=decrease_factor)
 
     def step(grad, slots, param, at):

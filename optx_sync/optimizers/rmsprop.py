@@ -48,7 +48,7 @@ def rmsprop(
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        decay: :math:`\rho` of the averages, in [0, 1).
+        decay: :math:`\rho` of the averages, in [0, 1].
         momentum: :math:`\mu`, any finite number.
         eps: >= 0. With `centered` choose it well above 1e-7: the difference under the
             root can round to below zero.
@@ -73,7 +73,7 @@ def rmsprop(
     Reference: Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5,
     2012; centered: Graves, arXiv:1308.0850.
     """
-    require("[0, 1)", decay=decay)
+    require("[0, 1]", decay=decay)
     require("(-inf, inf)", momentum=momentum)
     require("[0, inf)", eps=eps)
     require_flag(centered=centered)

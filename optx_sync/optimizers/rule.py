@@ -11,7 +11,9 @@ room have in common is therefore told, and written, here:
   originals and in Optax; `None`, NaN and infinity are refused.
 * The other hyper-parameters are numbers or traced scalars (`optax.inject_hyperparams`).
   They become float32 before use, as TensorFlow's do: `1 - b1` is 0.100000024 for 0.9.
-  Concrete numbers are checked; traced ones cannot be, and pass.
+  Concrete numbers are checked; traced ones cannot be, and pass. A decay may be 1, as in
+  the originals: its average stays where it starts, and where the bias of a first moment
+  is corrected that is 0 / 0.
 * Slots of half precision parameters are float32, those of float64 parameters float64.
   The arithmetic is the slots', the update is cast to the parameter's dtype at the end.
 * A gradient leaf may be `None`: its slots stay as they are and its update is zero (or
@@ -46,20 +48,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_grads
+from optx_sync.checks import check_grads, check_params
 from optx_sync.rows.slices import IndexedSlices, check_rows
-from optx_sync.trees import at_least_float32, is_gradient_leaf, path_name
+from optx_sync.trees import (
+    at_least_float32,
+    is_gradient_leaf,
+    leaves_with_names,
+    path_name,
+)
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 
 
 class Step(NamedTuple):
-    """What all arrays of one update have in common; scalars in the slots' dtype."""
+    """What all arrays of one update have in common: scalars, in the slots' dtype."""
 
     learning_rate: Any  # of this update: a schedule has been evaluated
-    count: Any  # updates before this one: 0 at the first
-    hyper: tuple[Any, ...]  # the rule's `hyper`
-    powers: Any  # the rule's `powers`, running
+    count: Any  # int32[], updates before this one: 0 at the first
+    hyper: tuple[Any, ...]  # the numbers of the rule's `hyper`, in their order
+    # The rule's `powers`: b itself in the first update, b^t in the t-th; () without.
+    powers: Any
 
 
 class NoSlots(NamedTuple):
@@ -175,6 +183,7 @@ def from_rule(
         require("(-inf, inf)", learning_rate=learning_rate)
 
     def init(params):
+        check_params(params)
         dtypes = [slot_dtype(param) for param in jax.tree.leaves(params)]
         widest = max(dtypes, key=lambda d: d.itemsize, default=jnp.dtype(jnp.float32))
         return RuleState(
@@ -328,9 +337,14 @@ def _align(grads, slots, params):
     def leaves_like_grads(name, tree):
         leaves, other = jax.tree.flatten(tree, is_leaf=is_gradient_leaf)
         if other != structure:
+            there = [path for path, _ in leaves_with_names(tree)]
+            odd = [
+                path for path in (*paths, *there) if (path in paths) != (path in there)
+            ]
+            what = f"{odd[0]} is in one of them" if odd else "their containers differ"
             raise ValueError(
-                f"The gradients do not have the structure of the {name}: got "
-                f"{structure} for {other}. Differentiate the tree that init was given."
+                f"The gradients do not have the structure of the {name}: {what}. "
+                "Differentiate the tree that init was given."
             )
         return leaves
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optx_sync.trees import (
@@ -50,7 +51,10 @@ def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
 def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
     """The averages after an update, from the new parameters and the new step."""
     decay = decay(global_step) if callable(decay) else decay
-    rate = 1 - jnp.asarray(decay, jnp.float32)
+    if isinstance(decay, jax.Array):
+        rate = 1 - decay.astype(jnp.float32)
+    else:  # In double: of 1 - float32(0.9999999) a fifth would be rounding.
+        rate = np.asarray(1 - float(decay))
 
     def advance(average, param):
         if is_masked(average):

@@ -7,24 +7,32 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing, shows_call
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    check_params,
+    fill_missing,
+    shows_call,
+)
 from optx_sync.collectives import (
     AxisName,
     GroupAssignment,
     Reduction,
     axis_size,
     check_axis_name,
+    check_extra_args,
     check_group_assignment,
     check_reduction,
     localize_where_mapped,
+    mean_extra_args,
     require_local,
     require_reduced,
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers
+from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, is_slices, leaves_with_names
+from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -56,6 +64,7 @@ def cross_shard(
     group_assignment: GroupAssignment | None = None,
     grads: Grads = "local",
     exchange: Exchange | None = None,
+    reduce_extra_args: tuple[str, ...] = ("value",),
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the gradients of all replicas in every step, then apply `inner`.
 
@@ -74,6 +83,11 @@ def cross_shard(
     number of tokens) makes the mean a weighted one, over the group's weights where
     there are groups. A replica of weight 0 leaves no trace, NaN or not; if all weights
     are 0 the gradient is zero.
+
+    `inner` must get the same on all replicas, or their parameters drift apart. An extra
+    argument `value`, the loss for `optax.contrib.reduce_on_plateau` or
+    `optax.polyak_sgd`, is therefore the mean over the replicas, with the gradients'
+    weights, when `inner` sees it.
 
     Row-sparse gradients (`IndexedSlices`) travel as rows, see `reduce`. For a `None`
     gradient `inner` gets what Optax does with `None`, and the update is zeros.
@@ -98,6 +112,10 @@ def cross_shard(
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`.
+        reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
+            which `inner` gets the mean; `()` switches it off. Others reach `inner` as
+            they are: pass them equal on all replicas. Inside
+            `jax.shard_map(check_vma=True)` a scalar that is not is refused.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
@@ -133,6 +151,7 @@ def cross_shard(
     check_axis_name(axis_name)
     check_reduction(reduction)
     exchange = check_exchange(exchange, all_reduce())
+    reduced_names = check_extra_args(reduce_extra_args)
     if grads not in get_args(Grads):
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
@@ -184,6 +203,7 @@ def cross_shard(
         return updates, memory
 
     def init(params):
+        check_params(params)
         own = localize_where_mapped
         if group_assignment is None:
             state = inner.init(params)
@@ -197,8 +217,18 @@ def cross_shard(
     def update(updates, state, params=None, *, weight=None, **extra_args):
         check_grads(updates, params)
         memory, inner_state = state if keeps_memory else ((), state)
+        extra_args = mean_extra_args(
+            extra_args,
+            reduced_names,
+            axis_name,
+            weight=weight,
+            group_assignment=group_assignment,
+        )
         updates, memory = reduced(updates, memory, weight)
-        updates, new_state = inner.update(updates, inner_state, params, **extra_args)
+        with explains_rows(updates):
+            updates, new_state = inner.update(
+                updates, inner_state, params, **extra_args
+            )
         state = vary_like(new_state, inner_state)
         if keeps_memory:
             state = CrossShardState(memory, state)
@@ -218,9 +248,12 @@ def all_reduce_grads(
 
         optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
 
+    A chain hands extra arguments to each of its links by itself, so the `value` of a
+    link behind this one must be reduced before: `value=oxs.reduce(loss, "data")`.
+
     Args:
         axis_name: The mapped axis, or a tuple of them.
-        **options: The keywords of `cross_shard`.
+        **options: The keywords of `cross_shard`, but `reduce_extra_args`.
 
     Returns:
         The transformation; its state is empty where the exchange remembers nothing.
@@ -238,7 +271,19 @@ def all_reduce_grads(
         >>> jax.vmap(clipped_mean, axis_name="data")(jnp.array([0.5, 7.0]))
         Array([0.75, 0.75], dtype=float32)
     """
-    return cross_shard(optax.identity(), axis_name, **options)
+    tx = cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+
+    def update(updates, state, params=None, **extra_args):
+        reduced, state = tx.update(updates, state, params, **extra_args)
+        # The next link of the chain shall see that there is no gradient.
+        return jax.tree.map(
+            lambda grad, mean: None if grad is None else mean,
+            updates,
+            reduced,
+            is_leaf=is_gradient_leaf,
+        ), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _exchanged(
@@ -258,13 +303,15 @@ def _exchanged(
             "leave weight out, or pass reduction='mean'."
         )
     require_local(grads, axis_name, "gradient")
+    if weight is not None and not exchange.takes_weights:
+        if jnp.result_type(weight) != jnp.bool_:
+            raise ValueError(
+                "This exchange counts all replicas alike and takes no weight. Pass a "
+                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
+                "which takes weights."
+            )
     if not exchange.takes_rows:
-        for path, leaf in leaves_with_names(grads):
-            if is_slices(leaf):
-                raise ValueError(
-                    f"The gradient at {path} is row-sparse, which this exchange does "
-                    "not take. Use oxs.exchange.all_reduce(), or its to_dense(rows)."
-                )
+        require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
     mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
     if reduction == "mean":

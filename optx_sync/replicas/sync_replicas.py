@@ -8,17 +8,28 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import (
+    check_count,
+    check_grads,
+    check_inner,
+    check_one_worker,
+    check_params,
+    fill_missing,
+)
 from optx_sync.collectives import (
     AxisName,
     axis_index,
     axis_size,
     check_axis_name,
+    check_extra_args,
     localize_where_mapped,
+    mean_extra_args,
     reduce,
     require_local,
     vary_like,
 )
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.rule import Exchange, check_exchange, require_dense
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -33,11 +44,15 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.rows.slices import IndexedSlices
+from optx_sync.step import DirectTransformation
 from optx_sync.trees import (
     Tree,
     add_updates,
+    cast_like,
     check_accumulator_dtype,
+    explains_rows,
     is_finite,
+    is_gradient_leaf,
     is_masked,
     is_placeholder,
     is_slices,
@@ -84,6 +99,7 @@ class SyncReplicasState(NamedTuple):
     accumulator: Accumulator  # of this replica
     outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
     outcome_counts: Outcomes  # int32[] each
+    exchange: Any  # what the exchange remembers, or ()
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -97,6 +113,11 @@ class SyncReplicasState(NamedTuple):
         """The fields that are equal where the parameters are."""
         return ("inner", "averages")
 
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain: it averages what it gives."""
+        return not (isinstance(self.averages, tuple) and self.averages == ())
+
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
         del params
@@ -105,7 +126,7 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if isinstance(self.averages, tuple) and self.averages == ():
+        if not self.stands_last:
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -130,7 +151,9 @@ def sync_replicas(
     variables_to_average: Any = None,
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+    reduce_extra_args: tuple[str, ...] = ("value",),
+    exchange: Exchange | None = None,
+) -> DirectTransformation:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
     With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
@@ -198,6 +221,11 @@ def sync_replicas(
             gradient only: agree on `contributes` over that axis instead.)
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
+        reduce_extra_args: The names of extra arguments of which `inner` gets the mean
+            over the replicas whose gradients this step used, as for `cross_shard`.
+        exchange: How the replicas' sums become one, a linear one; `None`: an
+            all-reduce. The counts of rows are summed exactly whatever it is, and
+            row-sparse gradients need `oxs.exchange.all_reduce`.
 
     Returns:
         A transformation with a `SyncReplicasState`, whose `update` must run where
@@ -207,9 +235,10 @@ def sync_replicas(
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
         ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages; at the call, no variables, an axis that is not mapped or whose
-            size is not `total_num_replicas`, gradients that autodiff has summed
-            already or that do not match the parameters, missing `params`.
+            averages, an exchange that is not linear; at the call, no variables, an axis
+            that is not mapped or whose size is not `total_num_replicas`, gradients that
+            autodiff has summed already or that do not match the parameters, missing
+            `params`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -234,7 +263,9 @@ def sync_replicas(
     """
     inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
-    check_replicas(replicas_to_aggregate, total_num_replicas)
+    replicas_to_aggregate, total_num_replicas = check_replicas(
+        replicas_to_aggregate, total_num_replicas
+    )
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
         raise ValueError(
@@ -242,8 +273,17 @@ def sync_replicas(
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
     dtype = check_accumulator_dtype(accumulator_dtype)
+    reduced_names = check_extra_args(reduce_extra_args)
+    exchange = check_exchange(exchange, all_reduce())
+    if not exchange.linear:
+        raise ValueError(
+            "sync_replicas sums up several gradients of one replica, and none of "
+            "another, so it needs a linear exchange. Robust ones take one gradient of "
+            "each: use them with cross_shard or a center rule."
+        )
 
     def init(params):
+        check_params(params)
         check_variables(params)
         averages: Any = ()
         if variable_averages is not None:
@@ -261,27 +301,38 @@ def sync_replicas(
             outcome_counts=own(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
+            exchange=own(exchange.init(params)),
             inner=inner.init(params),
             averages=averages,
         )
 
-    def update(
-        updates,
+    def step(
+        direct,
+        grads,
         state,
-        params=None,
+        params,
         *,
         contributes=True,
         gradient_step=None,
+        meet=None,
         **extra_args,
     ):
-        check_variables(updates if params is None else params)
-        check_grads(updates, params)
+        """One step: (new parameters if `direct`, else updates; the next state)."""
+        check_variables(grads if params is None else params)
+        check_grads(grads, params)
         if params is None and variable_averages is not None:
             raise ValueError(
                 "A moving average of the parameters needs them; got params=None. Call "
                 "update(grads, state, params)."
             )
-        require_local(updates, axis_name, "gradient")
+        require_local(
+            grads,
+            axis_name,
+            "gradient",
+            "Which replicas count is decided one by one: write `params = oxs.localize("
+            f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
+        )
+        check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
             raise ValueError(
@@ -289,7 +340,9 @@ def sync_replicas(
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         tokens = max(replicas, replicas_to_aggregate)
-        grads = unique_rows(updates)
+        if not exchange.takes_rows:
+            require_dense(grads)
+        grads = unique_rows(grads)
 
         contributes = _extra(contributes, "contributes", jnp.bool_)
         fresh = jnp.bool_(True)
@@ -303,81 +356,107 @@ def sync_replicas(
             state.global_step,
             axis_name,
         )
-        outcome = jnp.int32(Outcomes._fields.index("no_token"))
-        for name, applies in (
-            ("used", used),
-            ("nonfinite", ~finite),
-            ("stale", ~fresh),
-            ("not_contributed", ~contributes),
-        ):
-            place = jnp.int32(Outcomes._fields.index(name))
-            outcome = jnp.where(applies, place, outcome)
-        outcome_counts = Outcomes(
-            *(
-                count + (outcome == place).astype(jnp.int32)
-                for place, count in enumerate(state.outcome_counts)
-            )
-        )
-
+        outcome = _outcome(used, fresh, finite, contributes)
         accumulated = state.accumulated + arrived
-        complete = accumulated >= replicas_to_aggregate
-        new_step = state.global_step + complete.astype(jnp.int32)
-        before = (
-            accumulate(state.accumulator, grads, used), state.inner, state.averages
-        )  # fmt: skip
+        complete = accumulated >= replicas_to_aggregate if meet is None else meet
+        new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
 
-        def move(accumulator, inner_state, averages):
-            def total(tree):
-                return reduce(tree, axis_name, reduction="sum")
+        def move(_, accumulator, remembered, inner_state, averages):
+            """The update: the mean of all that was accumulated goes through inner."""
+            accumulator = accumulate(accumulator, grads, used)
+
+            def total(sums):
+                nonlocal remembered
+                sums, row_counts = sums
+                # Like the gradients, whose leaves the exchange remembers.
+                sums = jax.tree.structure(grads, is_leaf=is_gradient_leaf).unflatten(
+                    sums
+                )
+                means, _, remembered = exchange.meet(sums, remembered, axis_name)
+                sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
+                row_counts = reduce(row_counts, axis_name, reduction="sum")
+                return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
 
             mean = mean_of(accumulator, grads, accumulated, tokens, total)
-            moved, inner_state = inner.update(mean, inner_state, params, **extra_args)
+            extra = mean_extra_args(
+                extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
+            )
+            with explains_rows(grads):
+                moved, new_inner = inner.update(mean, inner_state, params, **extra)
+            inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)
+            new_params = None if params is None else add_updates(params, moved)
             if variable_averages is not None:
                 averages = advance_averages(
-                    averages, add_updates(params, moved), variable_averages, new_step
+                    averages, new_params, variable_averages, new_step
                 )
-            return moved, (clear(accumulator, mean), inner_state, averages)
+            result = new_params if direct else moved
+            return result, clear(accumulator, mean), remembered, inner_state, averages
 
-        shapes, _ = types = jax.eval_shape(move, *before)
-        after = jax.lax.cond(
-            complete,
-            lambda *before: vary_like(move(*before), (shapes, before)),
-            lambda *before: vary_like((_no_updates(shapes), before), types),
-            *before,
+        def wait(_, accumulator, remembered, inner_state, averages):
+            """No update yet: the gradient is accumulated, and nothing else moves."""
+            result = params if direct else _no_updates(shapes)
+            accumulator = accumulate(accumulator, grads, used)
+            return result, accumulator, remembered, inner_state, averages
+
+        # The parameters are an operand so that XLA hands them on in place.
+        before = (
+            params if direct else (),
+            state.accumulator,
+            state.exchange,
+            state.inner,
+            state.averages,
         )
-        updates, (accumulator, inner_state, averages) = after
-        return updates, SyncReplicasState(
+        shapes, *_ = types = jax.eval_shape(move, *before)
+        like = (shapes, *before[1:])
+
+        def branch(body):
+            return lambda *before: vary_like(vary_like(body(*before), like), types)
+
+        if isinstance(complete, bool):
+            after = branch(move if complete else wait)(*before)
+        else:
+            after = jax.lax.cond(complete, branch(move), branch(wait), *before)
+        result, accumulator, remembered, inner_state, averages = after
+        counts = (
+            count + (outcome == place).astype(jnp.int32)
+            for place, count in enumerate(state.outcome_counts)
+        )
+        return result, SyncReplicasState(
             global_step=new_step,
             accumulated=jnp.where(complete, jnp.zeros_like(accumulated), accumulated),
             accumulator=accumulator,
             outcome=outcome,
-            outcome_counts=outcome_counts,
+            outcome_counts=Outcomes(*counts),
+            exchange=remembered,
             inner=inner_state,
             averages=averages,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def update(updates, state, params=None, **extra_args):
+        return step(False, updates, state, params, **extra_args)
+
+    def apply(grads, state, params, **extra_args):
+        return step(True, grads, state, params, **extra_args)
+
+    return DirectTransformation(init, update, apply)
 
 
-def check_replicas(replicas_to_aggregate: Any, total_num_replicas: Any) -> None:
-    """Refuse what is not an integer of 1 or more."""
-    for name, value in (
-        ("replicas_to_aggregate", replicas_to_aggregate),
-        ("total_num_replicas", total_num_replicas),
-    ):
-        if value is None and name == "total_num_replicas":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(
-                f"{name} must be an integer, known when the optimizer is made; got "
-                f"{value!r}."
-            )
-        if value < 1:
-            raise ValueError(
-                f"{name} must be 1 or more; got {value}. Pass the number of "
-                + ("gradients that an update needs." if "agg" in name else "replicas.")
-            )
+def check_replicas(
+    replicas_to_aggregate: Any, total_num_replicas: Any
+) -> tuple[int, int | None]:
+    """Both numbers as ints; refuse what is not an integer of 1 or more."""
+    required = check_count(
+        "replicas_to_aggregate",
+        replicas_to_aggregate,
+        "Pass the number of gradients that an update needs.",
+    )
+    if total_num_replicas is None:
+        return required, None
+    total = check_count(
+        "total_num_replicas", total_num_replicas, "Pass the number of replicas."
+    )
+    return required, total
 
 
 def check_variables(tree: Any) -> None:
@@ -388,6 +467,20 @@ def check_variables(tree: Any) -> None:
         f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
         "the parameters, and gradients like them."
     )
+
+
+def _outcome(used, fresh, finite, contributes):
+    """int32[], the place in `Outcomes` of what becomes of a gradient."""
+    outcome = jnp.int32(Outcomes._fields.index("no_token"))
+    for name, applies in (
+        ("used", used),
+        ("nonfinite", ~finite),
+        ("stale", ~fresh),
+        ("not_contributed", ~contributes),
+    ):
+        place = jnp.int32(Outcomes._fields.index(name))
+        outcome = jnp.where(applies, place, outcome)
+    return outcome
 
 
 def _hand_out(candidate, tokens, global_step, axis_name):

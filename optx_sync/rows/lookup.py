@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-sparse gradients of looked-up tables: `take` and `value_and_grad`."""
+"""Looked-up tables: `take`, and the rows of one that a loss sees in its place."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +14,11 @@ from optx_sync.rows.slices import (
     known_indices,
     known_numbers,
     like_rows,
-    rebuild,
+    search,
     show,
     unique_indices,
 )
-from optx_sync.trees import at_least_float32, path_name
+from optx_sync.trees import at_least_float32
 
 
 def take(table: Any, ids: Any) -> jax.Array:
@@ -58,7 +57,7 @@ def take(table: Any, ids: Any) -> jax.Array:
     if not isinstance(table, jax.Array | np.ndarray) or table.ndim == 0:
         raise TypeError(
             "take looks rows up in an array of shape [rows, ...]; got "
-            f"{_describe(table)}. Pass the table, e.g. params['embedding']."
+            f"{describe(table)}. Pass the table, e.g. params['embedding']."
         )
     ids = as_int32(ids, "ids")
     _refuse_known_ids(ids, table.shape[0], "take")
@@ -67,91 +66,6 @@ def take(table: Any, ids: Any) -> jax.Array:
         .at[ids]
         .get(mode="fill", fill_value=0, wrap_negative_indices=False)
     )
-
-
-def value_and_grad(
-    loss: Callable[..., Any], rows: Any, has_aux: bool = False
-) -> Callable[..., tuple[Any, Any]]:
-    """``jax.value_and_grad`` whose gradients of looked-up tables are row-sparse.
-
-    The rows that a batch names are gathered once, the loss sees only them, and is
-    differentiated with respect to them: no array of the table's size is made. Inside
-    the loss a table is read by ``oxs.take(params["embedding"], ids)`` and in no other
-    way. Each gradient is an ``IndexedSlices`` as ``sum_duplicates`` leaves it, sorted
-    and unique, with one entry for each id that ``rows`` returned.
-
-    Args:
-        loss: ``loss(params, *args, **kwargs)``, a scalar, or with ``has_aux`` a pair
-            of a scalar and anything.
-        rows: a prefix of the parameters' tree. A leaf is a function of the loss's
-            other arguments, ``fn(*args, **kwargs)``, that returns all ids (integers of
-            any shape) which the loss will look up in the tables below that leaf. What
-            is None, or not there, has an ordinary dense gradient.
-        has_aux: as in ``jax.value_and_grad``.
-
-    Returns:
-        A function of the loss's arguments that returns ``(value, grads)``, or
-        ``((value, aux), grads)`` with ``has_aux``.
-
-    Raises:
-        TypeError: if a leaf of ``rows`` is not a function, if ids are not integers, or
-            if the loss uses a table other than by ``oxs.take``.
-        ValueError: if ``rows`` names what the parameters do not have, or if known ids
-            are out of the table's range. In compiled code such ids are dropped.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optx_sync as oxs
-        >>> def loss(params, batch):
-        ...     return jnp.sum(oxs.take(params["embedding"], batch["ids"]) ** 2)
-        >>> grad_fn = oxs.value_and_grad(loss, rows={"embedding": lambda b: b["ids"]})
-        >>> params = {"embedding": jnp.ones([1000, 2])}
-        >>> value, grads = grad_fn(params, {"ids": jnp.array([5, 9])})
-        >>> float(value), grads["embedding"].values.tolist()
-        (4.0, [[2.0, 2.0], [2.0, 2.0]])
-    """
-    if not callable(loss):
-        raise TypeError(f"loss must be a function; got {_describe(loss)}.")
-    named = []
-    for path, fn in jax.tree_util.tree_leaves_with_path(rows):
-        if not callable(fn):
-            raise TypeError(
-                f"A leaf of rows must be a function that returns ids; got "
-                f"{_describe(fn)} at {path_name(path)}. Pass e.g. "
-                "rows={'embedding': lambda batch: batch['ids']}."
-            )
-        named.append((path, fn))
-
-    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        tables: dict[int, _GatheredRows] = {}
-        for prefix, fn in named:
-            below = [at for at, (path, _) in enumerate(leaves) if _under(path, prefix)]
-            if not below:
-                raise ValueError(
-                    f"rows names {path_name(prefix)}, where the parameters have no "
-                    f"array; they have {[path_name(path) for path, _ in leaves]}."
-                )
-            ids = fn(*args, **kwargs)
-            for at in below:
-                tables[at] = _gather(leaves[at][1], ids, path_name(leaves[at][0]))
-        dense = {at: leaf for at, (_, leaf) in enumerate(leaves) if at not in tables}
-
-        def of_leaves(dense: dict[int, Any], gathered: dict[int, jax.Array]) -> Any:
-            with_rows = {at: tables[at].with_rows(gathered[at]) for at in tables}
-            all_leaves = dense | with_rows
-            tree = [all_leaves[at] for at in range(len(leaves))]
-            return loss(structure.unflatten(tree), *args, **kwargs)
-
-        gathered = {at: table.rows for at, table in tables.items()}
-        value, (dense_grads, row_grads) = jax.value_and_grad(
-            of_leaves, argnums=(0, 1), has_aux=has_aux
-        )(dense, gathered)
-        slices = {at: rebuild(tables[at].words, row_grads[at]) for at in tables}
-        grads = dense_grads | slices
-        return value, structure.unflatten([grads[at] for at in range(len(leaves))])
-
-    return run
 
 
 class _TableUseError(TypeError, AttributeError):
@@ -202,7 +116,7 @@ class _GatheredRows:
         in_range = (ids >= 0) & (ids < self.shape[0])
         if self.rows.shape[0]:
             named = show(self.words)
-            position = jnp.searchsorted(named, ids).astype(jnp.int32)
+            position = search(named, ids)
             found = named.at[position].get(mode="fill", fill_value=LAST_INDEX) == ids
             # Half precision: the gradients of a frequent id add up in float32.
             wide = self.rows.astype(at_least_float32(self.dtype))
@@ -212,9 +126,10 @@ class _GatheredRows:
             found = jnp.zeros_like(in_range)
             looked_up = jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
         found, in_range = (like_rows(m, looked_up) for m in (found, in_range))
-        zeros = jnp.zeros_like(looked_up)
-        not_named = jnp.where(in_range, jnp.full_like(zeros, jnp.nan), zeros)
-        return jnp.where(found & in_range, looked_up, not_named)
+        rows = jnp.where(found & in_range, looked_up, jnp.zeros_like(looked_up))
+        # The NaN is no array of its own: `jax_debug_nans` would stop at that.
+        not_a_number = np.asarray(np.nan, self.dtype)
+        return jnp.where(in_range & ~found, not_a_number, rows)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise _TableUseError(
@@ -252,7 +167,7 @@ class _GatheredRows:
         return cls(*leaves, *fixed)
 
 
-def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
+def gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)
@@ -261,7 +176,7 @@ def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     ):
         raise TypeError(
             f"rows names {path}, which is not a table to differentiate: it must be a "
-            f"floating-point array of shape [rows, ...]; got {_describe(table)}."
+            f"floating-point array of shape [rows, ...]; got {describe(table)}."
         )
     size = table.shape[0]
     ids = as_int32(ids, f"ids for {path}")
@@ -295,16 +210,8 @@ def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:
         )
 
 
-def _under(path: tuple[Any, ...], prefix: tuple[Any, ...]) -> bool:
-    """Whether a path begins with a prefix, by name: a dict may describe a module."""
-
-    def names(keys):
-        return [jax.tree_util.keystr((key,), simple=True) for key in keys]
-
-    return names(path[: len(prefix)]) == names(prefix)
-
-
-def _describe(x: Any) -> str:
+def describe(x: Any) -> str:
+    """An argument in an error message."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}{list(x.shape)}"
     return f"{type(x).__name__} {x!r}"

@@ -119,7 +119,7 @@ class IndexedSlices(SlicesLeaf):
             return self
         unique, named = unique_indices(self.indices)
         values = self._values.astype(at_least_float32(self._values.dtype))
-        target = jnp.searchsorted(unique, named)
+        target = search(unique, named)
         summed = jnp.zeros_like(values).at[target].add(values, mode="drop")
         is_row = like_rows(unique < FIRST_PADDING, summed)
         summed = jnp.where(is_row, summed, jnp.zeros_like(summed))
@@ -237,7 +237,10 @@ def hide_words(indices: jax.Array) -> jax.Array:
 def as_int32(indices: Any, what: str) -> jax.Array | np.ndarray:
     """Integers of any dtype as int32; those that do not fit never wrap to a row."""
     if not isinstance(indices, jax.Array):
+        said = hasattr(indices, "dtype")
         indices = np.asarray(indices)
+        if not said and indices.size == 0:  # NumPy makes floats of an empty list.
+            indices = indices.astype(np.int32)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
             f"{what} must be integers, they name rows; got dtype {indices.dtype}. "
@@ -292,6 +295,16 @@ def unique_indices(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
     unique = lax.sort(jnp.where(first, ordered, LAST_INDEX))
     padding = LAST_INDEX - (size - 1) + lax.iota(jnp.int32, size)
     return jnp.where(unique < FIRST_PADDING, unique, padding), indices
+
+
+def search(ordered: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Where each wanted number stands, or would stand, among ordered ones: int32."""
+    mesh = jax.sharding.get_abstract_mesh()
+    partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+    # There JAX's binary search fails an assertion under check_vma=True; the other way
+    # sorts pairs, which takes XLA:CPU several times as long.
+    method = "sort" if partly_manual else "scan"
+    return jnp.searchsorted(ordered, wanted, method=method).astype(jnp.int32)
 
 
 def like_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:

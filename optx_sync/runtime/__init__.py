@@ -7,18 +7,18 @@ connection, any object with the methods of `Connection`; a `Server` in the same 
 is one.
 """
 
-from optx_sync.runtime.protocol import Event as Event
-from optx_sync.runtime.protocol import Joined as Joined
-from optx_sync.runtime.protocol import Push as Push
-from optx_sync.runtime.protocol import PushRefused as PushRefused
-from optx_sync.runtime.protocol import Reply as Reply
-from optx_sync.runtime.protocol import SyncReplicas as SyncReplicas
-from optx_sync.runtime.protocol import join_parts as join_parts
-from optx_sync.runtime.protocol import partition as partition
-from optx_sync.runtime.ray import History as History
-from optx_sync.runtime.ray import RayConnection as RayConnection
+from optx_sync.runtime.agreements.sync_replicas import SyncReplicas as SyncReplicas
+from optx_sync.runtime.display import History as History
+from optx_sync.runtime.messages import Event as Event
+from optx_sync.runtime.messages import Joined as Joined
+from optx_sync.runtime.messages import Push as Push
+from optx_sync.runtime.messages import PushRefused as PushRefused
+from optx_sync.runtime.messages import Reply as Reply
+from optx_sync.runtime.parts import join_parts as join_parts
+from optx_sync.runtime.parts import partition as partition
 from optx_sync.runtime.ray import run as run
-from optx_sync.runtime.ray import start_servers as start_servers
+from optx_sync.runtime.ray_actors import RayConnection as RayConnection
+from optx_sync.runtime.ray_actors import start_servers as start_servers
 from optx_sync.runtime.server import Server as Server
 from optx_sync.runtime.worker import Connection as Connection
 from optx_sync.runtime.worker import Worker as Worker

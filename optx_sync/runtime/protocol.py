@@ -1,345 +1,682 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers and a server agree on, and what they send each other.
+"""Who may push what when, and what is done after a death: the protocol, as a model.
 
-What travels is a dict from the path of a variable to its array; which arrays go there
-and back follows from the rule (`traffic`).
+Plain Python on tuples: no arrays, no processes, no clock. `decide` is what a server
+decides, `Client` with `wants` and `hears` is what a worker (or whoever else asks)
+decides. A server and a connection carry out what is decided here, and
+`tests/runtime/test_protocol.py` goes through every order of events with this code.
+
+**A push has a name**, (incarnation, serial). An incarnation is handed out by a join, no
+two joins get the same, and a server answers a worker's newest one only. What has been
+applied last is kept by name, so that a push sent again is known.
+
+**All servers or none.** With several servers a push is first laid down on every one of
+them (prepare) and applied when all have it (commit). So when one server has applied a
+push the others have it or have applied it. A join asks all servers: what one has
+applied the others apply, what none has applied is dropped.
+
+**A cut is a checkpoint over all servers.** Cuts are numbered. The first server begins
+one, and every message carries the highest number that its sender has heard of; a server
+that hears of a higher one saves itself before it looks at the message. So a push that
+was prepared after a cut anywhere is applied after it everywhere. What lies prepared is
+saved too, and after a restore it is decided as at a join.
+
+**Epochs.** When a server starts afresh all servers go back to the newest cut that all
+of them have, and a new epoch begins. A message of another epoch is turned away, and its
+sender resumes: it says which incarnation it is and hears which push of its was the last
+that survived. What came after is lost, and it knows, or it sends it again if it has
+kept it (`replay`).
 """
 
-import dataclasses
-import math
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-from optx_sync.center.formulas import start_center
-from optx_sync.center.rule import CenterRule, Period, Round, reads
-from optx_sync.replicas.averages import check_averages
-from optx_sync.replicas.sync_replicas import check_replicas
-
-Arrays: TypeAlias = dict[str, Any]  # the path of a variable -> its array
+# A number that grows, and who proposed it: no two are equal.
+Epoch: TypeAlias = tuple[int, int]
+# (incarnation, serial); () is no push.
+Name: TypeAlias = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncReplicas:
-    """Synchronous replicas with backup workers, as an agreement of `run`.
+class Entry(NamedTuple):
+    """What a server knows of one worker."""
 
-    Every worker pushes every gradient; the server drops what is stale, applies `inner`
-    to the mean of the first `replicas_to_aggregate` of them, and hands out
-    max(N, R) tokens of the new step. A worker waits for a token after each push.
+    incarnation: int = 0  # who may push; 0: whoever has not joined
+    round: int = 0  # pushes applied
+    last: Name = ()  # the last of them
+    staged: Name = ()  # the one that lies prepared
+    joins: int = 0
 
-    The original is TensorFlow's `SyncReplicasOptimizer`, whose event by event replay is
-    `oxs.simulate.sync_replicas`. Here, with N >= R, a worker whose gradient was
-    accepted waits for the update that it is part of. The original lets it go on as soon
-    as any token is left over. That buys a gradient which is stale when it arrives, and
-    costs a third of the updates when one of four workers lags behind.
 
-    Attributes:
-        replicas_to_aggregate: R, the gradients that an update needs.
-        total_num_replicas: N, checked against the number of workers; `None`: any.
-        num_tokens: The tokens at the start; -1: R of them.
-        variable_averages: The decay of a moving average of the parameters, or a
-            schedule of the new global step. `None`: no average.
+class Book(NamedTuple):
+    """What a server knows, besides arrays."""
 
-    Example:
-        >>> from optx_sync.runtime import SyncReplicas
-        >>> SyncReplicas(3, total_num_replicas=4).num_tokens
-        -1
+    entries: tuple[Entry, ...]
+    epoch: Epoch
+    every: int = 0  # pushes between cuts; 0: this server begins none
+    ready: bool = False
+    handed: int = 0  # the last incarnation that was handed out
+    cut: int = 0  # the newest cut that this server has passed
+    cuts: tuple[int, ...] = ()  # those that it has saved
+    covered: tuple[Name, ...] = ()  # `last` of each worker in the newest of them
+    low: int = 0  # a cut that all servers have passed
+    whole: int = 0  # the newest one that all are known to have saved
+    since: int = 0  # pushes since the last cut
+
+
+# What is asked of a server.
+
+
+class Ask(NamedTuple):
+    """How do you stand?"""
+
+
+class Restore(NamedTuple):
+    """Go back to a cut, 0 for the parameters to start from."""
+
+    epoch: Epoch
+    cut: int
+    newest: int  # number the next cuts from here on
+    seen: Epoch  # how this server stood when that was decided; if it has moved on,
+    was_ready: bool  # somebody else has restored it, and it may be at work again
+
+
+class Settle(NamedTuple):
+    """Apply what is prepared up to these rounds, drop the rest, and begin."""
+
+    epoch: Epoch
+    rounds: tuple[int, ...]
+
+
+class Enter(NamedTuple):
+    """A worker starts: nobody else may push under its number from now on."""
+
+    epoch: Epoch
+    worker: int
+    incarnation: int  # 0: hand one out
+
+
+class Finish(NamedTuple):
+    """The join ends: apply what is prepared up to this round, and give the center."""
+
+    epoch: Epoch
+    worker: int
+    incarnation: int
+    round: int
+    cut: int
+
+
+class Resume(NamedTuple):
+    """A worker goes on after a restore."""
+
+    epoch: Epoch
+    worker: int
+    incarnation: int
+    joins: int
+
+
+class Send(NamedTuple):
+    """A push: "prepare", "commit", or "push" for both in one."""
+
+    kind: str
+    epoch: Epoch
+    worker: int
+    incarnation: int
+    round: int
+    serial: int
+    cut: int
+    low: int
+    whole: int
+
+
+class Stay(NamedTuple):
+    """A worker waits: for a token ("wait"), for the others ("start")."""
+
+    kind: str
+    epoch: Epoch
+    worker: int
+    incarnation: int
+
+
+class Save(NamedTuple):
+    """Save yourself, as this cut."""
+
+    epoch: Epoch
+    worker: int
+    cut: int
+
+
+Request: TypeAlias = (
+    Ask | Restore | Settle | Enter | Finish | Resume | Send | Stay | Save
+)
+
+
+# What a server answers.
+
+
+class Status(NamedTuple):
+    """To `Ask`."""
+
+    epoch: Epoch
+    ready: bool
+    cut: int
+    cuts: tuple[int, ...]
+    handed: int
+
+
+class Standing(NamedTuple):
+    """To everything that was done."""
+
+    entries: tuple[Entry, ...]  # of all workers, or of the one that asks
+    cut: int
+    saved: int
+    covered: Name = ()  # the worker's last push in the newest cut that is saved
+    busy: bool = False  # not done yet: ask again
+
+
+class Turned(NamedTuple):
+    """Another epoch, or the server has just started: ask all of them."""
+
+
+class Superseded(NamedTuple):
+    """There is a newer incarnation of this worker."""
+
+    newest: int
+
+
+class Refused(NamedTuple):
+    """Not done, and nothing was changed."""
+
+    message: str
+
+
+Answer: TypeAlias = Status | Standing | Turned | Superseded | Refused
+
+
+class Decision(NamedTuple):
+    """What a server does: first the actions, in order, then it is as `book` says.
+
+    ("save", n, book): save everything as cut n, with that book.
+    ("load", n): become what cut n holds, see `restored`.
+    ("stage", w): lay the push of worker w down. ("apply", w): apply what lies there.
+    ("drop", w): throw it away. ("again", w): answer what was answered before.
     """
 
-    replicas_to_aggregate: int
-    total_num_replicas: int | None = None
-    num_tokens: int = -1
-    variable_averages: float | optax.Schedule | None = None
-
-    def __post_init__(self) -> None:
-        check_replicas(self.replicas_to_aggregate, self.total_num_replicas)
-        check_averages(self.variable_averages)
-        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int):
-            raise TypeError(f"num_tokens must be an integer; got {self.num_tokens!r}.")
-        if self.num_tokens < -1:
-            raise ValueError(
-                f"num_tokens must be 0 or more, or -1 for replicas_to_aggregate; got "
-                f"{self.num_tokens}."
-            )
+    book: Book
+    answer: Answer
+    actions: tuple[tuple[Any, ...], ...] = ()
 
 
-Agreement: TypeAlias = CenterRule | SyncReplicas
+def decide(book: Book, request: Request) -> Decision:
+    """What a server does about a request."""
+    match request:
+        case Ask():
+            status = Status(book.epoch, book.ready, book.cut, book.cuts, book.handed)
+            return Decision(book, status)
+        case Restore():
+            return _restore(book, request)
+        case Settle():
+            return _settle(book, request)
+    if request.epoch != book.epoch or not book.ready:
+        return Decision(book, Turned())
+    if isinstance(request, Save):
+        book, actions = _follow(book, request.cut)
+        return Decision(book, _standing(book, request.worker), actions)
+    entry = book.entries[request.worker]
+    if isinstance(request, Enter):
+        return _enter(book, entry, request)
+    if isinstance(request, Resume):
+        if request.incarnation < entry.incarnation:
+            return Decision(book, Superseded(entry.incarnation))
+        entry = entry._replace(
+            incarnation=request.incarnation, joins=max(entry.joins, request.joins)
+        )
+        handed = max(book.handed, request.incarnation)
+        book = _with(book, request.worker, entry)._replace(handed=handed)
+        return Decision(book, _standing(book, request.worker))
+    if request.incarnation != entry.incarnation:
+        return Decision(book, Superseded(entry.incarnation))
+    if isinstance(request, Stay):
+        # Whether it is busy is not the book's business.
+        return Decision(book, _standing(book, request.worker))
+    if isinstance(request, Finish):
+        book, actions = _follow(book, request.cut)
+        book, more = _bring(book, request.worker, request.round)
+        return Decision(book, _standing(book, request.worker), actions + more)
+    return _send(book, entry, request)
 
 
-class PushRefused(ValueError):
-    """A push that the server did not accept; the center is as it was."""
+def _restore(book: Book, request: Restore) -> Decision:
+    if request.epoch == book.epoch and not book.ready:
+        return Decision(book, _standing(book))
+    if (request.seen, request.was_ready) != (book.epoch, book.ready):
+        return Decision(book, Turned())
+    # `restored` makes the book from what was saved.
+    return Decision(book, _standing(book), (("load", request.cut),))
 
 
-class Push(NamedTuple):
-    """What a worker sends."""
-
-    worker: int
-    round: int  # 1 for a worker's first push; a retry has the number of the first try
-    arrays: dict[str, Arrays]  # what is sent -> its arrays, see `traffic`
-    steps: int = 1  # the worker's steps since its last round
-    local_step: int = 0  # the worker's steps so far
-    shown: dict[str, float] = {}  # noqa: RUF012 # only read: for the display
-
-
-class Reply(NamedTuple):
-    """What a worker gets back."""
-
-    arrays: dict[str, Arrays]  # "before", "after"; or "params"
-    global_step: int
-    staleness: int  # the other workers' rounds since this worker's last one
-    used: bool = True  # False for a stale gradient, which left no trace
-    waiting: bool = False  # whether the worker must wait for a token: ask `wait`
+def restored(book: Book, saved: tuple[Entry, ...] | None, request: Restore) -> Book:
+    """The book of a server that has gone back; `None`: to where it started from."""
+    entries = (Entry(),) * len(book.entries) if saved is None else saved
+    return book._replace(
+        entries=entries,
+        epoch=request.epoch,
+        ready=False,
+        # No incarnation of an earlier epoch is as high.
+        handed=request.epoch[0],
+        cut=request.newest,
+        cuts=tuple(n for n in book.cuts if n <= request.cut),
+        covered=tuple(entry.last for entry in entries) if request.cut else (),
+        low=request.newest,
+        whole=request.cut,
+        since=0,
+    )
 
 
-class Joined(NamedTuple):
-    """What a worker gets that starts, or starts again."""
+def _settle(book: Book, request: Settle) -> Decision:
+    if request.epoch != book.epoch:
+        return Decision(book, Turned())
+    if book.ready:
+        return Decision(book, _standing(book))
+    actions: tuple[tuple[Any, ...], ...] = ()
+    for worker, number in enumerate(request.rounds):
+        book, more = _bring(book, worker, number)
+        actions += more
+    book = book._replace(ready=True)
+    if not book.cuts:  # Whoever dies now has something to come back from.
+        book, more = _cut(book, book.cut + 1)
+        actions += more
+    return Decision(book, _standing(book), actions)
 
-    arrays: Arrays  # the center
-    round: int  # the worker's last one
-    local_step: int  # the worker's steps at its last round
-    global_step: int
-    restarts: int  # how often the worker has joined before
+
+def _enter(book: Book, entry: Entry, request: Enter) -> Decision:
+    incarnation = request.incarnation or max(book.handed, entry.incarnation) + 1
+    if incarnation < entry.incarnation:
+        return Decision(book, Superseded(entry.incarnation))
+    joins = entry.joins + (incarnation > entry.incarnation)
+    entry = entry._replace(incarnation=incarnation, joins=joins)
+    book = _with(book, request.worker, entry)
+    book = book._replace(handed=max(book.handed, incarnation))
+    return Decision(book, _standing(book, request.worker))
 
 
-class Event(NamedTuple):
-    """One line of the history."""
+def _send(book: Book, entry: Entry, request: Send) -> Decision:
+    worker, name = request.worker, (request.incarnation, request.serial)
+    if entry.last == name:
+        again = () if request.kind == "prepare" else (("again", worker),)
+        return Decision(book, _standing(book, worker), again)
+    if request.round <= entry.round or request.round < 1:
+        return Decision(
+            book,
+            Refused(
+                f"round {request.round} of worker {worker} is over: round "
+                f"{entry.round} has been applied. Number the rounds 1, 2, 3, ..., and "
+                "after a restart go on from what join() says."
+            ),
+        )
+    if request.round > entry.round + 1:
+        return Decision(
+            book,
+            Refused(
+                f"round {request.round} of worker {worker} comes too early: the next "
+                f"one is {entry.round + 1}."
+            ),
+        )
+    if request.kind == "commit" and entry.staged != name:
+        return Decision(book, Refused(f"round {request.round} was not prepared."))
+    if request.kind == "prepare" and entry.staged > name:
+        return Decision(book, Refused(f"round {request.round} was given up."))
+    low, whole = max(book.low, request.low), max(book.whole, request.whole)
+    if request.kind == "push":  # This server is the only one.
+        low, whole = book.cut, max(book.cuts, default=0)
+    book = book._replace(low=low, whole=whole)
+    book, actions = _follow(book, request.cut)
+    if request.kind != "commit":
+        book = _with(book, worker, entry._replace(staged=name))
+        actions += (("stage", worker),)
+    if request.kind != "prepare":
+        book, more = _bring(book, worker, request.round)
+        actions += more
+        # The next cut waits until everybody has passed this one: there is always one
+        # that all have.
+        if book.every and book.since >= book.every and book.low >= book.cut:
+            book, more = _cut(book, book.cut + 1)
+            actions += more
+    return Decision(book, _standing(book, worker), actions)
 
-    # started, restored, join, left, push, dropped, retry, refused; lost (by `run`)
-    kind: str
-    worker: int  # -1 for the server's own
-    round: int
-    local_step: int
-    global_step: int  # after the event
-    staleness: int
-    time: float  # seconds since the epoch
-    shown: dict[str, float]
+
+def _follow(book: Book, cut: int) -> tuple[Book, tuple[tuple[Any, ...], ...]]:
+    return _cut(book, cut) if cut > book.cut else (book, ())
+
+
+def _cut(book: Book, number: int) -> tuple[Book, tuple[tuple[Any, ...], ...]]:
+    book = book._replace(cut=number, since=0)
+    return book, (("save", number, book),)
+
+
+def saved(book: Book, number: int, of_cut: Book) -> Book:
+    """The book of a server that has saved a cut, with the book that it saved."""
+    covered = tuple(entry.last for entry in of_cut.entries)
+    return book._replace(cuts=(*book.cuts, number), covered=covered)
+
+
+def unneeded(book: Book) -> tuple[int, ...]:
+    """The cuts that can be deleted.
+
+    Kept are the newest that all have, one before it for the case that it is damaged,
+    and those that all may come to have.
+    """
+    below = [number for number in book.cuts if number < book.whole]
+    keep = {book.whole, *below[-1:]}
+    return tuple(n for n in book.cuts if n not in keep and n < max(book.low, 1))
+
+
+def _bring(book: Book, worker: int, number: int):
+    """Apply what lies prepared if it is this round, drop it otherwise."""
+    entry = book.entries[worker]
+    if not entry.staged:
+        return book, ()
+    if number != entry.round + 1:
+        return _with(book, worker, entry._replace(staged=())), (("drop", worker),)
+    entry = entry._replace(round=number, last=entry.staged, staged=())
+    book = _with(book, worker, entry)._replace(since=book.since + 1)
+    return book, (("apply", worker),)
+
+
+def _with(book: Book, worker: int, entry: Entry) -> Book:
+    entries = book.entries
+    return book._replace(entries=(*entries[:worker], entry, *entries[worker + 1 :]))
+
+
+def _standing(book: Book, worker: int | None = None) -> Standing:
+    entries = book.entries if worker is None else (book.entries[worker],)
+    covered = book.covered[worker] if worker is not None and book.covered else ()
+    return Standing(entries, book.cut, book.cuts[-1] if book.cuts else 0, covered)
+
+
+class Client(NamedTuple):
+    """Someone who asks all servers: a worker, or whoever looks at the center."""
+
+    number: int  # no two clients have the same: it tells their epochs apart
+    servers: int
+    worker: int = -1  # -1: it looks, and pushes nothing
+    replay: int = 0  # how many pushes it keeps at most
+    # How often it asks again while another one restores the servers; -1: always.
+    patience: int = -1
+    # What it does now, and what it will do when all servers are of one epoch.
+    phase: str = "idle"
+    goal: str = "idle"
+    heard: tuple[Any, ...] = ()  # by server, None where there is no answer yet
+    epoch: Epoch = (-1, 0)
+    plan: Any = None  # what was decided in the last phase, for the next
+    incarnation: int = 0
+    joins: int = 0
+    round: int = 0  # of its last push that was applied
+    base: int = 0  # the round at which its own pushes begin
+    serial: int = 0
+    done: int = 0  # the last serial that was applied
+    sending: tuple[int, ...] = ()  # serials to be applied yet, the last one is new
+    kept: tuple[int, ...] = ()  # serials applied, of which no cut is known
+    lost: int = 0  # pushes that went with a server, since `step` was asked last
+    cut: int = 0
+    low: int = 0
+    whole: int = 0
+    waited: int = 0
     message: str = ""
 
 
-class Traffic(NamedTuple):
-    """Which arrays travel: no more than the rule's formulas read."""
-
-    sends: tuple[str, ...]  # "contribution", or fields of `Own`
-    replies: tuple[str, ...]  # of "before" and "after", the center around the round
+ENDS = ("idle", "waiting", "superseded", "refused")
 
 
-def traffic(rule: CenterRule, at: Round) -> Traffic:
-    """What a worker and the center send each other under a rule."""
-    read = reads(rule, at.communication_period or 1)
-    if read.center:
-        fields = {
-            "params": read.params,
-            "taken": read.contributed_taken,
-            "accumulated": read.accumulated,
-        }
-        sends = tuple(name for name, is_read in fields.items() if is_read)
-    else:
-        sends = ("contribution",)
-    before = read.before or (read.taken and rule.take is not None)
-    after = read.after or (read.taken and rule.take is None)
-    names = {"before": before, "after": after}
-    return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
+def begin(client: Client, goal: str) -> Client:
+    """Start something.
+
+    "join"; "hello" of one that pushes and has not joined; "push" a new push, or the
+    last one "again"; "wait" for a token; "start" with the others; "leave"; "look", for
+    which all servers must be there.
+    """
+    client = client._replace(goal=goal, lost=0, waited=0, message="")
+    if goal == "push":
+        serial = client.serial + 1
+        client = client._replace(serial=serial, sending=(serial,))
+    elif goal == "again":
+        client = client._replace(sending=(client.done,))
+    if client.epoch[0] < 0 or goal in ("join", "look"):
+        return _phase(client, "ask")
+    return _phase(client, "token") if goal == "wait" else _go_on(client)
 
 
-def check_agreement(
-    agreement: Any, num_workers: Any, communication_period: Period
-) -> None:
-    """Refuse an agreement that does not fit the number of workers or the period."""
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-        raise TypeError(f"num_workers must be an integer; got {num_workers!r}.")
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be 1 or more; got {num_workers}.")
-    if isinstance(agreement, SyncReplicas):
-        total = agreement.total_num_replicas
-        if total not in (None, num_workers):
-            raise ValueError(
-                f"total_num_replicas={total}, but there are {num_workers} workers. "
-                "Leave it out, or make them equal."
+def wants(client: Client) -> dict[int, Request]:
+    """What to ask of which server now; {} when it has come to an end."""
+    if client.phase in ENDS:
+        return {}
+    missing = [k for k, answer in enumerate(client.heard) if answer is None]
+    if client.phase in ("token", "start"):  # The first server knows.
+        missing = missing[:1] if 0 in missing else []
+    elif client.phase in ("enter", "restore") and 0 in missing:
+        missing = [0]
+    return {server: _request(client, server) for server in missing}
+
+
+def hears(client: Client, server: int, answer: Answer) -> Client:
+    """What a client does about an answer to what it wants."""
+    match answer:
+        case Turned():
+            return _phase(client, "ask")
+        case Superseded():
+            return client._replace(
+                phase="superseded",
+                message=f"worker {client.worker} has been replaced: its incarnation "
+                f"{client.incarnation} is older than {answer.newest}.",
             )
-        required = agreement.replicas_to_aggregate
-        if 0 <= agreement.num_tokens < required - num_workers:
-            raise ValueError(
-                f"num_tokens={agreement.num_tokens} is too few for a first update: "
-                f"{num_workers} workers have {num_workers} gradients without a token, "
-                f"and it needs {required}. Pass {required - num_workers} or more, or "
-                "-1."
+        case Refused():
+            return _refused(client, answer.message)
+        case Standing():
+            client = client._replace(cut=max(client.cut, answer.cut))
+    if client.phase == "enter" and server == 0:
+        entry = answer.entries[0]  # pyright: ignore[reportAttributeAccessIssue] # a Standing
+        client = client._replace(incarnation=entry.incarnation, joins=entry.joins)
+    heard = client.heard
+    client = client._replace(heard=(*heard[:server], answer, *heard[server + 1 :]))
+    return client if wants(client) else _advance(client)
+
+
+def _request(client: Client, server: int) -> Request:
+    c = client
+    match c.phase:
+        case "ask":
+            return Ask()
+        case "restore":
+            return c.plan[server]
+        case "settle":
+            return c.plan
+        case "enter":
+            return Enter(c.epoch, c.worker, c.incarnation if server else 0)
+        case "finish":
+            return Finish(c.epoch, c.worker, c.incarnation, c.round, c.cut)
+        case "resume":
+            return Resume(c.epoch, c.worker, c.incarnation, c.joins)
+        case "save":
+            return Save(c.epoch, c.worker, c.plan)
+        case "token" | "start":
+            return Stay(c.phase, c.epoch, c.worker, c.incarnation)
+    kind = "push" if c.servers == 1 else c.phase
+    serial = c.sending[0]
+    return Send(
+        kind, c.epoch, c.worker, c.incarnation, c.round + 1, serial, c.cut, c.low,
+        c.whole,
+    )  # fmt: skip
+
+
+def _advance(client: Client) -> Client:
+    """All that were asked have answered."""
+    answers = client.heard
+    match client.phase:
+        case "ask":
+            return _ready(client, answers)
+        case "restore":
+            rounds = agreed([answer.entries for answer in answers])
+            settle = Settle(client.plan[0].epoch, rounds)
+            return _phase(client._replace(plan=settle), "settle")
+        case "settle":
+            return _in_epoch(client, client.plan.epoch)
+        case "enter":
+            entries = [answer.entries for answer in answers]
+            client = client._replace(round=agreed(entries)[0])
+            return _phase(client, "finish")
+        case "finish":
+            return client._replace(
+                phase="idle", base=client.round, serial=0, done=0, sending=(), kept=()
             )
-        return
-    if not isinstance(agreement, CenterRule):
-        raise TypeError(
-            "agreement must be a center rule such as oxs.local_sgd_rule(), or "
-            f"oxs.runtime.SyncReplicas(3); got {agreement!r}."
+        case "resume":
+            return _resumed(client, max(a.entries[0] for a in answers))
+        case "prepare" if client.servers > 1:
+            return _phase(_noted(client, answers), "commit")
+        case "prepare" | "commit":
+            number = max(answer.entries[0].round for answer in answers)
+            client = _noted(client._replace(round=number), answers)
+            if any(answer.busy for answer in answers):
+                return client._replace(phase="waiting")
+            return _applied(client, answers)
+        case "save":
+            client = _covered(_noted(client, answers), answers)
+            if client.kept and client.waited < 3:
+                return _go_on(client._replace(waited=client.waited + 1))
+            return client._replace(phase="idle")
+    if answers[0].busy:
+        return client._replace(phase="waiting")
+    return _applied(client, answers) if client.sending else _end(client)
+
+
+def _ready(client: Client, answers: tuple[Status, ...]) -> Client:
+    """All servers have said how they stand."""
+    epochs = {answer.epoch for answer in answers}
+    if all(answer.ready for answer in answers) and len(epochs) == 1:
+        return _in_epoch(client, answers[0].epoch)
+    # Somebody is at it, or was when they answered: ask again, unless it takes so long
+    # that whoever it is must be dead. (Plans begin at the first server, so that of two
+    # who have made one only one goes on.)
+    begun = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
+    newest = max((a.epoch for a in answers if a.ready), default=(-1, 0))
+    dead = [a for a in answers if not a.ready and a.epoch > newest]
+    if begun or not dead:
+        if client.patience < 0:
+            return _phase(client, "ask")
+        if client.waited < client.patience:
+            return _phase(client._replace(waited=client.waited + 1), "ask")
+    common = set(answers[0].cuts).intersection(*(a.cuts for a in answers))
+    known = [n for a in answers for n in (a.epoch[0], a.handed)]
+    number = 1 + max(client.epoch[0], client.incarnation, *known)
+    newest = max(n for a in answers for n in (a.cut, *a.cuts))
+    plan = tuple(
+        Restore(
+            (number, client.number), max(common, default=0), newest, a.epoch, a.ready
         )
-    if agreement.num_workers not in (None, num_workers):
-        raise ValueError(
-            f"The rule was made for {agreement.num_workers} workers, but there are "
-            f"{num_workers}. Make them equal."
-        )
-    if agreement.check is not None:
-        agreement.check(communication_period)
+        for a in answers
+    )
+    return _phase(client._replace(plan=plan, waited=0), "restore")
 
 
-def partition(params: Any, num_parts: int) -> list[Any]:
-    """Split the variables into trees of about equal size, `None` where one has none.
+def _in_epoch(client: Client, epoch: Epoch) -> Client:
+    """All servers are ready, in this epoch."""
+    known, client = client.epoch == epoch, client._replace(epoch=epoch)
+    if client.goal == "join":
+        return _phase(client, "enter")
+    if client.goal == "look":
+        return client._replace(phase="idle")
+    return _go_on(client) if known else _phase(client, "resume")
 
-    Args:
-        params: A tree of arrays.
-        num_parts: How many parts, at most one for each variable.
 
-    Returns:
-        Trees like `params`; each variable is in one of them.
+def agreed(entries: list[tuple[Entry, ...]]) -> tuple[int, ...]:
+    """The round of each worker that all servers go to: what one has, all get.
 
     Raises:
-        ValueError: More parts than variables.
-
-    Example:
-        >>> import numpy as np
-        >>> from optx_sync.runtime import partition
-        >>> parts = partition({"a": np.zeros(9), "b": np.zeros(5), "c": np.zeros(4)}, 2)
-        >>> [[name for name, x in part.items() if x is not None] for part in parts]
-        [['a'], ['b', 'c']]
+        RuntimeError: A server has neither applied nor prepared what another has
+            applied, which no order of events leads to.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    if not 1 <= num_parts <= len(leaves):
-        raise ValueError(
-            f"{len(leaves)} variables cannot be split among {num_parts} servers: each "
-            "needs one or more. Pass a smaller num_servers."
+    rounds = []
+    for of_worker in zip(*entries, strict=True):
+        first = max(of_worker, key=lambda entry: entry.round)
+        for entry in of_worker:
+            there = (entry.round, entry.last) == (first.round, first.last)
+            coming = (entry.round + 1, entry.staged) == (first.round, first.last)
+            if not there and not coming:
+                raise RuntimeError(
+                    f"The servers do not hold the same pushes: {first} and {entry}. "
+                    "Their checkpoints are not of one run; pass another checkpoint_dir."
+                )
+        rounds.append(first.round)
+    return tuple(rounds)
+
+
+def _resumed(client: Client, entry: Entry) -> Client:
+    """The servers have gone back to a cut; what of this worker's survived?"""
+    mine = entry.last[:1] == (client.incarnation,)
+    applied = entry.last[1] if mine else 0
+    gone = client.round - (entry.round if mine else client.base)
+    resend = tuple(serial for serial in client.kept if serial > applied)
+    of_before, new = client.sending[:-1], client.sending[-1:]
+    return _go_on(
+        client._replace(
+            round=entry.round,
+            serial=max(client.serial, applied),
+            base=client.base if mine else entry.round,
+            lost=client.lost + max(gone, 0) - len(resend),
+            sending=(*resend, *(s for s in of_before if s > applied), *new),
+            kept=tuple(s for s in (*client.kept, *of_before) if s <= applied),
+            low=0,
+            whole=0,
         )
-    if num_parts == 1:
-        return [params]
-    owner, sizes = [0] * len(leaves), [0] * num_parts
-    bytes_of = [math.prod(jnp.shape(x)) * x.dtype.itemsize for x in leaves]
-    filled = [0] * num_parts
-    for i in sorted(range(len(leaves)), key=lambda i: -bytes_of[i]):
-        # Variables of size 0 must not leave a part empty.
-        owner[i] = min(range(num_parts), key=lambda part: (sizes[part], filled[part]))
-        sizes[owner[i]] += bytes_of[i]
-        filled[owner[i]] += 1
-    return [
-        treedef.unflatten([x if owner[i] == k else None for i, x in enumerate(leaves)])
-        for k in range(num_parts)
-    ]
-
-
-def join_parts(parts: list[Any], params: Any) -> Any:
-    """The whole tree from the parts that `partition` made, in the dtypes of `params`.
-
-    Args:
-        parts: The parts, each with arrays of its own.
-        params: The tree that was split; its structure and dtypes are those of the
-            result.
-
-    Returns:
-        A tree like `params`.
-    """
-    found = {}
-    for part in parts:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-            found[path_of(path)] = leaf
-    return jax.tree_util.tree_map_with_path(
-        lambda path, param: np.asarray(found[path_of(path)]).astype(param.dtype), params
     )
 
 
-def path_of(path: Any) -> str:
-    """The name of a variable in messages, checkpoints and on the wire."""
-    return jax.tree_util.keystr(path) or "the root"
+def _applied(client: Client, answers: tuple[Standing, ...]) -> Client:
+    """The push that is sent has been applied everywhere."""
+    serial, *rest = client.sending
+    kept = (*(s for s in client.kept if s != serial), serial) if client.replay else ()
+    client = client._replace(
+        sending=tuple(rest), done=serial, kept=kept[-client.replay :]
+    )
+    return _go_on(_covered(client, answers))
 
 
-def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
-    """What a rule may know of a round."""
-    period = None if callable(communication_period) else communication_period
-    return Round(num_workers, period, jnp.int32(steps))
+def _covered(client: Client, answers: tuple[Standing, ...]) -> Client:
+    """Forget what a cut of all servers holds."""
+    if not client.kept:
+        return client
+    ours = [a.covered[1] for a in answers if a.covered[:1] == (client.incarnation,)]
+    done = min(ours) if len(ours) == client.servers else 0
+    return client._replace(kept=tuple(s for s in client.kept if s > done))
 
 
-class Expected(NamedTuple):
-    """What a push must look like."""
-
-    names: tuple[str, ...]  # what is sent, see `Traffic`
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
-
-    def problem(self, sent: Any) -> str:
-        """What is wrong with arrays that a worker sent; "" if nothing is."""
-        if not isinstance(sent, dict) or set(sent) != set(self.names):
-            got = sorted(sent) if isinstance(sent, dict) else type(sent)
-            return f"a push holds {sorted(self.names)}; got {got}."
-        for name in self.names:
-            problem = self._problem_of(name, sent[name])
-            if problem:
-                return problem
-        return ""
-
-    def _problem_of(self, name: str, arrays: Any) -> str:
-        if not isinstance(arrays, dict):
-            return f"{name} must be a dict from paths to arrays; got {type(arrays)}."
-        unknown = [path for path in arrays if path not in self.paths]
-        missing = [path for path in self.paths if path not in arrays]
-        if unknown or missing:
-            return (
-                f"{name} does not have the structure of the parameters: unknown "
-                f"{unknown}, missing {missing}. Push what Worker.step was given for "
-                "the same parameters."
-            )
-        of_leaf = _grad_problem if name == "grads" else _array_problem
-        for path, shape, dtype in zip(
-            self.paths, self.shapes, self.dtypes, strict=True
-        ):
-            problem = of_leaf(arrays[path], shape, dtype)
-            if problem:
-                return f"{name} at {path} {problem}"
-        return ""
-
-
-def expected(agreement: Agreement, params: Any, at: Round) -> Expected:
-    """What pushes must look like for these parameters, or for the part of a server."""
-    if isinstance(agreement, SyncReplicas):
-        names, tree = ("grads",), params
-    else:
-        names = traffic(agreement, at).sends
-        tree = jax.eval_shape(start_center, params)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return Expected(
-        names,
-        tuple(path_of(path) for path, _ in leaves),
-        tuple(jnp.shape(leaf) for _, leaf in leaves),
-        tuple(np.dtype(leaf.dtype) for _, leaf in leaves),
+def _noted(client: Client, answers: tuple[Standing, ...]) -> Client:
+    """What the answers tell about cuts."""
+    saved_ = {answer.saved for answer in answers}
+    whole = max(saved_) if len(saved_) == 1 else 0
+    return client._replace(
+        low=max(client.low, min(answer.cut for answer in answers)),
+        whole=max(client.whole, whole),
     )
 
 
-def _array_problem(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> str:
-    if not isinstance(array, np.ndarray | np.generic | jax.Array):
-        return f"must be an array; got {type(array).__name__}."
-    if array.dtype != dtype:
-        return f"must have dtype {dtype}; got {array.dtype}."
-    if array.shape != shape:
-        return f"must have shape {shape}; got {array.shape}."
-    if not _is_finite(np.asarray(array)):
-        return "holds a NaN or infinity."
-    return ""
+def _refused(client: Client, message: str) -> Client:
+    if len(client.sending) > 1:  # One that is sent again: the others come all the same.
+        client = client._replace(sending=client.sending[1:], lost=client.lost + 1)
+        return _go_on(client)
+    return client._replace(phase="refused", sending=(), message=message)
 
 
-def _grad_problem(grad: Any, shape: tuple[int, ...], dtype: np.dtype) -> str:
-    if grad is None:
-        return ""
-    if not isinstance(grad, tuple):
-        return _array_problem(grad, shape, dtype)
-    indices, values = grad
-    if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
-        return f"must have integer indices in one row; got {indices.dtype}."
-    return _array_problem(values, (len(indices), *shape[1:]), dtype)
+def _go_on(client: Client) -> Client:
+    if client.sending:
+        return _phase(client, "prepare")
+    if client.goal == "start":
+        return _phase(client, "start")
+    if client.goal == "leave" and client.kept:
+        return _phase(client._replace(plan=client.cut + 1), "save")
+    return client._replace(phase="idle")
 
 
-def _is_finite(array: np.ndarray) -> bool:
-    """One pass without a temporary array: a sum is finite only if its terms are."""
-    if array.dtype in (np.float32, np.float64):
-        with np.errstate(over="ignore", invalid="ignore"):
-            flat = array.reshape(-1)
-            if np.isfinite(np.dot(flat, flat)):
-                return True
-    # Squares of finite terms may overflow.
-    return bool(np.isfinite(array).all())
+def _end(client: Client) -> Client:
+    return client._replace(phase="idle")
+
+
+def _phase(client: Client, phase: str) -> Client:
+    return client._replace(phase=phase, heard=(None,) * client.servers)

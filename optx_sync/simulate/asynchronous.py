@@ -27,12 +27,11 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.sharding import stack
 from optx_sync.simulate.replay import (
     GradFn,
     Record,
-    check_count,
     check_workers,
     replay,
 )
@@ -60,14 +59,17 @@ class AsynchronousState(NamedTuple):
 
 
 class AsynchronousRecord(NamedTuple):
-    """What happened, event by event; T events, of which `record` keeps K."""
+    """What happened in T events; every array is as after the event."""
 
-    params: Any  # [K, ...], the stepping worker's, or None where `record` is a function
-    center: Any  # [K, ...], or None where `record` is a function
-    local_step: jax.Array  # int32[T], the stepping worker's steps so far
-    global_step: jax.Array  # int32[T], rounds of all workers so far
-    recorded: Any  # [T, ...], what the function `record` returned, or None
-    final: AsynchronousState
+    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    params: Any  # those of the worker that stepped, in their own dtypes
+    center: Any  # float32 for half precision parameters
+    events: jax.Array  # int32[K], the numbers of these events, from 0
+    local_step: jax.Array  # int32[T], steps that the event's worker has made
+    global_step: jax.Array  # int32[T], rounds that all workers together have made
+    # [T, ...], what the function `record` returned after each event; None without one.
+    recorded: Any
+    final: AsynchronousState  # after the last event
 
 
 def asynchronous(
@@ -79,7 +81,7 @@ def asynchronous(
     *,
     num_workers: int,
     communication_period: Period = 10,
-    record: Record = "all",
+    record: Record = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
 
@@ -114,10 +116,11 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
-        record: Which history of `params` and `center` to keep: `"all"`, which takes
-            the memory of 2 T copies of the parameters; an int n, after every n-th
-            event; or a function of (params, center) whose results are `recorded`
-            instead. The counters are kept of every event.
+        record: Which history of `params` and `center` to keep. `None`: all of it where
+            that takes at most 256 MB, else every n-th event with the smallest n that
+            fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
+            function of (params, center): its results are `recorded` instead. The
+            counters are kept of every event.
 
     Returns:
         An `AsynchronousRecord`.
@@ -156,7 +159,7 @@ def asynchronous(
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
     check_rule(rule, call)
-    check_count("num_workers", num_workers)
+    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
@@ -270,12 +273,18 @@ def asynchronous(
         outer=() if rule.outer is None else rule.outer.init(center),
         global_step=jnp.zeros((), jnp.int32),
     )
-    (final, _), (local_steps, global_steps), views = replay(
+    (final, _), (local_steps, global_steps), views, events = replay(
         advance, view, (state, params), workers, record
     )
-    shown_params, shown_center, recorded = views
+    kept_params, kept_center, recorded = views
     return AsynchronousRecord(
-        shown_params, shown_center, local_steps, global_steps, recorded, final
+        params=kept_params,
+        center=kept_center,
+        events=events,
+        local_step=local_steps,
+        global_step=global_steps,
+        recorded=recorded,
+        final=final,
     )
 
 

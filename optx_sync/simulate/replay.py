@@ -9,8 +9,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from optx_sync.checks import check_count
+
 GradFn: TypeAlias = Callable[[jax.Array, Any, jax.Array], Any]
-Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any]
+Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any] | None
+
+# What `record=None` may keep, in bytes: 256 MB.
+KEPT_BYTES = 256 * 2**20
 
 
 def replay(
@@ -19,14 +24,20 @@ def replay(
     state: Any,
     workers: jax.Array,
     record: Record,
-) -> tuple[Any, Any, Any]:
-    """(last state, what `advance` returns of each event, `view` of those to record).
+) -> tuple[Any, Any, Any, jax.Array]:
+    """(last state, what `advance` returns of each event, `view` of some, of which).
 
     `advance(state, (worker, event))` returns the next state and small values.
     """
     every = check_record(record)
+    if every is None:
+        shapes = jax.tree.leaves(jax.eval_shape(view, state))
+        size = sum(x.size * x.dtype.itemsize for x in shapes)
+        room = KEPT_BYTES // max(size, 1)
+        every = len(workers) // (room + 1) + 1  # the smallest with room for T // every
     events = workers, jnp.arange(len(workers), dtype=jnp.int32)
     chunks = len(workers) // every
+    viewed = every - 1 + every * jnp.arange(chunks, dtype=jnp.int32)
 
     def advance_chunk(state, of_chunk):
         state, values = jax.lax.scan(advance, state, of_chunk)
@@ -39,7 +50,7 @@ def replay(
         rest = jax.tree.map(lambda x: x[chunks * every :], events)
         state, of_rest = jax.lax.scan(advance, state, rest)
         values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)
-    return state, values, views
+    return state, values, views, viewed
 
 
 def check_workers(workers: Any, num_workers: int) -> jax.Array:
@@ -65,26 +76,15 @@ def check_workers(workers: Any, num_workers: int) -> jax.Array:
     return jnp.asarray(workers).astype(jnp.int32)
 
 
-def check_count(name: str, number: Any) -> None:
-    """Refuse what is no int of 1 or more."""
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(
-            f"{name} must be an int; got {number!r} of type {type(number).__name__}. "
-            "It is static: pass for example 8."
-        )
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1; got {number}.")
-
-
-def check_record(record: Any) -> int:
-    """Every how many events to look at the state."""
+def check_record(record: Any) -> int | None:
+    """Every how many events to look at the state; `None`: as memory allows."""
+    if record is None:
+        return None
     if callable(record) or (isinstance(record, str) and record == "all"):
         return 1
-    if isinstance(record, bool) or not isinstance(record, int):
-        raise TypeError(
-            "record must be 'all', an integer (every how many events), or a function "
-            f"of parameters and averages (or center); got {record!r}."
-        )
-    if record < 1:
-        raise ValueError(f"record must be 1 or more events; got {record}.")
-    return record
+    return check_count(
+        "record",
+        record,
+        "Pass None, 'all', every how many events to keep, or a function of parameters "
+        "and averages (or center).",
+    )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_grads, check_inner, fill_missing
+from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -23,7 +23,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates
+from optx_sync.trees import add_updates, cast_like, explains_rows
 
 
 class SyncReplicasMachine(NamedTuple):
@@ -44,18 +44,21 @@ class SyncReplicasMachine(NamedTuple):
 
 
 class SyncReplicasRecord(NamedTuple):
-    """What happened at each of T events; every array is as after the event."""
+    """What happened in T events; every array is as after the event."""
 
-    params: Any  # [T, ...], or None where `record` is a function
+    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    params: Any
+    averages: Any  # like the parameters; None where there are none
+    blocked: Any  # bool[K, N], the workers that wait for a token
+    local_step: Any  # int32[K, N], the token that each worker took last
+    events: jax.Array  # int32[K], the numbers of these events, from 0
     accepted: jax.Array  # bool[T], whether the gradient was accumulated
     updated: jax.Array  # bool[T], whether it completed an update
-    blocked: Any  # bool[T, N], the workers that wait for a token
-    local_step: Any  # int32[T, N]
     tokens: jax.Array  # int32[T], in the queue
-    global_step: jax.Array  # int32[T]
-    averages: Any  # [T, ...], or None where there are none or `record` is a function
-    recorded: Any  # [T, ...], what the function `record` returned, or None
-    final: SyncReplicasMachine
+    global_step: jax.Array  # int32[T], updates, from `initial_global_step`
+    # [T, ...], what the function `record` returned after each event; None without one.
+    recorded: Any
+    final: SyncReplicasMachine  # after the last event
 
 
 def sync_replicas(
@@ -69,7 +72,7 @@ def sync_replicas(
     num_tokens: int = -1,
     variable_averages: float | optax.Schedule | None = None,
     initial_global_step: int = 0,
-    record: Record = "all",
+    record: Record = None,
 ) -> SyncReplicasRecord:
     """Replay TensorFlow's `SyncReplicasOptimizer`: accumulators, token queue, chief.
 
@@ -104,8 +107,9 @@ def sync_replicas(
             schedule of the new global step.
         initial_global_step: Where a restarted run goes on; may be traced.
         record: Which history of `params`, `averages`, `blocked` and `local_step` to
-            keep: `"all"`; an int n, after every n-th event, [T // n, ...]; or a
-            function of (params, averages) whose results are `recorded` instead.
+            keep. `None`: all of it where that takes at most 256 MB, else every n-th
+            event with the smallest n that fits. `"all"`. An int n: every n-th event. A
+            function of (params, averages): its results are `recorded` instead.
 
     Returns:
         A `SyncReplicasRecord`. Nothing else depends on the host: it can be jitted,
@@ -138,12 +142,12 @@ def sync_replicas(
         inner, "oxs.simulate.sync_replicas(optax.sgd(0.1), params, ...)"
     )
     check_variables(params)
-    check_replicas(replicas_to_aggregate, total_num_replicas)
+    required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
-    required = replicas_to_aggregate
-    total = required if total_num_replicas is None else total_num_replicas
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"num_tokens must be an integer; got {num_tokens!r}.")
+    total = required if total is None else total
+    num_tokens = check_count(
+        "num_tokens", num_tokens, "Pass -1 for replicas_to_aggregate.", least=-1
+    )
     needed = max(required - total, 0)
     if num_tokens != -1 and num_tokens < needed:
         raise ValueError(
@@ -156,7 +160,9 @@ def sync_replicas(
 
     def new_update(machine: SyncReplicasMachine, grads):
         mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
-        updates, inner_state = inner.update(mean, machine.inner, machine.params)
+        with explains_rows(grads):
+            updates, inner_state = inner.update(mean, machine.inner, machine.params)
+        inner_state = cast_like(inner_state, machine.inner)
         moved = add_updates(machine.params, fill_missing(updates, machine.params))
         global_step = machine.global_step + 1
         averages = machine.averages
@@ -230,18 +236,19 @@ def sync_replicas(
             (), required if num_tokens == -1 else num_tokens, jnp.int32
         ),
     )
-    machine, scalars, views = replay(advance, view, machine, workers, record)
+    machine, scalars, views, events = replay(advance, view, machine, workers, record)
     accepted, updated, tokens, global_step = scalars
     params, averages, blocked, local_step, recorded = views
     return SyncReplicasRecord(
         params=params,
-        accepted=accepted,
-        updated=updated,
+        averages=averages,
         blocked=blocked,
         local_step=local_step,
+        events=events,
+        accepted=accepted,
+        updated=updated,
         tokens=tokens,
         global_step=global_step,
-        averages=averages,
         recorded=recorded,
         final=machine,
     )

@@ -38,7 +38,7 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
                 ValueError,
                 rf"communication_period must be at least 1 .*got {period}",
             )
-            for period in (0, -3)
+            for period in (0, -3, 2**31, 10**10, np.int64(2**40))
         ),
         *(
             (
@@ -81,6 +81,16 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
             lambda: wrong.elastic_average(SGD, AXIS),
             ValueError,
             r"rho=None .* needs learning_rate. Pass learning_rate=0.1, say, or rho=0.0",
+        ),
+        *(
+            (
+                lambda workers=workers: wrong.elastic_average(
+                    SGD, AXIS, num_workers=workers, rho=0.0
+                ),
+                error,
+                "num_workers must be",
+            )
+            for workers, error in ((0, ValueError), (2.0, TypeError))
         ),
         *(
             (
@@ -171,6 +181,22 @@ def test_num_workers_must_be_the_size_of_the_axis():
     ):
         update(tx)
     update(oxs.elastic_average(SGD, AXIS, num_workers=2, rho=0.0))
+
+
+def test_integers_of_numpy_are_integers():
+    def one_step(kind) -> Any:
+        tx = oxs.elastic_average(
+            SGD, AXIS, num_workers=kind(2), communication_period=kind(1), rho=0.0
+        )
+        return update(tx)
+
+    jax.tree.map(np.testing.assert_array_equal, one_step(np.int64), one_step(int))
+
+
+def test_a_period_is_a_schedule_of_scalars():
+    tx = oxs.local_sgd(SGD, AXIS, communication_period=lambda step: jnp.ones(1))
+    with pytest.raises(ValueError, match=r"a schedule of scalars; .* shape \(1,\)"):
+        update(tx)
 
 
 def test_parameters_are_needed():

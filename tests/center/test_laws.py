@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync.center.formulas import is_due
 from tests import contexts
 
 AXIS, WORKERS, STEPS = contexts.AXIS, contexts.REPLICAS, 7
@@ -257,3 +258,86 @@ def test_the_accumulators_have_the_dtype_that_is_asked_for():
     expected, _ = replay(RULES["agn"](), grads)
     contexts.assert_close(history, expected, 2**-7)
     assert history["matrix"].dtype == np.float32
+
+
+def test_complex_parameters_are_two_real_ones():
+    """All of these rules are linear; asked for float32, a complex center stays one."""
+    rng = np.random.default_rng(6)
+    start = rng.normal(size=(2, 3)).astype(np.float32)  # real and imaginary part
+    grads = rng.normal(size=(WORKERS, 4, 2, 3)).astype(np.float32)
+    options = {"communication_period": 2, "accumulator_dtype": jnp.float32}
+    txs = [make(**options) for make in RULES.values()]
+
+    def run(tx, start, grads):
+        def step(carry, grads):
+            params, state = carry
+            params, state = tx.apply(grads, state, params)
+            return (params, state), (params, state.center, state.accumulated)
+
+        return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
+
+    def all_rules(grads):
+        as_complex = (
+            jax.lax.complex(start[0], start[1]),
+            jax.lax.complex(grads[:, 0], grads[:, 1]),
+        )
+        return [(run(tx, start, grads), run(tx, *as_complex)) for tx in txs]
+
+    for real, found in jax.jit(jax.vmap(all_rules, axis_name=AXIS))(grads):
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("c8")}
+        found = jax.tree.map(lambda x: np.stack([x.real, x.imag], 2), found)
+        contexts.assert_close(found, real)
+
+
+def test_a_period_that_grows_is_reached():
+    """It is read where it began: of the current step's it would run away."""
+
+    def period(step):
+        done = jnp.minimum(jnp.asarray(step, jnp.float32), 100) / 100
+        rate = 0.05 * (1 + jnp.cos(jnp.pi * done))
+        return jnp.clip(jnp.floor(jnp.square(0.05 / rate)), 2, 100)
+
+    def step(carry, _):
+        steps, local_step = carry
+        due = is_due(period, steps + 1, local_step)
+        return (jnp.where(due, 0, steps + 1), local_step + 1), due
+
+    zero = jnp.int32(0)
+    _, dues = jax.lax.scan(step, (zero, zero), length=100)
+    rounds = (np.flatnonzero(dues) + 1).tolist()
+    assert rounds[:31] == list(range(2, 64, 2))
+    assert rounds[31:] == [64, 67, 71, 77, 93]
+    tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=period)
+    assert [end for end in range(1, 101) if oxs.due(tx, end - 1)] == rounds
+
+
+def test_what_a_round_measures():
+    """Before the exchange, which leaves no distance behind."""
+    arguments = {"communication_period": 2, "measure": True}
+    params = jnp.zeros((WORKERS, 4))
+    grads = jnp.arange(1.0, WORKERS + 1)[:, None] * jnp.ones((WORKERS, 4))
+    for tx, contributed in (
+        (oxs.local_sgd(optax.sgd(0.5), AXIS, **arguments), 1.0),
+        (
+            oxs.elastic_average(
+                optax.sgd(0.5), AXIS, moving_rate=0.5, rho=0.0, **arguments
+            ),
+            0.5,
+        ),
+    ):
+        state = oxs.stack(tx.init(params[0]), WORKERS)
+        step = jax.jit(jax.vmap(tx.apply, axis_name=AXIS))
+        moved, state = step(grads, state, params)
+        before = oxs.metrics(state, moved)
+        np.testing.assert_array_equal(before.distance_before_round, np.zeros(WORKERS))
+        moved, state = step(grads, state, moved)
+        after = oxs.metrics(state, moved)
+        apart = 2.0 * np.arange(1, WORKERS + 1)
+        np.testing.assert_allclose(after.distance_before_round, apart, rtol=1e-6)
+        np.testing.assert_allclose(
+            after.contribution_norm, contributed * apart, rtol=1e-6
+        )
+        assert oxs.slot_names(oxs.unstack(state))[0] == "center"
+        assert "distance_before_round" not in str(oxs.slot_names(oxs.unstack(state)))
+    without = oxs.metrics(oxs.local_sgd(optax.sgd(0.5), AXIS).init(params[0]))
+    assert without.distance_before_round is without.contribution_norm is None

@@ -190,11 +190,59 @@ VARIANTS = {
 }
 
 
+# Every mechanism once, in each context: means and sums, constant and scheduled periods,
+# an outer optimizer, what is accumulated, half precision, broken workers.
+EVERYWHERE = (
+    "elastic_schedule",
+    "agn_sum",
+    "agn_updates",
+    "diloco",
+    "elastic_half",
+    "local_sgd_half",
+    "local_sgd_drop_average",
+)
+NAMES = (*CASES, *(f"{name}_half" for name in HALF_CASES), *VARIANTS)
+
+
+def case(name):
+    """(transformation, parameters, gradients, replayed, arguments of the recurrence).
+
+    `replayed` gradients are those of the recurrence, or these with something broken.
+    """
+    if name in CASES:
+        tx, arguments = CASES[name]
+        # All forms of leaves in one case; the others share the rest of the rule's code.
+        leaves = PARAMS if name == "diloco" else {"matrix": PARAMS["matrix"]}
+        grads = gradients(leaves)
+        return tx, leaves, grads, grads, {"inner": NUMPY_INNER, **arguments}
+    if name in VARIANTS:
+        tx, arguments = VARIANTS[name]
+        leaves = {leaf: PARAMS[leaf] for leaf in ("matrix", "scalar")}
+        grads = gradients(leaves)
+        replayed = breaks(grads) if "broken" in arguments else grads
+        arguments = {"inner": NUMPY_INNER, "period": lambda t: 3, **arguments}
+        return tx, leaves, grads, replayed, arguments
+    tx, arguments = HALF_CASES[name.removesuffix("_half")]
+    grads = coarse_gradients()
+    return tx, HALF_PARAMS, grads, grads, {"inner": HALF_NUMPY_INNER, **arguments}
+
+
+def inputs(names):
+    """These cases in one transformation, so that each context compiles once."""
+    cases = {name: case(name) for name in names}
+    tx = optax.partition(
+        {name: one[0] for name, one in cases.items()}, {name: name for name in names}
+    )
+    params = {name: one[1] for name, one in cases.items()}
+    return tx, params, {name: one[3] for name, one in cases.items()}
+
+
 def gradients(params=PARAMS, seed=0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda p: rng.normal(size=(STEPS, WORKERS, *p.shape)).astype(np.float32), params
-    )
+    return {
+        name: rng.normal(size=(STEPS, WORKERS, *np.shape(p))).astype(np.float32)
+        for name, p in params.items()
+    }
 
 
 def coarse_gradients():
@@ -206,75 +254,45 @@ def coarse_gradients():
     )
 
 
-def expected(params, grads, inner, arguments):
+def expected(name):
     """Trees of workers' parameters [T, N, ...] and of centers [T, ...]."""
-    leaves, treedef = jax.tree.flatten(params)
-    pairs = [
-        reference.lockstep(x0=p, grads=g, inner=inner, **arguments)
-        for p, g in zip(leaves, jax.tree.leaves(grads), strict=True)
-    ]
-    return [treedef.unflatten(part) for part in zip(*pairs, strict=True)]
+    _, params, grads, _, arguments = case(name)
+    pairs = {
+        leaf: reference.lockstep(x0=p, grads=grads[leaf], **arguments)
+        for leaf, p in params.items()
+    }
+    return [{leaf: pair[part] for leaf, pair in pairs.items()} for part in (0, 1)]
 
 
-def assert_replays(context, tx, params, grads, inner, arguments, replayed=None):
-    """The history equals the recurrence's; `replayed` gradients are not its own."""
-    history, state = contexts.replay(context, tx, params, replayed or grads)
-    workers, centers = expected(params, grads, inner, arguments)
-    contexts.assert_close(history, workers)
-    (found,) = optax.tree_utils.tree_get_all_with_path(state, "center")
-    center = found[1]
-    if context not in contexts.AXES_CONTEXTS:
-        center = oxs.unstack(center)
-    contexts.assert_close(
-        jax.tree.map(lambda c: np.asarray(c)[None], center),
-        jax.tree.map(lambda c: c[-1:], centers),
-    )
-    return history, workers, state
+def check(context, names):
+    history, state = contexts.replay(context, *inputs(names))
+    for name in names:
+        own = state.inner_states[name].inner_state
+        workers, centers = expected(name)
+        contexts.assert_close(history[name], workers)
+        center = own.center
+        if context not in contexts.AXES_CONTEXTS:
+            center = oxs.unstack(center)
+        contexts.assert_close(
+            jax.tree.map(lambda c: np.asarray(c)[None], center[name]),
+            jax.tree.map(lambda c: c[-1:], centers),
+        )
+        for half in {"bfloat16", "float16"} & workers.keys():
+            np.testing.assert_array_equal(history[name][half], workers[half])
+        broken = "broken" in VARIANTS.get(name, (None, ()))[1]
+        dropped = DROPPED if broken else [0] * WORKERS
+        np.testing.assert_array_equal(oxs.metrics(own).dropped, dropped)
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("context", contexts.CONTEXTS)
-def test_one_answer_everywhere(context, name):
-    tx, arguments = CASES[name]
-    assert_replays(context, tx, PARAMS, gradients(), NUMPY_INNER, arguments)
+def test_one_answer_everywhere(context):
+    check(context, EVERYWHERE)
 
 
-@pytest.mark.parametrize("name", HALF_CASES)
-@pytest.mark.parametrize("context", contexts.CONTEXTS)
-def test_half_precision_everywhere_bit_by_bit(context, name):
-    tx, arguments = HALF_CASES[name]
-    history, workers, _ = assert_replays(
-        context, tx, HALF_PARAMS, coarse_gradients(), HALF_NUMPY_INNER, arguments
-    )
-    for half in ("bfloat16", "float16"):
-        np.testing.assert_array_equal(history[half], workers[half])
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("context", contexts.AXES_CONTEXTS)
-def test_inner_state_and_broken_workers(context, name):
-    tx, arguments = VARIANTS[name]
-    grads = gradients()
-    drops = "broken" in arguments
-    _, _, state = assert_replays(
-        context,
-        tx,
-        PARAMS,
-        grads,
-        NUMPY_INNER,
-        {"period": lambda t: 3, **arguments},
-        replayed=breaks(grads) if drops else grads,
-    )
-    dropped = oxs.metrics(state).dropped
-    np.testing.assert_array_equal(dropped, DROPPED if drops else [0] * WORKERS)
+def test_the_other_cases_in_one_context():
+    check("vmap_axes", [name for name in NAMES if name not in EVERYWHERE])
 
 
 def process_cases():
     """For `tests/two_processes.py`."""
-    float32 = {
-        name: (CASES[name][0], PARAMS, gradients(), {})
-        for name in ("elastic_schedule", "agn", "diloco")
-    }
-    half = (HALF_CASES["local_sgd"][0], HALF_PARAMS, coarse_gradients(), {})
-    broken = (VARIANTS["local_sgd_drop_average"][0], PARAMS, breaks(gradients()), {})
-    return {**float32, "local_sgd_half": half, "local_sgd_drop": broken}
+    return {"center": (*inputs(EVERYWHERE), {})}

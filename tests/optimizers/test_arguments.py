@@ -50,8 +50,8 @@ OUT_OF_RANGE = [
     (proximal_adagrad, "l2", "[0, inf)", [-0.1]),
     (proximal_gradient_descent, "l1", "[0, inf)", [-0.1]),
     (proximal_gradient_descent, "l2", "[0, inf)", [-0.1, np.float32(-1), INF]),
-    (adadelta, "rho", "[0, 1)", [1.0, -0.1]),
-    (rmsprop, "decay", "[0, 1)", [1.5, -0.1]),
+    (adadelta, "rho", "[0, 1]", [1.01, -0.1]),
+    (rmsprop, "decay", "[0, 1]", [1.5, -0.1]),
     (rmsprop, "momentum", "(-inf, inf)", [NAN]),
     (momentum, "momentum", "(-inf, inf)", [INF, NAN]),
     (neural_optimizer_1, "decrease_factor", "(-inf, inf)", [NAN]),
@@ -68,7 +68,7 @@ OUT_OF_RANGE = [
         )
     ],
     *[
-        (make, "b1", "[0, 1)", [1.0, 1.5, -0.1, NAN])
+        (make, "b1", "[0, 1]", [1.01, 1.5, -0.1, NAN])
         for make in (
             adam,
             custom_adam,
@@ -79,7 +79,7 @@ OUT_OF_RANGE = [
         )
     ],
     *[
-        (make, "b2", "[0, 1)", [1.0, -0.1])
+        (make, "b2", "[0, 1]", [1.01, -0.1])
         for make in (adam, custom_adam, amsgrad, nadam, grad_variance_scaled)
     ],
 ]
@@ -99,7 +99,7 @@ def test_a_number_out_of_its_interval(make, name, interval, values):
 
 @pytest.mark.parametrize("value", [None, "0.9", True, 1j, [0.9]])
 def test_a_hyperparameter_that_is_no_number(value):
-    with pytest.raises(TypeError, match=r"b1 must be a number in \[0, 1\); got"):
+    with pytest.raises(TypeError, match=r"b1 must be a number in \[0, 1\]; got"):
         adam(0.1, b1=value)
 
 

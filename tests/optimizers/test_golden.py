@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from optx_sync.rows.slices import IndexedSlices
+from tests import contexts
 from tests.cases import OPTIMIZERS
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -65,7 +66,7 @@ def compiled(factory, hyperparameters):
     arguments: dict[str, Any] = dict(hyperparameters)
     learning_rate = arguments.pop("learning_rate")
 
-    @jax.jit
+    @contexts.jit
     def trajectory(params, grads, rates):
         rate = rates.__getitem__ if learning_rate == "schedule" else learning_rate
         tx = factory(rate, **arguments)

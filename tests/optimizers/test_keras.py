@@ -1,3 +1,4 @@
+import functools
 import os
 import sys
 from typing import Any
@@ -100,19 +101,71 @@ def test_five_steps_are_those_of_keras(make):
     np.testing.assert_allclose(kept, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_scale_is_part_of_the_state():
-    params = {"w": jnp.ones(2)}
-    original = K.LossScaleOptimizer(
-        K.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2
-    )
-    tx = keras(original)
+START = jnp.array([1.0, 2.0, 3.0, 4.0])
+GRADS = jnp.array([1.0, 6.0, 7.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "grads", "steps", "expected", "scale"),
+    [
+        ({}, GRADS * 2.0**15, 1, [0.5, -1.0, -0.5, 3.0], 2.0**15),
+        ({}, jnp.full(4, jnp.inf), 1, START, 2.0**14),
+        ({"initial_scale": 400.0}, jnp.full(4, jnp.inf), 4, START, 25.0),
+        # Each pair of steps is at twice the scale: 0.5 (1/2 + 1/4 + 1/8 + 1/16) 2.
+        (
+            {"initial_scale": 2.0, "dynamic_growth_steps": 2},
+            GRADS,
+            8,
+            START - 0.9375 * GRADS,
+            32.0,
+        ),
+    ],
+    ids=[
+        "test_finite_step",
+        "test_infinite_step",
+        "test_downscaling",
+        "test_upscaling",
+    ],
+)
+def test_loss_scales_of_keras_s_own_tests(options, grads, steps, expected, scale):
+    """The names and figures are those of Keras's loss_scale_optimizer_test.py."""
+    params: Any = START
+    tx = keras(K.LossScaleOptimizer(K.SGD(learning_rate=0.5), **options))
     state, step = tx.init(params), step_of(tx)
-    scales = []
-    for size in [4.0, 4.0, jnp.inf, 4.0]:
-        params, state = step({"w": jnp.full(2, size)}, state, params)
-        scales.append(float(optax.tree_utils.tree_get(state, "dynamic_scale")))
-    assert scales == [4.0, 8.0, 4.0, 4.0]
-    assert_close(params["w"], jnp.full(2, 1 - 0.1 * 3))
+    for _ in range(steps):
+        params, state = step(grads, state, params)
+    np.testing.assert_allclose(params, expected, rtol=1e-4, atol=1e-4)
+    assert optax.tree_utils.tree_get(state, "dynamic_scale") == scale
+
+
+def test_the_learning_rate_under_a_loss_scale_is_the_one_that_acts():
+    tx = keras(K.LossScaleOptimizer(K.SGD(0.5), initial_scale=1.0))
+    state = tx.init(START)
+    # Keras keeps a rate of the wrapper's own beside it, which nothing reads.
+    assert state.variables["learning_rate"] == 0.5
+    state.variables["learning_rate"] = jnp.float32(0.25)
+    updates, state = tx.update(GRADS, state, START)
+    np.testing.assert_array_equal(updates, -0.25 * GRADS)
+    assert state.variables["iteration"] == 1
+
+
+def test_callable_learning_rate():
+    """The name and figures are those of Keras's optimizer_test.py."""
+    params = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    half = functools.partial(float, "0.5")
+    for make, expected in (
+        (lambda: K.SGD(learning_rate=lambda: 0.1), [[0.9, 1.9], [2.9, 3.9]]),
+        (lambda: K.SGD(learning_rate=half), [[0.5, 1.5], [2.5, 3.5]]),
+        (
+            lambda: K.LossScaleOptimizer(K.SGD(lambda: 0.1), initial_scale=1.0),
+            [[0.9, 1.9], [2.9, 3.9]],
+        ),
+    ):
+        tx = keras(make())
+        state = tx.init(params)
+        moved, state = step_of(tx)(jnp.ones((2, 2)), state, params)
+        np.testing.assert_allclose(moved, expected, rtol=1e-6)
+        assert state.variables["iteration"] == 1
 
 
 def test_the_optimizer_handed_in_is_read_and_not_changed():

@@ -102,3 +102,49 @@ def lockstep(
         history.append(x)
         centers.append(c)
     return np.stack(history), np.stack(centers)
+
+
+def nested(levels, x0, grads, learning_rate):
+    """Parameters [T, n0, n1, ..., *shape] of rules inside of rules, plain SGD inside.
+
+    `levels` are (rule, period, rate, rho), the outermost first, one for each axis in
+    front of `x0`; `rate` is the moving rate of "elastic" and the learning rate at the
+    center of "agn" and "diloco". `grads` [T, n0, n1, ..., *shape].
+    """
+    x = np.asarray(x0, F)
+    centers = [x.take(0, axis) for axis in range(len(levels))]
+    taken, totals = list(centers), [np.zeros_like(x) for _ in levels]
+    history = []
+
+    def meet(rule, rate, axis, steps):
+        """Parameters and center after a round along an axis."""
+        center = centers[axis]
+        apart = x - np.expand_dims(center, axis)
+        if rule == "elastic":
+            return x - F(rate) * apart, center + F(rate) * apart.sum(axis)
+        if rule == "agn":
+            change = -F(rate) * (totals[axis] / F(steps)).mean(axis)
+        else:
+            change = apart.mean(axis) * (F(rate) if rule == "diloco" else F(1))
+        center = center + change
+        return np.broadcast_to(np.expand_dims(center, axis), x.shape), center
+
+    for t, grad in enumerate(np.asarray(grads, F)):
+        for axis, (_, _, _, rho) in enumerate(levels):
+            totals[axis] = totals[axis] + grad
+            grad = grad + F(rho) * (x - np.expand_dims(taken[axis], axis))
+        x = x - F(learning_rate) * grad
+        for axis in reversed(range(len(levels))):
+            rule, period, rate, _ = levels[axis]
+            if (t + 1) % period:
+                continue
+            before, old = x, centers[axis]
+            x, centers[axis] = meet(rule, rate, axis, period)
+            taken[axis] = old if rule == "elastic" else centers[axis]
+            totals[axis] = np.zeros_like(x)
+            for within in range(axis + 1, len(levels)):
+                change = (x - before).mean(within)
+                centers[within] = centers[within] + change
+                taken[within] = taken[within] + change
+        history.append(x)
+    return np.stack(history)

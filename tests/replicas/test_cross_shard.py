@@ -78,14 +78,61 @@ def gradients(steps=25, weighted=False):
     return {name: leaf(name, param) for name, param in PARAMS.items()}
 
 
-def inputs(name):
-    arguments, _, weighted = CASES[name]
-    inner = optax.multi_transform(
-        {"momentum": optax.sgd(0.1, momentum=0.9), "exact": optax.sgd(1.0)}, LABELS
-    )
-    extra = {"weight": weights()} if weighted else {}
-    tx = cross_shard(inner, AXIS, **arguments)
-    return tx, PARAMS, gradients(weighted=weighted), extra
+def leaves_of(name):
+    """All forms of leaves in one of the cases, for the compiler's sake."""
+    return PARAMS if name == "mean" else ("matrix", "float16")
+
+
+def with_weight(tx, weighted):
+    """The extra argument `weight` for one of the cases and not for the others."""
+
+    def update(updates, state, params=None, *, weight=None):
+        extra = {"weight": weight} if weighted else {}
+        return tx.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def together(transformations):
+    """Each on the subtree of its name, so that one program tries all of them."""
+    each = {
+        name: optax.with_extra_args_support(tx) for name, tx in transformations.items()
+    }
+
+    def init(params: Any):
+        return {name: tx.init(params[name]) for name, tx in each.items()}
+
+    def update(updates: Any, state, params: Any = None, **extra):
+        pairs = {
+            name: tx.update(updates[name], state[name], params[name], **extra)
+            for name, tx in each.items()
+        }
+        updates = {name: new for name, (new, _) in pairs.items()}
+        return updates, {name: state for name, (_, state) in pairs.items()}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def inputs(names=tuple(CASES)):
+    """These cases in one transformation, so that each context compiles once."""
+
+    def one(name):
+        arguments, _, weighted = CASES[name]
+        inner = optax.multi_transform(
+            {"momentum": optax.sgd(0.1, momentum=0.9), "exact": optax.sgd(1.0)},
+            {leaf: LABELS[leaf] for leaf in leaves_of(name)},
+        )
+        return with_weight(cross_shard(inner, AXIS, **arguments), weighted)
+
+    def of_leaves(name, tree):
+        return {leaf: tree[leaf] for leaf in leaves_of(name)}
+
+    tx = together({name: one(name) for name in names})
+    params = {name: of_leaves(name, PARAMS) for name in names}
+    grads = {
+        name: of_leaves(name, gradients(weighted=CASES[name][2])) for name in names
+    }
+    return tx, params, grads, {"weight": weights()}
 
 
 def expected(name):
@@ -105,22 +152,28 @@ def expected(name):
         return history
 
     grads = gradients(weighted=weighted)
-    return {name: leaf(name, param, grads[name]) for name, param in PARAMS.items()}
+    return {at: leaf(at, PARAMS[at], grads[at]) for at in leaves_of(name)}
+
+
+# Groups do not end equal on all replicas.
+EQUAL = ("mean", "sum", "weighted")
 
 
 def process_cases():
     """For tests/two_processes.py."""
-    cases: dict[str, Any] = {name: inputs(name) for name in CASES}
-    for name in ("mean", "weighted"):
-        cases[f"{name} replicated"] = (*inputs(name), ("replicated",))
-    return cases
+    return {"cross_shard": inputs(), "replicated": (*inputs(EQUAL), ("replicated",))}
 
 
-@pytest.mark.parametrize("name", CASES)
+def check(history):
+    for name, got in history.items():
+        contexts.assert_close(got, expected(name))
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_one_answer_everywhere(context, name):
-    history, _ = contexts.replay(context, *inputs(name))
-    contexts.assert_close(history, expected(name))
+def test_one_answer_everywhere(context):
+    history, _ = contexts.replay(context, *inputs())
+    assert history.keys() == CASES.keys()
+    check(history)
 
 
 def replicated(tx, params, grads, extra=None):
@@ -134,10 +187,10 @@ def replicated(tx, params, grads, extra=None):
     return every, state
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "weighted"])
-def test_one_answer_where_parameters_are_replicated(name):
-    history, _ = replicated(*inputs(name))
-    contexts.assert_close(history, expected(name))
+def test_one_answer_where_parameters_are_replicated():
+    history, _ = replicated(*inputs(EQUAL))
+    assert history.keys() == set(EQUAL)
+    check(history)
 
 
 # Gradients that autodiff has reduced already (check_vma=True), eight devices.
@@ -298,41 +351,43 @@ def test_groups_that_start_inside_checked_shard_map(inner):
 # Row-sparse gradients.
 
 
-@pytest.mark.parametrize("name", ["mean", "weighted_groups"])
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_rows_give_the_dense_answer(context, name):
+def test_rows_give_the_dense_answer(context):
     steps, rows = 3, 6
-    arguments, reference_arguments, weighted = CASES[name]
     rng = np.random.default_rng(2)
     indices = rng.integers(0, rows, (steps, contexts.REPLICAS, 2)).astype(np.int32)
     values = rng.normal(size=(*indices.shape, 2)).astype(np.float32)
     bias = rng.normal(size=(steps, contexts.REPLICAS, 2)).astype(np.float32)
     weight = weights()[2 : 2 + steps]  # One of them is all zero.
-    if weighted:
-        values[weight == 0] = np.nan
-    dense = np.zeros((steps, contexts.REPLICAS, rows, 2), np.float32)
-    for at in np.ndindex(indices.shape):
-        dense[at[:2]][indices[at]] += values[at]
-    grads = {
-        "bias": bias,
-        "table": jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, values),
-    }
     params = {"bias": np.zeros(2, np.float32), "table": np.ones((rows, 2), np.float32)}
-    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS, **arguments)
-    extra = {"weight": weight} if weighted else {}
-    history, _ = contexts.replay(context, tx, params, grads, extra)
-    for leaf, start, grad in (
-        ("bias", params["bias"], bias),
-        ("table", params["table"], dense),
-    ):
-        reduced = [
-            reference.reduce(g, weight=w if weighted else None, **reference_arguments)
-            for g, w in zip(grad, weight, strict=True)
-        ]
-        every = np.broadcast_to(start, (contexts.REPLICAS, *start.shape))
-        contexts.assert_close(
-            history[leaf], reference.momentum(every, reduced, 0.5, 0.0)
-        )
+    txs, grads, want = {}, {}, {}
+    for name in ("mean", "weighted_groups"):
+        arguments, reference_arguments, weighted = CASES[name]
+        sent = values.copy()
+        if weighted:
+            sent[weight == 0] = np.nan
+        dense = np.zeros((steps, contexts.REPLICAS, rows, 2), np.float32)
+        for at in np.ndindex(indices.shape):
+            dense[at[:2]][indices[at]] += sent[at]
+        inner = oxs.on_values(optax.sgd(0.5))
+        txs[name] = with_weight(cross_shard(inner, AXIS, **arguments), weighted)
+        slices = jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, sent)
+        grads[name] = {"bias": bias, "table": slices}
+        for leaf, grad in (("bias", bias), ("table", dense)):
+            reduced = [
+                reference.reduce(
+                    g, weight=w if weighted else None, **reference_arguments
+                )
+                for g, w in zip(grad, weight, strict=True)
+            ]
+            start = params[leaf]
+            every = np.broadcast_to(start, (contexts.REPLICAS, *start.shape))
+            want[name, leaf] = reference.momentum(every, reduced, 0.5, 0.0)
+    tx = together(txs)
+    start = {name: params for name in txs}
+    history, _ = contexts.replay(context, tx, start, grads, {"weight": weight})
+    for (name, leaf), expected in want.items():
+        contexts.assert_close(history[name][leaf], expected)
 
 
 def test_no_table_travels_and_the_result_is_known_to_be_equal():
@@ -548,34 +603,37 @@ def composed_gradients(replicas=contexts.REPLICAS, steps=6):
     )
 
 
-@functools.cache
-def plain_composed(name):
-    return plain_history(COMPOSED[name](lambda inner: inner), composed_gradients())
-
-
-def plain_history(tx, grads):
+def plain_history(tx, grads, params=TREE):
     mean = jax.tree.map(lambda g: g.mean(1, keepdims=True), grads)
-    history, _ = contexts.replay("vmap", tx, TREE, mean)
+    history, _ = contexts.replay("vmap", tx, params, mean)
     return history
 
 
-# MultiSteps accumulates on what `init` saw: its parameters must be local.
-STYLES = [(name, style) for name in COMPOSED for style in ("shard_map", "replicated")]
-STYLES.remove(("multi_steps_around", "replicated"))
+@pytest.mark.parametrize("style", ["shard_map", "replicated"])
+def test_composed_with_optax_it_is_the_inner_one_on_the_mean(style):
+    """All of them in one program."""
+    names = set(COMPOSED)
+    if style == "replicated":
+        # MultiSteps accumulates on what `init` saw: its parameters must be local.
+        names.remove("multi_steps_around")
 
+    def composed(shard):
+        parts = {name: COMPOSED[name](shard) for name in names}
+        return together(parts)
 
-@pytest.mark.parametrize(("name", "style"), STYLES)
-def test_composed_with_optax_it_is_the_inner_one_on_the_mean(name, style):
-    grads = composed_gradients()
+    params = dict.fromkeys(names, TREE)
+    grads = dict.fromkeys(names, composed_gradients())
     with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        tx = COMPOSED[name](sharded)
-        expected = plain_composed(name)
+        expected = plain_history(composed(lambda inner: inner), grads, params)
         if style == "replicated":
-            history, _ = replicated(tx, TREE, grads)
+            history, _ = replicated(composed(sharded), params, grads)
         else:
-            history, _ = contexts.replay(style, tx, TREE, grads)
-    every = jax.tree.map(lambda x: np.repeat(x, contexts.REPLICAS, axis=1), expected)
-    contexts.assert_close(history, every, 2e-6 if "adam" in name else 1e-6)
+            history, _ = contexts.replay(style, composed(sharded), params, grads)
+    for name in names:
+        every = jax.tree.map(
+            lambda x: np.repeat(x, contexts.REPLICAS, axis=1), expected[name]
+        )
+        contexts.assert_close(history[name], every, 2e-6 if "adam" in name else 1e-6)
 
 
 def test_clipping_before_the_link_is_each_replica_s_own():
@@ -641,18 +699,24 @@ def test_parameters_and_state_are_donated_together():
 
 
 @pytest.mark.parametrize("context", CONTEXTS[:-1])
-@pytest.mark.parametrize("name", ["mean", "weighted_groups"])
-def test_one_replica_is_the_inner_one(context, name, monkeypatch):
+def test_one_replica_is_the_inner_one(context, monkeypatch):
     one = contexts.mesh(1)
     monkeypatch.setattr(contexts, "mesh", lambda: one)
-    arguments = {"group_assignment": [[0]]} if "groups" in name else {}
     inner = optax.sgd(0.1, momentum=0.9)
+    txs = {
+        "mean": with_weight(cross_shard(inner, AXIS), False),
+        "weighted_groups": cross_shard(inner, AXIS, group_assignment=[[0]]),
+    }
     grads = composed_gradients(replicas=1)
-    extra = {"weight": np.full((6, 1), 7.0, np.float32)} if "groups" in name else {}
     history, _ = contexts.replay(
-        context, cross_shard(inner, AXIS, **arguments), TREE, grads, extra
+        context,
+        together(txs),
+        dict.fromkeys(txs, TREE),
+        dict.fromkeys(txs, grads),
+        {"weight": np.full((6, 1), 7.0, np.float32)},
     )
-    contexts.assert_close(history, plain_history(inner, grads))
+    plain = plain_history(inner, grads)
+    contexts.assert_close(history, dict.fromkeys(txs, plain))
 
 
 def lanes(tx, grads, params=None, state=None, **extra):
@@ -711,7 +775,7 @@ def test_updates_keep_the_dtype_of_the_gradients():
     assert updates["b"].dtype == jnp.bfloat16 and updates["h"].dtype == jnp.float16
     for told in ("summed", "averaged"):
         for reduction in ("mean", "sum"):
-            tx = cross_shard(None, AXIS, grads=told, reduction=reduction)
+            tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
             updates, _ = lanes(tx, grads)
             assert updates["b"].dtype == jnp.bfloat16
 
@@ -801,9 +865,9 @@ def test_recorded_from_the_original(name, context):
     args = oxs.stack((named("p0"), tx.init(named("p0"))), shards)
     args = (*args, named("a"), named("c"))
     if context == "vmap":
-        run = jax.jit(jax.vmap(train, axis_name=AXIS))
+        run = contexts.jit(jax.vmap(train, axis_name=AXIS))
     else:
-        run = jax.jit(
+        run = contexts.jit(
             jax.shard_map(
                 lambda *args: oxs.stack(train(*oxs.unstack(args)), 1),
                 mesh=contexts.mesh(shards),

@@ -229,7 +229,7 @@ def test_replicated_parameters_keep_their_type():
     )
     grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
     state = oxs.stack(tx.init(params), N, axes)
-    history, state = jax.jit(run)(params, state, grads, extra)
+    history, state = contexts.jit(run)(params, state, grads, extra)
     check(on_all(jax.tree.map(np.asarray, history)), state)
 
 
@@ -258,7 +258,7 @@ def test_init_where_the_axis_is_mapped():
         local, mesh=contexts.mesh(), in_specs=(P(AXIS), P(AXIS)), out_specs=P()
     )
     grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
-    history = jax.jit(run)(grads, extra)
+    history = contexts.jit(run)(grads, extra)
     for name, got in history.items():
         contexts.assert_close(got, expected()[name][0])
 
@@ -283,7 +283,7 @@ def lanes(tx, params, replicas=N) -> Any:
     def one(state, grads, extra):
         return tx.update(grads, state, params, **extra)
 
-    run = jax.jit(jax.vmap(one, (axes, 0, 0), (0, axes), axis_name=AXIS))
+    run = contexts.jit(jax.vmap(one, (axes, 0, 0), (0, axes), axis_name=AXIS))
 
     def step(grads, state=start, **extra):
         updates, state = run(state, grads, extra)
@@ -592,6 +592,75 @@ def test_injected_hyperparameters_are_traced():
     assert averages.tolist() == [-2.0] * N
 
 
+def test_3_workers_1_backup():
+    """TensorFlow's `test3Workers1Backup` and its figures, with a step for each event.
+
+    From `python/training/sync_replicas_optimizer_test.py` of TensorFlow 1.15.
+    """
+    tx = sync_replicas(oxs.optimizers.gradient_descent(2.0), AXIS, 2)
+    start = {
+        "v0": jnp.float32(0),
+        "v1": jnp.float32(1),
+        "v_sparse": jnp.array([[3.0], [4.0]]),
+    }
+    # Who contributes, and the global step of the gradients.
+    events = [
+        ([True, False, True], 0),  # workers 0 and 2 are first
+        ([False, True, False], 0),  # worker 1 comes late, its gradient is stale
+        ([True, True, True], 0),  # and so are those that were computed meanwhile
+        ([True, False, False], 1),  # one of two
+        ([False, True, False], 1),
+    ]
+
+    def run(worker, contributes):
+        first = 0.1 + 0.2 * worker
+        rows = oxs.IndexedSlices(jnp.array([1]), first.reshape(1, 1))
+        grads = {"v0": first, "v1": 0.9 + 0.2 * worker, "v_sparse": rows}
+
+        def step(carry, event):
+            params, state = carry
+            contributes, computed_at = event
+            params, state = tx.apply(
+                *(grads, state, params),
+                contributes=contributes,
+                gradient_step=computed_at,
+            )
+            return (params, state), (params, state.global_step)
+
+        steps = jnp.array([step for _, step in events])
+        return jax.lax.scan(step, (start, tx.init(start)), (contributes, steps))[1]
+
+    contributes = jnp.array([who for who, _ in events]).T
+    run_all = jax.jit(jax.vmap(run, axis_name=AXIS))
+    params, global_step = run_all(jnp.arange(3.0), contributes)
+    for worker in range(3):
+        np.testing.assert_array_equal(global_step[worker], [1, 1, 1, 1, 2])
+        for name, expected in (
+            ("v0", [0 - (0.1 + 0.5) / 2 * 2.0, -0.6 - (0.1 + 0.3) / 2 * 2.0]),
+            ("v1", [1 - (0.9 + 1.3) / 2 * 2.0, -1.2 - (0.9 + 1.1) / 2 * 2.0]),
+            ("v_sparse", [4 - (0.1 + 0.5) / 2 * 2.0, 3.4 - (0.1 + 0.3) / 2 * 2.0]),
+        ):
+            found = params[name][worker].reshape(5, -1)[:, -1]
+            np.testing.assert_allclose(found, [expected[0]] * 4 + expected[1:], 1e-6)
+        np.testing.assert_array_equal(params["v_sparse"][worker][:, 0], 3)
+
+
+def test_an_average_of_ten_million_steps_has_its_own_rate():
+    """1 - float32(0.9999999) is 1.19e-7: nearly a fifth too large."""
+    decays = (0.9999999, np.float64(0.9999999), lambda step: 0.9999999)
+
+    def averages_of(grads):
+        averages, params = [], jnp.zeros(())
+        for decay in decays:
+            tx = sync_replicas(optax.sgd(1.0), AXIS, 1, variable_averages=decay)
+            _, state = tx.update(grads, tx.init(params), params)
+            averages.append(oxs.averaged_params(state, params))
+        return averages
+
+    averages = jax.jit(jax.vmap(averages_of, axis_name=AXIS))(-jnp.ones(N))
+    np.testing.assert_allclose(averages, np.full((3, N), 1e-7), rtol=1e-6)
+
+
 def test_averages_are_read_in_the_parameters_dtype():
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
     mask = {"a": True, "b": False}
@@ -612,9 +681,11 @@ def refuse(kind, message, call):
 @pytest.mark.parametrize(
     ("kind", "message", "arguments"),
     [
-        (ValueError, "replicas_to_aggregate must be 1 or more; got 0", (0,)),
+        (ValueError, "replicas_to_aggregate must be 1 or more, .*got 0", (0,)),
         (TypeError, "replicas_to_aggregate must be an integer", (2.0,)),
         (ValueError, "total_num_replicas must be 1", (2, {"total_num_replicas": 0})),
+        (ValueError, r"to_aggregate must be 1 or more, and below 2\*\*31", (2**31,)),
+        (ValueError, r"below 2\*\*31; got", (2, {"total_num_replicas": 10**10})),
         (ValueError, "a decay in .0, 1.", (2, {"variable_averages": 1.5})),
         (ValueError, "there is no average", (2, {"variables_to_average": True})),
         (ValueError, "must be a floating dtype", (2, {"accumulator_dtype": "int32"})),
@@ -626,6 +697,25 @@ def test_refused_at_construction(kind, message, arguments):
     refuse(
         kind, message, lambda: sync_replicas(optax.sgd(1.0), AXIS, required, **keywords)
     )
+
+
+def test_integers_of_numpy_are_integers():
+    def two_steps(grads: Any) -> Any:
+        moved = []
+        for kind in (int, np.int64):
+            required: Any = kind(8)
+            total: Any = kind(N)
+            tx = sync_replicas(optax.sgd(1.0), AXIS, required, total_num_replicas=total)
+            params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+            for _ in range(2):
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            moved.append(params)
+        return moved
+
+    python, of_numpy = jax.jit(jax.vmap(two_steps, axis_name=AXIS))(jnp.arange(4.0))
+    np.testing.assert_array_equal(python, -1.5)
+    np.testing.assert_array_equal(of_numpy, python)
 
 
 def test_refuses_what_is_no_transformation_or_axis():
@@ -671,7 +761,7 @@ def test_refuses_summed_gradients_and_unmapped_axes():
         return tx.update(grads, tx.init(params), params)[0]
 
     run = jax.shard_map(summed, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
-    refuse(ValueError, "oxs.localize", lambda: run(jnp.ones((N, 2))))
+    refuse(ValueError, "oxs.localize.*stay local.$", lambda: run(jnp.ones((N, 2))))
 
 
 def test_reading_a_foreign_state():

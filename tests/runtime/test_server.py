@@ -21,7 +21,8 @@ from optx_sync.runtime import (
     join_parts,
     partition,
 )
-from optx_sync.runtime.protocol import round_of, traffic
+from optx_sync.runtime.agreements.center import round_of, traffic
+from optx_sync.runtime.checkpoints import Checkpoints
 from optx_sync.simulate import asynchronous
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -341,22 +342,18 @@ def test_restarted_server_goes_on_from_the_last_checkpoint(name, tmp_path):
     assert again.global_step == 4
     # Bit-equal, and so it is after the next pushes: the outer state came back too.
     assert bits(again.center()) == bits(expected.center())
-    # A push of before the checkpoint is not applied again; the lost one may be
-    # missing, or may come again.
-    again.push(pushes[2])
+    # A push of before the checkpoint is not applied again; the lost one may come again,
+    # and none comes before it.
+    again.push(pushes[3])
     assert again.global_step == 4
-    again.push(pushes[6])
-    again.push(pushes[5])
-    for push in (pushes[4], pushes[5]):
+    with pytest.raises(PushRefused, match="too early: the next one is 3"):
+        again.push(pushes[6])
+    for push in pushes[4:]:
+        again.push(push)
         expected.push(push)
-    if name == "local_sgd":  # Worker 0's third round is lost; its fourth is there.
-        lost, there = pushes[4].arrays[sends], pushes[6].arrays[sends]
-        close(
-            again.center()["w"],
-            expected.center()["w"] + there["['w']"] - lost["['w']"],
-        )
+    assert bits(again.center()) == bits(expected.center())
     assert again.join(0).round == 4 and again.join(0).local_step == 40
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_checkpoint_is_what_orbax_reads(tmp_path):
@@ -494,9 +491,13 @@ def test_waiting_worker_is_woken_by_the_update():
 
 def test_nobody_waits_for_workers_that_have_left():
     server = sync_server(3, 3)
-    for worker in range(3):
-        server.join(worker)
-    assert server.push(Push(0, 1, grads(1.0))).waiting
+    joined = [server.join(worker) for worker in range(3)]
+
+    def push_of(worker, number, amount):
+        incarnation = joined[worker].incarnation
+        return Push(worker, number, grads(amount), incarnation=incarnation)
+
+    assert server.push(push_of(0, 1, 1.0)).waiting
     found = []
     thread = threading.Thread(target=lambda: found.append(server.wait(0, timeout=60)))
     thread.start()
@@ -507,14 +508,14 @@ def test_nobody_waits_for_workers_that_have_left():
     thread.join()
     assert not found[0].waiting and found[0].global_step == 0
     # Alone it may go on; what it has accumulated counts.
-    server.push(Push(0, 2, grads(1.0)))
+    server.push(push_of(0, 2, 1.0))
     assert not server.wait(0, timeout=0.0).waiting
-    assert server.push(Push(0, 3, grads(4.0))).global_step == 1
+    assert server.push(push_of(0, 3, 4.0)).global_step == 1
     np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 2)
     assert [event.kind for event in server.events()[1]].count("left") == 2
     # One that comes back is waited for again.
     server.join(2)
-    assert server.push(Push(0, 4, grads(1.0))).waiting
+    assert server.push(push_of(0, 4, 1.0)).waiting
     with pytest.raises(ValueError, match="no worker 3"):
         server.leave(3)
 
@@ -522,8 +523,10 @@ def test_nobody_waits_for_workers_that_have_left():
 def test_replaced_worker_may_push_at_once():
     server = sync_server(3, 3)
     assert server.push(Push(0, 1, grads(1.0))).waiting
-    assert server.join(0).round == 1
-    assert server.push(Push(0, 2, grads(1.0))).used
+    joined = server.join(0)
+    assert joined.round == 1
+    again = Push(0, 2, grads(1.0), incarnation=joined.incarnation)
+    assert server.push(again).used
     assert server.push(Push(1, 1, grads(1.0))).global_step == 1
 
 
@@ -608,3 +611,173 @@ def test_large_finite_numbers_are_finite():
     assert np.all(np.isfinite(server.center()["w"]))
     with pytest.raises(PushRefused, match="NaN or infinity"):
         server.push(Push(0, 2, moves(np.inf)))
+
+
+# What a hostile cluster found.
+
+
+def test_only_the_newest_incarnation_of_a_worker_may_push():
+    server = center_server()
+    first, other = server.join(0), server.join(1)
+    second = server.join(0)
+    assert second.restarts == 1
+    for incarnation in (0, first.incarnation, other.incarnation):
+        with pytest.raises(PushRefused, match="is not the newest one"):
+            server.push(Push(0, 1, moves(), incarnation=incarnation))
+    server.push(Push(0, 1, moves(), incarnation=second.incarnation))
+    assert server.global_step == 1 and server.refused == [3, 0]
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "elastic", "diloco"])
+def test_push_that_overflows_the_center_is_refused(name):
+    huge = {"w": np.full(3, 3e38, np.float32)}
+    rule = oxs.CenterRule(  # The center has a part in it.
+        contribute=lambda own, center, at: 4.0 * (own.params - center),
+        take=lambda x, before, after, at: before,
+    )
+    server = Server(huge, rule if name == "elastic" else RULES[name], num_workers=1)
+    sends = "params" if name == "elastic" else "contribution"
+    amount = 3e38 if name == "local_sgd" else -3e38
+    bad = {sends: {"['w']": np.full(3, amount, np.float32)}}
+    for _ in range(2):
+        before = bits(server.center())
+        with pytest.raises(PushRefused, match="the center would overflow"):
+            server.push(Push(0, 1, bad))
+        assert bits(server.center()) == before and server.global_step == 0
+    harmless = 3e38 if name == "elastic" else 1.0
+    small = {sends: {"['w']": np.full(3, harmless, np.float32)}}
+    server.push(Push(0, 1, small))
+    assert server.global_step == 1
+
+
+def test_update_that_overflows_is_refused_and_the_gradients_before_it_stay():
+    inner = optax.sgd(4.0)
+    server = Server(PARAMS, SyncReplicas(2), num_workers=2, inner=inner)
+    server.push(Push(0, 1, grads(1.0)))
+    with pytest.raises(PushRefused, match="overflow"):
+        server.push(Push(1, 1, grads(3.4e38)))
+    server.push(Push(1, 1, grads(3.0)))
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 8)
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
+    server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
+    for number in (1, 2, 3):
+        server.push(Push(0, number, moves()))
+    newest = max(int(path.name) for path in tmp_path.iterdir())
+    for path in (tmp_path / str(newest)).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    again = center_server(checkpoint_dir=tmp_path)
+    assert [event.kind for event in again.events()[1]] == ["damaged", "restored"]
+    assert again.global_step == 2
+
+
+def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
+    server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
+    with monkeypatch.context() as patch:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Checkpoints, "save", full)
+        for number in (1, 2):
+            server.push(Push(0, number, moves()))
+    assert [e.kind for e in server.events()[1]][-4:] == ["push", "unsaved"] * 2
+    assert center_server(checkpoint_dir=tmp_path).global_step == 0
+    server.push(Push(0, 3, moves()))
+    assert center_server(checkpoint_dir=tmp_path).global_step == 3
+
+
+def test_checkpoint_of_another_optimizer_or_renamed_variables_is_refused(tmp_path):
+    def start(params, outer):
+        return Server(
+            params, oxs.diloco_rule(outer), num_workers=1, checkpoint_dir=tmp_path
+        )
+
+    start(PARAMS, oxs.optimizers.momentum(0.1, 0.9))
+    with pytest.raises(ValueError, match=r"made by .*Momentum.* server is .*Adagrad"):
+        start(PARAMS, oxs.optimizers.adagrad(0.1))
+    renamed = {"v": PARAMS["w"], "b": PARAMS["b"]}
+    with pytest.raises(ValueError, match=r"it has \[\"\['w'\]\"\]") as error:
+        start(renamed, oxs.optimizers.momentum(0.1, 0.9))
+    assert "lacks [\"['v']\"]" in str(error.value)
+
+
+def test_checkpoints_elsewhere_are_handed_to_orbax():
+    assert str(Checkpoints.path_of("gs://bucket/run")) == "gs://bucket/run"
+    assert Checkpoints.path_of("run").is_absolute()
+
+
+@pytest.mark.parametrize("name", ["prodigy", "dog", "dowg", "mechanize"])
+@jax.numpy_dtype_promotion("standard")  # They count in integers and floats.
+def test_optimizers_whose_state_holds_the_parameters(name):
+    contrib = optax.contrib
+    optimizer = {
+        "prodigy": lambda: contrib.prodigy(1.0),
+        "dog": lambda: contrib.dog(1.0),
+        "dowg": lambda: contrib.dowg(1.0),
+        "mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
+    }[name]()
+    params = {"w": jnp.arange(1.0, 7.0)}
+    expected, state = params, optimizer.init(params)
+    center = Server(params, oxs.diloco_rule(optimizer), num_workers=1)
+    sync = Server(params, SyncReplicas(1), num_workers=1, inner=optimizer)
+    step = jax.jit(optimizer.update)
+    for number in range(1, 5):
+        sent = {"['w']": np.sin(np.arange(6, dtype=np.float32) + number)}
+        center.push(Push(0, number, {"contribution": sent}))
+        sync.push(Push(0, number, {"grads": sent}))
+        updates, state = step({"w": sent["['w']"]}, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    close(center.center(), expected)
+    close(sync.center(), expected)
+
+
+def test_numbers_of_rows_share_their_programs():
+    server = sync_server(1, 1)
+    values = np.ones((40, 3), np.float32)
+    for rows in range(1, 34):
+        grad = {"['w']": (np.arange(rows) % 2, values[:rows]), "['b']": None}
+        server.push(Push(0, rows, {"grads": grad}))
+    # 1, 2, 4, 8, 16, 32 and 64 rows.
+    assert server._holder._update._cache_size() == 7  # pyright: ignore
+    # Each update takes the mean of a row's gradients, which were added up: the rows of
+    # table row 0 and of table row 1.
+    pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 34)]
+    times = np.sum(np.array(pairs), axis=0)
+    np.testing.assert_array_equal(
+        server.center()["w"], PARAMS["w"] - times[:, None].astype(np.float32)
+    )
+
+
+def test_messages_stay_short_and_checks_quick_with_many_leaves():
+    params = {f"layer {i}": np.zeros(1, np.float32) for i in range(2000)}
+    server = Server(params, oxs.local_sgd_rule(), num_workers=1)
+    other = {f"block {i}": np.zeros(1, np.float32) for i in range(2000)}
+    with pytest.raises(PushRefused) as error:
+        server.push(Push(0, 1, {"contribution": other}))
+    assert "and 1,995 more" in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_python_numbers_as_parameters_are_refused():
+    with pytest.raises(TypeError, match=r"Pass for example jnp.asarray\(1.5\)"):
+        Server({"w": 1.5}, oxs.local_sgd_rule(), num_workers=1)
+
+
+def test_what_waits_at_a_server_outlives_it(tmp_path):
+    """Several gradients per update: a worker has gone on, its gradient must count."""
+
+    def start():
+        return Server(
+            PARAMS, SyncReplicas(3), num_workers=1, inner=optax.sgd(1.0),
+            checkpoint_dir=tmp_path, checkpoint_every=2,
+        )  # fmt: skip
+
+    server = start()
+    for number, amount in ((1, 1.0), (2, 2.0)):
+        assert not server.push(Push(0, number, grads(amount))).waiting
+    again = start()
+    again.push(Push(0, 3, grads(6.0)))
+    assert again.global_step == 1
+    close(again.center()["w"], PARAMS["w"] - 3)

@@ -1,5 +1,7 @@
-"""`nnx.Optimizer`, as it is: inside of `pmap` and `shard_map`, split and merged."""
+"""`nnx.Optimizer` as it is, inside of `pmap` and `shard_map`; `SyncOptimizer`."""
 
+import difflib
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -12,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync.flax import SyncOptimizer
 from tests.users.data import WORKERS, batches, square_error
 
 
@@ -106,3 +109,56 @@ def test_center_of_nnx_workers_in_shard_map():
     nnx.update(best, center)
     np.testing.assert_array_equal(best.kernel[...], center["kernel"])
     assert best(inputs[0, 0]).shape == (5, 2)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_sync_optimizer_steps_directly(on_mesh):
+    """As many steps of `nnx.Optimizer` with the same numbers; a round lands exactly."""
+    tx = oxs.local_sgd(optax.sgd(0.1, momentum=0.9), "data", communication_period=2)
+    mesh = None
+    if on_mesh:
+        mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+
+    def step(model, optimizer, inputs, targets):
+        train_step(model, optimizer, inputs, targets, weight=1.0)
+        return model, optimizer
+
+    mapped = jax.jit(oxs.map_workers(step, "data", mesh=mesh))
+    results = []
+    for optimizer_class in (nnx.Optimizer, SyncOptimizer):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        both = model, optimizer_class(model, tx, wrt=nnx.Param)
+        both = oxs.stack(both, WORKERS)
+        for inputs, targets in zip(*batches(4), strict=True):
+            both = mapped(*both, inputs, targets)
+        results.append(both)
+    (plain, _), (model, optimizer) = results
+    chex.assert_trees_all_close(
+        nnx.as_pure(nnx.state(model)), nnx.as_pure(nnx.state(plain)), rtol=1e-6
+    )
+    assert optimizer.step[...].tolist() == [4] * WORKERS
+    center = oxs.swap_center(model, optimizer)
+    assert center.kernel.shape == (3, 2)
+    for worker in range(WORKERS):
+        kernel = np.asarray(model.kernel[...])[worker]
+        np.testing.assert_array_equal(kernel, np.asarray(center.kernel[...]))
+
+
+# From one script to the next: lines removed and added, without the docstring's.
+CHANGED = {
+    ("cross_shard", "diloco"): 4,
+    ("diloco", "pods"): 8,
+    ("pods", "checkpoint"): 10,
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGED)
+def test_few_lines_of_a_transformer_change(before, after):
+    folder = Path(__file__).parent / "nnx_transformer"
+    sources = [(folder / f"{name}.py").read_text() for name in (before, after)]
+    for source in sources:
+        compile(source, "script", "exec")
+    old, new = (source.splitlines() for source in sources)
+    diff = list(difflib.unified_diff(old, new, n=0))[2:]
+    lines = [line for line in diff if line[0] in "+-" and line[1:].strip()]
+    assert sum('"""' not in line for line in lines) == CHANGED[before, after]

@@ -1,7 +1,7 @@
-"""Replicas in `jax.pmap` with Flax's `TrainState`, as on a TPU pod.
+"""Replicas with Flax's `TrainState`, one on each device.
 
-    python examples/train_pmap_flax.py
-    python examples/train_pmap_flax.py --steps 60
+    python examples/train_flax.py
+    python examples/train_flax.py --steps 60
 
 The transformation does what differs from training on one device: clip each replica's
 own gradient, average over the replicas, then Adam. The last line is like
@@ -16,13 +16,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 from sklearn.datasets import load_digits
 
 import optx_sync as oxs
+from optx_sync.flax import SyncTrainState
 
-# Eight CPU devices stand for the chips of a pod. There, put
-# jax.distributed.initialize() in place of these two lines; all else stays.
+# Eight CPU devices stand for accelerators; set before JAX starts. (Several processes:
+# train_multiprocess.py.)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -59,7 +59,7 @@ def train_step(state, images, labels):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train with pmap and TrainState.")
+    parser = argparse.ArgumentParser(description="Train with TrainState.")
     parser.add_argument("--steps", type=int, default=STEPS)
     steps = parser.parse_args().steps
 
@@ -67,17 +67,19 @@ def main():
     images = np.asarray(images / 16, np.float32)
     order = np.random.default_rng(SEED).permutation(len(labels))
     test, train = order[:360], order[360:]
-    # Each host feeds its own replicas, from its own part of the training images.
-    mine = train[jax.process_index() :: jax.process_count()]
-    rng = np.random.default_rng((SEED, jax.process_index()))
+    rng = np.random.default_rng(SEED)
 
     params = network.init(jax.random.key(SEED), images[:1])
-    state = TrainState.create(apply_fn=network.apply, params=params, tx=transformation)
-    state = oxs.stack(state, jax.local_device_count())
-    step = jax.pmap(train_step, axis_name="data", donate_argnums=0)
+    state = SyncTrainState.create(
+        apply_fn=network.apply, params=params, tx=transformation
+    )
+    replicas = jax.device_count()
+    mesh = jax.make_mesh((replicas,), ("data",))  # None: simulated on one device
+    state = oxs.stack(state, replicas)
+    step = jax.jit(oxs.map_workers(train_step, "data", mesh=mesh))
 
     for done in range(1, steps + 1):
-        rows = rng.choice(mine, (jax.local_device_count(), BATCH))
+        rows = rng.choice(train, (replicas, BATCH))
         # One step at a time: forced CPU devices share a few threads. Accelerators run
         # ahead; leave the waiting out there.
         state, metrics = jax.block_until_ready(step(state, images[rows], labels[rows]))

@@ -1,11 +1,11 @@
-"""`pmap` and `TrainState`, run as a user runs it, for fewer steps."""
+"""`TrainState`, run as a user runs it, for fewer steps."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pmap_flax.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_flax.py"
 
 
 def test_replicas_learn_the_digits():

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`value_and_grad`: each replica's own gradients, row-sparse where tables are read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optx_sync.collectives import AxisName, check_axis_name, localize
+from optx_sync.rows.lookup import describe, gather
+from optx_sync.rows.slices import rebuild
+from optx_sync.trees import path_name
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    rows: Any = None,
+    has_aux: bool = False,
+    *,
+    axis_name: AxisName | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """``jax.value_and_grad`` of each replica's own loss, row-sparse for tables.
+
+    With ``axis_name`` the gradients are each replica's own, also of parameters that
+    are equal on all replicas: in ``jax.shard_map`` autodiff would otherwise sum them by
+    itself (``oxs.localize`` prevents it). That is what this package's wrappers take.
+
+    With ``rows`` the rows of a table that a batch names are gathered once, the loss
+    sees only them, and is differentiated with respect to them: no array of the table's
+    size is made. Inside the loss a table is read by
+    ``oxs.take(params["embedding"], ids)`` and in no other way. Its gradient is an
+    ``IndexedSlices`` as ``sum_duplicates`` leaves it, sorted and unique, with one entry
+    for each id that ``rows`` returned.
+
+    Args:
+        loss: ``loss(params, *args, **kwargs)``, a scalar, or with ``has_aux`` a pair
+            of a scalar and anything.
+        rows: a prefix of the parameters' tree. A leaf is a function of the loss's
+            other arguments, ``fn(*args, **kwargs)``, that returns all ids (integers of
+            any shape) which the loss will look up in the tables below that leaf. What
+            is None, or not there, has an ordinary dense gradient.
+        has_aux: as in ``jax.value_and_grad``.
+        axis_name: the mapped axis along which the replicas lie, or a tuple of them.
+
+    Returns:
+        A function of the loss's arguments that returns ``(value, grads)``, or
+        ``((value, aux), grads)`` with ``has_aux``.
+
+    Raises:
+        TypeError: if a leaf of ``rows`` is not a function, if ids are not integers, if
+            the loss uses a table other than by ``oxs.take``, or if ``axis_name`` is
+            not a str or a tuple of them.
+        ValueError: if ``rows`` names what the parameters do not have, if known ids are
+            out of the table's range (in compiled code such ids are dropped), or if
+            ``axis_name`` is not mapped.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def loss(params, batch):
+        ...     return jnp.sum(oxs.take(params["embedding"], batch["ids"]) ** 2)
+        >>> grad_fn = oxs.value_and_grad(loss, rows={"embedding": lambda b: b["ids"]})
+        >>> params = {"embedding": jnp.ones([1000, 2])}
+        >>> value, grads = grad_fn(params, {"ids": jnp.array([5, 9])})
+        >>> float(value), grads["embedding"].values.tolist()
+        (4.0, [[2.0, 2.0], [2.0, 2.0]])
+    """
+    if not callable(loss):
+        raise TypeError(f"loss must be a function; got {describe(loss)}.")
+    named = []
+    for path, fn in jax.tree_util.tree_leaves_with_path(rows):
+        if not callable(fn):
+            raise TypeError(
+                f"A leaf of rows must be a function that returns ids; got "
+                f"{describe(fn)} at {path_name(path)}. Pass e.g. "
+                "rows={'embedding': lambda batch: batch['ids']}."
+            )
+        named.append((path, fn))
+
+    if axis_name is not None:
+        check_axis_name(axis_name)
+
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if axis_name is not None:
+            params = localize(params, axis_name)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        tables: dict[int, Any] = {}
+        for prefix, fn in named:
+            below = [at for at, (path, _) in enumerate(leaves) if _under(path, prefix)]
+            if not below:
+                raise ValueError(
+                    f"rows names {path_name(prefix)}, where the parameters have no "
+                    f"array; they have {[path_name(path) for path, _ in leaves]}."
+                )
+            ids = fn(*args, **kwargs)
+            for at in below:
+                tables[at] = gather(leaves[at][1], ids, path_name(leaves[at][0]))
+        dense = {at: leaf for at, (_, leaf) in enumerate(leaves) if at not in tables}
+
+        def of_leaves(dense: dict[int, Any], gathered: dict[int, jax.Array]) -> Any:
+            with_rows = {at: tables[at].with_rows(gathered[at]) for at in tables}
+            all_leaves = dense | with_rows
+            tree = [all_leaves[at] for at in range(len(leaves))]
+            return loss(structure.unflatten(tree), *args, **kwargs)
+
+        gathered = {at: table.rows for at, table in tables.items()}
+        value, (dense_grads, row_grads) = jax.value_and_grad(
+            of_leaves, argnums=(0, 1), has_aux=has_aux
+        )(dense, gathered)
+        slices = {at: rebuild(tables[at].words, row_grads[at]) for at in tables}
+        grads = dense_grads | slices
+        return value, structure.unflatten([grads[at] for at in range(len(leaves))])
+
+    return run
+
+
+def _under(path: tuple[Any, ...], prefix: tuple[Any, ...]) -> bool:
+    """Whether a path begins with a prefix, by name: a dict may describe a module."""
+
+    def names(keys):
+        return [jax.tree_util.keystr((key,), simple=True) for key in keys]
+
+    return names(path[: len(prefix)]) == names(prefix)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers with parameters of their own that meet each other, and no center."""

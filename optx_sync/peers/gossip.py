@@ -1,0 +1,669 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`gossip` and `noloco`: workers that average with partners instead of at a center.
+
+Every worker has a center of its own, which takes the place of the shared one: what its
+partners and it hold in the mean, less that center, is what `outer` sees. Where the
+graph is complete the centers are equal and this is the exchange of `center/`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.center.formulas import (
+    absorb,
+    as_center,
+    contributions,
+    is_due,
+    landing,
+    local_step,
+    own_of,
+    start_center,
+)
+from optx_sync.center.rule import CenterRule, Own, Period, Round, check_period
+from optx_sync.checks import check_grads, check_inner
+from optx_sync.collectives import (
+    AxisName,
+    axis_index,
+    axis_size,
+    check_axis_name,
+    everywhere,
+    kinds,
+    localize,
+    localize_where_mapped,
+    permute,
+    reduce,
+    require_local,
+    require_varying,
+    vary_like,
+)
+from optx_sync.peers.graphs import (
+    Graph,
+    GraphRound,
+    Weight,
+    exponential,
+    random_pairs,
+)
+from optx_sync.step import DirectTransformation
+from optx_sync.trees import (
+    Tree,
+    add_updates,
+    at_least_float32,
+    check_accumulator_dtype,
+    is_finite,
+    is_floating,
+    is_inexact,
+    is_masked,
+    where,
+)
+
+# Above this many workers the matrices of a cycle are not multiplied out to check it.
+_CHECKED_WORKERS = 128
+
+
+class GossipMetrics(NamedTuple):
+    """What `oxs.metrics` reads from `gossip` and `noloco`; nothing is sent."""
+
+    rounds: jax.Array  # int32[], rounds so far
+    steps_since_round: jax.Array  # int32[]
+    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
+    # float32[workers], of each worker from the mean of all: given stacked parameters,
+    # else None, as one worker knows its own only.
+    distance: jax.Array | None
+
+
+class OwnCenterState(NamedTuple):
+    """State of `gossip`; only the counters, `shared_fields`, are equal on all."""
+
+    local_step: jax.Array  # int32[], steps of a worker
+    steps_since_round: jax.Array  # int32[]
+    global_step: jax.Array  # int32[], rounds
+    center: optax.Params  # the worker's own: like the parameters, float32 for half
+    outer: optax.OptState  # the worker's own state of `outer`, or ()
+    broken: Any  # bool[], it has not been finite since the last round, or ()
+    dropped: jax.Array  # int32[], rounds that left this worker out
+    inner: optax.OptState
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all workers."""
+        return ("local_step", "steps_since_round", "global_step")
+
+    def center_params(self, params: Tree) -> Tree:
+        """The mean of the workers' centers, in the structure and dtypes of `params`.
+
+        Of a state without a worker axis, one worker's, it is that worker's own center.
+        """
+        stacked = tuple(range(jnp.ndim(self.dropped)))
+        return jax.tree.map(
+            lambda c, p: p if is_masked(c) else _mean(c, stacked).astype(p.dtype),
+            self.center,
+            params,
+            is_leaf=is_masked,
+        )
+
+    def metrics(self, params: Tree | None) -> GossipMetrics:
+        """A worker's counters, and with stacked `params` its distance from the mean."""
+        distance = None
+        if params is not None and jnp.ndim(self.dropped) == 1:
+            squares = [
+                _square_sums(_wide(x) - _mean(x, (0,))[None])
+                for x in jax.tree.leaves(params)
+                if is_inexact(x.dtype)
+            ]
+            distance = jnp.sqrt(sum(squares, jnp.zeros_like(self.dropped, jnp.float32)))
+        return GossipMetrics(
+            self.global_step, self.steps_since_round, self.dropped, distance
+        )
+
+
+class _Meeting(NamedTuple):
+    """What a round changes: the operands and results of the conditional."""
+
+    params: Any
+    center: Any
+    outer: Any
+    dropped: Any
+    inner: Any
+
+
+def gossip(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    graph: Graph | None = None,
+    communication_period: Period = 1,
+    outer: optax.GradientTransformation | None = None,
+    seed: int = 0,
+    drop_nonfinite: bool = False,
+    accumulator_dtype: Any = None,
+) -> DirectTransformation:
+    """Decentralised training: every few steps a worker averages with some others.
+
+    In every step `inner` turns the worker's own gradient into its update. When the
+    steps since the last round reach `communication_period`, worker i takes from the
+    others what the graph's matrix W of this round says. With s_i its own center, what
+    it held after its last round:
+
+        x_i, s_i  <-  one step of `outer` on s_i with the gradient s_i - sum_j W_ij x_j
+
+    Without `outer` that is sum_j W_ij x_j itself: D-PSGD, adapt then combine. The mean
+    of all workers stays what it is in a round, their disagreement shrinks.
+
+    A round is one `collective-permute` (a few for graphs with more partners, a grouped
+    all-reduce for `grid`) of the parameters, whole trees joined per dtype, inside a
+    conditional: other steps send nothing, and nobody waits for all. Workers that are
+    sharded themselves send their shards, leaf by leaf, if the worker axis is manual
+    alone (`jax.shard_map(axis_names=...)`); `jax.vmap(spmd_axis_name=...)` makes an
+    all-gather of it, N times the bytes.
+
+    One worker is not the model: evaluate `oxs.mean_params(params)`. Where workers meet
+    seldom or in pairs their shards of the data should look alike; on shards sorted by
+    label a center or an all-reduce is far better.
+
+    It computes `params + updates`, so it stands last in a chain, and `update` needs
+    `params`. Start as with `center_variable`. `update` and `apply_gradients` take
+    `meet` as its do.
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
+        communication_period: Steps between rounds: an int, or a schedule of the
+            worker's step, read at the step in which a period begins.
+        outer: What makes the step on the worker's own center; `None`: plain averaging,
+            as `optax.sgd(1.0)`. A momentum under which workers would drift apart
+            without any gradient is refused.
+        seed: For graphs that are drawn: equal on all workers. A resumed run draws on.
+        drop_nonfinite: A worker whose step would bring a NaN or infinity into its
+            parameters does not make it: it stands still until the next round, in which
+            it sends nothing, takes the mean of those partners that are well, and starts
+            with a fresh inner state. If there is none it goes on from where it stood.
+            One float more travels.
+        accumulator_dtype: The dtype of the own center, and so of what travels. `None`:
+            float32 for half precision parameters, else their own. Narrower ones are
+            refused: parameters, not differences, would be rounded in each round.
+
+    Returns:
+        A transformation with an `OwnCenterState`. `oxs.center_params` of a stacked
+        state is the mean of the own centers.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
+            bad axis name, parameters that are not floating.
+        ValueError: A bad period, a half precision `accumulator_dtype`, an `outer` whose
+            momentum is too high; at the call, a graph that does not fit the number of
+            workers, missing `params`, gradients that autodiff has summed already or
+            that do not match the parameters, an axis that is not mapped.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.gossip(optax.sgd(1.0), "workers", graph=oxs.graphs.ring())
+        >>> params = jnp.zeros(2)
+        >>> axes = oxs.state_axes(tx, params)
+        >>> def step(grads, state, params):
+        ...     return oxs.apply_gradients(tx, grads, state, params)
+        >>> step = jax.vmap(step, (0, axes, 0), (0, axes), axis_name="workers")
+        >>> grads = jnp.array([[0.0, 3.0], [3.0, 0.0], [0.0, 0.0], [6.0, 0.0]])
+        >>> params, state = step(
+        ...     grads, oxs.stack(tx.init(params), 4, axes), oxs.stack(params, 4)
+        ... )
+        >>> oxs.mean_params(params).round(4)
+        Array([-2.25, -0.75], dtype=float32)
+
+    References:
+        Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
+        2017, arXiv 1705.09056. Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip
+        algorithms", 2006.
+    """
+    call = "oxs.gossip(optax.sgd(0.1), 'workers', graph=oxs.graphs.ring())"
+    inner = check_inner(inner, call)
+    check_axis_name(axis_name)
+    graph = exponential() if graph is None else graph
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"graph must be one of oxs.graphs, or an oxs.graphs.Graph; got {graph!r}. "
+            f"Write for example {call}."
+        )
+    period = check_period(communication_period)
+    dtype = _check_wire(accumulator_dtype)
+    momentum = None
+    if outer is not None:
+        outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
+        momentum = _momentum_of(outer)
+        if momentum is not None and graph.choose == "draw":
+            _require_stable(_pairs_growth(*momentum), momentum, "random pairs")
+    rule = CenterRule(_moved if outer is None else _moved_back, outer)
+    static_period = None if callable(period) else period
+
+    def init(params):
+        def own(tree):
+            # A worker's own fields vary over the axis from the start.
+            return localize_where_mapped(tree, axis_name)
+
+        center, within = start_center(params, dtype), inner.init(params)
+        _refuse_center(within)
+        return OwnCenterState(
+            local_step=jnp.zeros((), jnp.int32),
+            steps_since_round=jnp.zeros((), jnp.int32),
+            global_step=jnp.zeros((), jnp.int32),
+            center=own(center),
+            outer=own(() if outer is None else outer.init(center)),
+            broken=own(jnp.bool_(False)) if drop_nonfinite else (),
+            dropped=own(jnp.zeros((), jnp.int32)),
+            inner=own(within),
+        )
+
+    def apply(grads, state, params, *, meet=None, **extra_args):
+        """One step that returns parameters."""
+        workers = _check_step(grads, state, params, axis_name)
+        rounds = graph.rounds(workers)
+        if momentum is not None and graph.choose == "cycle":
+            _check_cycle(graph, workers, momentum)
+        complete = all(r.groups is not None and len(r.groups) == 1 for r in rounds)
+        steps = state.steps_since_round + 1
+        at = Round(workers, static_period, steps)
+        updates, inner_new, _ = local_step(
+            inner, rule, at, grads, state.inner, params, state.center, (), **extra_args
+        )
+        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
+        x, inner_new = localize((add_updates(params, updates), inner_new), axis_name)
+        x = vary_like(x, params)
+        broken = state.broken
+        if drop_nonfinite:
+            broken = broken | ~everywhere(is_finite(x), params, axis_name)
+            x = where(broken, params, x)
+
+        def moved(own_x, center):
+            own = own_of(rule, own_x, center, ())
+            return contributions(rule, own, center, at)
+
+        def meeting(now: _Meeting) -> _Meeting:
+            """A round."""
+            own_x = as_center(now.params, now.center)
+            weight = None
+            if drop_nonfinite:
+                weight = localize((~broken).astype(jnp.float32), axis_name)
+            if complete:
+                # All centers are equal, and what was moved is all that need travel.
+                move = localize(moved(own_x, now.center), axis_name)
+                total = reduce(move, axis_name, weight=weight)
+            else:
+                k = _chosen(graph, len(rounds), seed, state.global_step)
+                mixed = _mix(own_x, weight, rounds, k, axis_name)
+                total = moved(mixed, now.center)
+            center, outer_new = absorb(rule, now.center, now.outer, total)
+            landed = jax.tree.map(lambda c, p: c.astype(p.dtype), center, params)
+            inner_met, dropped = now.inner, now.dropped
+            if drop_nonfinite:
+                inner_met = where(broken, inner.init(landed), inner_met)
+                dropped = dropped + broken.astype(jnp.int32)
+            return _Meeting(landed, center, outer_new, dropped, inner_met)
+
+        due = is_due(period, steps, state.local_step) if meet is None else meet
+        # What a round does not change stays out of the conditional.
+        quiet = _Meeting(
+            params=x,
+            center=state.center,
+            outer=state.outer,
+            dropped=state.dropped if drop_nonfinite else (),
+            inner=inner_new if drop_nonfinite else (),
+        )
+        if isinstance(due, bool):
+            met = vary_like(meeting(quiet), quiet) if due else quiet
+        else:
+            met = jax.lax.cond(
+                due,
+                lambda quiet: vary_like(meeting(quiet), quiet),
+                lambda quiet: quiet,
+                quiet,
+            )
+        due = jnp.asarray(due)
+        return met.params, OwnCenterState(
+            local_step=state.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            global_step=state.global_step + due.astype(jnp.int32),
+            center=met.center,
+            outer=met.outer,
+            broken=broken & ~due if drop_nonfinite else (),
+            dropped=met.dropped if drop_nonfinite else state.dropped,
+            inner=met.inner if drop_nonfinite else inner_new,
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "Workers average their parameters; got params=None. Call "
+                "update(grads, state, params)."
+            )
+        new_params, state = apply(updates, state, params, **extra_args)
+        return landing(params, new_params), state
+
+    return DirectTransformation(init, update, apply, period)
+
+
+def noloco(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    *,
+    outer: optax.GradientTransformation | None = None,
+    communication_period: Period = 50,
+    seed: int = 0,
+    drop_nonfinite: bool = False,
+) -> DirectTransformation:
+    """DiLoCo without an all-reduce: an outer step on the mean of a random pair.
+
+    Every `communication_period` steps worker i meets one other, j, drawn anew. With s_i
+    its own center, which it held after its last round:
+
+        x_i, s_i  <-  one step of `outer` on s_i with the gradient s_i - (x_i + x_j) / 2
+
+    It is `oxs.gossip` on `oxs.graphs.random_pairs()`. The released program sends two
+    arrays, the center and what the worker moved; with its settings, where the pull to
+    the partner is as strong as the outer step, their sum is what is sent here. No
+    round waits for all; a worker sends its parameters once, an all-reduce about twice.
+
+    The outer momentum must be lower than DiLoCo's: workers drift apart under a heavy
+    ball of 0.9, gradients or not, and so an `outer` that is not stable is refused. The
+    shards of the workers should look alike; evaluate `oxs.mean_params(params)`.
+
+    Args:
+        inner: The worker's own optimizer.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        outer: See `gossip`; `None`: SGD with rate 0.7 and (heavy ball) momentum 0.5.
+        communication_period: Steps between rounds, as for `gossip`.
+        seed: For the pairs.
+        drop_nonfinite: See `gossip`.
+
+    Returns:
+        The transformation; it stands last in a chain.
+
+    Raises:
+        TypeError: What `gossip` refuses.
+        ValueError: An `outer` whose momentum is too high for pairs, and what `gossip`
+            refuses.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.noloco(optax.adamw(1e-3), "workers", communication_period=100)
+        >>> [oxs.due(tx, step) for step in (98, 99)]
+        [False, True]
+
+    References:
+        Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for
+        Large Models", 2025, arXiv 2506.10911.
+    """
+    return gossip(
+        inner,
+        axis_name,
+        graph=random_pairs(),
+        communication_period=communication_period,
+        outer=optax.sgd(0.7, momentum=0.5) if outer is None else outer,
+        seed=seed,
+        drop_nonfinite=drop_nonfinite,
+    )
+
+
+def mean_params(params: Tree) -> Tree:
+    """The mean over the workers: the model, where there is no center.
+
+    Args:
+        params: The parameters of all workers, leaves [workers, ...].
+
+    Returns:
+        Their mean, leaves [...] in their dtypes, summed in float32 at least. Of leaves
+        that are not floating, which no worker averages, it is the first worker's.
+
+    Raises:
+        ValueError: A leaf has no worker axis.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> oxs.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
+        {'w': Array([2., 4.], dtype=float32)}
+    """
+
+    def mean(x):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                "mean_params needs the parameters of all workers, with a worker axis "
+                "in front; got a scalar. Inside of a mapped function use oxs.reduce."
+            )
+        x = jnp.asarray(x)
+        return _mean(x, (0,)).astype(x.dtype) if is_inexact(x.dtype) else x[0]
+
+    return jax.tree.map(mean, params)
+
+
+def _moved(own: Own, center: Any, at: Round) -> Any:
+    """What is added to a center for plain averaging."""
+    return own.params - own.taken
+
+
+def _moved_back(own: Own, center: Any, at: Round) -> Any:
+    """What an outer optimizer sees: Optax negates it."""
+    return own.taken - own.params
+
+
+def _chosen(graph: Graph, rounds: int, seed: int, global_step: jax.Array) -> Any:
+    """The place of this round's graph: equal on all workers, and after a resume."""
+    if rounds == 1:
+        return 0
+    if graph.choose == "cycle":
+        return global_step % rounds
+    # Not the user's choice of generator, which a resumed run might have changed.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), global_step)
+    return jax.random.randint(key, (), 0, rounds)
+
+
+def _mix(
+    own_x: Tree,
+    weight: jax.Array | None,
+    rounds: Sequence[GraphRound],
+    k: Any,
+    axis_name: AxisName,
+) -> Tree:
+    """What this worker and its partners hold in the mean, of those that have weight."""
+    sent, treedef = jax.tree.flatten(own_x)
+    if weight is not None:
+        sent = [*where(weight > 0, sent, jax.tree.map(jnp.zeros_like, sent)), weight]
+    # Joined, as a program with many partners would otherwise hold many permutes.
+    places = kinds(sent)
+    joined = [_join([sent[i] for i in kind]) for kind in places]
+    branches = [functools.partial(_meet, r, axis_name) for r in rounds]
+    if len(branches) == 1:
+        joined = branches[0](joined)
+    else:
+        joined = jax.lax.switch(k, branches, joined)
+    got = list(sent)
+    for kind, array in zip(places, joined, strict=True):
+        parts = _separate(array, [sent[i] for i in kind])
+        for i, part in zip(kind, parts, strict=True):
+            got[i] = part
+    if weight is not None:
+        *sums, mass = got
+        some = jnp.where(mass > 0, mass, jnp.ones_like(mass))
+        got = [total / some.astype(total.dtype) for total in sums]
+        got = where(mass > 0, got, jax.tree.leaves(own_x))
+    return treedef.unflatten(got)
+
+
+def _meet(
+    round_: GraphRound, axis_name: AxisName, arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """One round of arrays: the rows of its matrix that are this worker's."""
+    if round_.groups is not None:
+        groups = [list(group) for group in round_.groups]
+        means = reduce(
+            arrays, axis_name, group_assignment=groups if len(groups) > 1 else None
+        )
+        return vary_like(means, arrays)
+
+    def mixed(x):
+        total = x * _own_weight(round_.own, x.dtype, axis_name)
+        for take in round_.takes:
+            theirs = permute(x, axis_name, take.source)
+            total = total + theirs * _own_weight(take.weight, x.dtype, axis_name)
+        return total
+
+    return [mixed(x) for x in arrays]
+
+
+def _own_weight(weight: Weight, dtype: Any, axis_name: AxisName) -> Any:
+    if isinstance(weight, tuple):
+        return jnp.asarray(weight, dtype)[axis_index(axis_name)]
+    return jnp.asarray(weight, dtype)
+
+
+def _join(leaves: Sequence[jax.Array]) -> jax.Array:
+    if len(leaves) == 1:
+        return leaves[0]
+    return jnp.concatenate([x.reshape(-1) for x in leaves])
+
+
+def _separate(array: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    if len(like) == 1:
+        return [array]
+    ends = np.cumsum([x.size for x in like])[:-1].tolist()
+    parts = jnp.split(array, ends)
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _check_step(grads, state, params, axis_name) -> int:
+    """Refuse what does not fit a step of a worker; the number of workers."""
+    check_grads(grads, params)
+    require_local(
+        grads,
+        axis_name,
+        "gradient",
+        "A worker has parameters of its own: lay them along the worker axis, "
+        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}).",
+    )
+    require_varying(state.center, params, axis_name, "own center")
+    return axis_size(axis_name)
+
+
+def _refuse_center(state: Any) -> None:
+    """Refuse a center rule inside: its center would not move with the parameters."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+        raise ValueError(
+            "There is a center rule in `inner`, whose center would not move when "
+            "partners move the parameters. Pass its own inner optimizer; to meet in "
+            "groups and between them use oxs.graphs.grid(m)."
+        )
+
+
+def _check_wire(dtype: Any) -> Any:
+    dtype = check_accumulator_dtype(dtype)
+    if dtype is not None and at_least_float32(dtype) != dtype:
+        raise ValueError(
+            f"accumulator_dtype={dtype} would send parameters in {dtype}, which rounds "
+            "them anew in every round until small differences are gone. Leave it out: "
+            "half precision parameters then travel in float32."
+        )
+    return dtype
+
+
+def _momentum_of(outer: optax.GradientTransformation) -> Any:
+    """(rate, momentum, nesterov) of an SGD, found out by three steps; None if other."""
+
+    def response(first: float) -> np.ndarray | None:
+        param = jnp.zeros((), jnp.float32)
+        state, seen = outer.init(param), []
+        for gradient in (first, 0.0, 0.0, 0.0):
+            update, state = outer.update(jnp.float32(gradient), state, param)
+            if isinstance(update, jax.core.Tracer):
+                return None  # An injected hyper-parameter: not known here.
+            seen.append(-float(jnp.asarray(update)))
+        return np.array(seen)
+
+    with jax.numpy_dtype_promotion("standard"):
+        once, twice = response(1.0), response(2.0)
+    if once is None or twice is None or not np.allclose(2 * once, twice, rtol=1e-4):
+        return None
+    momentum = once[2] / once[1] if once[1] else 0.0
+    for nesterov in (False, True):
+        weights = momentum ** np.arange(4.0)
+        if nesterov:
+            weights = np.array([1 + momentum, *(momentum * weights[1:])])
+        rate = once[0] / weights[0]
+        if np.allclose(once, rate * weights, rtol=1e-3, atol=1e-6):
+            return float(rate), float(momentum), nesterov
+    return None
+
+
+def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
+    """By what a round of random pairs multiplies the squared disagreement.
+
+    Of many workers, where a partner's place is independent of one's own: with z = (s,
+    t), s the center and t the trace of one coordinate, z <- A z + B (partner's z), and
+    the second moments of z go by A x A + B x B.
+    """
+    own, other = np.array([0.5, 0.0]), np.array([-0.5, 0.0])  # the gradient
+    trace = np.array([0.5, momentum]), other
+    step = trace
+    if nesterov:
+        step = own + momentum * trace[0], other + momentum * trace[1]
+    a = np.stack([np.array([1.0, 0.0]) - rate * step[0], trace[0]])
+    b = np.stack([-rate * step[1], trace[1]])
+    return float(max(abs(np.linalg.eigvals(np.kron(a, a) + np.kron(b, b)))))
+
+
+def _cycle_growth(
+    matrices: np.ndarray, rate: float, momentum: float, nesterov: bool
+) -> float:
+    """By what a cycle of rounds multiplies the disagreement, in the long run."""
+    n = matrices.shape[1]
+    one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` takes the mean away.
+    whole = np.eye(2 * n)
+    for matrix in matrices:
+        gradient = (one - matrix) @ alone
+        trace = np.hstack([gradient, momentum * one])
+        step = trace
+        if nesterov:
+            step = np.hstack([gradient, 0 * one]) + momentum * trace
+        whole = np.vstack([np.hstack([alone, 0 * one]) - rate * step, trace]) @ whole
+    return float(max(abs(np.linalg.eigvals(whole))))
+
+
+def _check_cycle(graph: Graph, workers: int, momentum: tuple) -> None:
+    if 1 < workers <= _CHECKED_WORKERS:
+        growth = _cycle_growth(graph.matrices(workers), *momentum)
+        _require_stable(growth, momentum, f"this graph of {workers} workers")
+
+
+def _require_stable(growth: float, momentum: tuple, what: str) -> None:
+    rate, beta, nesterov = momentum
+    if growth > 1 + 1e-3:
+        kind = "Nesterov momentum" if nesterov else "momentum"
+        raise ValueError(
+            f"With {what}, an outer rate of {rate:.3g} and {kind} {beta:.3g} the "
+            "workers drift apart even without gradients: their disagreement grows. "
+            "Pass a lower momentum, outer=optax.sgd(0.7, momentum=0.5) for example."
+        )
+
+
+def _square_sums(x: jax.Array) -> jax.Array:
+    """float32[workers], of leaves [workers, ...]."""
+    return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32), range(1, x.ndim))
+
+
+def _mean(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.mean(_wide(x), axis=axes)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(at_least_float32(x.dtype)) if is_floating(x.dtype) else x

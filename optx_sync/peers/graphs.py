@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Graph`: who meets whom, round by round, where there is no center.
+
+In a round worker i takes from the others what its row of a matrix W says,
+
+    x_i  <-  sum_j W_ij x_j
+
+and the rows and columns of W sum to one, so that the mean of the workers stays. A
+round is written as permutations with weights, or as groups that take their mean: both
+are known when the program is compiled, as `collective-permute` and `all-reduce` want.
+
+    graph               who meets                  each sends  mean of all after
+    ring()              both neighbours            2 D         never, gap O(1 / N^2)
+    torus(rows, cols)   four neighbours            4 D         never, gap O(1 / N)
+    exponential()       i - 2^k in round k         D           log2 N, N a power of two
+    hypercube()         i xor 2^k in round k       D           log2 N
+    random_pairs()      a pair, drawn              D           never, see there
+    grid(m)             groups of m, N = m^d       about 2 D   d
+    metropolis(edges)   any graph you give         degree D    never
+
+The gap is one minus the second largest size of an eigenvalue of W: the disagreement
+shrinks at least by that part in each round.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Weight = float | tuple[float, ...]  # of all workers, or one for each
+
+
+class Take(NamedTuple):
+    """What all workers take along one permutation."""
+
+    source: tuple[int, ...]  # worker i takes from worker source[i]
+    weight: Weight
+
+
+class GraphRound(NamedTuple):
+    """One round: x_i <- own x_i + sum of weight x_source[i] over `takes`."""
+
+    own: Weight = 1.0
+    takes: tuple[Take, ...] = ()
+    # If given, groups of equal size of which each takes its mean, and nothing else.
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+
+class Graph(NamedTuple):
+    """Who meets whom in which round.
+
+    Attributes:
+        rounds: `(number of workers) -> rounds`, a tuple of `GraphRound`; a ValueError
+            for a number that the graph does not fit.
+        choose: `"cycle"`: one after the other. `"draw"`: one at random, from the seed
+            and the number of rounds so far: equal on all workers, and after a resume.
+
+    Example:
+        Gossip with the mean of all in every fourth round (Gossip-PGA):
+
+        >>> import optx_sync as oxs
+        >>> ring = oxs.graphs.ring()
+        >>> def rounds(n):
+        ...     return ring.rounds(n) * 3 + oxs.graphs.grid(n).rounds(n)
+        >>> oxs.graphs.Graph(rounds).matrices(4)[-1][0].tolist()
+        [0.25, 0.25, 0.25, 0.25]
+    """
+
+    rounds: Callable[[int], tuple[GraphRound, ...]]
+    choose: Literal["cycle", "draw"] = "cycle"
+
+    def matrices(self, n: int) -> np.ndarray:
+        """The mixing matrices of n workers, float64 [rounds, n, n].
+
+        Example:
+            >>> import optx_sync as oxs
+            >>> oxs.graphs.exponential().matrices(4)[1].tolist()[0]
+            [0.5, 0.0, 0.5, 0.0]
+        """
+        return np.stack([_matrix(round_, n) for round_ in self.rounds(n)])
+
+
+def ring() -> Graph:
+    """Each worker with both neighbours, all three with the same weight.
+
+    Disagreement between far workers lives for O(N^2) rounds: for few workers, or where
+    links exist between neighbours only.
+
+    Example:
+        >>> import optx_sync as oxs
+        >>> oxs.graphs.ring().matrices(2).tolist()
+        [[[0.5, 0.5], [0.5, 0.5]]]
+    """
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        return (_even(n, [_shift(n, 1), _shift(n, -1)]),)
+
+    return Graph(rounds)
+
+
+def torus(rows: int, cols: int) -> Graph:
+    """Each worker with its four neighbours in a grid that is closed both ways.
+
+    All have the same weight, one fifth; neighbours that coincide, as in two rows, count
+    once. Worker `r * cols + c` stands in row r and column c, as on a mesh of devices.
+
+    Example:
+        >>> import optx_sync as oxs
+        >>> oxs.graphs.torus(3, 3).matrices(9)[0][0].round(1).tolist()
+        [0.2, 0.2, 0.2, 0.2, 0.0, 0.0, 0.2, 0.0, 0.0]
+    """
+    _check_integer(rows, "rows", "torus(4, 4)")
+    _check_integer(cols, "cols", "torus(4, 4)")
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        if n != rows * cols:
+            raise ValueError(
+                f"torus({rows}, {cols}) is a graph of {rows * cols} workers; the axis "
+                f"has {n}. Pass rows and columns whose product is {n}."
+            )
+
+        def neighbour(down: int, right: int) -> tuple[int, ...]:
+            return tuple(
+                (r + down) % rows * cols + (c + right) % cols
+                for r in range(rows)
+                for c in range(cols)
+            )
+
+        ways = [(1, 0), (-1, 0), (0, 1), (0, -1)]
+        return (_even(n, [neighbour(*way) for way in ways]),)
+
+    return Graph(rounds)
+
+
+def exponential() -> Graph:
+    """Each worker with one other, 1, 2, 4, ... places before it in turn.
+
+    The cycle has ceil(log2 N) rounds. After one cycle all hold the mean if N is a power
+    of two; if not, they come close only (6 workers keep up to 22 % of their
+    disagreement in 3 rounds).
+
+    Example:
+        >>> import numpy as np
+        >>> import optx_sync as oxs
+        >>> cycle = oxs.graphs.exponential().matrices(8)
+        >>> bool(np.all(np.linalg.multi_dot(cycle) == 1 / 8))
+        True
+
+    References:
+        Ying, Yuan, Chen, Hu, Pan, Yin, "Exponential Graph is Provably Efficient for
+        Decentralized Deep Training", 2021, arXiv 2110.13363.
+    """
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        steps = range(max(1, (n - 1).bit_length()))
+        return tuple(_even(n, [_shift(n, -(1 << k))]) for k in steps)
+
+    return Graph(rounds)
+
+
+def hypercube() -> Graph:
+    """Each worker with one other, whose number differs in one bit, bit after bit.
+
+    After log2 N rounds all hold the mean. As `exponential`, but the two of a pair meet
+    each other. The number of workers must be a power of two.
+
+    Example:
+        >>> import optx_sync as oxs
+        >>> oxs.graphs.hypercube().rounds(4)[1].takes[0].source
+        (2, 3, 0, 1)
+    """
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        if n & (n - 1):
+            raise ValueError(
+                f"hypercube needs a power of two of workers; the axis has {n}. Use "
+                "oxs.graphs.exponential() or random_pairs()."
+            )
+        bits = range(max(1, (n - 1).bit_length()))
+        flips = [tuple(i ^ (1 << k) for i in range(n)) for k in bits]
+        return tuple(_even(n, [flip if n > 1 else (0,)]) for flip in flips)
+
+    return Graph(rounds)
+
+
+def random_pairs() -> Graph:
+    """Pairs, drawn anew in each round, every two workers equally likely.
+
+    A round is one of a round-robin tournament, in which every two meet once; of an odd
+    number of workers one rests. A round leaves (N - 2) / (2 (N - 1)) of the squared
+    disagreement in expectation, a little below a half.
+
+    Example:
+        >>> import optx_sync as oxs
+        >>> [r.takes[0].source for r in oxs.graphs.random_pairs().rounds(4)]
+        [(3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2)]
+    """
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        even = n + n % 2  # An odd number of workers plays with one who is not there.
+        turns = even - 1
+        made = []
+        for r in range(turns):
+            source = list(range(even))
+            source[r], source[turns] = turns, r
+            for k in range(1, even // 2):
+                one, other = (r + k) % turns, (r - k) % turns
+                source[one], source[other] = other, one
+            alone = [i if source[i] >= n else source[i] for i in range(n)]
+            made.append(_even(n, [tuple(alone)]))
+        return tuple(made)
+
+    return Graph(rounds, "draw")
+
+
+def grid(m: int) -> Graph:
+    """Means of groups of m, one dimension of a grid of N = m^d workers after the other.
+
+    After d rounds all hold the mean (Moshpit's grid). `grid(N)` is one group of all:
+    then the workers meet as those of `local_sgd` do, to the bit.
+
+    Example:
+        >>> import optx_sync as oxs
+        >>> oxs.graphs.grid(2).rounds(4)[1].groups
+        ((0, 2), (1, 3))
+
+    References:
+        Ryabinin, Gorbunov, Plokhotnyuk, Pekhimenko, "Moshpit SGD", 2021, arXiv
+        2103.03239.
+    """
+    _check_integer(m, "m", "grid(4)", least=2)
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        dimensions = round(math.log(n, m)) if n > 1 else 0
+        if m**dimensions != n:
+            raise ValueError(
+                f"grid({m}) needs {m}, {m**2}, {m**3}, ... workers; the axis has {n}. "
+                f"Pass a root of {n}, or {n} itself for one group of all."
+            )
+
+        def groups(k: int) -> tuple[tuple[int, ...], ...]:
+            step = m**k
+            firsts = [i for i in range(n) if i // step % m == 0]
+            return tuple(tuple(i + j * step for j in range(m)) for i in firsts)
+
+        return tuple(GraphRound(groups=groups(k)) for k in range(dimensions)) or (
+            GraphRound(),
+        )
+
+    return Graph(rounds)
+
+
+def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
+    """Any graph: an edge weighs 1 / (1 + the larger degree of its two ends).
+
+    What is left is the worker's own weight. The matrix is symmetric and rows and
+    columns sum to one, whatever the graph. Edges are split into matchings, one
+    `collective-permute` each: as many as the largest degree, or a few more.
+
+    Args:
+        edges: Pairs of workers, numbered from 0; both meet. The graph must be
+            connected, or the mean would never be reached.
+
+    Example:
+        A line of three:
+
+        >>> import optx_sync as oxs
+        >>> oxs.graphs.metropolis([(0, 1), (1, 2)]).matrices(3)[0].round(2).tolist()
+        [[0.67, 0.33, 0.0], [0.33, 0.33, 0.33], [0.0, 0.33, 0.67]]
+    """
+    pairs = sorted({(min(edge), max(edge)) for edge in map(_edge, edges)})
+
+    def rounds(n: int) -> tuple[GraphRound, ...]:
+        _check_workers(n)
+        highest = max((b for _, b in pairs), default=0)
+        if highest >= n:
+            raise ValueError(
+                f"An edge names worker {highest}, but the axis has {n} workers, "
+                f"numbered 0 to {n - 1}."
+            )
+        reached, before = {0}, 0
+        while len(reached) > before:
+            before = len(reached)
+            reached |= {i for edge in pairs if reached & set(edge) for i in edge}
+        if len(reached) < n:
+            alone = sorted(set(range(n)) - reached)
+            raise ValueError(
+                f"The edges do not connect workers {alone} with worker 0. Add edges "
+                "until each can be reached from each."
+            )
+        if 2 * len(pairs) == n * (n - 1):  # All meet all, with the same weight.
+            return (GraphRound(groups=(tuple(range(n)),)),)
+        degree = [sum(i in edge for edge in pairs) for i in range(n)]
+        weight = {(a, b): 1 / (1 + max(degree[a], degree[b])) for a, b in pairs}
+        matchings: list[list[tuple[int, int]]] = []
+        for edge in pairs:
+            for matching in matchings:
+                if not any(set(edge) & set(other) for other in matching):
+                    matching.append(edge)
+                    break
+            else:
+                matchings.append([edge])
+        own, takes = np.ones(n), []
+        for matching in matchings:
+            source, weights = list(range(n)), np.zeros(n)
+            for a, b in matching:
+                source[a], source[b] = b, a
+                weights[[a, b]] = weight[a, b]
+            own -= weights
+            takes.append(Take(tuple(source), tuple(weights.tolist())))
+        return (GraphRound(tuple(own.tolist()), tuple(takes)),)
+
+    return Graph(rounds)
+
+
+def _even(n: int, sources: Sequence[tuple[int, ...]]) -> GraphRound:
+    """The mean of a worker and those it takes from; sources that coincide count once.
+
+    Where a worker takes from itself, as one that rests, its whole is its own.
+    """
+    others = [s for s in dict.fromkeys(sources) if s != tuple(range(n))]
+    share = 1 / (1 + len(others))
+    return GraphRound(share if others else 1.0, tuple(Take(s, share) for s in others))
+
+
+def _shift(n: int, by: int) -> tuple[int, ...]:
+    return tuple((i + by) % n for i in range(n))
+
+
+def _matrix(round_: GraphRound, n: int) -> np.ndarray:
+    matrix = np.zeros((n, n))
+    if round_.groups is not None:
+        for group in round_.groups:
+            matrix[np.ix_(group, group)] = 1 / len(group)
+        return matrix
+    workers = np.arange(n)
+    matrix[workers, workers] += np.broadcast_to(round_.own, n)
+    for take in round_.takes:
+        matrix[workers, list(take.source)] += np.broadcast_to(take.weight, n)
+    return matrix
+
+
+def _check_workers(n: Any) -> None:
+    _check_integer(n, "the number of workers", "ring().matrices(8)")
+
+
+def _check_integer(value: Any, name: str, call: str, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(
+            f"{name} must be an integer; got {value!r} of type "
+            f"{type(value).__name__}. Write for example oxs.graphs.{call}."
+        )
+    if value < least:
+        raise ValueError(
+            f"{name} must be at least {least}; got {value}. Write for example "
+            f"oxs.graphs.{call}."
+        )
+
+
+def _edge(edge: Any) -> tuple[int, int]:
+    ends = tuple(edge)
+    if len(ends) != 2 or ends[0] == ends[1]:
+        raise ValueError(
+            f"An edge is a pair of different workers; got {edge!r}. Write for example "
+            "oxs.graphs.metropolis([(0, 1), (1, 2)])."
+        )
+    for end in ends:
+        _check_integer(end, "a worker", "metropolis([(0, 1), (1, 2)])", least=0)
+    return int(ends[0]), int(ends[1])

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A center under a `CenterRule`: what its server and its workers do."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optx_sync.center.formulas import (
+    absorb,
+    contributions,
+    divide,
+    is_due,
+    local_step,
+    own_of,
+    start_accumulated,
+    start_center,
+    take,
+    worker_params,
+)
+from optx_sync.center.rule import CenterRule, Period, Round, reads
+from optx_sync.runtime.agreements.contract import (
+    Expected,
+    Variables,
+    Way,
+    arrays_of,
+    bound,
+    check_saved,
+    copied,
+    described,
+    like,
+    numbered,
+    tree_of,
+)
+from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.trees import is_finite
+
+
+class Traffic(NamedTuple):
+    """Which arrays travel: no more than the rule's formulas read."""
+
+    sends: tuple[str, ...]  # "contribution", or fields of `Own`
+    replies: tuple[str, ...]  # of "before" and "after", the center around the round
+
+
+def traffic(rule: CenterRule, at: Round) -> Traffic:
+    """What a worker and the center send each other under a rule."""
+    read = reads(rule, at.communication_period or 1)
+    if read.center:
+        fields = {
+            "params": read.params,
+            "taken": read.contributed_taken,
+            "accumulated": read.accumulated,
+        }
+        sends = tuple(name for name, is_read in fields.items() if is_read)
+    else:
+        sends = ("contribution",)
+    before = read.before or (read.taken and rule.take is not None)
+    after = read.after or (read.taken and rule.take is None)
+    names = {"before": before, "after": after}
+    return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
+
+
+def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
+    """What a rule may know of a round."""
+    period = None if callable(communication_period) else communication_period
+    return Round(num_workers, period, jnp.int32(steps))
+
+
+def center_way(rule: CenterRule, num_workers: int, communication_period: Period) -> Way:
+    """What server and workers do under a rule."""
+    if rule.num_workers not in (None, num_workers):
+        raise ValueError(
+            f"The rule was made for {rule.num_workers} workers, but there are "
+            f"{num_workers}. Make them equal."
+        )
+    if rule.check is not None:
+        rule.check(communication_period)
+    at = round_of(num_workers, communication_period, 1)
+    return Way(
+        serve=lambda params, inner, copy: Center(params, rule, at, copy),
+        work=lambda shapes, inner: OfCenter(
+            shapes, inner, rule, num_workers, communication_period
+        ),
+        names=traffic(rule, at).sends,
+        splits=True,
+        waits=False,
+    )
+
+
+class Center:
+    """The center under a rule, as its server holds it.
+
+    What is sent to be added is added in place. Otherwise the next center is computed
+    beside this one, over buffers that are not needed any more, so that one that would
+    not be finite can be thrown away.
+    """
+
+    def __init__(self, params: Any, rule: CenterRule, at: Round, copy_replies: bool):
+        center = start_center(params)
+        self.variables: Variables = Variables(center)
+        self.rule = rule
+        self.at = at
+        self.copy_replies = copy_replies
+        self.traffic: Traffic = traffic(rule, at)
+        self.expected: Expected = Expected(self.traffic.sends, center)
+        self.global_step: int = 0
+        # The center before a worker's last push, for a worker that did not hear of it.
+        self.kept: dict[int, Arrays] = {}
+        # The rounds absorbed when a worker last took the center.
+        self.seen: list[int] = [0] * at.num_workers
+        # A contribution made at the server has not been divided yet.
+        self.at_server: bool = self.traffic.sends != ("contribution",)
+        self.keeps_before: bool = "before" in self.traffic.replies
+        self.adds: bool = rule.outer is None and not self.at_server
+        self.outer: Any = () if rule.outer is None else copied(rule.outer.init(center))
+        self._begin(self.variables.arrays(center))
+        self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
+
+    def _begin(self, center: Arrays) -> None:
+        """Hold this center; what it was computed from is not needed any more."""
+        self.spare: list[Arrays] = []  # centers that may be written over
+        self.spare_outer: Any = jax.tree.map(jnp.empty_like, self.outer)
+        if self.adds:
+            self.center: Arrays = {
+                path: np.array(array, order="C") for path, array in center.items()
+            }
+            self.bounds: dict[str, float] = {
+                path: bound(array) for path, array in self.center.items()
+            }
+        else:
+            self.center = {path: jnp.array(array) for path, array in center.items()}
+
+    def _next(self, center, outer, spare, spare_outer, sent, steps):
+        center = self.variables.tree(center)
+        if self.at_server:
+            at = self.at._replace(steps=steps)
+            sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
+            # The center stands for what the formula does not read and was not sent.
+            own = own_of(
+                self.rule,
+                sent.get("params", center),
+                sent.get("taken", center),
+                sent.get("accumulated", center),
+            )
+            total = contributions(self.rule, own, center, at)
+            if self.rule.mean_over == "workers":
+                total = divide(total, at.num_workers)
+        else:
+            total = self.variables.tree(sent["contribution"])
+        center, outer = absorb(self.rule, center, outer, total)
+        # What passes through is copied too: an array that was not would be written over
+        # two steps later, as spare.
+        after = jax.tree.map(jnp.copy, (self.variables.arrays(center), outer))
+        return *after, is_finite(center)
+
+    def absorb(
+        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
+    ) -> Reply | None:
+        """The next center, and what the worker gets back."""
+        before = self.center
+        if self.adds and not self._has_room(sent["contribution"], sizes):
+            return None
+        spare = self.spare.pop() if self.spare else self._buffers()
+        if not self.adds:
+            center, outer, finite = self._step(
+                before, self.outer, spare, self.spare_outer, sent, jnp.int32(steps)
+            )
+            self.spare_outer = outer
+            if not finite:
+                self.spare.append(center)
+                return None
+            self.spare_outer, self.outer = self.outer, outer
+            self.center = center
+        else:
+            self.center = spare
+            for path, added in sent["contribution"].items():
+                np.add(before[path], added, out=self.center[path])
+        free = before
+        if self.keeps_before:
+            free, self.kept[worker] = self.kept.get(worker), before
+        if free is not None and (free is not self.center):
+            self.spare.append(free)
+        self.global_step += 1
+        self.seen[worker] = self.global_step
+        return self._reply(before)
+
+    def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
+        """Whether no sum overflows."""
+        new = {path: self.bounds[path] + sizes[path] for path in added}
+        for path, size in new.items():
+            center = self.center[path]
+            if size < float(np.finfo(center.dtype).max):
+                continue
+            with np.errstate(over="ignore"):
+                new[path] = float(np.abs(center + added[path]).max(initial=0))
+            if not np.isfinite(new[path]):
+                return False
+        self.bounds.update(new)
+        return True
+
+    def _buffers(self) -> Arrays:
+        if self.adds and not self.keeps_before:
+            return self.center  # Added in place.
+        empty = np.empty_like if self.adds else jnp.empty_like
+        return {path: empty(array) for path, array in self.center.items()}
+
+    def _reply(self, before: Arrays) -> Reply:
+        centers = {"before": before, "after": self.center}
+        arrays = {name: self._out(centers[name]) for name in self.traffic.replies}
+        return Reply(arrays, self.global_step, 0)
+
+    def _out(self, arrays: Arrays) -> Arrays:
+        convert = np.array if self.copy_replies else np.asarray
+        return {path: convert(array) for path, array in arrays.items()}
+
+    def reply_again(self, worker: int) -> Reply:
+        """What a worker gets back that did not hear the answer."""
+        # After a restart nothing is kept, and the center now is as good.
+        return self._reply(self.kept.get(worker, self.center))
+
+    def join(self, worker: int) -> None:
+        """A worker starts, and takes the center."""
+        self.seen[worker] = self.global_step
+
+    def staleness(self, worker: int) -> int:
+        """The rounds since a worker last took the center."""
+        return self.global_step - self.seen[worker]
+
+    def is_waiting(self, worker: int) -> bool:
+        """Whether a worker must wait for a token: never."""
+        return False
+
+    def release(self, left: set[int]) -> None:
+        """Workers have left: nobody waits for them anyway."""
+
+    def current(self) -> Arrays:
+        """What a worker that starts gets."""
+        return self._out(self.center)
+
+    def tree(self) -> Any:
+        """A copy of the center."""
+        return self.variables.tree({p: np.array(a) for p, a in self.center.items()})
+
+    def averages_tree(self) -> Any:
+        """There are none."""
+        return None
+
+    def describe(self) -> str:
+        """The rule's formulas by name, and the outer state."""
+        rule = self.rule
+        formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
+        return described("center", formulas, self.outer)
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds."""
+        center = {path: np.asarray(array) for path, array in self.center.items()}
+        arrays = {"center": center, "outer": numbered(self.outer)}
+        return arrays, {"global_step": self.global_step}
+
+    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+        """Go on from what a checkpoint held."""
+        check_saved(self.center, arrays["center"])
+        self.outer = like(self.outer, arrays.get("outer", {}))
+        self._begin(arrays["center"])
+        self.kept = {}
+        self.global_step = int(notes["global_step"])
+        self.seen = [self.global_step] * self.at.num_workers
+
+
+class OfCenter:
+    """A worker's arrays under a rule."""
+
+    def __init__(self, shapes, inner, rule, num_workers, communication_period):
+        self.like, self.inner, self.rule = shapes, inner, rule
+        self.period = communication_period
+        self.center_like = jax.eval_shape(start_center, shapes)
+        self.at = round_of(num_workers, communication_period, 1)
+        self.traffic = traffic(rule, self.at)
+        self._step = jax.jit(self._run_step)
+        self._bring = jax.jit(self._run_bring)
+        self._take = jax.jit(self._run_take)
+
+    def start(self, arrays: Arrays, place) -> None:
+        """Begin with the center."""
+        center = place(tree_of(arrays, self.like))
+        self.params = jax.tree.map(lambda c, p: c.astype(p.dtype), center, self.like)
+        self.taken = center
+        self._start_own()
+
+    def _start_own(self) -> None:
+        self.accumulated = start_accumulated(self.rule, self.taken)
+        self.inner_state = self.inner.init(self.params)
+        self.steps = 0
+
+    def place(self, place) -> None:
+        """Lay everything out over devices."""
+        self.params, self.taken = place(self.params), place(self.taken)
+        self._start_own()
+
+    def step(self, grads: Any, step: int) -> bool:
+        """One step; whether an exchange is due."""
+        self.steps += 1
+        self.params, self.inner_state, self.accumulated = self._step(
+            self.params, self.inner_state, self.taken, self.accumulated, grads,
+            jnp.int32(self.steps),
+        )  # fmt: skip
+        return bool(is_due(self.period, self.steps, jnp.int32(step)))
+
+    def _run_step(self, params, inner_state, taken, accumulated, grads, steps):
+        at = self.at._replace(steps=steps)
+        updates, inner_state, accumulated = local_step(
+            self.inner, self.rule, at, grads, inner_state, params, taken, accumulated
+        )
+        moved = worker_params(params, updates, self.center_like)
+        params = jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
+        return params, inner_state, accumulated
+
+    def outgoing(self) -> dict[str, Arrays]:
+        """What to push."""
+        sent = self._bring(
+            self.params, self.taken, self.accumulated, jnp.int32(self.steps)
+        )
+        return {name: arrays_of(tree) for name, tree in sent.items()}
+
+    def _run_bring(self, params, taken, accumulated, steps):
+        x = self._wide(params)
+        if self.traffic.sends != ("contribution",):
+            fields = {"params": x, "taken": taken, "accumulated": accumulated}
+            return {name: fields[name] for name in self.traffic.sends}
+        at = self.at._replace(steps=steps)
+        own = own_of(self.rule, x, taken, accumulated)
+        # The formula does not read the center, so any array of its type will do.
+        total = contributions(self.rule, own, x, at)
+        if self.rule.mean_over == "workers":
+            total = divide(total, at.num_workers)
+        return {"contribution": total}
+
+    def land(self, replied: dict[str, Arrays], place) -> None:
+        """Take what came back."""
+        centers = {n: place(tree_of(a, self.like)) for n, a in replied.items()}
+        self.params = self._take(self.params, centers, jnp.int32(self.steps))
+        if self.rule.take is not None:
+            self.taken = centers.get("before", self.taken)
+        else:
+            self.taken = centers.get("after", self.taken)
+        self.accumulated = jax.tree.map(jnp.zeros_like, self.accumulated)
+        self.steps = 0
+
+    def _run_take(self, params, centers, steps):
+        at = self.at._replace(steps=steps)
+        x = self._wide(params)
+        # One that is not sent is not read.
+        before, after = centers.get("before", x), centers.get("after", x)
+        new = take(self.rule, x, before, after, at)
+        return jax.tree.map(lambda x, p: x.astype(p.dtype), new, params)
+
+    def _wide(self, params):
+        return jax.tree.map(lambda p, c: p.astype(c.dtype), params, self.center_like)

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two sides of an agreement have, and what a push is checked for."""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.trees import is_gradient_leaf, path_name
+
+SHOWN_NAMES = 5
+
+
+class Held(Protocol):
+    """What a server holds: the arithmetic. One thread at a time."""
+
+    global_step: int
+    expected: "Expected"
+
+    def absorb(
+        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
+    ) -> Reply | None:
+        """Take what a worker sends; `None`, and nothing has changed, if it overflows.
+
+        `sizes` are bounds of the arrays' elements, from `Expected.look`.
+        """
+        ...
+
+    def reply_again(self, worker: int) -> Reply:
+        """What a worker gets back that did not hear the answer."""
+        ...
+
+    def join(self, worker: int) -> None:
+        """A worker starts, and takes what is current."""
+        ...
+
+    def staleness(self, worker: int) -> int:
+        """The rounds since a worker last took what is current."""
+        ...
+
+    def is_waiting(self, worker: int) -> bool:
+        """Whether a worker must wait for a token."""
+        ...
+
+    def release(self, left: set[int]) -> None:
+        """Workers have left: nobody waits for them any more."""
+        ...
+
+    def current(self) -> Arrays:
+        """What a worker that starts gets."""
+        ...
+
+    def tree(self) -> Any:
+        """A copy of the center, in the structure of the parameters."""
+        ...
+
+    def averages_tree(self) -> Any:
+        """Moving averages, or `None`."""
+        ...
+
+    def describe(self) -> str:
+        """What a checkpoint must have been saved by, to be read again."""
+        ...
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint holds: arrays, and what JSON can hold."""
+        ...
+
+    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+        """Go on from what a checkpoint held."""
+        ...
+
+
+class Own(Protocol):
+    """What a worker has: its parameters, and what it sends."""
+
+    params: Any
+    steps: int
+
+    def start(self, arrays: Arrays, place: Callable) -> None:
+        """Begin with the center."""
+        ...
+
+    def place(self, place: Callable) -> None:
+        """Lay everything out over devices."""
+        ...
+
+    def step(self, grads: Any, step: int) -> bool:
+        """One step; whether an exchange is due."""
+        ...
+
+    def outgoing(self) -> dict[str, Arrays]:
+        """What to push."""
+        ...
+
+    def land(self, replied: dict[str, Arrays], place: Callable) -> None:
+        """Take what came back."""
+        ...
+
+
+class Way(NamedTuple):
+    """What server and worker do under one agreement."""
+
+    serve: Callable[..., Held]  # (params, inner, copy_replies)
+    work: Callable[..., Own]  # (shapes of the parameters, inner)
+    names: tuple[str, ...]  # what a push holds
+    splits: bool  # whether the variables may be on several servers
+    waits: bool  # whether a worker may wait at the server for the others
+
+
+class Variables:
+    """The way from a tree to the paths of its arrays, and back."""
+
+    def __init__(self, tree: Any):
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.treedef: Any = treedef
+        self.paths: tuple[str, ...] = tuple(path_name(path) for path, _ in leaves)
+
+    def tree(self, arrays: Arrays) -> Any:
+        """The tree of these arrays."""
+        return self.treedef.unflatten([arrays[path] for path in self.paths])
+
+    def arrays(self, tree: Any) -> Arrays:
+        """The arrays of a tree, by path."""
+        return dict(zip(self.paths, self.treedef.flatten_up_to(tree), strict=True))
+
+
+class Expected:
+    """What a push must look like."""
+
+    def __init__(self, names: tuple[str, ...], tree: Any, of_rows: bool = False):
+        self.names = names
+        self.of_rows = of_rows  # whether an array may be missing, or rows of it
+        self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+            path_name(path): (jnp.shape(leaf), np.dtype(leaf.dtype))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+
+    def look(self, sent: Any) -> tuple[str, dict[str, float]]:
+        """What is wrong with what was sent, "" if nothing is, and how large it is."""
+        sizes: dict[str, float] = {}
+        if not isinstance(sent, dict) or set(sent) != set(self.names):
+            got = sorted(sent) if isinstance(sent, dict) else type(sent)
+            return f"a push holds {sorted(self.names)}; got {got}.", sizes
+        for name in self.names:
+            problem = self._problem_of(name, sent[name], sizes)
+            if problem:
+                return problem, sizes
+        return "", sizes
+
+    def _problem_of(self, name: str, arrays: Any, sizes: dict[str, float]) -> str:
+        if not isinstance(arrays, dict):
+            return f"{name} must be a dict from paths to arrays; got {type(arrays)}."
+        if arrays.keys() != self.leaves.keys():
+            unknown = [path for path in arrays if path not in self.leaves]
+            missing = [path for path in self.leaves if path not in arrays]
+            return (
+                f"{name} does not have the structure of the parameters: unknown "
+                f"{some(unknown)}, missing {some(missing)}. Push what Worker.step was "
+                "given for the same parameters."
+            )
+        for path, (shape, dtype) in self.leaves.items():
+            array = arrays[path]
+            if self.of_rows and array is None:
+                continue
+            if self.of_rows and isinstance(array, tuple):
+                indices, array = array
+                if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
+                    return (
+                        f"{name} at {path} must have integer indices in one row; got "
+                        f"{indices.dtype}."
+                    )
+                shape = (len(indices), *shape[1:])
+            problem, size = _look(array, shape, dtype)
+            if problem:
+                return f"{name} at {path} {problem}"
+            sizes[path] = size
+        return ""
+
+
+def by_path(tree: Any) -> Arrays:
+    """The arrays of a tree, by path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): leaf for path, leaf in pairs}
+
+
+def some(names: list[str]) -> str:
+    """A list for a message, cut where it gets long."""
+    if len(names) <= SHOWN_NAMES:
+        return str(names)
+    return f"{names[:SHOWN_NAMES]} and {len(names) - SHOWN_NAMES:,} more"
+
+
+def _look(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[str, float]:
+    if not isinstance(array, np.ndarray | np.generic | jax.Array):
+        return f"must be an array; got {type(array).__name__}.", 0.0
+    if array.dtype != dtype:
+        return f"must have dtype {dtype}; got {array.dtype}.", 0.0
+    if array.shape != shape:
+        return f"must have shape {shape}; got {array.shape}.", 0.0
+    size = bound(np.asarray(array))
+    return ("" if np.isfinite(size) else "holds a NaN or infinity."), size
+
+
+def bound(array: np.ndarray) -> float:
+    """No element is larger than this; not finite if one is not finite.
+
+    One pass without a temporary array: a sum of squares is finite only if its terms
+    are.
+    """
+    if array.dtype in (np.float32, np.float64):
+        with np.errstate(over="ignore", invalid="ignore"):
+            flat = array.reshape(-1)
+            squares = float(np.dot(flat, flat))
+        if np.isfinite(squares):
+            # Rounded sums of squares may be a little low.
+            return 1.001 * squares**0.5
+    # Squares of finite terms may overflow.
+    return float(np.abs(array).max(initial=0))
+
+
+def copied(tree: Any) -> Any:
+    """A state whose arrays are its own.
+
+    Some Optax states hold the parameters that they were made for.
+    """
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+
+
+def numbered(tree: Any) -> dict[str, np.ndarray]:
+    """The leaves of a state of any type, as what a checkpoint can hold."""
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def like(tree: Any, leaves: dict[str, np.ndarray]) -> Any:
+    """A state from what `numbered` made of it."""
+    old, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
+
+
+def described(kind: str, formulas: list[Any], state: Any) -> str:
+    """What made a checkpoint: formulas by name, an optimizer by its state."""
+    names = [
+        f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else repr(f)
+        for f in formulas
+    ]
+    leaves, treedef = jax.tree.flatten(state)
+    shapes = [f"{jnp.shape(x)} {jnp.result_type(x)}" for x in leaves]
+    return json.dumps([kind, names, str(treedef), shapes])
+
+
+def check_saved(center: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint of other variables."""
+    unknown = [path for path in saved if path not in center]
+    missing = [path for path in center if path not in saved]
+    if unknown or missing:
+        raise ValueError(
+            "The checkpoint is of other variables: it has "
+            f"{some(unknown)}, which the parameters have not, and lacks "
+            f"{some(missing)}. Pass another checkpoint_dir, or rename the parameters."
+        )
+    for path, array in center.items():
+        if array.shape != saved[path].shape:
+            raise ValueError(
+                f"The checkpoint holds {path} with shape {saved[path].shape}; the "
+                f"parameters have {array.shape}. Pass another checkpoint_dir."
+            )
+
+
+def tree_of(arrays: Arrays, shapes: Any) -> Any:
+    """Arrays of the worker's own: what was received may be a view of the center."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
+    )
+
+
+def arrays_of(tree: Any) -> Arrays:
+    """From a tree to what travels; row-sparse leaves as (indices, values)."""
+    return {
+        path_name(path): _sent(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=is_gradient_leaf
+        )
+    }
+
+
+def _sent(leaf: Any) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        return np.asarray(leaf.indices), np.asarray(leaf.values)
+    return None if leaf is None else np.asarray(leaf)
+
+
+Inner = optax.GradientTransformationExtraArgs

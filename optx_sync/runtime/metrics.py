@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens in a run, as metrics of Ray: its dashboard and Prometheus show them."""
+
+from optx_sync.runtime.messages import Event
+
+GAUGES = {
+    "steps": "Steps of a worker",
+    "rounds": "Pushes of a worker that were applied",
+    "staleness": "The other workers' rounds between its last two",
+}
+COUNTERS = {
+    "refused": "Pushes that were refused",
+    "retry": "Pushes that came again, and were answered and not applied",
+    "dropped": "Gradients that were stale",
+    "lost": "Deaths of a worker",
+    "restored": "Times that a server came back from a checkpoint",
+    "unsaved": "Checkpoints that could not be written",
+}
+SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
+
+
+class Metrics:
+    """Counts what the servers tell, per worker and server; names begin with optx_sync.
+
+    It counts in the process that collects the events, so an exchange does not wait for
+    it.
+    """
+
+    def __init__(self):
+        from ray.util.metrics import Counter, Gauge, Histogram
+
+        keys = ("worker", "server")
+        self._gauges = {
+            name: Gauge(f"optx_sync_{name}", description=what, tag_keys=keys)
+            for name, what in GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(f"optx_sync_{name}_total", description=what, tag_keys=keys)
+            for name, what in COUNTERS.items()
+        }
+        self._gone = Counter(
+            "optx_sync_lost_pushes_total",
+            description="Pushes that went with a server",
+            tag_keys=keys,
+        )
+        self._seconds = Histogram(
+            "optx_sync_exchange_seconds",
+            description="Seconds of an exchange, as the worker measures it",
+            boundaries=SECONDS,
+            tag_keys=keys,
+        )
+
+    def add(self, server: int, events: list[Event]) -> None:
+        """Count events of a server."""
+        last: dict[int, Event] = {}
+        for event in events:
+            tags = {"worker": str(event.worker), "server": str(server)}
+            if event.kind in self._counters:
+                self._counters[event.kind].inc(1, tags=tags)
+            if event.kind == "rolled_back":
+                self._gone.inc(event.staleness, tags=tags)
+            if event.kind in ("push", "dropped"):
+                last[event.worker] = event
+                if event.seconds > 0:
+                    self._seconds.observe(event.seconds, tags=tags)
+        for worker, event in last.items():
+            tags = {"worker": str(worker), "server": str(server)}
+            values = (event.local_step, event.round, event.staleness)
+            for name, value in zip(GAUGES, values, strict=True):
+                self._gauges[name].set(value, tags=tags)

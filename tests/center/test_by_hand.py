@@ -1,0 +1,65 @@
+"""`apply_gradients` of a center rule is the step that one writes by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from benchmarks import by_hand
+from optx_sync import hlo
+
+RULES = [name for name, case in by_hand.CASES.items() if not case.replicated]
+FLOATS = 64 * 64
+
+
+def counts(make, case, dtype, workers):
+    """Arrays of the parameters' size that are written, bytes held, bytes sent."""
+    shape = jax.ShapeDtypeStruct((64, 64), dtype)
+    params = {"first": shape, "second": shape}
+    place = NamedSharding(by_hand.mesh_of(workers), P(by_hand.AXIS))
+    batch = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct((workers, *p.shape), p.dtype, sharding=place),
+        params,
+    )
+
+    def gradient(params, batch):
+        return jax.tree.map(lambda p, b: p * b, params, batch)
+
+    # optax.adam needs it for half precision.
+    with jax.numpy_dtype_promotion("standard"):
+        step = make(case, params, workers, gradient)
+        compiled = step.program.lower(step.carry, batch).compile()
+    found = {}
+    program, memory = hlo.program(compiled), hlo.memory(compiled)
+    for branch, when in enumerate(("quiet", "round")):
+        written = [
+            instruction.opcode
+            for instruction in hlo.written(program, branch)
+            for array in instruction.arrays
+            if jnp.prod(jnp.array(array.shape)) >= FLOATS
+        ]
+        for kind in ("fusion", "copy"):
+            found[f"{kind}s of a {when} step"] = written.count(kind)
+    rows = oxs.audit.collectives(compiled)
+    found["sent always"] = sum(row.bytes for row in rows if not row.conditional)
+    found["sent in a round"] = sum(row.bytes for row in rows if row.conditional)
+    # In units of an array: the library holds three counters more, of four bytes each.
+    found["temporaries"] = memory.temporary // FLOATS
+    found["not aliased"] = (memory.arguments - memory.aliased) // FLOATS
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_returns_parameters_is_the_one_written_by_hand(rule, dtype):
+    workers = 2  # Eight give the same programs, and take twice as long to compile.
+    case = by_hand.CASES[rule]
+    wanted = counts(by_hand.by_hand, case, dtype, workers)
+    got = counts(by_hand.direct, case, dtype, workers)
+    assert {name: got[name] for name in got if got[name] > wanted[name]} == {}, wanted
+    # The test sees what it is about: updates in place of parameters cost more.
+    if (rule, dtype) == ("local_sgd", "float32"):
+        update = counts(by_hand.with_library, case, dtype, workers)
+        assert update["fusions of a quiet step"] > wanted["fusions of a quiet step"]

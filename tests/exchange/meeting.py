@@ -1,0 +1,77 @@
+"""Rounds of an exchange in every context, many exchanges in one compiled program."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+AXIS = "pods"
+
+
+def auto_mesh(shape, names):
+    devices = jax.devices()[: int(np.prod(shape))]
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+
+
+def mapped(context, function, replicas):
+    """`function` of one replica's trees as a jitted one of [N, ...] trees."""
+    if context == "vmap":
+        return jax.jit(jax.vmap(function, axis_name=AXIS))
+    if context == "pmap":
+        return jax.pmap(function, axis_name=AXIS, devices=jax.devices()[:replicas])
+
+    def stacked(*args):
+        return jax.tree.map(lambda x: x[None], function(*oxs.unstack(args)))
+
+    keywords: Any = {"check_vma": context != "shard_map_unchecked"}
+    if context == "sharded_workers":
+        mesh = auto_mesh((replicas, 2), (AXIS, "inside"))
+        keywords = {"axis_names": {AXIS}}
+    else:
+        mesh = auto_mesh((replicas,), (AXIS,))
+    return jax.jit(
+        jax.shard_map(
+            stacked, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **keywords
+        )
+    )
+
+
+def placed(context, tree, replicas):
+    """The trees of all replicas; those of sharded workers cut along the last axis."""
+    if context != "sharded_workers":
+        return tree
+    mesh = auto_mesh((replicas, 2), (AXIS, "inside"))
+
+    def place(x):
+        even = x.ndim > 2 and x.size and x.shape[-1] % 2 == 0
+        inside = (None,) * (x.ndim - 2) + ("inside",) if even else ()
+        return jax.device_put(x, NamedSharding(mesh, P(AXIS, *inside)))
+
+    return jax.tree.map(place, tree)
+
+
+def rounds(exchanges, weighted):
+    """A replica's T rounds with every exchange: means, what is lost, last states."""
+
+    def run(trees, weights):
+        def one(exchange):
+            def meet(state, now):
+                tree, weight = now
+                weight = {"weight": weight} if weighted else {}
+                mean, lost, state = exchange.meet(tree, state, AXIS, **weight)
+                # Outputs of a scan vary as they do; all_reduce loses nothing.
+                return state, (mean, lost)
+
+            first = jax.tree.map(lambda x: x[0], trees)
+            state = oxs.localize(exchange.init(first), AXIS)
+            state, (means, lost) = jax.lax.scan(meet, state, (trees, weights))
+            return means, lost, state
+
+        return {name: one(exchange) for name, exchange in exchanges.items()}
+
+    return run

@@ -1,0 +1,267 @@
+"""Compressing exchanges: what travels, what is refused, and how wrappers use them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from tests.exchange.meeting import AXIS, mapped, placed
+
+quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
+power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
+REPLICAS = 4
+TREE = {
+    "matrix": np.ones((REPLICAS, 300, 66), np.float32),
+    "vector": np.ones((REPLICAS, 701), np.float32),
+    "half": np.ones((REPLICAS, 1000), jnp.bfloat16),
+}
+NUMBERS = sum(x[0].size for x in TREE.values())
+
+
+def between_replicas(context, exchange):
+    """{kind: bytes per device} of the collectives between replicas, as compiled."""
+
+    def meet(tree):
+        return exchange.meet(tree, oxs.localize(exchange.init(tree), AXIS), AXIS)[:2]
+
+    program = mapped(context, meet, REPLICAS)
+    found: dict[str, int] = {}
+    for row in oxs.audit.collectives(program, placed(context, TREE, REPLICAS)):
+        if len(row.groups[0]) == REPLICAS:  # Pairs are the shards of one worker.
+            found[row.kind] = found.get(row.kind, 0) + row.bytes
+    return found
+
+
+# What a ring sends per byte of the operand on one device.
+RING = {
+    "all-reduce": 2 * (REPLICAS - 1) / REPLICAS,
+    "all-to-all": (REPLICAS - 1) / REPLICAS,
+    "all-gather": REPLICAS - 1,
+}
+
+
+@pytest.mark.parametrize("bits, most", [(8, 0.27), (4, 0.14)])
+@pytest.mark.parametrize("context", ["shard_map", "pmap", "sharded_workers"])
+def test_bytes_of_codes(context, bits, most):
+    found = between_replicas(context, quantized(bits))
+    assert set(found) == {"all-to-all", "all-gather"}
+    sent = sum(RING[kind] * size for kind, size in found.items())
+    assert sent <= most * RING["all-reduce"] * 4 * NUMBERS
+
+
+def test_bytes_of_the_largest_and_of_factors():
+    chunks = -(-NUMBERS // 4096)
+    found = between_replicas("shard_map", top_k())
+    assert found == {"all-gather": chunks * 32 * (2 + 4)}
+    found = between_replicas("shard_map_unchecked", top_k(64, bits=2))
+    assert found == {"all-gather": chunks * (64 * 2 + 16 + 16)}
+    factors = 2 * (300 + 66)
+    found = between_replicas("shard_map", power_sgd(rank=2))
+    assert found == {"all-reduce": 4 * (factors + 701 + 1000)}
+
+
+def lanes(function, *args):
+    return jax.jit(jax.vmap(function, axis_name=AXIS))(*args)
+
+
+def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
+    rng = np.random.default_rng(0)
+    good = rng.normal(size=(2, 4, 40, 40)).astype(np.float32)
+    for broken in (np.nan, np.inf):
+        bad = good[0].copy()
+        bad[1, 3, 5] = broken
+        for exchange in (quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()):
+            fed = error_feedback(exchange)
+
+            def meet(bad, good, fed=fed):
+                state = fed.init(bad)
+                _, _, state = fed.meet(good, state, AXIS)
+                mean, _, state = fed.meet(bad, state, AXIS)
+                return mean, *fed.meet(good, state, AXIS)
+
+            mean, again, _, state = lanes(meet, bad, good[1])
+            assert not np.isfinite(mean[:, 3, 5]).any()
+            assert np.isfinite(again).all()
+            assert np.isfinite(state.error).all()
+
+
+def test_a_replica_without_weight_keeps_what_it_owes():
+    """A dropped worker of a center rule: its contribution is NaN, its weight 0."""
+    x = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    x[1] = np.nan
+    exchange = error_feedback(top_k(5, 50))
+
+    def meet(x, weight):
+        state = exchange.init(x)._replace(error=jnp.arange(50.0))
+        return exchange.meet(x, state, AXIS, weight=weight)
+
+    mean, lost, state = lanes(meet, x, jnp.array([2.0, 0.0, 1.0]))
+    assert np.isfinite(mean).all()
+    assert np.array_equal(state.error[1], np.arange(50.0))
+    assert np.array_equal(lost[1], np.zeros(50))
+
+
+PARAMS = {
+    "matrix": np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8),
+    "half": np.ones(5, jnp.bfloat16),
+}
+FEEDBACK = error_feedback(quantized(bits=8))
+WRAPPERS = {
+    "cross_shard": lambda **more: oxs.cross_shard(optax.sgd(0.1), AXIS, **more),
+    "sync_replicas": lambda **more: oxs.sync_replicas(optax.sgd(0.1), AXIS, 3, **more),
+    "local_sgd": lambda **more: oxs.local_sgd(
+        optax.sgd(0.1), AXIS, communication_period=2, drop_nonfinite=True, **more
+    ),
+    "diloco": lambda **more: oxs.diloco(
+        optax.sgd(0.1), AXIS, communication_period=2, **more
+    ),
+}
+
+
+def test_wrappers_with_feedback_follow_the_exact_ones():
+    """In 40 steps, with a worker that is broken once; and go on from a checkpoint."""
+    rng = np.random.default_rng(0)
+    grads = {
+        name: rng.normal(size=(3, 40, *p.shape)).astype(p.dtype)
+        for name, p in PARAMS.items()
+    }
+    broken = grads["matrix"].copy()
+    broken[1, 20] = np.nan
+
+    def run(tx, params, state, grads):
+        def step(carry, grads):
+            params, state = carry
+            params, state = oxs.apply_gradients(tx, grads, state, params)
+            return (params, state), None
+
+        return jax.lax.scan(step, (params, state), grads)[0]
+
+    def all_of_them(grads):
+        ends = {}
+        for name, wrapper in WRAPPERS.items():
+            now = grads if name == "local_sgd" else grads | {"matrix": grads["whole"]}
+            now = {leaf: now[leaf] for leaf in PARAMS}
+            exact, coded = wrapper(), wrapper(exchange=FEEDBACK)
+            params = jax.tree.map(jnp.asarray, PARAMS)
+            half = [jax.tree.map(lambda g, cut=cut: g[cut], now) for cut in HALVES]
+            state = coded.init(params)
+            middle = run(coded, params, state, half[0])
+            ends[name] = (
+                run(exact, params, exact.init(params), now),
+                run(coded, params, state, now),
+                run(coded, *middle, half[1]),
+            )
+        return ends
+
+    ends = lanes(all_of_them, grads | {"matrix": broken, "whole": grads["matrix"]})
+    for name, (exact, coded, resumed) in ends.items():
+        for leaf, x in exact[0].items():
+            x, y = np.asarray(x, np.float32), np.asarray(coded[0][leaf], np.float32)
+            assert np.array_equal(y, np.broadcast_to(y[:1], y.shape)), (name, leaf)
+            assert 0 < np.abs(x - y).max() < 0.03 * max(1, np.abs(x).max()), name
+        same = jax.tree.map(np.array_equal, coded, resumed)
+        assert all(jax.tree.leaves(same)), name
+
+
+HALVES = (slice(0, 20), slice(20, 40))
+
+
+def met(exchange, x):
+    return lanes(lambda x: exchange.meet(x, exchange.init(x), AXIS)[0], x)
+
+
+def rows(values):
+    return oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values)
+
+
+def meet_rows(exchange):
+    def meet(values):
+        state = exchange.init({"w": jnp.zeros((4, 3))})
+        return exchange.meet({"w": rows(values)}, state, AXIS)[0]
+
+    return lanes(meet, jnp.ones((2, 1, 3)))
+
+
+def step_with_rows(tx):
+    def step(values):
+        return tx.update(rows(values), tx.init(jnp.zeros((4, 3))))[0]
+
+    return lanes(step, jnp.ones((2, 1, 3)))
+
+
+REFUSED = {
+    "bits": (lambda: quantized(bits=2), ValueError, "8 or 4; got 2"),
+    "block": (lambda: quantized(block=0), ValueError, "1 or more; got 0"),
+    "block's type": (lambda: quantized(block=2.0), TypeError, "an integer"),  # pyright: ignore[reportArgumentType]
+    "k": (lambda: top_k(k=65, chunk=64), ValueError, "k=65 and chunk=64"),
+    "no k": (lambda: top_k(k=0), ValueError, "k must be 1 or more"),
+    "bins": (lambda: top_k(bits=4), ValueError, "quantized"),
+    "rank": (lambda: power_sgd(rank=0), ValueError, "rank must be 1 or more"),
+    "rate": (lambda: power_sgd(min_rate=0), ValueError, "min_rate"),
+    "decay": (lambda: error_feedback(quantized(), 1.5), ValueError, r"\[0, 1\]"),
+    "feedback": (lambda: error_feedback(0.5), TypeError, "oxs.exchange"),  # pyright: ignore[reportArgumentType]
+    "robust": (
+        lambda: error_feedback(oxs.exchange.median()), ValueError, "must not come back"
+    ),
+    "robust sums": (
+        lambda: WRAPPERS["sync_replicas"](exchange=oxs.exchange.median()),
+        ValueError,
+        "linear",
+    ),
+    "integers": (
+        lambda: met(quantized(), {"w": jnp.ones((2, 3), jnp.int32)}), TypeError, "int32"
+    ),
+    "complex": (
+        lambda: met(top_k(), jnp.ones((2, 3), jnp.complex64)), TypeError, "complex64"
+    ),
+    "rows": (lambda: meet_rows(power_sgd()), ValueError, r"\['w'\] is row-spar"),
+    "rows in feedback": (lambda: meet_rows(FEEDBACK), ValueError, "row-sparse"),
+    "rows in cross_shard": (
+        lambda: step_with_rows(WRAPPERS["cross_shard"](exchange=top_k())),
+        ValueError,
+        "row-sparse",
+    ),
+    "rows in sync_replicas": (
+        lambda: step_with_rows(WRAPPERS["sync_replicas"](exchange=FEEDBACK)),
+        ValueError,
+        "row-sparse",
+    ),
+    "groups": (
+        lambda: WRAPPERS["cross_shard"](
+            exchange=quantized(), group_assignment=[[0, 1], [2, 3]]
+        ),
+        ValueError,
+        "takes groups",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_missing_gradient_is_owed_nothing():
+    exchange = error_feedback(quantized())
+
+    def meet(x):
+        state = exchange.init({"w": x, "v": x})
+        mean, lost, new = exchange.meet({"w": x, "v": None}, state, AXIS)
+        return mean, lost, new.error["v"]
+
+    mean, lost, error = lanes(meet, jnp.ones((2, 3)))
+    assert mean["v"] is None and lost["v"] is None
+    assert np.array_equal(error, np.zeros((2, 3)))
+
+    factors = power_sgd()
+
+    def without(x):
+        state = factors.init({"w": x})
+        return factors.meet({"w": None}, state, AXIS)[0]
+
+    with pytest.raises(ValueError, match=r"leaves that are None: \[\"\['w'\]\"\]"):
+        lanes(without, jnp.ones((2, 9, 9)))

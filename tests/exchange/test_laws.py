@@ -1,0 +1,125 @@
+"""What holds for every linear exchange: the law of what is lost, equal means, sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optx_sync as oxs
+from optx_sync.exchange.error_feedback import ErrorFeedbackState
+from tests.exchange.meeting import mapped, placed, rounds
+
+quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
+power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
+ROUNDS = 100
+EXCHANGES = {
+    "exact": oxs.exchange.all_reduce(),
+    "8 bit": quantized(),
+    "4 bit": quantized(bits=4, block=7),
+    "top-k": top_k(k=2, chunk=50),
+    "power": power_sgd(rank=2),
+    "4 bit, feedback": error_feedback(quantized(bits=4)),
+    "2 bit, feedback": error_feedback(top_k(k=9, chunk=300, bits=2)),
+    "power, feedback": error_feedback(power_sgd(), decay=0.9),
+}
+# Sizes that divide nothing.
+SHAPES = {
+    "scalar": ((), np.float32),
+    "empty": ((0, 3), np.float32),
+    "matrix": ((11, 6), np.float32),
+    "cube": ((5, 3, 4), jnp.bfloat16),
+}
+FEW = ("4 bit, feedback", "2 bit, feedback")
+# How the replicas are mapped, how many, with weights or not, and what they exchange by:
+# all exchanges stand on the same few collectives.
+CASES = [
+    ("vmap", 3, True, tuple(EXCHANGES)),
+    ("vmap", 1, False, ("4 bit", "top-k")),
+    ("vmap", 8, False, ("8 bit",)),
+    ("shard_map", 8, False, ("8 bit", "top-k", "power, feedback")),
+    ("shard_map", 3, True, FEW[:1]),
+    ("shard_map_unchecked", 3, True, FEW),
+    ("pmap", 3, True, FEW),
+    ("sharded_workers", 4, True, (*FEW, "power")),
+]
+
+
+def inputs(replicas):
+    """Trees [N, T, ...] and weights [N, T], zeros and ones of all replicas among."""
+    rng = np.random.default_rng(replicas)
+    # Of different sizes, as gradients of layers are.
+    trees = {
+        name: (rng.normal(size=(replicas, ROUNDS, *shape)) * 10.0**place).astype(dtype)
+        for place, (name, (shape, dtype)) in enumerate(SHAPES.items(), -3)
+    }
+    weights = rng.integers(0, 4, (replicas, ROUNDS)).astype(np.float32)
+    weights[:, 3] = 0
+    return trees, weights
+
+
+@functools.cache
+def met(context, replicas, weighted, names):
+    """Trees, weights and what each exchange made of them."""
+    trees, weights = inputs(replicas)
+    exchanges = {name: EXCHANGES[name] for name in names}
+    program = mapped(context, rounds(exchanges, weighted), replicas)
+    results = program(*placed(context, (trees, weights), replicas))
+    if not weighted:
+        weights = np.ones_like(weights)
+    return trees, weights.astype(np.float64), jax.tree.map(np.asarray, results)
+
+
+def weighed(x, weights):
+    """w x in float64; the weights lie along the first axes of x."""
+    scale = weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
+    return scale * x.astype(np.float64)
+
+
+def assert_sums(actual, expected, of, message, relative=1e-6):
+    """Sums to rounding: to `relative` of the sum of the magnitudes `of` its terms."""
+    error = np.abs(actual - expected)
+    assert (error <= relative * of.max(initial=0)).all(), (message, error.max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_what_is_lost_is_known(case):
+    trees, weights, results = met(*case)
+    for name, (means, lost, _) in results.items():
+        for leaf, x in trees.items():
+            mean, sent = means[leaf], weighed(x, weights)
+            assert mean.dtype == x.dtype, (name, leaf)
+            assert np.array_equal(mean, np.broadcast_to(mean[:1], mean.shape)), name
+            # What an all-reduce rounds to half precision nobody knows.
+            exact = lost is None
+            owed = np.zeros(x.shape) if exact else lost[leaf].astype(np.float64)
+            assert_sums(
+                weighed(mean[0], weights.sum(0)),
+                (sent - owed).sum(0),
+                (np.abs(sent) + np.abs(owed)).sum(0),
+                (name, leaf),
+                0.004 if exact and x.dtype != np.float32 else 1e-6,
+            )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_feedback_gives_back_what_was_lost(case):
+    """All that was sent in has arrived in the end, or is owed."""
+    trees, weights, results = met(*case)
+    for name, (means, _, state) in results.items():
+        if not isinstance(state, ErrorFeedbackState) or "power" in name:
+            continue
+        for leaf, x in trees.items():
+            arrived = weighed(means[leaf][0], weights.sum(0))
+            owed = state.error[leaf].astype(np.float64)
+            sent = weighed(x, weights)
+            assert_sums(
+                arrived.sum(0) + owed.sum(0),
+                sent.sum((0, 1)),
+                np.abs(sent).sum((0, 1)) + np.abs(arrived).sum(0),
+                (name, leaf),
+            )
+            # It is more than rounding, and does not grow with the rounds.
+            if x.size and x.dtype == np.float32 and leaf != "scalar":
+                assert 1e-3 < np.abs(owed).max() / np.abs(sent).max() < 20, (name, leaf)

@@ -1,0 +1,1155 @@
+# ruff: noqa: E501 # the texts of the package, as they stand there
+"""Deliberate breaks of the library, each of which some test must notice.
+
+    python tests/mutants.py                       # as `make mutants` does
+    python tests/mutants.py --room center state   # as `make mutants ROOM="center state"`
+    python tests/mutants.py --of ../other         # the same breaks in another checkout
+
+Each is applied to a temporary copy of the package, never to the working tree, and the
+tests of its room run there until one of them fails. Prints a line for each and who
+survived. A test that never ends (a broken collective) is a test that fails.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 400  # for the tests of one of them
+
+
+class Mutant(NamedTuple):
+    """`old` stands exactly once in a file of the package, or in one of a folder's."""
+
+    where: str  # below optx_sync
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()  # of its room, those to begin with
+
+
+# Tests of each room, the quickest first.
+CENTER = (
+    "tests/center/test_arguments.py",
+    "tests/center/test_landing.py",
+    "tests/center/test_composition.py",
+    "tests/center/test_laws.py",
+    "tests/center/test_lockstep.py",
+    "tests/center/test_communication.py",
+)
+SHARD = ("tests/replicas/test_cross_shard.py",)
+REFUSED = (
+    "tests/replicas/test_cross_shard.py::test_refused_at_construction",
+    "tests/replicas/test_cross_shard.py::test_refused_at_the_call",
+    "tests/replicas/test_cross_shard.py::test_no_gradient",
+)
+SYNC = ("tests/replicas/test_sync_replicas.py",)
+EXCHANGE = ("tests/exchange/test_laws.py",)
+COLLECTIVES = ("tests/test_collectives.py",)
+ROWS = ("tests/test_rows.py",)
+LAWS = ("tests/optimizers/test_laws.py",)
+GOLDEN = ("tests/optimizers/test_golden.py",)
+LOCKSTEP = ("tests/center/test_lockstep.py",)
+LANDING = ("tests/center/test_landing.py",)
+COMPOSITION = ("tests/center/test_composition.py",)
+CENTER_LAWS = ("tests/center/test_laws.py",)
+SIMULATED_CENTER = ("tests/test_simulate_asynchronous.py",)
+SIMULATED_REPLICAS = ("tests/test_simulate_sync_replicas.py",)
+SERVER = ("tests/runtime/test_server.py",)
+AUDIT = ("tests/test_audit.py",)
+HLO = ("tests/test_hlo.py", "tests/test_audit.py")
+TESTS: dict[str, tuple[str, ...]] = {
+    "trees": (*ROWS, "tests/test_state.py", *CENTER, *SYNC),
+    "checks": (*REFUSED, "tests/optimizers/test_arguments.py", *SHARD),
+    "rows": (*ROWS, *LAWS),
+    "collectives": (*COLLECTIVES, *SHARD),
+    "exchange": (*EXCHANGE, *SHARD, *CENTER),
+    "optimizers": ("tests/optimizers/test_arguments.py", *LAWS, *GOLDEN),
+    "replicas": (*SHARD, *SYNC),
+    "center": CENTER,
+    "step": ("tests/test_step.py", *CENTER),
+    "state": ("tests/test_state.py", "tests/test_slots.py"),
+    "sharding": ("tests/test_sharding.py", "tests/test_state.py", *CENTER, *SYNC),
+    "simulate": (*SIMULATED_REPLICAS, *SIMULATED_CENTER),
+    "runtime": (
+        "tests/runtime/test_protocol.py",
+        *SERVER,
+        "tests/runtime/test_worker.py",
+    ),
+    "audit": HLO,
+}
+
+MUTANTS: dict[str, list[Mutant]] = {
+    "trees": [
+        Mutant("trees.py", "jnp.finfo(dtype).bits < 32", "jnp.finfo(dtype).bits < 16"),
+        Mutant(
+            "trees.py",
+            "finite = finite & jnp.all(",
+            "finite = jnp.all(",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "trees.py",
+            "    plain = tree is None or isinstance(tree, dict | list | tuple)\n",
+            "    plain = False\n",
+            ("tests/replicas/test_sync_replicas.py",),
+        ),
+        Mutant(
+            "trees.py",
+            "(tree, is_leaf=is_gradient_leaf)\n    return [(path_name",
+            "(tree)\n    return [(path_name",
+            ("tests/replicas/test_cross_shard.py",),
+        ),
+        Mutant(
+            "trees.py",
+            "    if not is_floating(dtype):\n        raise ValueError(",
+            "    if dtype is None:\n        raise ValueError(",
+            ("tests/center/test_arguments.py",),
+        ),
+        Mutant(
+            "trees.py",
+            "    if not is_floating(dtype):\n        return jnp.dtype(dtype)\n",
+            "",
+        ),
+        Mutant(
+            "trees.py",
+            "return x is None or isinstance(x, SlicesLeaf)",
+            "return isinstance(x, SlicesLeaf)",
+            SHARD,
+        ),
+    ],
+    "checks": [
+        Mutant("checks.py", "elif jnp.shape(grad) != jnp.shape(param):", "elif False:"),
+        Mutant(
+            "checks.py",
+            "if not jnp.issubdtype(dtype, jnp.inexact):",
+            "if False:",
+        ),
+        Mutant("checks.py", "signature.bind(*args, **kwargs)", "pass"),
+        Mutant(
+            "checks.py",
+            'if not (hasattr(inner, "init") and hasattr(inner, "update")):',
+            "if False:",
+        ),
+        Mutant(
+            "checks.py",
+            "            check_rows(grad, param, path)\n",
+            "            pass\n",
+        ),
+        Mutant(
+            "checks.py",
+            "if (path in expected) != (path in found):",
+            "if path not in expected:",
+        ),
+        Mutant(
+            "checks.py",
+            "jnp.zeros_like(param) if update is None and param is not None else update",
+            "update",
+        ),
+    ],
+    "rows": [
+        Mutant(
+            "rows/slices.py",
+            "        values = self._values.astype(at_least_float32(self._values.dtype))\n",
+            "        values = self._values\n",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "    is_row = (indices >= 0) & (indices < FIRST_PADDING)\n",
+            "    is_row = indices < FIRST_PADDING\n",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "bad = (indices < 0) | ((indices >= rows) & (indices < FIRST_PADDING))",
+            "bad = (indices >= rows) & (indices < FIRST_PADDING)",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "        dense = dense.at[self.indices].add(\n",
+            "        dense = dense.at[self.indices].set(\n",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "if wide == table.dtype == at_least_float32(table.dtype):",
+            "if True:",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "summed = jnp.where(is_row, summed, jnp.zeros_like(summed))",
+            "pass",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "ordered[1:] != ordered[:-1]",
+            "ordered[1:] == ordered[1:]",
+        ),
+        Mutant(
+            "rows/slices.py",
+            "    if jnp.can_cast(indices.dtype, jnp.int32):\n",
+            "    if True:\n",
+        ),
+        Mutant(
+            "rows/lookup.py",
+            "missing = np.setdiff1d(known_ids, known_named)",
+            "missing = known_ids[:0]",
+        ),
+        Mutant(
+            "rows/lookup.py",
+            "return jnp.where(in_range & ~found, not_a_number, rows)",
+            "return rows",
+        ),
+        Mutant(
+            "rows/lookup.py",
+            "wide = self.rows.astype(at_least_float32(self.dtype))",
+            "wide = self.rows",
+        ),
+        Mutant(
+            "rows/lookup.py",
+            "unique_indices(jnp.where(ids < size, ids, -1))",
+            "unique_indices(ids)",
+        ),
+        Mutant("rows/on_values.py", "        _refuse_use(run, tables)\n", ""),
+        Mutant("rows/on_values.py", "if leaf.ndim or not number:", "if not number:"),
+    ],
+    "collectives": [
+        Mutant(
+            "collectives.py",
+            "divisor: Any = size if groups is None else groups.size",
+            "divisor: Any = size",
+        ),
+        Mutant("collectives.py", "fraction = own / divisor\n", "fraction = own\n"),
+        Mutant(
+            "collectives.py",
+            "if any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype)):",
+            "if False:",
+        ),
+        Mutant(
+            "collectives.py",
+            'mean_of = divisor if reduction == "mean" and fraction is None else 1',
+            'mean_of = divisor if reduction == "mean" else 1',
+        ),
+        Mutant(
+            "collectives.py",
+            "indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)",
+            "pass",
+        ),
+        Mutant(
+            "collectives.py",
+            "return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))",
+            "return x * weight.astype(x.dtype)",
+        ),
+        Mutant(
+            "collectives.py",
+            "return jnp.where(total == 0, jnp.ones_like(total), total)",
+            "return total",
+        ),
+        Mutant(
+            "collectives.py",
+            "index = index * axis_size(axis) + _bound(lax.axis_index, axis)",
+            "index = index + 2 * _bound(lax.axis_index, axis)",
+        ),
+        Mutant(
+            "collectives.py",
+            "padded = jnp.pad(flat, (0, -flat.size % groups.size))",
+            "padded = flat",
+        ),
+        Mutant("collectives.py", "for axis in reversed(axes):", "for axis in axes:"),
+        Mutant(
+            "collectives.py",
+            "return x.astype(dtype or at_least_float32(x.dtype))",
+            "return x.astype(dtype or x.dtype)",
+        ),
+        Mutant(
+            "collectives.py",
+            "narrow = x.dtype.itemsize < 4",
+            "narrow = False",
+        ),
+        Mutant(
+            "collectives.py",
+            "if leaf is not None and axis not in varying_axes(values_of(leaf)):",
+            "if False:",
+        ),
+        Mutant(
+            "collectives.py",
+            "if leaf is not None and axis in varying_axes(values_of(leaf)):",
+            "if False:",
+            SHARD,
+        ),
+        Mutant(
+            "collectives.py",
+            "return lax.psum(failed, axes) == 0",
+            "return flag",
+            (*CENTER_LAWS, *CENTER),
+        ),
+        Mutant(
+            "collectives.py",
+            "missing = tuple(sorted(varying.get(path, frozenset()) - varying_axes(x)))",
+            "missing = ()",
+        ),
+        Mutant("collectives.py", "    if repeated:\n", "    if False:\n"),
+        Mutant(
+            "collectives.py",
+            "if len({len(group) for group in groups}) > 1:",
+            "if False:",
+        ),
+        Mutant(
+            "collectives.py",
+            "    _check_reducible(axes)\n    require_local",
+            "    require_local",
+        ),
+        Mutant("collectives.py", "if len(set(axes)) < len(axes):", "if False:"),
+        Mutant(
+            "collectives.py",
+            "self.native = len(axes) == 1 and manual",
+            "self.native = manual",
+        ),
+        Mutant(
+            "collectives.py",
+            "own = jnp.asarray(groups.own_group)[axis_index(axes)]",
+            "own = axis_index(axes) // groups.size",
+        ),
+        Mutant(
+            "collectives.py",
+            "keeps = array.dtype in (jnp.float32, jnp.float64)",
+            "keeps = True",
+        ),
+    ],
+    "exchange": [
+        Mutant(
+            "exchange/all_reduce.py",
+            "            dtype=dtype,\n",
+            "            dtype=None,\n",
+        ),
+        Mutant(
+            "exchange/all_reduce.py",
+            "            weight=weight,\n",
+            "            weight=None,\n",
+        ),
+        Mutant(
+            "exchange/all_reduce.py",
+            "            group_assignment=group_assignment,\n",
+            "",
+        ),
+        Mutant(
+            "exchange/rule.py", "if not isinstance(exchange, Exchange):", "if False:"
+        ),
+        Mutant(
+            "exchange/rule.py",
+            "return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))",
+            "return False",
+        ),
+        Mutant("replicas/cross_shard.py", "if not exchange.takes_rows:", "if False:"),
+        Mutant("replicas/cross_shard.py", "if not exchange.takes_groups:", "if False:"),
+        Mutant(
+            "exchange/quantized.py",
+            "second = jnp.where(mine, second * total.astype(x.dtype), 0.0)",
+            "second = jnp.where(mine, second, 0.0)",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/quantized.py",
+            "divisor = jnp.where(finite & (scale > 0), scale, 1.0)",
+            "divisor = scale",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/quantized.py",
+            "            divisor = or_one(total)\n",
+            "            divisor = total\n",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/top_k.py",
+            "lost.append(_add(x, positions[0], -values[0]).reshape(-1))",
+            "lost.append(x.reshape(-1))",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/top_k.py",
+            "(size > middle)",
+            "(size < middle)",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/error_feedback.py",
+            "owed = owed / jnp.asarray(share, error.dtype)",
+            "pass",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/error_feedback.py",
+            "new = jnp.where(takes_part, new, new + error)",
+            "pass",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/error_feedback.py",
+            "return jnp.where(arrived, new, error)",
+            "return new",
+            EXCHANGE,
+        ),
+        Mutant(
+            "exchange/error_feedback.py",
+            "owed = error * jnp.asarray(decay, error.dtype)",
+            "owed = error",
+            EXCHANGE,
+        ),
+    ],
+    "optimizers": [
+        Mutant("optimizers/adam.py", 'rows="all",', 'rows="touched",', GOLDEN),
+        Mutant(
+            "optimizers/adam.py", "(jnp.sqrt(v) + eps)", "jnp.sqrt(v + eps)", GOLDEN
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "jnp.sqrt(1.0 - beta2_power)",
+            "(1.0 - beta2_power)",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/adagrad.py",
+            "lax.rsqrt(accumulator)",
+            "lax.rsqrt(slots.accumulator)",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/ftrl.py",
+            "l2 = l2 + beta / (2.0 * jnp.maximum(lr, 1e-36))",
+            "l2 = l2 + beta",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/ftrl.py",
+            "is_root = known_power and learning_rate_power == -0.5",
+            "is_root = True",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/momentum.py",
+            "total * mu * at.learning_rate)",
+            "total * at.learning_rate)",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/rmsprop.py",
+            "root = jnp.sqrt(variance + eps)",
+            "root = jnp.sqrt(variance) + eps",
+            GOLDEN,
+        ),
+        Mutant("optimizers/rmsprop.py", "Slots(rms=1.0", "Slots(rms=0.0", GOLDEN),
+        Mutant("optimizers/nadam.py", "slots.v * b2)", "slots.v)", LAWS),
+        Mutant("optimizers/adagrad_da.py", "(at.count + 1)", "(at.count + 2)", GOLDEN),
+        Mutant(
+            "optimizers/proximal_adagrad.py", "(1.0 + l2 * rate)", "(1.0 + l2)", GOLDEN
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "in_table = indices < rows",
+            "in_table = indices >= 0",
+            LAWS,
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "if rule.decay is not None:\n        slots",
+            "if False:\n        slots",
+            LAWS,
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "update_count=optax.safe_increment(state.update_count),",
+            "update_count=state.update_count,",
+            LAWS,
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "learning_rate=jnp.where(count >= 0, cast(rate), cast(count)),",
+            "learning_rate=cast(rate),",
+            LAWS,
+        ),
+        Mutant("optimizers/rule.py", "    grad = grad.sum_duplicates()\n", "", LAWS),
+        Mutant(
+            "optimizers/rule.py",
+            "jnp.full_like(p, value, dtype=slot_dtype(p))",
+            "jnp.full_like(p, value)",
+            LAWS,
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            'above = number >= low if interval[0] == "[" else number > low',
+            "above = number >= low",
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "power * jnp.asarray(base, dtype=power.dtype)",
+            "power",
+            GOLDEN,
+        ),
+        Mutant(
+            "optimizers/rule.py",
+            "return (None if known is None else jnp.zeros_like(known)), slots",
+            "return None, slots",
+            LAWS,
+        ),
+    ],
+    "replicas": [
+        Mutant("replicas/cross_shard.py", "lambda g: g / size", "lambda g: g"),
+        Mutant(
+            "replicas/cross_shard.py",
+            "lambda g: g * size, updates",
+            "lambda g: g, updates",
+        ),
+        Mutant("replicas/cross_shard.py", "size = len(group_assignment[0])", "pass"),
+        Mutant(
+            "replicas/cross_shard.py",
+            "state = vary_like(new_state, inner_state)",
+            "state = new_state",
+        ),
+        Mutant(
+            "replicas/cross_shard.py",
+            "state = own(inner.init(own(params, axis_name)), axis_name)",
+            "state = inner.init(params)",
+        ),
+        Mutant(
+            "replicas/cross_shard.py",
+            "return fill_missing(updates, params), state",
+            "return updates, state",
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "fresh = gradient_step.astype(jnp.int32) >= state.global_step",
+            "fresh = gradient_step.astype(jnp.int32) > state.global_step",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "contributes & fresh & finite,",
+            "contributes & fresh,",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py", "tokens - state.accumulated,", "tokens,", SYNC
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "tokens = max(replicas, replicas_to_aggregate)",
+            "tokens = replicas",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "before_me = (numbers - global_step) % replicas < (me - global_step) % replicas",
+            "before_me = numbers < me",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "return candidate & (ahead < tokens), arrived",
+            "return candidate & (ahead <= tokens), arrived",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            '("nonfinite", ~finite),\n        ("stale", ~fresh),\n',
+            '("stale", ~fresh),\n        ("nonfinite", ~finite),\n',
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py", "-0.0, leaf.dtype", "0.0, leaf.dtype", SYNC
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "variable_averages, new_step\n",
+            "variable_averages, state.global_step\n",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "if value.ndim:\n        raise ValueError(",
+            "if False:\n        raise ValueError(",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/accumulator.py",
+            "jnp.where(accepted, old + grad.astype(old.dtype), old)",
+            "old + grad.astype(old.dtype) * accepted.astype(old.dtype)",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/accumulator.py",
+            "indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))",
+            "indices = grad.indices",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/accumulator.py",
+            "in_range = (indices >= 0) & (indices < rows)",
+            "in_range = indices >= 0",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/accumulator.py",
+            "size = min(len(counts), at_most * grad.values.shape[0])",
+            "size = min(len(counts), grad.values.shape[0])",
+            SYNC,
+        ),
+        Mutant("replicas/accumulator.py", "values / divisor)", "values)", SYNC),
+        Mutant(
+            "replicas/accumulator.py",
+            'old.at[indices].set(0, mode="drop", wrap_negative_indices=False)',
+            "jnp.zeros_like(old)",
+            SYNC,
+        ),
+        Mutant(
+            "replicas/averages.py",
+            "rate = 1 - decay.astype(jnp.float32)",
+            "rate = decay.astype(jnp.float32)",
+            SYNC,
+        ),
+        Mutant("replicas/averages.py", "if not selected or not", "if not", SYNC),
+        Mutant(
+            "replicas/averages.py",
+            "!= () or not 0 <= variable_averages <= 1:",
+            "!= ():",
+            SYNC,
+        ),
+    ],
+    "center": [
+        Mutant(
+            "center/formulas.py",
+            "return steps >= communication_period",
+            "return steps > communication_period",
+            COMPOSITION,
+        ),
+        Mutant(
+            "center/formulas.py",
+            "begin = local_step - (steps - 1)",
+            "begin = local_step",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/formulas.py",
+            "return jnp.asarray(steps, jnp.float32) >= period",
+            "return jnp.asarray(steps, jnp.float32) > period",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/formulas.py",
+            'added = grads if rule.accumulate == "gradients" else updates',
+            "added = updates",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "trees.py",
+            "return optax.apply_updates(params, updates)",
+            "return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/formulas.py",
+            "rounded = round_to(target.astype(wide), param.dtype)",
+            "rounded = target.astype(wide)",
+            LANDING,
+        ),
+        Mutant(
+            "trees.py",
+            "return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)",
+            "return rounded",
+            LANDING,
+        ),
+        Mutant(
+            "center/formulas.py",
+            "return jnp.array(param, dtype=wide, copy=True)",
+            "return jnp.asarray(param, dtype=wide)",
+            LANDING,
+        ),
+        Mutant(
+            "center/formulas.py",
+            "return round_to(total, grad.dtype).astype(grad.dtype)",
+            "return total.astype(grad.dtype)",
+            LOCKSTEP,
+        ),
+        Mutant("center/lockstep.py", '            "taken",\n', "", LOCKSTEP),
+        Mutant(
+            "center/lockstep.py",
+            "            state.taken if keeps_taken else state.center,\n",
+            "            state.center,\n",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "            x = where(broken, params, x)\n",
+            "",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "broken = broken | ~finite_now",
+            "broken = ~finite_now",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "broken=broken & ~due if drop_nonfinite",
+            "broken=broken if drop_nonfinite",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "lambda mean: mean * jnp.asarray(pushed, mean.dtype)",
+            "lambda mean: mean * jnp.asarray(workers, mean.dtype)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "pushed > 0, (center",
+            "pushed >= 0, (center",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "                new_x = where(finite, new_x, center)\n",
+            "                pass\n",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "                inner_met = where(finite, inner_met, inner.init(landed))\n",
+            "",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "dropped = dropped + (~finite).astype(jnp.int32)",
+            "dropped = dropped + finite.astype(jnp.int32)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "taken=now.center if keeps_taken else (),",
+            "taken=center if keeps_taken else (),",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "accumulated=zeros_like(now.accumulated),",
+            "accumulated=now.accumulated,",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "_average(inner_met, axis_name, weight)",
+            "_average(inner_met, axis_name, None)",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "inner_met = inner.init(landed)\n            if",
+            "pass\n            if",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),",
+            "steps_since_round=steps,",
+            COMPOSITION,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "finite = ~broken & everywhere(",
+            "finite = everywhere(",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "    if isinstance(due, bool):\n",
+            "    if isinstance(due, str):\n",
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "c = jnp.expand_dims(c, range(p.ndim - c.ndim))",
+            "c = jnp.expand_dims(c, range(0))",
+            ("tests/test_state.py",),
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "jnp.array(c, p.dtype, copy=True)",
+            "jnp.asarray(c, p.dtype)",
+            ("tests/test_state.py",),
+        ),
+        Mutant(
+            "center/lockstep.py",
+            '    require_varying(state.center, params, axis_name, "center")\n',
+            "",
+        ),
+        Mutant(
+            "center/agn.py",
+            "own.accumulated / at.steps.astype(own.accumulated.dtype)",
+            "own.accumulated",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/agn.py",
+            'mean_over="pushed" if reduction == "mean" else None',
+            'mean_over="pushed"',
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/elastic_average.py",
+            "return 0.9 / at.communication_period / at.num_workers",
+            "return 0.9 / at.communication_period",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/elastic_average.py",
+            "x - _times(rate(at), x - before)",
+            "x - _times(rate(at), x - after)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/elastic_average.py",
+            "apart = own.params - own.taken",
+            "apart = own.params",
+            LOCKSTEP,
+        ),
+    ],
+    "step": [
+        Mutant(
+            "step.py",
+            "return (step + 1) % int(period) == 0",
+            "return step % int(period) == 0",
+        ),
+        Mutant(
+            "step.py",
+            "while (after := begin + _steps(period, begin)) <= step:",
+            "while (after := begin + _steps(period, begin)) < step:",
+        ),
+        Mutant("step.py", "np.ceil(length)", "np.floor(length)"),
+        Mutant(
+            "step.py",
+            "    if isinstance(tx, DirectTransformation):\n        return",
+            "    if False:\n        return",
+        ),
+        Mutant("step.py", "if not callable(period):", "if False:"),
+    ],
+    "state": [
+        Mutant(
+            "state.py", "    if not found:\n        what", "    if False:\n        what"
+        ),
+        Mutant("state.py", 'if not str(name).startswith("hyperparams"):', "if True:"),
+        Mutant(
+            "state.py",
+            "return end in (path[-len(end) :], _words(path)[-len(end) :])",
+            "return end == path[-len(end) :]",
+        ),
+        Mutant("state.py", 'if hasattr(type(node), "named_slots"):', "if False:"),
+        Mutant(
+            "state.py",
+            "for candidate in (_words(path), path):",
+            "for candidate in (path,):",
+        ),
+    ],
+    "sharding": [
+        Mutant(
+            "sharding.py",
+            "mark(replicated if around is None else around, node)",
+            "mark(bool(around), node)",
+            SYNC,
+        ),
+        Mutant(
+            "sharding.py",
+            "            if replicated:\n                equal",
+            "            if False:\n                equal",
+            SYNC,
+        ),
+        Mutant(
+            "sharding.py",
+            "bool(around) or field in equal",
+            "field in equal",
+            COMPOSITION,
+        ),
+        Mutant(
+            "sharding.py",
+            "else PartitionSpec(axis, *spec)",
+            "else PartitionSpec(axis)",
+        ),
+        Mutant("sharding.py", "shared=jnp.copy)", "shared=lambda x: x)"),
+        Mutant("sharding.py", "if jnp.ndim(x) == 0:", "if False:"),
+        Mutant(
+            "sharding.py",
+            "leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)",
+            "_spec_of_kept_axes(leaf, spec, param)",
+        ),
+    ],
+    "simulate": [
+        Mutant(
+            "simulate/asynchronous.py",
+            "own_taken = after if rule.take is None else center",
+            "own_taken = after",
+            SIMULATED_CENTER,
+        ),
+        Mutant(
+            "simulate/asynchronous.py",
+            "pushed = divide(pushed, num_workers)",
+            "pass",
+            SIMULATED_CENTER,
+        ),
+        Mutant(
+            "simulate/asynchronous.py",
+            "            place == worker,\n",
+            "            place == place,\n",
+            SIMULATED_CENTER,
+        ),
+        Mutant(
+            "simulate/asynchronous.py",
+            "shares_powers = rule.outer is inner",
+            "shares_powers = False",
+            SIMULATED_CENTER,
+        ),
+        Mutant(
+            "simulate/asynchronous.py",
+            "accumulated = zeros_like(accumulated)",
+            "pass",
+            SIMULATED_CENTER,
+        ),
+        Mutant(
+            "simulate/sync_replicas.py",
+            "token = machine.global_step - old.astype(jnp.int32)",
+            "token = machine.global_step",
+        ),
+        Mutant(
+            "simulate/sync_replicas.py",
+            "old_tokens=machine.new_tokens,",
+            "old_tokens=jnp.zeros_like(machine.new_tokens),",
+        ),
+        Mutant(
+            "simulate/sync_replicas.py",
+            "fresh = machine.local_step[place] >= machine.global_step",
+            "fresh = machine.local_step[place] > machine.global_step",
+        ),
+        Mutant(
+            "simulate/sync_replicas.py",
+            "accepted = known & ~machine.blocked[place] & fresh",
+            "accepted = known & fresh",
+        ),
+        Mutant(
+            "simulate/sync_replicas.py",
+            "jnp.full_like(machine.new_tokens, max(total, required))",
+            "jnp.full_like(machine.new_tokens, required)",
+        ),
+        Mutant(
+            "simulate/replay.py",
+            "if chunks * every < len(workers):",
+            "if False:",
+            SIMULATED_CENTER,
+        ),
+    ],
+    "runtime": [
+        Mutant(
+            "runtime",
+            "used = self.local_steps[worker] >= self.global_step",
+            "used = self.local_steps[worker] > self.global_step",
+            SERVER,
+        ),
+        Mutant("runtime", "self.tokens.clear()  #", "pass  #", SERVER),
+        Mutant(
+            "runtime",
+            "if once and self.accepted_at[worker] == self.global_step:",
+            "if False:",
+            SERVER,
+        ),
+        Mutant(
+            "runtime",
+            "completes = self.count + 1 >= self.agreement",
+            "completes = self.count >= self.agreement",
+            SERVER,
+        ),
+        Mutant(
+            "runtime",
+            '            if problem:\n                return self._refuse(push, f"{problem} {_of(push)}"), None\n',
+            "",
+            SERVER,
+        ),
+        Mutant(
+            "runtime",
+            "if not finite:\n                    return None",
+            "if False:\n                    return None",
+            SERVER,
+        ),
+        Mutant("runtime", "if array.dtype != dtype:", "if False:", SERVER),
+        Mutant(
+            "runtime", "if arrays.keys() != self.leaves.keys():", "if False:", SERVER
+        ),
+        Mutant(
+            "runtime",
+            'return ("" if np.isfinite(size) else "holds a NaN or infinity."), size',
+            'return "", size',
+            SERVER,
+        ),
+        Mutant(
+            "runtime",
+            "self.waiting = [worker for worker in self.waiting if worker not in left]",
+            "pass",
+            SERVER,
+        ),
+        Mutant(
+            "runtime",
+            "key=lambda part: (sizes[part], filled[part])",
+            "key=lambda part: sizes[part]",
+        ),
+        Mutant(
+            "runtime",
+            "names if name.isdecimal()))",
+            "names if name.isdecimal()))[:1]",
+            SERVER,
+        ),
+    ],
+    "audit": [
+        Mutant("audit.py", "conditional=name not in always,", "conditional=False,"),
+        Mutant("audit.py", "return None if kind in inner else kind", "return kind"),
+        Mutant(
+            "audit.py",
+            "overlapped=None if end is None else computes,",
+            "overlapped=computes,",
+        ),
+        Mutant("audit.py", "        if at != pieces[0]:\n            continue\n", ""),
+        Mutant("audit.py", "return max(position, other), hlo", "return position, hlo"),
+        Mutant(
+            "audit.py",
+            'if instruction.opcode in ("dot", "convolution", "while"):',
+            "if False:",
+        ),
+        Mutant(
+            "hlo.py",
+            '                if branches == "none":\n                    found = []\n                elif',
+            "                if",
+        ),
+        Mutant(
+            "hlo.py",
+            '    found.sort(key=lambda pair: pair[0] == "true_computation")\n',
+            "",
+        ),
+        Mutant("hlo.py", "else 8) + 7) // 8", "else 8)) // 8"),
+        Mutant("hlo.py", "prod(_integers(match[1])[1:])", "_integers(match[1])[0]"),
+        Mutant(
+            "hlo.py",
+            "devices = prod(map(int, counts))",
+            "devices = max(map(int, counts))",
+        ),
+        Mutant("hlo.py", 'if instruction.opcode.endswith("-update"):', "if False:"),
+        Mutant("hlo.py", 'if attribute != "control-predecessors"', "if True"),
+        Mutant("hlo.py", 'if dtype in ("token", "opaque"):', "if False:"),
+    ],
+}
+
+
+def target(package: Path, mutant: Mutant, anywhere: bool) -> Path:
+    """The one file that holds the old text, once; `anywhere` in another checkout."""
+    place = package if anywhere else package / mutant.where
+    files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    holding = {f: f.read_text().count(mutant.old) for f in files if f.exists()}
+    holding = {file: count for file, count in holding.items() if count}
+    if sum(holding.values()) != 1:
+        found = {str(file): count for file, count in holding.items()}
+        raise LookupError(
+            f"{mutant.where} must hold this text once; found in {found}:\n{mutant.old}"
+        )
+    return next(iter(holding))
+
+
+def run_tests(tests: str, folder: Path, log: Path) -> str:
+    """What became of a file of tests in a copy: "survived", or what failed first."""
+    sys.stdout.flush()
+    child = os.fork()  # JAX is imported already
+    if child == 0:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(folder)
+        sys.path[:] = [str(folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
+        signal.alarm(SECONDS)
+        import pytest
+
+        code = pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", tests])
+        os._exit(int(code))
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return f"killed: signal {os.WTERMSIG(status)}"
+    code = os.WEXITSTATUS(status)
+    if code == 0:
+        return "survived"
+    said = log.read_text()
+    if code not in (1, 2):  # 2: the package cannot even be imported
+        raise RuntimeError(f"pytest ended with {code}:\n{said[-2000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+    return f"killed: {failed[1] if failed else 'not importable'}"
+
+
+def main() -> None:
+    """Apply all of them, or those of some rooms, and say who survived."""
+    parser = argparse.ArgumentParser(description="Breaks that the tests must notice.")
+    parser.add_argument("--room", nargs="*", choices=MUTANTS, default=[])
+    parser.add_argument("--of", type=Path, default=ROOT, help="another checkout")
+    parser.add_argument("--only", nargs="*", type=int, help="numbers in the table")
+    parser.add_argument("--list", action="store_true", help="apply none, check texts")
+    options = parser.parse_args()
+    other = options.of.resolve() != ROOT
+    every = [(room, mutant) for room, found in MUTANTS.items() for mutant in found]
+    chosen = [
+        (number, room, mutant)
+        for number, (room, mutant) in enumerate(every)
+        if (not options.room or room in options.room)
+        and (not options.only or number in options.only)
+    ]
+    survivors, unknown = [], []
+    sys.dont_write_bytecode = True  # which might be taken for that of the next one
+    for name in ("numpy", "jax.numpy", "optax", "flax.nnx", "chex", "pytest"):
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "copy")
+        kept = shutil.ignore_patterns(".*", "__pycache__", "site", "results*")
+        shutil.copytree(options.of, folder, ignore=kept)
+        for position, (number, room, mutant) in enumerate(chosen, 1):
+            start = time.monotonic()
+            label = f"[{position}/{len(chosen)}] #{number} {room}: " + " ".join(
+                mutant.old.split()
+            )
+            try:
+                file = target(folder / "optx_sync", mutant, other)
+            except LookupError as error:
+                unknown.append(label)
+                print(f"#{number}: {error}", flush=True)
+                continue
+            if options.list:
+                continue
+            text = file.read_text()
+            file.write_text(text.replace(mutant.old, mutant.new))
+            tests = [*mutant.tests, *TESTS[room]]
+            tests = [
+                t for t in dict.fromkeys(tests) if (folder / t.split("::")[0]).exists()
+            ]
+            result = "survived"
+            for some in tests:
+                if result == "survived":
+                    result = run_tests(some, folder, Path(temporary, "log"))
+            file.write_text(text)
+            seconds = time.monotonic() - start
+            print(f"{label[:100]}: {result} ({seconds:.0f} s)", flush=True)
+            if result == "survived":
+                survivors.append(label)
+    print(f"\n{len(chosen) - len(unknown)} mutants, {len(survivors)} survived")
+    print("\n".join(survivors))
+    if unknown:
+        print(f"{len(unknown)} of the table are not in the package: mend the table")
+    sys.exit(bool(survivors or unknown))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,506 @@
+"""Gossip against its matrices, its laws, and what its compiled programs send."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+AXIS = "data"
+LINE = [(i, i + 1) for i in range(15)]
+GRAPHS = {
+    "ring": (oxs.graphs.ring, (1, 2, 3, 6, 8, 16)),
+    "torus": (lambda: oxs.graphs.torus(2, 3), (6,)),
+    "torus_4": (lambda: oxs.graphs.torus(4, 4), (16,)),
+    "exponential": (oxs.graphs.exponential, (1, 2, 3, 6, 8, 16)),
+    "hypercube": (oxs.graphs.hypercube, (1, 2, 8, 16)),
+    "random_pairs": (oxs.graphs.random_pairs, (1, 2, 3, 6, 8, 16)),
+    "grid": (lambda: oxs.graphs.grid(2), (2, 8, 16)),
+    "grid_all": (lambda: oxs.graphs.grid(6), (6,)),
+    "line": (lambda: oxs.graphs.metropolis(LINE), (16,)),
+    "star": (lambda: oxs.graphs.metropolis([(0, 1), (0, 2), (2, 3)]), (4,)),
+    "triangle": (lambda: oxs.graphs.metropolis([(0, 1), (1, 2), (2, 0)]), (3,)),
+}
+CASES = [(name, n) for name, (_, sizes) in GRAPHS.items() for n in sizes]
+PARAMS = {"matrix": (3, 4), "scalar": (), "vector": (5,)}
+D = 18
+
+
+def tree(values):
+    """[..., 18] as a tree of leaves."""
+    parts = jnp.split(jnp.asarray(values, jnp.float32), [12, 13], axis=-1)
+    return {
+        name: part.reshape((*part.shape[:-1], *shape))
+        for part, (name, shape) in zip(parts, PARAMS.items(), strict=True)
+    }
+
+
+def rows(params):
+    flat = [np.asarray(params[name], np.float64) for name in PARAMS]
+    lead = flat[1].shape
+    return np.concatenate([x.reshape((*lead, -1)) for x in flat], axis=-1)
+
+
+def values(n, seed=0):
+    return np.random.default_rng(seed).normal(size=(n, D)).astype(np.float32)
+
+
+def mixed(graph, x, rounds, start=0):
+    """The parameters [rounds, n, D] that the graph's matrices give, float64."""
+    n = len(x)
+    matrices, x, history = graph.matrices(n), x.astype(float), []
+    for k in range(start, start + rounds):
+        place = k % len(matrices)
+        if graph.choose == "draw" and len(matrices) > 1:
+            key = jax.random.key(0, impl="threefry2x32")
+            key = jax.random.fold_in(key, k)
+            place = int(jax.random.randint(key, (), 0, len(matrices)))
+        x = matrices[place] @ x
+        history.append(x)
+    return np.array(history)
+
+
+def body(tx, rounds):
+    """`rounds` steps without a gradient, from workers that differ: all parameters."""
+
+    def run(params):
+        def step(carry, _):
+            params, state = carry
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            params, state = oxs.apply_gradients(tx, zeros, state, params)
+            return (params, state), params
+
+        start = jax.tree.map(jnp.zeros_like, params)
+        # `init` from equal parameters, as a run starts; these then differ.
+        state = tx.init(start)
+        return jax.lax.scan(step, (params, state), None, length=rounds)[1]
+
+    return run
+
+
+def simulated(tx, n, rounds):
+    return jax.vmap(body(tx, rounds), axis_name=AXIS, axis_size=n, out_axes=1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 16])
+def test_every_graph_is_its_matrices(n):
+    names = [name for name, size in CASES if size == n]
+    graphs = {name: GRAPHS[name][0]() for name in names}
+    rounds = 5
+    x = values(n, n)
+
+    def all_of_them(params):
+        return {
+            name: simulated(oxs.gossip(optax.sgd(1.0), AXIS, graph=graph), n, rounds)(
+                params
+            )
+            for name, graph in graphs.items()
+        }
+
+    found = jax.jit(all_of_them)(tree(x))
+    for name, graph in graphs.items():
+        matrices = graph.matrices(n)
+        assert np.all(matrices >= 0), name
+        for axis in (1, 2):
+            np.testing.assert_allclose(matrices.sum(axis), 1, atol=1e-12, err_msg=name)
+        got, expected = rows(found[name]), mixed(graph, x, rounds)
+        np.testing.assert_allclose(got, expected, atol=1e-6, err_msg=name)
+        kept = np.broadcast_to(x.astype(float).mean(0), (rounds, D))
+        np.testing.assert_allclose(got.mean(1), kept, atol=1e-6, err_msg=name)
+        apart = [np.linalg.norm(y - y.mean(0)) for y in (x.astype(float), *got)]
+        second = [np.linalg.norm(w - 1 / n, 2) for w in matrices]
+        least = max(second) if graph.choose == "draw" else None
+        for k in range(rounds):
+            bound = second[k % len(second)] if least is None else least
+            assert apart[k + 1] <= bound * apart[k] + 1e-5, (name, k)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_exact_graphs_hold_the_mean_after_one_cycle(n):
+    for graph in (oxs.graphs.exponential(), oxs.graphs.hypercube(), oxs.graphs.grid(2)):
+        matrices = graph.matrices(n)
+        assert len(matrices) == np.log2(n)
+        product = functools.reduce(np.matmul, matrices)
+        np.testing.assert_allclose(product, 1 / n, atol=1e-12)
+    # And not where the number of workers is no power of two.
+    six = functools.reduce(np.matmul, oxs.graphs.exponential().matrices(6))
+    assert 0.2 < np.linalg.norm(six - 1 / 6, 2) < 0.22
+
+
+def test_pairs_meet_each_once_in_a_tournament_and_all_as_often():
+    for n in (2, 3, 4, 7, 16, 64):
+        rounds = oxs.graphs.random_pairs().rounds(n)
+        assert len(rounds) == n - 1 + n % 2
+        met = [
+            (i, j)
+            for made in rounds
+            for take in made.takes
+            for i, j in enumerate(take.source)
+            if i < j
+        ]
+        assert sorted(met) == [(i, j) for i in range(n) for j in range(i + 1, n)]
+        for made in rounds:
+            (take,) = made.takes
+            assert all(take.source[take.source[i]] == i for i in range(n))
+    matrices = oxs.graphs.random_pairs().matrices(8)
+    second = np.mean([w.T @ w for w in matrices], axis=0) - 1 / 8
+    np.testing.assert_allclose(np.linalg.norm(second, 2), 6 / (2 * 7), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "context", ["pmap", "checked", "unchecked", "laid_out", "two_axes"]
+)
+def test_every_context_gives_the_numbers_of_the_matrices(context):
+    n = 4 if context == "laid_out" else 8
+    graphs = {
+        "exponential": oxs.graphs.exponential(),
+        "grid": oxs.graphs.grid(2),
+        "line": oxs.graphs.metropolis(LINE[: n - 1]),
+    }
+    axis = ("a", "b") if context == "two_axes" else AXIS
+    x, rounds = values(n, 4), 4
+
+    def one(params):
+        return {
+            name: body(oxs.gossip(optax.sgd(1.0), axis, graph=graph), rounds)(params)
+            for name, graph in graphs.items()
+        }
+
+    params = tree(x)
+    if context == "pmap":
+        found = jax.pmap(one, axis_name=AXIS)(params)
+    elif context == "two_axes":
+        params = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), params)
+        found = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))(params)
+        found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
+    else:
+        sizes = ((4, AXIS), (2, "fsdp")) if context == "laid_out" else ((8, AXIS),)
+        mapped = jax.shard_map(
+            lambda params: oxs.stack(one(oxs.unstack(params)), 1),
+            mesh=mesh(*sizes),
+            in_specs=P(AXIS),
+            out_specs=P(AXIS),
+            axis_names={AXIS},
+            check_vma=context != "unchecked",
+        )
+        found = jax.jit(mapped)(params)
+    for name, graph in graphs.items():
+        got = rows(found[name]).swapaxes(0, 1)
+        np.testing.assert_allclose(
+            got, mixed(graph, x, rounds), atol=1e-6, err_msg=name
+        )
+
+
+def mesh(*sizes_and_names):
+    sizes, names = zip(*sizes_and_names, strict=True)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+GRADS = (
+    np.random.default_rng(7).normal(size=(12, contexts.REPLICAS, D)).astype(np.float32)
+)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_complete_graph_is_local_sgd_to_the_bit(drop):
+    params, grads = tree(values(1)[0]), GRADS.copy()
+    if drop:
+        grads[4, 1] = np.nan
+    grads = tree(grads)
+    inner = optax.sgd(0.1, momentum=0.9)
+    graph = oxs.graphs.grid(4)
+    all_edges = [(i, j) for j in range(4) for i in range(j)]
+    assert oxs.graphs.metropolis(all_edges).rounds(4) == graph.rounds(4)
+    options = {"communication_period": 3, "drop_nonfinite": drop}
+    center = oxs.local_sgd(inner, AXIS, **options)
+    peers = oxs.gossip(inner, AXIS, graph=graph, **options)
+    expected, _ = contexts.replay("vmap_axes", center, params, grads)
+    found, _ = contexts.replay("vmap_axes", peers, params, grads)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_noloco_is_the_released_form_of_two_arrays():
+    n, rounds, period, rate, momentum = 8, 20, 3, 0.7, 0.5
+    rng = np.random.default_rng(3)
+    steps = 0.1 * rng.normal(size=(rounds * period, n, D))
+    start = rng.normal(size=D)
+    tx = oxs.noloco(optax.sgd(1.0), AXIS, communication_period=period)
+    params = tree(start)
+    axes = oxs.state_axes(tx, params)
+
+    def run(params, state, grads):
+        def step(carry, grads):
+            params, state = oxs.apply_gradients(tx, grads, carry[1], carry[0])
+            return (params, state), params
+
+        return jax.lax.scan(step, (params, state), grads)
+
+    mapped = jax.vmap(run, (0, axes, 1), ((0, axes), 1), axis_name=AXIS)
+    (_, state), found = jax.jit(mapped)(
+        oxs.stack(params, n), oxs.stack(tx.init(params), n, axes), tree(steps)
+    )
+    # The released program: m, s and x of each worker; groups of two.
+    sources = [made.takes[0].source for made in oxs.graphs.random_pairs().rounds(n)]
+    x = np.tile(start, (n, 1))
+    s, m, expected = x.copy(), np.zeros((n, D)), []
+    for t, gradient in enumerate(steps):
+        x = x - gradient
+        if (t + 1) % period == 0:
+            key = jax.random.fold_in(
+                jax.random.key(0, impl="threefry2x32"), t // period
+            )
+            with_whom = list(sources[int(jax.random.randint(key, (), 0, n - 1))])
+            moved = x - s
+            mean_moved = (moved + moved[with_whom]) / 2
+            mean_s = (s + s[with_whom]) / 2
+            m = momentum * m + rate * mean_moved + rate * (mean_s - s)
+            s = s + m
+            x = s.copy()
+        expected.append(x)
+    np.testing.assert_allclose(rows(found), np.array(expected), atol=1e-6, rtol=1e-6)
+    last = jax.tree.map(lambda x: x[-1], found)
+    np.testing.assert_allclose(
+        rows(oxs.center_params(state, last)), x.mean(0), atol=1e-6
+    )
+    np.testing.assert_allclose(rows(oxs.mean_params(last)), x.mean(0), atol=1e-6)
+    measured = oxs.metrics(state, last)
+    assert int(measured.rounds) == rounds
+    np.testing.assert_allclose(
+        measured.distance, np.linalg.norm(x - x.mean(0), axis=1), rtol=1e-4
+    )
+    assert oxs.metrics(jax.tree.map(lambda x: x, tx.init(params))).distance is None
+
+
+def test_who_is_not_finite_sends_nothing_and_comes_back():
+    graph = oxs.graphs.hypercube()
+    tx = oxs.gossip(
+        optax.sgd(1.0, momentum=0.5), AXIS, graph=graph, drop_nonfinite=True
+    )
+    grads = GRADS.copy()
+    grads[1, 2] = np.inf
+    grads[2, :2] = np.nan  # both of a pair: each goes on from where it stood
+    found, state = contexts.replay("vmap_axes", tx, tree(np.zeros(D)), tree(grads))
+    history = rows(found)
+    assert np.all(np.isfinite(history))
+    assert oxs.metrics(state).dropped.tolist() == [1, 1, 1, 0]
+    x, trace = np.zeros((4, D)), np.zeros((4, D))
+    for k, gradient in enumerate(grads.astype(float)):
+        well = np.isfinite(gradient).all(axis=1, keepdims=True)
+        new_trace = 0.5 * trace + np.where(well, gradient, 0)
+        x = np.where(well, x - new_trace, x)
+        trace = np.where(well, new_trace, 0)
+        w = graph.matrices(4)[k % 2]
+        mass = w @ well.astype(float)
+        x = np.where(mass > 0, w @ (well * x) / np.where(mass > 0, mass, 1), x)
+        np.testing.assert_allclose(history[k], x, atol=1e-5)
+
+
+def test_half_precision_travels_and_is_averaged_in_float32():
+    tx = oxs.gossip(optax.sgd(0.01), AXIS, graph=oxs.graphs.ring())
+    params = jnp.ones(6, jnp.bfloat16)
+    grads = jnp.asarray(GRADS[:4, :, :6], jnp.bfloat16)
+    history, state = contexts.replay("shard_map_axes", tx, params, grads)
+    assert history.dtype == np.float32  # as numpy holds bfloat16 here
+    assert state.center.dtype == jnp.float32
+    assert oxs.center_params(state, oxs.stack(params, 4)).dtype == jnp.bfloat16
+    found = rounded = np.asarray(state.center)
+    rounded = np.asarray(jnp.asarray(found, jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(history[-1], rounded)
+
+
+def compiled(tx, params, over, specs):
+    """A step in shard_map that is manual over the workers alone."""
+    axes = oxs.state_axes(tx, params)
+    n = over.shape[AXIS]
+
+    def local(grads, state, params):
+        grads, params = oxs.unstack((grads, params))
+        new, state = oxs.apply_gradients(tx, grads, oxs.unstack(state, axes), params)
+        return oxs.stack(new, 1), oxs.stack(state, 1, axes)
+
+    state_specs = oxs.state_specs(tx, params, jax.tree.map(lambda _: P(), params), AXIS)
+    step = jax.shard_map(
+        local,
+        mesh=over,
+        in_specs=(P(AXIS), state_specs, P(AXIS)),
+        out_specs=(P(AXIS), state_specs),
+        axis_names={AXIS},
+    )
+    stacked = oxs.stack(params, n)
+    state = oxs.stack(tx.init(params), n, axes)
+    arguments = []
+    for values, placed in (
+        (stacked, jax.tree.map(lambda s: P(AXIS, *s), specs, is_leaf=_is_spec)),
+        (state, oxs.state_specs(tx, params, specs, AXIS)),
+    ):
+        shardings = jax.tree.map(
+            lambda spec: jax.sharding.NamedSharding(over, spec),
+            placed,
+            is_leaf=_is_spec,
+        )
+        arguments.append(jax.device_put(values, shardings))
+    stacked, state = arguments
+    return jax.jit(step).lower(stacked, state, stacked).compile()
+
+
+def _is_spec(x):
+    return isinstance(x, P)
+
+
+BYTES = 4 * (16 * 8 + 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"),
+    [("exponential", 1), ("random_pairs", 1), ("ring", 2), ("grid", None)],
+)
+def test_a_round_sends_the_parameters_inside_a_conditional_and_nothing_outside(
+    name, sends
+):
+    graph = oxs.graphs.grid(2) if name == "grid" else GRAPHS[name][0]()
+    tx = oxs.gossip(
+        optax.sgd(0.1), AXIS, graph=graph, communication_period=5, outer=optax.sgd(0.7)
+    )
+    params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
+    branches = len(graph.rounds(8))
+    program = compiled(tx, params, mesh((8, AXIS)), {"matrix": P(), "vector": P()})
+    found = oxs.audit.collectives(program)
+    assert all(row.conditional for row in found)
+    if name == "grid":  # Grouped sums, by a scatter and a gather in this context.
+        assert {row.kind for row in found} <= {
+            "all-reduce",
+            "reduce-scatter",
+            "all-gather",
+        }
+        return
+    assert {row.kind for row in found} == {"collective-permute"}
+    assert sum(row.bytes for row in found) == branches * sends * BYTES
+    assert len(found) == branches * sends
+
+
+def test_workers_that_are_sharded_send_their_shards():
+    over = mesh((4, AXIS), (2, "fsdp"))
+    tx = oxs.gossip(optax.sgd(0.1), AXIS, communication_period=5)
+    params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
+    specs = {"matrix": P("fsdp"), "vector": P("fsdp")}
+    found = oxs.audit.collectives(compiled(tx, params, over, specs))
+    assert {row.kind for row in found} == {"collective-permute"}
+    assert all(row.conditional for row in found)
+    assert (
+        sum(row.bytes for row in found) == 2 * BYTES // 2
+    )  # two rounds, half a worker
+
+
+def test_a_program_of_many_partners_holds_one_permute_for_each():
+    tx = oxs.gossip(optax.sgd(0.1), AXIS, graph=oxs.graphs.random_pairs())
+    params = {str(i): jnp.ones(i + 1) for i in range(6)}
+    program = compiled(tx, params, mesh((8, AXIS)), {name: P() for name in params})
+    assert len(oxs.audit.collectives(program)) == 7
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: oxs.graphs.hypercube().matrices(6), ValueError, "power of two"),
+        (lambda: oxs.graphs.grid(3).matrices(8), ValueError, "3, 9, 27"),
+        (lambda: oxs.graphs.grid(1), ValueError, "m must be at least 2"),
+        (lambda: oxs.graphs.torus(2, 3).matrices(8), ValueError, "graph of 6 workers"),
+        (lambda: oxs.graphs.torus(2.0, 3), TypeError, "rows must be an integer"),
+        (lambda: oxs.graphs.metropolis([(0, 5)]).matrices(4), ValueError, "worker 5"),
+        (lambda: oxs.graphs.metropolis([(0, 1)]).matrices(4), ValueError, "connect"),
+        (lambda: oxs.graphs.metropolis([(1, 1)]), ValueError, "different workers"),
+        (lambda: oxs.graphs.ring().matrices(0), ValueError, "at least 1"),
+        (
+            lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),
+            TypeError,
+            "oxs.graphs",
+        ),
+        (
+            lambda: oxs.gossip(optax.sgd(0.1), AXIS, accumulator_dtype=jnp.bfloat16),
+            ValueError,
+            "rounds them anew",
+        ),
+        (
+            lambda: oxs.noloco(optax.sgd(0.1), AXIS, outer=optax.sgd(0.7, 0.9)),
+            ValueError,
+            "drift apart",
+        ),
+        (
+            lambda: oxs.gossip(
+                optax.sgd(0.1),
+                AXIS,
+                graph=oxs.graphs.random_pairs(),
+                outer=optax.sgd(1.0, 0.9, nesterov=True),
+            ),
+            ValueError,
+            "Nesterov momentum 0.9",
+        ),
+        (
+            lambda: step_of(
+                oxs.gossip(optax.sgd(0.1), AXIS, outer=optax.sgd(0.7, 0.9))
+            ),
+            ValueError,
+            "this graph of 8 workers",
+        ),
+        (
+            lambda: step_of(oxs.gossip(optax.sgd(0.1), AXIS, graph=oxs.graphs.grid(3))),
+            ValueError,
+            "the axis has 8",
+        ),
+        (lambda: oxs.mean_params(jnp.ones(())), ValueError, "worker axis"),
+        (
+            lambda: oxs.gossip(oxs.local_sgd(optax.sgd(0.1), "chips"), AXIS).init(
+                jnp.ones(3)
+            ),
+            ValueError,
+            "center rule in `inner`",
+        ),
+    ],
+)
+def test_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def step_of(tx, n=8):
+    def step(params):
+        return oxs.apply_gradients(tx, params, tx.init(params), params)[0]
+
+    return jax.vmap(step, axis_name=AXIS)(jnp.ones((n, 3)))
+
+
+def test_the_bound_on_momentum_is_where_workers_begin_to_drift_apart():
+    """The disagreement of 64 workers alone, in NumPy, on either side of the bound."""
+    n, sources = 64, [m.takes[0].source for m in oxs.graphs.random_pairs().rounds(64)]
+    for rate, momentum, nesterov, stable in (
+        (0.7, 0.5, False, True),
+        (0.7, 0.9, True, True),
+        (0.2, 0.9, False, True),
+        (0.5, 0.9, False, False),
+        (1.0, 0.9, True, False),
+        (1.9, 0.5, False, False),
+    ):
+        rng = np.random.default_rng(0)
+        s = rng.normal(size=(n, 32))
+        s, t = s - s.mean(0), np.zeros_like(s)
+        for _ in range(300):
+            pull = (s - s[list(sources[rng.integers(n - 1)])]) / 2
+            t = momentum * t + pull
+            s = s - rate * (pull + momentum * t if nesterov else t)
+        assert (np.abs(s).max() < 1e-2) == stable, (rate, momentum, nesterov)
+        outer = optax.sgd(rate, momentum, nesterov=nesterov)
+        if stable:
+            oxs.noloco(optax.sgd(0.1), AXIS, outer=outer)
+        else:
+            with pytest.raises(ValueError, match="drift apart"):
+                oxs.noloco(optax.sgd(0.1), AXIS, outer=outer)

@@ -1,0 +1,182 @@
+"""What the inner optimizer is told besides the gradient is equal on all replicas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+AXIS, N = contexts.AXIS, contexts.REPLICAS
+PARAMS = jnp.zeros(2)
+VALUES = jnp.array([1.0, 2.0, 3.0, 6.0])
+
+
+def by_value():
+    """An optimizer whose update is its extra argument `value`."""
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda u: jnp.full_like(u, value), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+def seen(tx, **extra):
+    """What each replica's inner optimizer saw."""
+
+    def update(gradient, extra):
+        return tx.update(gradient, tx.init(PARAMS), PARAMS, **extra)[0]
+
+    return jax.vmap(update, axis_name=AXIS)(jnp.ones((N, 2)), extra)[:, 0].tolist()
+
+
+BROKEN = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
+FIRST_AND_THIRD = jnp.array([1, 0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("tx", "extra", "expected"),
+    [
+        (oxs.cross_shard(by_value(), AXIS), {}, [3.0] * N),
+        (oxs.cross_shard(by_value(), AXIS, reduction="sum"), {}, [3.0] * N),
+        (
+            oxs.cross_shard(by_value(), AXIS),
+            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
+            [3.0] * N,
+        ),
+        (
+            oxs.cross_shard(by_value(), AXIS),
+            {"weight": FIRST_AND_THIRD, "value": BROKEN},
+            [2.0] * N,
+        ),
+        (
+            oxs.cross_shard(by_value(), AXIS, group_assignment=[[0, 2], [1, 3]]),
+            {},
+            [2.0, 4.0, 2.0, 4.0],
+        ),
+        (oxs.cross_shard(by_value(), AXIS, reduce_extra_args=()), {}, VALUES.tolist()),
+        (oxs.sync_replicas(by_value(), AXIS, N), {}, [3.0] * N),
+        (
+            oxs.sync_replicas(by_value(), AXIS, 2),
+            {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN},
+            [2.0] * N,
+        ),
+        (
+            oxs.sync_replicas(by_value(), AXIS, N, reduce_extra_args=()),
+            {},
+            VALUES.tolist(),
+        ),
+    ],
+)
+def test_value_is_the_mean_of_what_counts(tx, extra, expected):
+    assert seen(tx, **{"value": VALUES, **extra}) == expected
+
+
+def test_a_plateau_is_the_same_for_all():
+    """They drifted to -5.0 and -1.11: each replica lowered its rate by its own loss."""
+    tx = oxs.cross_shard(
+        optax.chain(
+            optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
+        ),
+        AXIS,
+    )
+
+    def step(carry, value):
+        params, state = carry
+        updates, state = tx.update(jnp.ones(2), state, params, value=value)
+        return (optax.apply_updates(params, updates), state), None
+
+    def train(losses):
+        (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
+        return params[0]
+
+    # One falls, the other does not; their mean falls.
+    losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
+    with jax.numpy_dtype_promotion("standard"):  # As Optax's transformation asks.
+        assert jax.vmap(train, axis_name=AXIS)(losses).tolist() == [-5.0, -5.0]
+
+
+def on_mesh(*cases):
+    """What the first replica sees in a checked shard_map, for (tx, extra) in one.
+
+    The extra arguments are functions of the replica's own value.
+    """
+
+    def local(x):
+        grads = oxs.localize(jnp.ones(2), AXIS)
+
+        def update(tx, extra):
+            made = {name: make(x[0]) for name, make in extra.items()}
+            return tx.update(grads, tx.init(PARAMS), PARAMS, **made)[0][0]
+
+        return [update(tx, extra) for tx, extra in cases]
+
+    run = jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
+    return [float(x) for x in jax.jit(run)(VALUES)]
+
+
+def own(value):
+    return value
+
+
+def mean(value):
+    return oxs.reduce(value, AXIS)
+
+
+def test_what_types_tell():
+    """What is known to be equal is left alone, what is known to differ is refused."""
+    reduced = [
+        {"value": own},
+        {"value": mean},
+        {"value": lambda value: 3.0},
+        {"value": mean, "loss": mean},
+    ]
+    makers = (oxs.cross_shard(by_value(), AXIS), oxs.sync_replicas(by_value(), AXIS, N))
+    cases = [(tx, extra) for tx in makers for extra in reduced]
+    # A chain hands its extra arguments to each link by itself.
+    link = optax.chain(oxs.all_reduce_grads(AXIS), by_value())
+    assert on_mesh(*cases, (link, {"value": mean})) == [3.0] * 9
+    for tx in makers:
+        with pytest.raises(
+            ValueError, match=r"'loss' varies.*oxs.reduce\(loss, 'data'"
+        ):
+            on_mesh((tx, {"value": mean, "loss": own}))
+    with pytest.raises(ValueError, match=r"'value' varies.*oxs.reduce\(value"):
+        on_mesh((link, {"value": own}))
+
+
+@pytest.mark.parametrize("wrapper", ["cross_shard", "sync_replicas"])
+def test_names_that_are_none(wrapper):
+    numbers = (2,) if wrapper == "sync_replicas" else ()
+    for names in ("value", ("value", 1), None):
+        with pytest.raises(TypeError, match=r"tuple of names.*got"):
+            getattr(oxs, wrapper)(by_value(), AXIS, *numbers, reduce_extra_args=names)
+
+
+def test_the_center_s_own_step_gets_the_workers_mean():
+    """`agn` makes a step of `inner` at the center; each worker's is its own."""
+    tx = oxs.agn(by_value(), AXIS, communication_period=2)
+
+    def steps(value):
+        state, updates = tx.init(PARAMS), PARAMS
+        for _ in range(2):
+            updates, state = tx.update(jnp.ones(2), state, PARAMS, value=value)
+        return updates[0]
+
+    assert jax.vmap(steps, axis_name=AXIS)(VALUES).tolist() == [3.0] * N
+    for value in (jnp.ones((N, 2)), jnp.ones(N, jnp.int32)):
+        with pytest.raises(ValueError, match=r"'value'.*no floating scalar.*outer="):
+            seen(tx, value=value)
+    own = oxs.agn(by_value(), AXIS, outer=optax.sgd(1.0), communication_period=1)
+    assert seen(own, value=jnp.ones((N, 2))) == [-1.0] * N
+
+
+def test_a_broken_worker_s_value_does_not_reach_the_center():
+    tx: Any = oxs.agn(by_value(), AXIS, communication_period=1, drop_nonfinite=True)
+    assert seen(tx, value=BROKEN) == [2.0] * N
+    assert np.isnan(BROKEN[1])

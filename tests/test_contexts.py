@@ -1,0 +1,170 @@
+"""Every wrapper in the contexts that the law tests leave out: parts of a mesh, types.
+
+`tests.contexts` has those in which each law runs. Here all wrappers stand in one
+program for each context, beside the same program under `jax.vmap`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+AXIS, WORKERS, STEPS = contexts.AXIS, contexts.REPLICAS, 7
+SGD = optax.sgd(0.1, momentum=0.9)
+PARAMS = {
+    "scalar": np.float32(0.5),
+    "matrix": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2),
+}
+TABLE = np.linspace(-1, 1, 10, dtype=np.float32).reshape(5, 2)
+DENSE: dict[str, Any] = {
+    "cross_shard": oxs.cross_shard(SGD, AXIS),
+    "all_reduce_grads": optax.chain(
+        optax.clip(1.0),
+        oxs.all_reduce_grads(AXIS, group_assignment=[[0, 2], [1, 3]]),
+        SGD,
+    ),
+    "sync_replicas": oxs.sync_replicas(
+        SGD, AXIS, 6, variable_averages=0.9, drop_nonfinite=True
+    ),
+    "elastic": oxs.elastic_average(
+        SGD, AXIS, learning_rate=0.1, communication_period=2
+    ),
+    "agn": oxs.agn(SGD, AXIS, communication_period=2, inner_state="average"),
+    "local_sgd": oxs.local_sgd(
+        SGD, AXIS, communication_period=2, drop_nonfinite=True, measure=True
+    ),
+    "diloco": oxs.diloco(SGD, AXIS, communication_period=lambda step: 2),
+}
+
+
+def row_gradients(inputs):
+    """The rows that a batch touches, through `take`."""
+
+    def loss(params, inputs):
+        return jnp.sum(oxs.take(params["table"], inputs["ids"]) * inputs["scale"])
+
+    grad_fn = oxs.value_and_grad(loss, rows={"table": lambda inputs: inputs["ids"]})
+    return grad_fn({"table": jnp.asarray(TABLE)}, inputs)[1]["table"]
+
+
+# name: (transformation, parameters, what makes gradients of the inputs)
+CASES: dict[str, Any] = {
+    **{name: (tx, PARAMS, lambda grads: grads) for name, tx in DENSE.items()},
+    "rows": (oxs.cross_shard(oxs.optimizers.adagrad(0.1), AXIS), TABLE, row_gradients),
+}
+
+
+def inputs(name):
+    """[N, T, ...]"""
+    rng = np.random.default_rng(0)
+    shape = (WORKERS, STEPS)
+    if name == "rows":
+        scale = rng.normal(size=(*shape, 4, 2)).astype(np.float32)
+        return {"ids": rng.integers(0, 5, (*shape, 4), np.int32), "scale": scale}
+    return jax.tree.map(
+        lambda p: rng.normal(size=(*shape, *p.shape)).astype(np.float32), PARAMS
+    )
+
+
+def start(name):
+    tx, params, _ = CASES[name]
+    axes = oxs.state_axes(tx, params)
+    state = oxs.stack(tx.init(params), WORKERS, axes)
+    return oxs.stack(params, WORKERS), state, axes
+
+
+def lanes(name):
+    tx, _, prepare = CASES[name]
+    axes = start(name)[2]
+    body = contexts.steps(tx, prepare)
+    return jax.vmap(body, (0, axes, 0, None), (0, axes), axis_name=AXIS)
+
+
+def shards(name, mesh, **options):
+    tx, params, prepare = CASES[name]
+    axes = start(name)[2]
+    body = contexts.steps(tx, prepare)
+    specs = oxs.state_specs(tx, params, P(), AXIS)
+
+    def local(params, state, grads, extra):
+        params, grads = oxs.unstack((params, grads))
+        history, state = body(params, oxs.unstack(state, axes), grads, extra)
+        return oxs.stack(history, 1), oxs.stack(state, 1, axes)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(AXIS), specs, P(AXIS), P()),
+        out_specs=(P(AXIS), specs),
+        **options,
+    )
+
+
+def run(body, mesh=None, names=tuple(CASES)):
+    """The histories of these cases, in one program; on a mesh all inputs lie on it."""
+    arguments = {name: (*start(name)[:2], inputs(name), {}) for name in names}
+    if mesh is not None:
+        along = NamedSharding(mesh, P(AXIS))
+        for name, (params, state, grads, extra) in arguments.items():
+            tx, one, _ = CASES[name]
+            specs = oxs.state_specs(tx, one, P(), AXIS)
+            places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+            params, grads = jax.device_put((params, grads), along)
+            arguments[name] = (params, jax.device_put(state, places), grads, extra)
+
+    def everything(arguments):
+        return {name: body(name)(*arguments[name])[0] for name in names}
+
+    # The program runs once: how fast does not matter.
+    quickly: Any = {"xla_backend_optimization_level": 0}
+    return jax.jit(everything, compiler_options=quickly)(arguments)
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return run(lanes)
+
+
+def assert_same(found, answer):
+    for name in found:
+        time_first = [
+            jax.tree.map(lambda x: np.swapaxes(x, 0, 1), tree[name])
+            for tree in (found, answer)
+        ]
+        contexts.assert_close(*time_first)
+
+
+def test_shard_map_over_some_axes_of_a_mesh(answer):
+    """The compiler shards over the other ones: `axis_names`, types checked."""
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    found = run(lambda name: shards(name, mesh, axis_names={AXIS}))
+    assert_same(found, answer)
+
+
+def test_shard_map_over_explicit_axes(answer):
+    """A mesh as `jax.make_mesh` makes them; `device_put` places what goes in."""
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
+    assert_same(run(lambda name: shards(name, mesh), mesh), answer)
+
+
+def test_vmap_over_explicit_axes(answer):
+    """Each lane whole. (JAX asks for an `out_sharding` where rows are gathered.)"""
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
+    with jax.set_mesh(mesh):
+        assert_same(run(lanes, mesh, tuple(DENSE)), answer)
+
+
+def test_islands_over_explicit_axes_are_refused():
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
+    x = jax.device_put(jnp.ones((4, 3, 2)), NamedSharding(mesh, P(AXIS, None, "model")))
+    mean = jax.vmap(lambda x: oxs.reduce(x, AXIS), axis_name=AXIS, spmd_axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
+        mean(x)

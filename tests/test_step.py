@@ -1,0 +1,220 @@
+"""`apply_gradients`, `meet=` and `due`: a step that returns parameters."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync import hlo
+
+AXIS, WORKERS, PERIOD, STEPS = "workers", 4, 3, 10
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32), "b": np.float32(0.3)}
+INNER = optax.sgd(0.1, momentum=0.9)
+RULES: dict[str, Any] = {
+    "elastic": lambda p: oxs.elastic_average(
+        INNER, AXIS, learning_rate=0.1, communication_period=p
+    ),
+    "agn": lambda p: oxs.agn(INNER, AXIS, communication_period=p),
+    "local_sgd": lambda p: oxs.local_sgd(INNER, AXIS, communication_period=p),
+    "diloco": lambda p: oxs.diloco(INNER, AXIS, communication_period=p),
+}
+
+
+def grads_of(step):
+    """Gradients [WORKERS, ...] that differ between workers and steps."""
+    key = jax.random.fold_in(jax.random.key(0), step)
+    return jax.tree.map(
+        lambda p: jax.random.normal(key, (WORKERS, *jnp.shape(p))), PARAMS
+    )
+
+
+def start(tx):
+    axes = oxs.state_axes(tx, PARAMS)
+    return (
+        oxs.stack(PARAMS, WORKERS),
+        oxs.stack(tx.init(PARAMS), WORKERS, axes),
+        axes,
+    )
+
+
+def mapped(tx, axes, meet=None, apply=oxs.apply_gradients):
+    def step(params, state, grads):
+        return apply(tx, grads, state, params, meet=meet)
+
+    return jax.vmap(step, (0, axes, 0), (0, axes), axis_name=AXIS)
+
+
+def by_update(tx, grads, state, params, **extra):
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_host_may_decide_when_workers_meet(rule):
+    """The counter, `due` on the host, a traced bool and `update` give one run."""
+    tx = RULES[rule](PERIOD)
+    params, state, axes = start(tx)
+    by_counter = jax.jit(mapped(tx, axes))
+    by_host = {m: jax.jit(mapped(tx, axes, meet=m)) for m in (False, True)}
+
+    def traced(params, state, grads, meet):
+        return mapped(tx, axes, meet=meet)(params, state, grads)
+
+    run_traced, run_update = jax.jit(traced), jax.jit(mapped(tx, axes, apply=by_update))
+    runs = {
+        "counter": lambda carry, step: by_counter(*carry, grads_of(step)),
+        "host": lambda carry, step: by_host[oxs.due(tx, step)](*carry, grads_of(step)),
+        "traced": lambda carry, step: run_traced(
+            *carry, grads_of(step), jnp.bool_(oxs.due(PERIOD, step))
+        ),
+        "update": lambda carry, step: run_update(*carry, grads_of(step)),
+    }
+    last = {}
+    for name, run in runs.items():
+        carry = params, state
+        for step in range(STEPS):
+            carry = run(carry, step)
+        last[name] = carry
+    assert int(last["host"][1].global_step) == STEPS // PERIOD
+    for name in ("host", "traced", "update"):
+        chex.assert_trees_all_close(last[name], last["counter"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
+    tx = RULES[rule](PERIOD)
+    params, state, axes = start(tx)
+    specs = oxs.state_specs(tx, PARAMS, P(), AXIS)
+    types, devices = (AxisType.Auto,), jax.devices()[:WORKERS]
+    mesh = jax.make_mesh((WORKERS,), (AXIS,), axis_types=types, devices=devices)
+    found = {}
+    for meet in (False, True):
+
+        def local(params, state, grads, meet=meet):
+            params, grads = oxs.unstack((params, grads))
+            params, state = oxs.apply_gradients(
+                tx, grads, oxs.unstack(state, axes), params, meet=meet
+            )
+            return oxs.stack(params, 1), oxs.stack(state, 1, axes)
+
+        step = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(AXIS), specs, P(AXIS)),
+            out_specs=(P(AXIS), specs),
+        )
+        compiled = jax.jit(step).lower(params, state, grads_of(0)).compile()
+        opcodes = {i.opcode for i in hlo.written(hlo.program(compiled))}
+        rows = oxs.audit.collectives(compiled)
+        found[meet] = "conditional" in opcodes, [(r.kind, r.conditional) for r in rows]
+    assert found == {False: (False, []), True: (False, [("all-reduce", False)])}
+
+
+@pytest.mark.parametrize("rule", ["agn", "local_sgd", "diloco"])
+def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
+    """In float32 too, over many rounds in one scan, and donated."""
+    tx = RULES[rule](2)
+    params, state, axes = start(tx)
+    step = mapped(tx, axes)
+
+    def run(params, state):
+        def body(carry, number):
+            params, state = step(*carry, grads_of(number))
+            apart = [
+                jnp.any(p != c[None])
+                for p, c in zip(
+                    jax.tree.leaves(params),
+                    jax.tree.leaves(state.center),
+                    strict=True,
+                )
+            ]
+            return (params, state), jnp.any(jnp.array(apart))
+
+        return jax.lax.scan(body, (params, state), jnp.arange(200))[1]
+
+    apart = jax.jit(run, donate_argnums=(0, 1))(params, state)
+    assert not np.any(apart[1::2])  # after a round
+    assert np.all(apart[0::2])  # between two
+
+
+def test_one_compilation_over_many_steps_and_donated():
+    tx = RULES["diloco"](PERIOD)
+    params, state, axes = start(tx)
+    one_step = chex.assert_max_traces(
+        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)), n=1
+    )
+    step = jax.jit(one_step, donate_argnums=(0, 1))
+    for _ in range(20):
+        params, state = step(params, state)
+    assert int(state.global_step) == 20 // PERIOD
+
+
+def test_apply_gradients_of_any_transformation():
+    tx = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.5))
+    state = tx.init(PARAMS)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    got, _ = oxs.apply_gradients(tx, grads, state, PARAMS, value=1.0)
+    updates, _ = tx.update(grads, state, PARAMS)
+    chex.assert_trees_all_equal(got, optax.apply_updates(PARAMS, updates))
+
+
+def test_sync_replicas_gives_parameters_directly():
+    """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
+    tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)
+    params = {"table": jnp.ones((5, 2)), "w": jnp.arange(3.0)}
+    states = oxs.stack(tx.init(params), WORKERS), oxs.stack(params, WORKERS)
+
+    def run(apply):
+        def body(state, params, number):
+            def step(carry, now):
+                state, params = carry
+                rows = jnp.array([1, 4, 1]) + 0 * number.astype(jnp.int32)
+                slices = oxs.IndexedSlices(rows, number * jnp.ones((3, 2)) + now)
+                grads = {"table": slices, "w": params["w"] * number}
+                params, state = apply(
+                    tx, grads, state, params, contributes=number != 2.0
+                )
+                return (state, params), ()
+
+            return jax.lax.scan(step, (state, params), jnp.arange(3.0))[0]
+
+        call: Any = jax.jit(jax.vmap(body, axis_name=AXIS))
+        return call(*states, jnp.arange(WORKERS, dtype=jnp.float32))
+
+    direct, by_updates = run(oxs.apply_gradients), run(by_update)
+    assert np.all(direct[0].global_step == 1)
+    chex.assert_trees_all_close(direct, by_updates, rtol=1e-6)
+
+
+def test_sync_replicas_where_the_host_knows_that_all_contribute():
+    tx = oxs.sync_replicas(INNER, AXIS, WORKERS)
+    params, state, axes = start(tx)
+    known = jax.jit(mapped(tx, axes, meet=True))(params, state, grads_of(0))
+    asked = jax.jit(mapped(tx, axes))(params, state, grads_of(0))
+    chex.assert_trees_all_close(known, asked, rtol=1e-6)
+    waits = jax.jit(mapped(tx, axes, meet=False))(params, state, grads_of(0))
+    chex.assert_trees_all_equal(waits[0], params)
+    assert int(waits[1].accumulated) == WORKERS
+
+
+def test_due():
+    assert [oxs.due(4, step) for step in range(8)] == [False] * 3 + [True] + [
+        False
+    ] * 3 + [True]
+    # Every step in a warm-up of four, then every third; read where a period begins.
+    schedule = optax.join_schedules(
+        [optax.constant_schedule(1), optax.constant_schedule(3)], [4]
+    )
+    met = [step for step in range(14) if oxs.due(schedule, step)]
+    assert met == [0, 1, 2, 3, 6, 9, 12]
+    tx = oxs.local_sgd(INNER, AXIS, communication_period=schedule)
+    assert [step for step in range(14) if oxs.due(tx, step)] == met
+    with pytest.raises(TypeError, match=r"due needs .*Inside optax.chain"):
+        oxs.due(optax.chain(tx, optax.identity()), 3)

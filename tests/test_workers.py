@@ -1,0 +1,319 @@
+"""One program of a user: simulated, on a mesh, and with workers that are sharded."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+AXIS = "workers"
+STEPS = 5
+PARAMS = {"w": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), "b": None}
+PARAMS["b"] = np.linspace(0, 1, 3, dtype=np.float32)
+RULES = {
+    "diloco": oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=2),
+    "elastic": oxs.elastic_average(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=2, moving_rate=0.1, rho=0.5
+    ),
+}
+TXS = RULES | {
+    "cross_shard": oxs.cross_shard(optax.sgd(0.1, 0.9), AXIS),
+    "sync_replicas": oxs.sync_replicas(optax.sgd(0.1), AXIS, replicas_to_aggregate=1),
+}
+
+
+def mesh_of(*shape, kind=AxisType.Auto, names=(AXIS, "fsdp")):
+    return jax.make_mesh(shape, names[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def batch_of(workers):
+    data = np.random.default_rng(0).normal(size=(workers, 16, 8))
+    return np.asarray(data, np.float32)
+
+
+def loss_of(params, inputs):
+    return jnp.mean((inputs @ params["w"]) ** 2) + jnp.sum((params["b"] - 1.0) ** 2)
+
+
+def train(workers, mesh, params):
+    """The user's program: parameters, states and losses at the end, and its step."""
+    run: Any = {
+        name: oxs.start_workers(tx, params, workers, mesh=mesh, axis_name=AXIS)
+        for name, tx in TXS.items()
+    }
+    params = {name: run[name][0] for name in TXS}
+    state = {name: run[name][1] for name in TXS}
+    axes = {name: run[name][2] for name in TXS}
+
+    def step(params, state, inputs):
+        losses = {}
+        for name, tx in TXS.items():
+            losses[name], grads = jax.value_and_grad(loss_of)(params[name], inputs)
+            params[name], state[name] = oxs.apply_gradients(
+                tx, grads, state[name], params[name]
+            )
+        return params, state, losses, oxs.reduce(losses, AXIS)
+
+    mapped = oxs.map_workers(
+        step, AXIS, mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0, None)
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))
+    compiled = compiled.lower(params, state, batch_of(workers)).compile()
+    results = params, state, None, None
+    for _ in range(STEPS):  # The program takes what it returns: nothing moves.
+        results = compiled(*results[:2], batch_of(workers))
+    return jax.device_get(results), oxs.audit.collectives(compiled)
+
+
+simulated = functools.cache(lambda workers: train(workers, None, PARAMS)[0])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("workers", [8, 2])
+def test_one_program_has_the_same_numbers(workers, kind):
+    mesh = mesh_of(8, kind=kind) if workers == 8 else mesh_of(2, 4, kind=kind)
+    params: Any = PARAMS
+    if workers == 2:  # Each worker lies on four devices.
+        specs = {"w": P("fsdp"), "b": P()}
+        params = {
+            name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+            for name, x in PARAMS.items()
+        }
+    results, rows = train(workers, mesh, params)
+    expected = simulated(workers)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(results),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6, err_msg=str(path))
+    # Between workers travels a device's own shard, and in rounds only.
+    groups = jax.make_mesh((workers, 8 // workers), ("a", "b")).device_ids.T
+    between = [r for r in rows if r.groups == tuple(map(tuple, groups.tolist()))]
+    shard = 4 * (64 // (8 // workers) + 3)
+    rounds = sum(row.bytes for row in between if row.conditional)
+    sync = shard  # One update of `sync_replicas` is in a conditional, too.
+    assert rounds == len(RULES) * shard + sync
+    assert {row.kind for row in between} == {"all-reduce"}
+    always = sum(row.bytes for row in between if not row.conditional)
+    assert shard <= always < shard + 64  # `cross_shard`, and scalars
+
+
+def test_replicas_inside_of_workers():
+    """Two levels, one inside of the other: DiLoCo between pods, a mean inside."""
+    tx = oxs.diloco(
+        oxs.cross_shard(optax.sgd(0.1, 0.9), "chips"), "pods", communication_period=2
+    )
+    grad_of = oxs.value_and_grad(loss_of, axis_name="chips")
+
+    def step(params, state, inputs):
+        loss, grads = grad_of(params, inputs)
+        params, state = oxs.apply_gradients(tx, grads, state, params)
+        return params, state, oxs.reduce(oxs.reduce(loss, "chips"), "pods")
+
+    def run(mesh):
+        params, state, axes = oxs.start_workers(
+            tx, PARAMS, 2, mesh=mesh, axis_name="pods"
+        )
+        chips = oxs.map_workers(
+            step, "chips", mesh=mesh, in_axes=(None, None, 0), out_axes=None
+        )
+        pods = oxs.map_workers(
+            chips, "pods", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, None)
+        )
+        compiled = jax.jit(pods, donate_argnums=(0, 1))
+        batch, loss = batch_of(8).reshape(2, 4, 16, 8), None
+        compiled = compiled.lower(params, state, batch).compile()
+        for _ in range(STEPS):
+            params, state, loss = compiled(params, state, batch)
+        return jax.device_get((params, state, loss)), compiled
+
+    expected, _ = run(None)
+    results, program = run(mesh_of(2, 4, names=("pods", "chips")))
+    for a, e in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+    rows = oxs.audit.collectives(program)
+    exchange = 4 * (64 + 3)
+    sent = {(len(row.groups), row.conditional) for row in rows if row.bytes >= exchange}
+    assert sent == {(2, False), (4, True)}  # in 2 pods each step, between them rarely
+
+
+def test_workers_along_two_mesh_axes():
+    mesh = mesh_of(2, 4, names=("a", "b"))
+
+    def around(x, shift):
+        return x - oxs.reduce(x, ("a", "b")) + shift
+
+    mapped = oxs.map_workers(around, ("a", "b"), mesh=mesh, in_axes=(0, None))
+    x = np.arange(8, dtype=np.float32)
+    np.testing.assert_allclose(mapped(x, np.float32(1)), x - 2.5)
+    params, state, axes = oxs.start_workers(
+        optax.sgd(0.1, 0.9), PARAMS, 8, mesh=mesh, axis_name=("a", "b")
+    )
+    assert params["w"].sharding.spec == P(("a", "b"))
+    assert jax.tree.leaves(state)[0].shape[0] == 8
+    assert set(jax.tree.leaves(axes)) == {0}
+
+
+def test_gradients_of_replicated_parameters_are_local():
+    """With and without rows; the same on a mesh as simulated."""
+    ids = np.arange(8, dtype=np.int32)[:, None] % 4
+    table = {"table": jnp.ones((4, 2)), "scale": jnp.float32(2.0)}
+
+    def loss(params, ids):
+        return jnp.sum(params["scale"] * oxs.take(params["table"], ids))
+
+    def both(params, ids):
+        rows = {"table": lambda ids: ids}
+        sparse = oxs.value_and_grad(loss, rows=rows, axis_name=AXIS)(params, ids)
+        (dense, aux), grads = oxs.value_and_grad(
+            lambda params, ids: (loss(params, ids), ids), has_aux=True, axis_name=AXIS
+        )(params, ids)
+        return sparse[0], sparse[1]["table"].to_dense(4), dense, aux, grads
+
+    results = [
+        jax.jit(oxs.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0)))(table, ids)
+        for mesh in (None, mesh_of(8))
+    ]
+    for simulated, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(simulated, on_mesh)
+    _, rows, _, _, grads = results[1]
+    np.testing.assert_array_equal(grads["scale"], np.full(8, 2.0))
+    np.testing.assert_array_equal(rows, grads["table"])
+    np.testing.assert_array_equal(grads["table"][3], [[0, 0]] * 3 + [[2, 2]])
+    with pytest.raises(TypeError, match="axis_name must be the name"):
+        oxs.value_and_grad(loss, axis_name=0)  # pyright: ignore[reportArgumentType]
+
+
+def test_keys_keywords_and_trees_with_holes():
+    def draw(keys, tree, *, shift):
+        return jax.random.uniform(keys) + shift, tree
+
+    keys, shift = jax.random.split(jax.random.key(0), 8), np.ones(8, np.float32)
+    tree = {"a": np.ones((8, 2), np.float32), "hole": None, "all": np.zeros(3)}
+    axes = {"a": 0, "hole": None, "all": None}
+    results = []
+    for mesh in (None, mesh_of(8), mesh_of(8, kind=AxisType.Explicit)):
+        mapped = oxs.map_workers(
+            draw, AXIS, mesh=mesh, in_axes=[0, axes], out_axes=(0, axes)
+        )
+        results.append(mapped(keys, tree, shift=shift))
+    for other in results[1:]:
+        assert jax.tree.structure(other) == jax.tree.structure(results[0])
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+
+
+def same(x):
+    return x
+
+
+# What is refused, on a mesh and simulated: the call and what the message says.
+EIGHT = np.arange(8.0)
+REFUSED = {
+    "more workers than devices": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or mesh_of(4))(EIGHT),
+        r"8 workers, but the mesh has \d positions.*mesh=None",
+    ),
+    "a scalar": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh)(1.0),
+        "is a scalar. Give it None in in_axes",
+    ),
+    "another tree": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=({"a": 0},))(EIGHT),
+        "in_axes of map_workers do not fit",
+    ),
+    "too many axes": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=(0, 0))(EIGHT),
+        "for 2 positional arguments; got 1",
+    ),
+    "another axis": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=1),
+        "got 1. Move the worker axis to the front",
+    ),
+    "unequal numbers": (
+        lambda mesh: oxs.map_workers(max, AXIS, mesh=mesh)(EIGHT[:4], EIGHT[:3]),
+        r"\[1\] of map_workers has shape \(3,\), of 3 workers",
+    ),
+    "a result that is not equal": (
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, out_axes=None)(EIGHT[:4]),
+        "out_axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, on_mesh):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        call(mesh_of(4) if on_mesh else None)
+
+
+def test_meshes_and_parameters_that_do_not_fit():
+    mesh = mesh_of(2, 4)
+    across = jax.device_put(np.ones((4, 2)), NamedSharding(mesh, P(AXIS)))
+    tx = optax.sgd(0.1)
+    for call, message in (
+        (lambda: oxs.map_workers(same, "pods", mesh=mesh), "no axis 'pods'; its axes"),
+        (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
+        (
+            lambda: oxs.start_workers(tx, PARAMS, 3, mesh=mesh, axis_name=AXIS),
+            "3 workers, but the mesh has 2 positions",
+        ),
+        (
+            lambda: oxs.start_workers(tx, across, 2, mesh=mesh, axis_name=AXIS),
+            "may be sharded over the mesh's axes besides",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match="mesh must be a jax"):
+        oxs.map_workers(same, AXIS, mesh=8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="axis_name"):
+        oxs.start_workers(tx, PARAMS, 2, mesh=mesh)
+
+
+def test_shardings_are_where_a_run_starts():
+    mesh, tx = mesh_of(2, 4), RULES["diloco"]
+    shapes = {
+        "w": jax.ShapeDtypeStruct(
+            (8, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp"))
+        ),
+        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
+    }
+    shardings = oxs.state_shardings(tx, shapes, mesh=mesh, axis_name=AXIS)
+    params = jax.tree.map(
+        lambda x, s: jax.device_put(x, s.sharding or jax.devices()[0]), PARAMS, shapes
+    )
+    started = oxs.start_workers(tx, params, 2, mesh=mesh, axis_name=AXIS)[:2]
+    equal = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), started, shardings
+    )
+    assert all(jax.tree.leaves(equal))
+    assert shardings[1].center["w"].spec == P(None, "fsdp")
+    assert started[0]["w"].addressable_shards[0].data.shape == (1, 8, 2)
+
+
+def test_explicit_axes_are_compiled_once():
+    """A step returns their specs in full, and the start has them so already."""
+    mesh, tx = mesh_of(2, 4, kind=AxisType.Explicit), optax.sgd(0.1, 0.9)
+    params, state, axes = oxs.start_workers(tx, PARAMS, 2, mesh=mesh, axis_name=AXIS)
+
+    def step(params, state):
+        return oxs.apply_gradients(tx, params, state, params)
+
+    mapped = jax.jit(
+        oxs.map_workers(step, AXIS, mesh=mesh, in_axes=(0, axes), out_axes=(0, axes))
+    )
+    for _ in range(3):
+        params, state = mapped(params, state)
+    assert mapped._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+    first = oxs.unstack(params)["w"]
+    np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])
