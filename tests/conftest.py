@@ -11,3 +11,6 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Programs that a test runs in processes of their own; importing them would run them.
+collect_ignore_glob = ["users/nnx_transformer/*.py"]
