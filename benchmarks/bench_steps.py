@@ -74,7 +74,7 @@ class Found:
         return np.divide(*(np.sum(self.builds[s], 1) for s in SIDES[:2])).tolist()
 
 
-def step_of(tx: Any) -> Callable:
+def step_of(tx: Any) -> Any:
     """The step of an optimizer, jitted."""
 
     def step(params, state, grads):
