@@ -119,7 +119,10 @@ def test_every_set_of_contributors_gives_what_the_definition_says(n):
     masks = robust.masks(n)
     exchanges = {name: rule[0] for name, rule in RULES.items() if rule[2] <= n}
     v = np.concatenate(
-        [np.broadcast_to(values(n, n, ties), (len(masks), n, D)) for ties in (False, True)]
+        [
+            np.broadcast_to(values(n, n, ties), (len(masks), n, D))
+            for ties in (False, True)
+        ]
     )
     masks = np.concatenate([masks, masks])
     # What does not count leaves no trace, NaN or not.
