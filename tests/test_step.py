@@ -148,7 +148,7 @@ def test_one_compilation_over_many_steps_and_donated():
     tx = RULES["diloco"](PERIOD)
     params, state, axes = start(tx)
     one_step = chex.assert_max_traces(
-        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)),  # pyright: ignore[reportCallIssue]
+        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)),
         n=1,  # pyright: ignore[reportCallIssue]
     )
     step = jax.jit(one_step, donate_argnums=(0, 1))
