@@ -1,8 +1,10 @@
 """The holder of the center, without processes: numbers, refusals, retries, restarts."""
 
+import gc
 import json
 import pathlib
 import threading
+import tracemalloc
 from typing import Any
 
 import jax
@@ -781,3 +783,23 @@ def test_what_waits_at_a_server_outlives_it(tmp_path):
     again.push(Push(0, 3, grads(6.0)))
     assert again.global_step == 1
     close(again.center()["w"], PARAMS["w"] - 3)
+
+
+def test_ten_thousand_pushes_leave_nothing_behind():
+    rule = oxs.agn_rule(None, accumulate="updates")
+    server = Server(PARAMS, rule, num_workers=2, copy_replies=False)
+    place, sizes = ("", 0), []
+    tracemalloc.start()
+    for number in range(1, 5001):
+        for worker in (0, 1):
+            server.push(Push(worker, number, moves(1e-3)))
+        if number % 100 == 0:  # As the driver of a run does.
+            name, events = server.events(*place)
+            place = name, len(events) + (place[1] if name == place[0] else 0)
+        if number in (1000, 5000):
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert server.global_step == 10_000
+    # 8,000 events would be two million bytes.
+    assert sizes[1] - sizes[0] < 50_000, sizes
