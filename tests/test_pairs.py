@@ -134,15 +134,15 @@ def lanes(wrapper, inner):
 
 
 def test_numbers_under_vmap():
-    """Of each inner optimizer in one wrapper, another one in turn."""
-    turns = list(zip(itertools.cycle(WRAPPERS), INNERS, strict=False))
+    """Of every second inner optimizer in one wrapper, another one in turn."""
+    some = list(INNERS)[::2]
+    turns = list(zip(itertools.cycle(WRAPPERS), some, strict=False))
 
     def numbers():
-        alone = {inner: history(INNERS[inner], MEAN) for inner in INNERS}
+        alone = {inner: history(INNERS[inner], MEAN) for inner in some}
         return {name: lanes(*name)() for name in turns}, alone
 
-    quickly: Any = {"xla_backend_optimization_level": 0}
-    found, alone = jax.jit(numbers, compiler_options=quickly)()
+    found, alone = jax.jit(numbers, compiler_options=contexts.ONCE)()
     for name in turns:
         for one in found[name]:
             np.testing.assert_allclose(
