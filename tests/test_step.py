@@ -147,10 +147,12 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
 def test_one_compilation_over_many_steps_and_donated():
     tx = RULES["diloco"](PERIOD)
     params, state, axes = start(tx)
-    one_step = chex.assert_max_traces(
-        lambda *carry: mapped(tx, axes)(*carry, grads_of(0)),
-        n=1,  # pyright: ignore[reportCallIssue]
-    )
+    every_worker: Any = mapped(tx, axes)
+
+    def all_workers(params, state):
+        return every_worker(params, state, grads_of(0))
+
+    one_step = chex.assert_max_traces(all_workers, n=1)
     step = jax.jit(one_step, donate_argnums=(0, 1))
     for _ in range(20):
         params, state = step(params, state)
