@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from optx_sync.collectives import AxisName, check_axis_name, localize
-from optx_sync.rows.lookup import describe, gather
+from optx_sync.rows.lookup import _gather, describe
 from optx_sync.rows.slices import rebuild
 from optx_sync.trees import path_name
 
@@ -94,7 +94,7 @@ def value_and_grad(
                 )
             ids = fn(*args, **kwargs)
             for at in below:
-                tables[at] = gather(leaves[at][1], ids, path_name(leaves[at][0]))
+                tables[at] = _gather(leaves[at][1], ids, path_name(leaves[at][0]))
         dense = {at: leaf for at, (_, leaf) in enumerate(leaves) if at not in tables}
 
         def of_leaves(dense: dict[int, Any], gathered: dict[int, jax.Array]) -> Any:

@@ -14,7 +14,7 @@ from optx_sync.trees import Tree, add_updates, explains_rows
 Period = int | optax.Schedule
 
 
-class DirectTransformation(optax.GradientTransformationExtraArgs):
+class _DirectTransformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation that can also give the new parameters directly.
 
     Wrappers that compute new parameters anyway would write them to memory as updates,
@@ -33,7 +33,7 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
         apply: Callable[..., tuple[Tree, Any]],
         communication_period: Period | None = None,
         moved: Callable[[Any, Tree, Tree], Any] | None = None,
-    ) -> "DirectTransformation":
+    ) -> "_DirectTransformation":
         """Make one.
 
         `communication_period` is what `due` reads. `moved(state, before, after)` is the
@@ -44,6 +44,26 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
         made.communication_period = communication_period
         made.moved = moved
         return made
+
+
+def direct_transformation(
+    init: Callable[..., Any],
+    update: Callable[..., Any],
+    apply: Callable[..., tuple[Tree, Any]],
+    communication_period: Period | None = None,
+    moved: Callable[[Any, Tree, Tree], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An Optax transformation that `apply_gradients` asks for parameters directly.
+
+    Args:
+        init: As in Optax.
+        update: As in Optax.
+        apply: `(grads, state, params, **extra_args) -> (params, state)`.
+        communication_period: What `due` reads.
+        moved: `(state, before, after) -> state`, the state after another wrapper has
+            moved the parameters; `None` where none cares.
+    """
+    return _DirectTransformation(init, update, apply, communication_period, moved)
 
 
 def apply_gradients(
@@ -86,7 +106,7 @@ def apply_gradients(
         >>> oxs.apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)[0]
         Array([0.5, 0. ], dtype=float32)
     """
-    if isinstance(tx, DirectTransformation):
+    if isinstance(tx, _DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
@@ -135,7 +155,7 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         >>> [oxs.due(tx, step) for step in range(6)]
         [False, False, True, False, False, True]
     """
-    period = tx.communication_period if isinstance(tx, DirectTransformation) else tx
+    period = tx.communication_period if isinstance(tx, _DirectTransformation) else tx
     if isinstance(period, int | np.integer) and not isinstance(period, bool):
         return (step + 1) % int(period) == 0
     if not callable(period):

@@ -833,7 +833,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("step.py", "np.ceil(length)", "np.floor(length)"),
         Mutant(
             "step.py",
-            "    if isinstance(tx, DirectTransformation):\n        return",
+            "    if isinstance(tx, _DirectTransformation):\n        return",
             "    if False:\n        return",
         ),
         Mutant("step.py", "if not callable(period):", "if False:"),

@@ -13,7 +13,6 @@ from optx_sync.center.lockstep import (
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName, Reduction, check_reduction
-from optx_sync.step import DirectTransformation
 
 Accumulate = Literal["gradients", "updates"]
 
@@ -57,7 +56,7 @@ def agn(
     reduction: Reduction = "mean",
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Workers push an accumulated normalised gradient and pull the center (AGN).
 
     Every worker trains on its own with `inner` and sums up its gradients. After

@@ -13,7 +13,6 @@ from optx_sync.center.lockstep import (
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName
-from optx_sync.step import DirectTransformation
 
 
 def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:
@@ -36,7 +35,7 @@ def diloco(
     outer: optax.GradientTransformation | None = None,
     communication_period: Period = 500,
     **options: Unpack[CenterOptions],
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Workers train on their own; what they moved is an outer optimizer's gradient.
 
     Every `communication_period` steps, with N workers and c the center that all of

@@ -18,7 +18,6 @@ from optx_sync.center.lockstep import (
 from optx_sync.center.rule import CenterRule, Own, Period, Round
 from optx_sync.checks import check_count
 from optx_sync.collectives import AxisName
-from optx_sync.step import DirectTransformation
 
 
 def elastic_rule(
@@ -87,7 +86,7 @@ def elastic_average(
     learning_rate: float | jax.Array | None = None,
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Workers with parameters of their own, pulled elastically to a center (EASGD).
 
     In every step, with s the center at the worker's last exchange, before the pushes

@@ -12,7 +12,6 @@ from optx_sync.center.lockstep import (
 )
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.collectives import AxisName
-from optx_sync.step import DirectTransformation
 
 
 def local_sgd_rule() -> CenterRule:
@@ -30,7 +29,7 @@ def local_sgd(
     *,
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Workers train on their own and average their parameters every few steps.
 
     Every `communication_period` steps, with N workers and c the center that all of

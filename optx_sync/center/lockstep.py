@@ -52,7 +52,7 @@ from optx_sync.collectives import (
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
-from optx_sync.step import DirectTransformation
+from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
     add_updates,
@@ -204,7 +204,7 @@ def center_variable(
     accumulator_dtype: Any = None,
     exchange: Exchange | None = None,
     measure: bool = False,
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Workers that train on their own and meet at a center every few steps.
 
     In every step `inner` turns the worker's own gradient into its update. When the
@@ -491,7 +491,7 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return DirectTransformation(init, update, apply, period, moved)
+    return direct_transformation(init, update, apply, period, moved)
 
 
 Function = TypeVar("Function", bound=Callable)

@@ -50,7 +50,7 @@ from optx_sync.peers.graphs import (
     exponential,
     random_pairs,
 )
-from optx_sync.step import DirectTransformation
+from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
     add_updates,
@@ -143,7 +143,7 @@ def gossip(
     seed: int = 0,
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Decentralised training: every few steps a worker averages with some others.
 
     In every step `inner` turns the worker's own gradient into its update. When the
@@ -346,7 +346,7 @@ def gossip(
         new_params, state = apply(updates, state, params, **extra_args)
         return landing(params, new_params), state
 
-    return DirectTransformation(init, update, apply, period)
+    return direct_transformation(init, update, apply, period)
 
 
 def noloco(
@@ -357,7 +357,7 @@ def noloco(
     communication_period: Period = 50,
     seed: int = 0,
     drop_nonfinite: bool = False,
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """DiLoCo without an all-reduce: an outer step on the mean of a random pair.
 
     Every `communication_period` steps worker i meets one other, j, drawn anew. With s_i

@@ -44,7 +44,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.step import DirectTransformation
+from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
     add_updates,
@@ -153,7 +153,7 @@ def sync_replicas(
     accumulator_dtype: Any = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
-) -> DirectTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
     With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
@@ -439,7 +439,7 @@ def sync_replicas(
     def apply(grads, state, params, **extra_args):
         return step(True, grads, state, params, **extra_args)
 
-    return DirectTransformation(init, update, apply)
+    return direct_transformation(init, update, apply)
 
 
 def check_replicas(

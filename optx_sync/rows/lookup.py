@@ -167,7 +167,7 @@ class _GatheredRows:
         return cls(*leaves, *fixed)
 
 
-def gather(table: Any, ids: Any, path: str) -> _GatheredRows:
+def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)

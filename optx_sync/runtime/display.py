@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from optx_sync.runtime.messages import Event
 
-log = logging.getLogger("optx_sync.runtime")
+log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
 # How often a line says how all workers stand.
 LINE_SECONDS = 5.0

@@ -454,7 +454,7 @@ class ServerActor:
 class WorkerActor:
     """The process in which `worker_fn` runs."""
 
-    def run(self, index: int, start: tuple) -> tuple[str, Any]:
+    def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """What became of it, "done", "refused" or "error", and what goes with that."""
         worker: Worker | None = None
         worker_fn, connection, params, inner, agreement, *settings = start

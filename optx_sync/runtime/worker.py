@@ -17,7 +17,7 @@ from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Own
 from optx_sync.runtime.messages import Joined, Push, Reply
 
-log = logging.getLogger("optx_sync.runtime")
+log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
 
 class Connection(Protocol):

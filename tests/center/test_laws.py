@@ -1,5 +1,6 @@
 """What holds for every center rule: one worker, order, conservation, broken workers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -271,7 +272,7 @@ def test_complex_parameters_are_two_real_ones():
     def run(tx, start, grads):
         def step(carry, grads):
             params, state = carry
-            params, state = tx.apply(grads, state, params)
+            params, state = oxs.apply_gradients(tx, grads, state, params)
             return (params, state), (params, state.center, state.accumulated)
 
         return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
@@ -326,7 +327,9 @@ def test_what_a_round_measures():
         ),
     ):
         state = oxs.stack(tx.init(params[0]), WORKERS)
-        step = jax.jit(jax.vmap(tx.apply, axis_name=AXIS))
+        step = jax.jit(
+            jax.vmap(functools.partial(oxs.apply_gradients, tx), axis_name=AXIS)
+        )
         moved, state = step(grads, state, params)
         before = oxs.metrics(state, moved)
         np.testing.assert_array_equal(before.distance_before_round, np.zeros(WORKERS))

@@ -87,7 +87,7 @@ def histories():
 
         def step(carry, _):
             params, state = carry
-            params, state = tx.apply(jnp.float32(2), state, params)
+            params, state = oxs.apply_gradients(tx, jnp.float32(2), state, params)
             return (params, state), jnp.stack([params, state.center])
 
         _, after = jax.lax.scan(step, (start, tx.init(start)), length=STEPS)

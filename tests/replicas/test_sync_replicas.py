@@ -620,8 +620,8 @@ def test_3_workers_1_backup():
         def step(carry, event):
             params, state = carry
             contributes, computed_at = event
-            params, state = tx.apply(
-                *(grads, state, params),
+            params, state = oxs.apply_gradients(
+                *(tx, grads, state, params),
                 contributes=contributes,
                 gradient_step=computed_at,
             )

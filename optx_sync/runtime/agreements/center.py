@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A center under a `CenterRule`: what its server and its workers do."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optx_sync.center.formulas import (
     absorb,
@@ -272,17 +274,32 @@ class Center:
 class OfCenter:
     """A worker's arrays under a rule."""
 
-    def __init__(self, shapes, inner, rule, num_workers, communication_period):
-        self.like, self.inner, self.rule = shapes, inner, rule
-        self.period = communication_period
-        self.center_like = jax.eval_shape(start_center, shapes)
-        self.at = round_of(num_workers, communication_period, 1)
-        self.traffic = traffic(rule, self.at)
+    params: Any
+    taken: Any
+    accumulated: Any
+    inner_state: Any
+    steps: int
+
+    def __init__(
+        self,
+        shapes: Any,
+        inner: optax.GradientTransformationExtraArgs,
+        rule: CenterRule,
+        num_workers: int,
+        communication_period: Period,
+    ):
+        self.like: Any = shapes
+        self.inner: optax.GradientTransformationExtraArgs = inner
+        self.rule: CenterRule = rule
+        self.period: Period = communication_period
+        self.center_like: Any = jax.eval_shape(start_center, shapes)
+        self.at: Round = round_of(num_workers, communication_period, 1)
+        self.traffic: Traffic = traffic(rule, self.at)
         self._step = jax.jit(self._run_step)
         self._bring = jax.jit(self._run_bring)
         self._take = jax.jit(self._run_take)
 
-    def start(self, arrays: Arrays, place) -> None:
+    def start(self, arrays: Arrays, place: Callable[[Any], Any]) -> None:
         """Begin with the center."""
         center = place(tree_of(arrays, self.like))
         self.params = jax.tree.map(lambda c, p: c.astype(p.dtype), center, self.like)
@@ -294,7 +311,7 @@ class OfCenter:
         self.inner_state = self.inner.init(self.params)
         self.steps = 0
 
-    def place(self, place) -> None:
+    def place(self, place: Callable[[Any], Any]) -> None:
         """Lay everything out over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
@@ -337,7 +354,7 @@ class OfCenter:
             total = divide(total, at.num_workers)
         return {"contribution": total}
 
-    def land(self, replied: dict[str, Arrays], place) -> None:
+    def land(self, replied: dict[str, Arrays], place: Callable[[Any], Any]) -> None:
         """Take what came back."""
         centers = {n: place(tree_of(a, self.like)) for n, a in replied.items()}
         self.params = self._take(self.params, centers, jnp.int32(self.steps))
