@@ -31,10 +31,10 @@ from optx_sync.runtime.agreements.contract import (
     described,
     like,
     numbered,
+    own_buffers,
     tree_of,
 )
 from optx_sync.runtime.messages import Arrays, Reply
-from optx_sync.trees import is_finite
 
 
 class Traffic(NamedTuple):
@@ -133,6 +133,7 @@ class Center:
             self.center = {path: jnp.array(array) for path, array in center.items()}
 
     def _next(self, center, outer, spare, spare_outer, sent, steps):
+        given = (center, outer, sent)
         center = self.variables.tree(center)
         if self.at_server:
             at = self.at._replace(steps=steps)
@@ -150,10 +151,7 @@ class Center:
         else:
             total = self.variables.tree(sent["contribution"])
         center, outer = absorb(self.rule, center, outer, total)
-        # What passes through is copied too: an array that was not would be written over
-        # two steps later, as spare.
-        after = jax.tree.map(jnp.copy, (self.variables.arrays(center), outer))
-        return *after, is_finite(center)
+        return own_buffers((self.variables.arrays(center), outer), given)
 
     def absorb(
         self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
@@ -164,11 +162,12 @@ class Center:
             return None
         spare = self.spare.pop() if self.spare else self._buffers()
         if not self.adds:
-            center, outer, finite = self._step(
+            center, outer = self._step(
                 before, self.outer, spare, self.spare_outer, sent, jnp.int32(steps)
             )
             self.spare_outer = outer
-            if not finite:
+            # XLA:CPU takes a pass of its own for this too, and a slower one.
+            if not all(np.isfinite(bound(np.asarray(c))) for c in center.values()):
                 self.spare.append(center)
                 return None
             self.spare_outer, self.outer = self.outer, outer
