@@ -74,8 +74,11 @@ def on_devices(name: str, arm: str, params: Any, devices: int) -> tuple[Any, Any
     """A step of a case, jitted for as many devices, and its arguments' shapes."""
     if arm == OPTAX:
         carry = (params, jax.eval_shape(INNER.init, params))
-        step: Any = lambda carry, grads: by_hand.descend(*carry, grads)  # noqa: E731
-        return jax.jit(step, donate_argnums=0), (carry, params)
+
+        def alone(carry, grads):
+            return by_hand.descend(carry[0], carry[1], grads)
+
+        return jax.jit(alone, donate_argnums=0), (carry, params)
     make = by_hand.with_library if arm == LIBRARY else by_hand.by_hand
     step = make(CASES[name], params, devices, given)
     place = NamedSharding(by_hand.mesh_of(devices), P(AXIS))
@@ -162,7 +165,7 @@ def total(row: dict[str, Any]) -> float:
     return row["trace"] + row["lower"] + (row["compile"] or 0)
 
 
-def show_devices(page: Report, found: dict[int, list[dict[str, Any]]]) -> None:
+def show_devices(page: Report, found: dict[Any, Any]) -> None:
     """Bytes, memory and compilation of one worker by the number of devices."""
     table, grows, sends, holds = [], [], [], []
     for rows in zip(*found.values(), strict=True):
@@ -197,7 +200,7 @@ def show_workers(page: Report) -> None:
     page.criterion("workers", max(held) <= held[0], shown)
 
 
-def show_leaves(page: Report, found: dict[int, list[dict[str, Any]]]) -> None:
+def show_leaves(page: Report, found: dict[Any, Any]) -> None:
     """Time to trace and compile by the number of leaves."""
     table, judged, noise, lines = [], [], [], {"trace": {}, "compile": {}}
     for leaves, rows in found.items():
@@ -231,11 +234,12 @@ def show_leaves(page: Report, found: dict[int, list[dict[str, Any]]]) -> None:
     for stage, of_stage in lines.items():
         drawn = []
         for label, points in of_stage.items():
-            (near, _), (far, _) = points[-2:]
-            slope = exponent(*zip(*points[-2:], strict=True))
+            (near, first), (far, last) = points[-2:]
+            slope = exponent((near, far), [first, last])
             between = f"leaves^{slope:.2f} from {near:,} to {far:,}"
             grow.append(f"{stage} of {label} as {between}")
-            drawn.append(Line(label, *zip(*points, strict=True)))
+            sizes, taken = zip(*points, strict=True)
+            drawn.append(Line(label, sizes, taken))
         panels.append(Panel("leaves", f"seconds to {stage}", drawn, log="xy"))
     page.text("leaves", grow="; ".join(grow))
     page.picture(panels, "leaves")

@@ -74,7 +74,7 @@ class Found:
         return np.divide(*(np.sum(self.builds[s], 1) for s in SIDES[:2])).tolist()
 
 
-def step_of(tx: Any) -> Callable:
+def step_of(tx: Any) -> Any:
     """The step of an optimizer, jitted."""
 
     def step(params, state, grads):
@@ -90,7 +90,7 @@ def build(tx: Any, params: Any) -> tuple[Any, float, float]:
     gc.collect()
     state = jax.eval_shape(tx.init, params)
     start = time.perf_counter()
-    lowered = step_of(tx).trace(params, state, params).lower()
+    lowered = step_of(tx).trace(params, state, params).lower()  # pyright: ignore[reportFunctionMemberAccess]
     traced = time.perf_counter()
     compiled = lowered.compile()
     return compiled, traced - start, time.perf_counter() - traced

@@ -11,6 +11,7 @@ jitter much, what the compiled programs contain is counted too.
 """
 
 import importlib.util
+import itertools
 import math
 import os
 from typing import Any
@@ -38,6 +39,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 LIMIT, BATCH = 1.02, 32
 MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")
 HAND, AGAIN, LIBRARY, VMAP = "by hand", "by hand again", "library", "library, vmap"
+DIRECT = "apply_gradients"
+ARMS = (LIBRARY, DIRECT, AGAIN)
 MULTI_STEPS, DRJAX, SUMS = "optax.MultiSteps", "DrJAX", "sync_replicas, accumulating"
 options = report.arguments(__doc__).parse_args()
 WIDTH, LAYERS = (128, 2) if options.quick else (576, 12)
@@ -82,6 +85,7 @@ def steps_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]
     steps = {
         HAND: by_hand.by_hand(case, *given),
         LIBRARY: by_hand.with_library(case, *given),
+        DIRECT: by_hand.direct(case, *given),
     }
     if not case.replicated and gradients != "given":
         steps[VMAP] = by_hand.under_vmap(case, *given)
@@ -161,26 +165,26 @@ def show_times(page: Report, title: str, measured: dict[str, Any]) -> None:
         period = CASES[name].period
         quiet = spread(times[HAND][:, : PERIOD - (period > 1)].ravel())
         last = spread(times[HAND][:, -1]) if period > 1 else "-"
-        beside = (three(ratios(times, x, HAND, period)) for x in (LIBRARY, AGAIN))
+        beside = (three(ratios(times, x, HAND, period)) for x in ARMS)
         rows.append([name, quiet, last, *beside])
     page.table("times", rows, setting=title)
 
 
 def judge_times(page: Report, measured: Any, counted: Any) -> None:
-    """One criterion for each case: the library beside the step by hand."""
-    for name, case in CASES.items():
+    """Two criteria for each case: the library beside the step by hand."""
+    for arm, (name, case) in itertools.product((LIBRARY, DIRECT), CASES.items()):
         found, met, why = [], True, {}
         for setting in SETTINGS:
             times = measured[setting, name]
-            ours = ratios(times, LIBRARY, HAND, case.period)
+            ours = ratios(times, arm, HAND, case.period)
             noise = ratios(times, AGAIN, HAND, case.period)
             met = met and not any(x > LIMIT for x in ours)
             found.append(f"{in_words(setting)} {three(ours)} (noise {three(noise)})")
-            has, hand = (counted[setting, name][arm] for arm in (LIBRARY, HAND))
+            has, hand = (counted[setting, name][of] for of in (arm, HAND))
             more = [f"{has[k] - hand[k]:+.1f} {k}" for k in MORE if has[k] != hand[k]]
             why[", ".join(more) or "nothing, so this is noise"] = True
         because = f"More of the parameters' size: {'; or '.join(why)}."
-        page.criterion("times", met, "; ".join(found), because, name=name)
+        page.criterion(arm, met, "; ".join(found), because, name=name)
 
 
 def judge_contents(page: Report, counted: Any) -> None:

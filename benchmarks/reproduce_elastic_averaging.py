@@ -143,8 +143,8 @@ def cells_of(which, steps, seeds, rates):
             schedule, jnp.int32(period), jnp.asarray(rates), initial, rows
         )
         rounds = np.asarray(rounds)[events // LOOKS - 1 :: events // LOOKS]
-        measured = map(np.asarray, evaluate(centers))
-        found[name, workers, period] = Cell(*measured, rounds)
+        validation, test, loss = map(np.asarray, evaluate(centers))
+        found[name, workers, period] = Cell(validation, test, loss, rounds)
     return found
 
 

@@ -214,7 +214,8 @@ def study(page, settings):
             order = np.random.default_rng(cell[0]).permutation(len(labels))
             shape = len(labels) // ROWS, ROWS
             batches = ids[order].reshape(*shape, WIDTH), labels[order].reshape(shape)
-            return points_of(*grids[cell[1]], batches, held)
+            make, grid = grids[cell[1]]
+            return points_of(make, grid, batches, held)
 
         cells = list(product(range(seeds), grids))
         found = dict(zip(cells, each(what, one, cells), strict=True))

@@ -85,10 +85,10 @@ def make_step(tx):
     def step(params, state, images, labels, late, broken, away):
         grads = jax.grad(loss_of)(params, images, labels)
         grads = jax.tree.map(lambda g: jnp.where(broken, jnp.nan, g), grads)
-        # A late gradient was computed before the last update. (cross_shard has no
-        # global_step, hands these arguments to Adam, and Adam ignores them.)
-        computed_at = optax.tree.get(state, "global_step", 0) - late.astype(int)
-        extra = {"gradient_step": computed_at, "contributes": ~away}
+        extra, now = {}, optax.tree.get(state, "global_step")
+        if now is not None:  # cross_shard has none, and no use for these
+            # A late gradient was computed before the last update.
+            extra = {"gradient_step": now - late.astype(int), "contributes": ~away}
         return oxs.apply_gradients(tx, grads, state, params, **extra)
 
     in_axes, out_axes = (0, axes, *[0] * 5), (0, axes)

@@ -106,7 +106,9 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
         return
     found = dict(leaves_with_names(params))
     for path, leaf in leaves_with_names(kept):
-        if path in found and jnp.shape(leaf) != jnp.shape(found[path]):
+        if leaf is None or found.get(path) is None:
+            continue
+        if jnp.shape(leaf) != jnp.shape(found[path]):
             raise ValueError(
                 f"The parameter at {path} has shape {jnp.shape(found[path])}, but in "
                 f"the state it has {jnp.shape(leaf)}. Inside jax.shard_map take the "

@@ -66,7 +66,7 @@ class SyncTrainState(train_state.TrainState):
         return self.replace(**new | fields)
 
 
-class SyncOptimizer(nnx.Optimizer):
+class SyncOptimizer(nnx.Optimizer[Any]):
     """An `nnx.Optimizer` whose `update` sets new parameters, without updates between.
 
     It is made and called as Flax's own: `wrt` names the variables to train, and
@@ -117,7 +117,7 @@ class SyncOptimizer(nnx.Optimizer):
         self.step[...] += 1
 
 
-def swap_center(train_state: Any, optimizer: nnx.Optimizer | None = None) -> Any:
+def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -> Any:
     """A Flax `TrainState` or NNX model with the center for parameters, to evaluate.
 
     Args:

@@ -28,8 +28,8 @@ class DirectTransformation(optax.GradientTransformationExtraArgs):
 
     def __new__(
         cls,
-        init: Callable,
-        update: Callable,
+        init: Callable[..., Any],
+        update: Callable[..., Any],
         apply: Callable[..., tuple[Tree, Any]],
         communication_period: Period | None = None,
         moved: Callable[[Any, Tree, Tree], Any] | None = None,

@@ -6,6 +6,7 @@
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ CONTEXTS = (
     "vmap_axes",  # counters and center unbatched
     "islands",  # vmap with spmd_axis_name over a 4 x 2 mesh
 )
+
+# Compiler options for a program that runs once, however slowly.
+ONCE: Any = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 After Optax's `test_multi_steps_mixed_precision` (transforms/_accumulation_test.py).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 
 import optx_sync as oxs
+from tests import contexts
 
 AXIS, N, STEPS = "data", 2, 3
 INNER = optax.adam(0.1)
@@ -30,11 +32,13 @@ def lockstep(tx, params, grads) -> Any:
     """Dtypes of the state before, (parameters, state) after some steps."""
     state = tx.init(params)
 
-    def run(params, state):
-        for _ in range(STEPS):
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def run(*start):
+        return jax.lax.scan(step, start, length=STEPS)[0]
 
     lanes = jax.vmap(run, (None, None), axis_name=AXIS, axis_size=N)
     params, state = lanes(params, state)
@@ -74,7 +78,7 @@ def test_a_state_keeps_its_dtypes():
         "local_sgd": oxs.local_sgd(INNER, AXIS, communication_period=2),
     }
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=contexts.ONCE)
     def everything(params, grads):
         found = {name: lockstep(tx, params, grads) for name, tx in wrapped.items()}
         for kind in ("sync_replicas", "asynchronous"):

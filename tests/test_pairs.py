@@ -112,8 +112,8 @@ def history(tx, inputs, params=None, state=None, reduce_value=False):
         params, state = carry
         value = oxs.reduce(now["value"], AXIS) if reduce_value else now["value"]
         updates, state = tx.update({"w": now["w"]}, state, params, value=value)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params["w"]
+        moved: Any = optax.apply_updates(params, updates)
+        return (moved, state), moved["w"]
 
     return jax.lax.scan(step, (params, state), inputs)[1]
 
@@ -134,15 +134,15 @@ def lanes(wrapper, inner):
 
 
 def test_numbers_under_vmap():
-    """Of each inner optimizer in one wrapper, another one in turn."""
-    turns = list(zip(itertools.cycle(WRAPPERS), INNERS, strict=False))
+    """Of every second inner optimizer in one wrapper, another one in turn."""
+    some = list(INNERS)[::2]
+    turns = list(zip(itertools.cycle(WRAPPERS), some, strict=False))
 
     def numbers():
-        alone = {inner: history(INNERS[inner], MEAN) for inner in INNERS}
+        alone = {inner: history(INNERS[inner], MEAN) for inner in some}
         return {name: lanes(*name)() for name in turns}, alone
 
-    quickly: Any = {"xla_backend_optimization_level": 0}
-    found, alone = jax.jit(numbers, compiler_options=quickly)()
+    found, alone = jax.jit(numbers, compiler_options=contexts.ONCE)()
     for name in turns:
         for one in found[name]:
             np.testing.assert_allclose(
@@ -160,7 +160,7 @@ def on_mesh(wrapper, inner):
 
     def workers(params, inputs):
         params = oxs.unstack(params)
-        return history(tx, oxs.unstack(inputs), params)[None]
+        return oxs.stack(history(tx, oxs.unstack(inputs), params), 1)
 
     arguments = (OWN,) if own else (oxs.stack(PARAMS, N), SAME)
     return jax.shard_map(

@@ -173,7 +173,7 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-        measured = self.measured or Measured(*[None] * len(Measured._fields))
+        measured = self.measured or (None, None)
         return CenterMetrics(
             self.global_step, self.steps_since_round, self.dropped, distance, *measured
         )
@@ -362,7 +362,6 @@ def center_variable(
             (add_updates(params, updates), accumulated), axis_name
         )
         inner_new = _but_counters(localize, inner_new, axis_name)
-        x = vary_like(x, params)
         broken = state.broken
         if drop_nonfinite:
             finite_now = everywhere(is_finite(x), params, axis_name)

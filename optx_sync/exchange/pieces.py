@@ -9,7 +9,7 @@ integer dtypes on some platforms, and leaves bytes alone on all of them.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from optx_sync.trees import (
 class Layout(NamedTuple):
     """Which leaves of a tree lie where in its buffers."""
 
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     shapes: tuple[tuple[int, ...], ...]  # of the leaves
     dtypes: tuple[np.dtype, ...]  # of the leaves in their buffers
     lengths: dict[np.dtype, int]  # numbers in each buffer, without padding

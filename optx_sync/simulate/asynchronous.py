@@ -191,8 +191,6 @@ def asynchronous(
             own.taken if keeps_taken else center,
             own.accumulated,
         )
-        # As in lockstep, wide: half precision is rounded once, in `worker_params`.
-        updates = jax.tree.map(lambda u, c: u.astype(c.dtype), updates, center)
         x = worker_params(own.params, updates, center)
         due = is_due(period, steps, own.local_step)
 

@@ -1,5 +1,6 @@
 """A center rule inside of a center rule: workers of a pod, pods of workers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ def expected(levels, grads):
     )
 
 
-def start(tx, shape=(PODS, WORKERS)):
+def start(tx, shape=(PODS, WORKERS)) -> Any:
     """Stacked parameters and state, and the axes of the state, the outer first."""
     axes = [oxs.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
     params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
@@ -79,7 +80,7 @@ def start(tx, shape=(PODS, WORKERS)):
     return params, state, axes
 
 
-def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
+def lanes(tx, names=AXES, shape=(PODS, WORKERS)) -> Any:
     """The body of `contexts.steps` under one vmap for each level."""
     run: Any = contexts.steps(tx)
     for name, axes in reversed(list(zip(names, start(tx, shape)[2], strict=True))):
@@ -87,7 +88,7 @@ def lanes(tx, names=AXES, shape=(PODS, WORKERS)):
     return run
 
 
-def on_mesh(tx, check_vma=True):
+def on_mesh(tx, check_vma=True) -> Any:
     """The body of `contexts.steps` under shard_map over both levels' axes."""
     specs = oxs.state_specs(tx, PARAMS, P(), P(*AXES))
     outer, inner = start(tx)[2]
@@ -122,18 +123,18 @@ def steps_last(grads, levels=2):
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "shard_map_unchecked"])
 def test_two_levels_are_the_recurrence(context):
-    """All pairs in one program; the centers move with the parameters."""
-    runs = {
-        name: lanes(tx) if context == "vmap" else on_mesh(tx, context == "shard_map")
-        for name, tx in RULES.items()
-    }
+    """Several pairs in one program; the centers move with the parameters."""
+    runs = {name: lanes(tx) for name, tx in RULES.items()}
+    if context != "vmap":
+        some = ("local_sgd(agn)", "elastic(elastic)", "diloco(local_sgd)")
+        runs = {name: on_mesh(RULES[name], context == "shard_map") for name in some}
     grads = gradients(PODS, WORKERS)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=contexts.ONCE)
     def run(starts, grads):
         return {name: runs[name](*starts[name], grads, {})[0] for name in runs}
 
-    found = run({name: start(tx)[:2] for name, tx in RULES.items()}, steps_last(grads))
+    found = run({name: start(RULES[name])[:2] for name in runs}, steps_last(grads))
     for name, history in found.items():
         history = jax.tree.map(lambda x: np.moveaxis(x, 2, 0), history)
         contexts.assert_close(history, expected(CASES[name], grads))
@@ -145,7 +146,7 @@ def test_three_levels_are_the_recurrence():
     tx = build(levels, names)
     grads = gradients(*shape)
     params, state, _ = start(tx, shape)
-    run = jax.jit(lanes(tx, names, shape))
+    run = jax.jit(lanes(tx, names, shape), compiler_options=contexts.ONCE)
     history, _ = run(params, state, steps_last(grads, 3), {})
     history = jax.tree.map(lambda x: np.moveaxis(x, 3, 0), history)
     contexts.assert_close(history, expected(levels, grads))
@@ -163,7 +164,9 @@ def test_an_outer_round_stays():
     center = jax.tree.map(lambda p: p[:, 0], params)
     state = state._replace(inner=state.inner._replace(center=center))
     grads = steps_last(jax.tree.map(np.zeros_like, gradients(PODS, WORKERS)))
-    history, state = jax.jit(lanes(tx))(params, state, grads, {})
+    history, state = jax.jit(lanes(tx), compiler_options=contexts.ONCE)(
+        params, state, grads, {}
+    )
     np.testing.assert_array_equal(history["scalar"][:, 0, 0], [0, 8])
     assert np.all(history["scalar"][:, :, 1:] == 4)
     assert np.all(state.inner.center["scalar"] == 4)
@@ -179,7 +182,7 @@ def test_a_round_of_pods_stays_inside_its_conditional():
     assert all(row.conditional for row in rows)
     size = 4 * sum(p.size for p in PARAMS.values())
     within, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    sent = {groups: 0 for groups in (within, across)}
+    sent: dict[Any, int] = {within: 0, across: 0}
     for row in rows:
         sent[row.groups] += row.bytes
     assert sent == {within: 2 * size, across: size}
@@ -223,8 +226,9 @@ def test_metrics_and_center_of_two_levels():
 
 def test_gradients_that_meet_inside_are_no_second_center():
     """DiLoCo between pods, whose chips have equal parameters: no level, no change."""
-    tx = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
-    assert tx.init(PARAMS).inner == oxs.diloco(SGD, "pods").init(PARAMS).inner
+    tx: Any = oxs.diloco(oxs.cross_shard(SGD, "data"), "pods", communication_period=2)
+    alone: Any = oxs.diloco(SGD, "pods")
+    assert tx.init(PARAMS).inner == alone.init(PARAMS).inner
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,10 @@ def test_every_set_of_contributors_gives_what_the_definition_says(n):
     masks = robust.masks(n)
     exchanges = {name: rule[0] for name, rule in RULES.items() if rule[2] <= n}
     v = np.concatenate(
-        [np.broadcast_to(values(n, n, ties), (len(masks), n, D)) for ties in (0, 1)]
+        [
+            np.broadcast_to(values(n, n, ties), (len(masks), n, D))
+            for ties in (False, True)
+        ]
     )
     masks = np.concatenate([masks, masks])
     # What does not count leaves no trace, NaN or not.
@@ -388,7 +391,7 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
     ("call", "error", "match"),
     [
         (lambda: oxs.exchange.trimmed_mean(-1), ValueError, "f must be at least 0"),
-        (lambda: oxs.exchange.trimmed_mean(1.0), TypeError, "f must be an integer"),
+        (lambda: oxs.exchange.trimmed_mean(1.0), TypeError, "f must be an integer"),  # pyright: ignore[reportArgumentType]
         (lambda: oxs.exchange.krum(True), TypeError, "f must be an integer"),
         (lambda: oxs.exchange.krum(1, m=0), ValueError, "m must be at least 1"),
         (
@@ -397,9 +400,9 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
             "steps must be at least 1",
         ),
         (lambda: oxs.exchange.clipped(0.0), ValueError, "finite and positive"),
-        (lambda: oxs.exchange.clipped("mean"), ValueError, "'median'"),
-        (lambda: oxs.exchange.clipped(None), TypeError, "number or 'median'"),
-        (lambda: oxs.exchange.clipped(1.0, "sum"), TypeError, "exchange must be"),
+        (lambda: oxs.exchange.clipped("mean"), ValueError, "'median'"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(None), TypeError, "number or 'median'"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(1.0, "sum"), TypeError, "exchange must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda: mapped(oxs.exchange.trimmed_mean(2), jnp.ones(3)),
             ValueError,

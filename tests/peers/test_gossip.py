@@ -415,13 +415,13 @@ def test_a_program_of_many_partners_holds_one_permute_for_each():
         (lambda: oxs.graphs.grid(3).matrices(8), ValueError, "3, 9, 27"),
         (lambda: oxs.graphs.grid(1), ValueError, "m must be at least 2"),
         (lambda: oxs.graphs.torus(2, 3).matrices(8), ValueError, "graph of 6 workers"),
-        (lambda: oxs.graphs.torus(2.0, 3), TypeError, "rows must be an integer"),
+        (lambda: oxs.graphs.torus(2.0, 3), TypeError, "rows must be an integer"),  # pyright: ignore[reportArgumentType]
         (lambda: oxs.graphs.metropolis([(0, 5)]).matrices(4), ValueError, "worker 5"),
         (lambda: oxs.graphs.metropolis([(0, 1)]).matrices(4), ValueError, "connect"),
         (lambda: oxs.graphs.metropolis([(1, 1)]), ValueError, "different workers"),
         (lambda: oxs.graphs.ring().matrices(0), ValueError, "at least 1"),
         (
-            lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),
+            lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),  # pyright: ignore[reportArgumentType]
             TypeError,
             "oxs.graphs",
         ),

@@ -23,7 +23,8 @@ def by_value():
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda u: jnp.full_like(u, value), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+    checked: Any = update  # Its type has no required keyword.
+    return optax.GradientTransformationExtraArgs(lambda params: (), checked)
 
 
 def seen(tx, **extra):
@@ -32,7 +33,8 @@ def seen(tx, **extra):
     def update(gradient, extra):
         return tx.update(gradient, tx.init(PARAMS), PARAMS, **extra)[0]
 
-    return jax.vmap(update, axis_name=AXIS)(jnp.ones((N, 2)), extra)[:, 0].tolist()
+    run = jax.jit(jax.vmap(update, axis_name=AXIS), compiler_options=contexts.ONCE)
+    return run(jnp.ones((N, 2)), extra)[:, 0].tolist()
 
 
 BROKEN = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
@@ -91,9 +93,10 @@ def test_a_plateau_is_the_same_for_all():
         updates, state = tx.update(jnp.ones(2), state, params, value=value)
         return (optax.apply_updates(params, updates), state), None
 
-    def train(losses):
+    def train(losses) -> Any:
         (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
-        return params[0]
+        moved: Any = params
+        return moved[0]
 
     # One falls, the other does not; their mean falls.
     losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
@@ -163,7 +166,8 @@ def test_the_center_s_own_step_gets_the_workers_mean():
     tx = oxs.agn(by_value(), AXIS, communication_period=2)
 
     def steps(value):
-        state, updates = tx.init(PARAMS), PARAMS
+        updates: Any = PARAMS
+        state = tx.init(PARAMS)
         for _ in range(2):
             updates, state = tx.update(jnp.ones(2), state, PARAMS, value=value)
         return updates[0]
