@@ -803,3 +803,12 @@ def test_ten_thousand_pushes_leave_nothing_behind():
     assert server.global_step == 10_000
     # 8,000 events would be two million bytes.
     assert sizes[1] - sizes[0] < 50_000, sizes
+
+
+def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
+    """Nobody waits for the look at a center that small pushes made; the next one does."""
+    server = Server(PARAMS, oxs.diloco_rule(optax.sgd(1e38)), num_workers=1)
+    server.push(Push(0, 1, moves(0.0)))
+    server.push(Push(0, 2, moves(100.0)))
+    with pytest.raises(RuntimeError, match="amplifies too much"):
+        server.push(Push(0, 3, moves(0.0)))

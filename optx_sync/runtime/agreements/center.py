@@ -33,10 +33,15 @@ from optx_sync.runtime.agreements.contract import (
     described,
     like,
     numbered,
+    own_buffers,
     tree_of,
 )
 from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.trees import is_finite
+
+
+# Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
+SMALL = 1e15
 
 
 class Traffic(NamedTuple):
@@ -123,6 +128,9 @@ class Center:
     def _begin(self, center: Arrays) -> None:
         """Hold this center; what it was computed from is not needed any more."""
         self.spare: list[Arrays] = []  # centers that may be written over
+        # The squares of the center, summed: as a number, and not yet looked at.
+        self.squares: float = float("inf")
+        self.pending: Any = None
         self.spare_outer: Any = jax.tree.map(jnp.empty_like, self.outer)
         if self.adds:
             self.center: Arrays = {
@@ -135,6 +143,7 @@ class Center:
             self.center = {path: jnp.array(array) for path, array in center.items()}
 
     def _next(self, center, outer, spare, spare_outer, sent, steps):
+        given = (center, outer, sent)
         center = self.variables.tree(center)
         if self.at_server:
             at = self.at._replace(steps=steps)
@@ -152,25 +161,32 @@ class Center:
         else:
             total = self.variables.tree(sent["contribution"])
         center, outer = absorb(self.rule, center, outer, total)
-        # What passes through is copied too: an array that was not would be written over
-        # two steps later, as spare.
-        after = jax.tree.map(jnp.copy, (self.variables.arrays(center), outer))
-        return *after, is_finite(center)
+        # A sum of squares is finite only if its terms are, and quicker than a look at
+        # each of them.
+        squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
+        return *own_buffers((self.variables.arrays(center), outer), given), squares
 
     def absorb(
         self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
     ) -> Reply | None:
         """The next center, and what the worker gets back."""
+        self._look_back()
         before = self.center
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
         spare = self.spare.pop() if self.spare else self._buffers()
         if not self.adds:
-            center, outer, finite = self._step(
+            center, outer, squares = self._step(
                 before, self.outer, spare, self.spare_outer, sent, jnp.int32(steps)
             )
             self.spare_outer = outer
-            if not finite:
+            # Where all is small nobody waits for this: the answer may be the center
+            # before, and the next step, or `save`, looks at it.
+            small = max(sizes.values(), default=0.0) < SMALL and self.squares < SMALL**2
+            self.squares = 0.0 if small else float(squares)
+            self.pending = squares if small else None
+            # Squares of finite terms may overflow.
+            if not small and not np.isfinite(squares) and not is_finite(center):
                 self.spare.append(center)
                 return None
             self.spare_outer, self.outer = self.outer, outer
@@ -187,6 +203,17 @@ class Center:
         self.global_step += 1
         self.seen[worker] = self.global_step
         return self._reply(before)
+
+    def _look_back(self) -> None:
+        """See that the last center is finite, where nobody has waited for that."""
+        if self.pending is None:
+            return
+        self.squares, self.pending = float(self.pending), None
+        if not np.isfinite(self.squares) and not is_finite(self.center):
+            raise RuntimeError(
+                f"The rule has made the center overflow, of pushes below {SMALL:g}: it "
+                "amplifies too much. Lower the rate of its outer optimizer."
+            )
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
         """Whether no sum overflows."""
@@ -257,6 +284,7 @@ class Center:
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint holds."""
+        self._look_back()
         center = {path: np.asarray(array) for path, array in self.center.items()}
         arrays = {"center": center, "outer": numbered(self.outer)}
         return arrays, {"global_step": self.global_step}

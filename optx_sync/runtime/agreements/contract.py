@@ -233,6 +233,22 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
+def own_buffers(after: Any, given: Any) -> Any:
+    """What a compiled step returns, such that no array of it is one it was given.
+
+    What passes through unchanged would be the same memory, to be donated later.
+    """
+    ids = {id(x) for x in jax.tree.leaves(given)}
+    seen: set[int] = set()
+
+    def own(x):
+        passes = id(x) in ids or id(x) in seen
+        seen.add(id(x))
+        return jnp.copy(x) if passes else x
+
+    return jax.tree.map(own, after)
+
+
 def numbered(tree: Any) -> dict[str, np.ndarray]:
     """The leaves of a state of any type, as what a checkpoint can hold."""
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
