@@ -72,7 +72,7 @@ def apply_gradients(
     state: optax.OptState,
     params: Tree,
     **extra_args: Any,
-) -> tuple[Tree, optax.OptState]:
+) -> tuple[Tree, Any]:
     """One optimizer step that returns parameters: `(params, state)`.
 
     For any Optax transformation it is `tx.update` and `optax.apply_updates`. The center

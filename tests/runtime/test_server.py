@@ -806,7 +806,7 @@ def test_ten_thousand_pushes_leave_nothing_behind():
 
 
 def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
-    """Nobody waits for the look at a center that small pushes made; the next one does."""
+    """Nobody waits to see whether small pushes overflow; the next push looks."""
     server = Server(PARAMS, oxs.diloco_rule(optax.sgd(1e38)), num_workers=1)
     server.push(Push(0, 1, moves(0.0)))
     server.push(Push(0, 2, moves(100.0)))

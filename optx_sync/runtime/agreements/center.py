@@ -39,7 +39,6 @@ from optx_sync.runtime.agreements.contract import (
 from optx_sync.runtime.messages import Arrays, Reply
 from optx_sync.trees import is_finite
 
-
 # Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
 SMALL = 1e15
 
