@@ -393,8 +393,8 @@ def center_variable(
             # How many there are it does not tell: a leaf stands for all of them.
             outer = () if rule.outer is None else rule.outer.init(center)
             some = jnp.zeros(())
-            if streams:
-                outer = outer and tuple([outer] * known) if known else some
+            if fragments != 1 and rule.outer is not None:
+                outer = tuple([outer] * known) if known else some
             return some, outer, some, some if streams else exchange.init(center)
         parts, _, straight = plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()

@@ -1,8 +1,5 @@
 """Parts that meet one after the other, delayed: numbers, programs, refusals."""
 
-import itertools
-
-import jax
 import numpy as np
 import optax
 import pytest
@@ -126,3 +123,11 @@ def check(context, names, workers):
 
 def test_numbers_are_those_of_the_recurrence():
     check("vmap_axes", list(CASES), 3)
+
+
+EVERYWHERE = ["diloco 2.", "diloco 6.", "diloco 14.", "diloco 18.", "diloco 22."]
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_one_answer_everywhere(context):
+    check(context, EVERYWHERE, contexts.REPLICAS)
