@@ -223,6 +223,12 @@ class _Meeting(NamedTuple):
     exchange: Any
     measured: Any
     inner: Any
+    weight: Any  # float32[], 0 where the worker is left out, or None
+
+
+# Of these a half of a round sees the part that meets.
+_TREES = ("params", "center", "taken", "accumulated")
+_STATES = ("outer", "exchange")
 
 
 def center_variable(
@@ -483,38 +489,41 @@ def center_variable(
             x = where(broken, params, x)
         ages = state.ages if parts.number == 1 else state.ages + 1
 
-        # A round has two halves, with `delay` steps between them; each is of one part.
+        # A round has two halves, with `delay` steps between them. They see of trees the
+        # part that meets, of which this is the number.
 
-        def contribute(now: _Meeting, part: int):
-            """What the worker brings to a round: (now, it, its weight, the round)."""
+        def contribute(now: _Meeting, number: int):
+            """What the worker brings to a round: (now, it, the round)."""
             at = Round(
-                workers, static_period, steps if parts.number == 1 else ages[part]
+                workers, static_period, steps if parts.number == 1 else ages[number]
             )
-            center = parts.pick(now.center, part)
-            own_x = as_center(parts.pick(now.params, part), center)
-            taken = parts.pick(now.taken, part) if keeps_taken else center
-            summed = parts.pick(now.accumulated, part)
-            own = own_of(rule, own_x, taken, summed)
-            contribution = localize(contributions(rule, own, center, at), axis_name)
+            own_x = as_center(now.params, now.center)
+            taken = now.taken if keeps_taken else now.center
+            own = own_of(rule, own_x, taken, now.accumulated)
+            contribution = localize(contributions(rule, own, now.center, at), axis_name)
+            measured = now.measured
             if measure:
-                apart = jax.tree.map(jnp.subtract, own_x, center)
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
                 measured = Measured(
-                    _norm(apart, like=now.measured.distance_before_round),
-                    _norm(contribution, like=now.measured.contribution_norm),
+                    _norm(apart, like=measured.distance_before_round),
+                    _norm(contribution, like=measured.contribution_norm),
                 )
-                now = now._replace(measured=measured)
             weight = None
             if drop_nonfinite:
                 finite = ~broken & everywhere(
                     is_finite(contribution), params, axis_name
                 )
                 weight = localize(finite.astype(jnp.float32), axis_name)
-            summed = parts.put(now.accumulated, part, zeros_like(summed))
-            return now._replace(accumulated=summed), contribution, weight, at
+            now = now._replace(
+                accumulated=zeros_like(now.accumulated),
+                measured=measured,
+                weight=weight,
+            )
+            return now, contribution, at
 
-        def agree(contribution, remembered, weight):
+        def agree(contribution, weight, remembered):
             """What the center absorbs: (it, the workers in it, what is remembered)."""
-            pushed = workers
+            pushed: Any = workers
             if weight is not None:
                 pushed = reduce(weight, axis_name, reduction="sum")
             total, _, remembered = exchange.meet(
@@ -526,78 +535,71 @@ def center_variable(
                 )
             return total, pushed, remembered
 
-        def land(now: _Meeting, part: int, total, pushed, weight, at) -> _Meeting:
-            """The center absorbs it, and the worker takes its part."""
-            before = parts.pick(now.center, part)
-            before_outer = parts.state_of(now.outer, part)
+        def land(now: _Meeting, total, pushed, at) -> _Meeting:
+            """The center absorbs it, and the worker takes what the rule says."""
             extra = {}
             if rule.outer is inner:
-                extra = _mean_extra_args(extra_args, axis_name, weight)
-            total = vary_like(total, before)
-            center, outer = absorb(rule, before, before_outer, total, **extra)
+                extra = _mean_extra_args(extra_args, axis_name, now.weight)
+            total = vary_like(total, now.center)
+            center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(
-                    pushed > 0, (center, outer), (before, before_outer)
+                    pushed > 0, (center, outer), (now.center, now.outer)
                 )
-            own = parts.pick(now.params, part)
-            new_x = take(rule, as_center(own, before), before, center, at, keep_local)
+            own_x = as_center(now.params, now.center)
+            new_x = take(rule, own_x, now.center, center, at, keep_local)
             return now._replace(
-                params=parts.put(now.params, part, _rounded(new_x, own)),
-                center=parts.put(now.center, part, center),
-                taken=parts.put(now.taken, part, before) if keeps_taken else (),
-                outer=parts.with_state(now.outer, part, outer),
+                params=_rounded(new_x, now.params),
+                center=center,
+                taken=now.center if keeps_taken else (),
+                outer=outer,
             )
 
-        def settle(now: _Meeting, weight) -> _Meeting:
+        def settle(now: _Meeting) -> _Meeting:
             """What else a round does to a worker; a broken one comes back whole."""
             inner_met, landed = now.inner, now.params
             if drop_nonfinite:
-                landed = where(weight > 0, landed, _rounded(now.center, landed))
+                landed = where(now.weight > 0, landed, _rounded(now.center, landed))
             if inner_moved is not None:
                 inner_met = inner_moved(inner_met, x, landed)
             if inner_state == "average":
-                inner_met = _average(inner_met, axis_name, weight)
+                inner_met = _average(inner_met, axis_name, now.weight)
             elif inner_state == "reset":
                 inner_met = inner.init(landed)
             now = now._replace(params=landed, inner=inner_met)
             if not drop_nonfinite:
                 return now
             return now._replace(
-                inner=where(weight > 0, inner_met, inner.init(landed)),
+                inner=where(now.weight > 0, inner_met, inner.init(landed)),
                 accumulated=where(
-                    weight > 0, now.accumulated, zeros_like(now.accumulated)
+                    now.weight > 0, now.accumulated, zeros_like(now.accumulated)
                 ),
-                dropped=now.dropped + (weight == 0).astype(jnp.int32),
+                dropped=now.dropped + (now.weight == 0).astype(jnp.int32),
             )
 
-        def meeting(now: _Meeting, part: int) -> _Meeting:
-            """A round without delay."""
-            now, contribution, weight, at = contribute(now, part)
-            memory = parts.state_of(now.exchange, part)
-            total, pushed, memory = agree(contribution, memory, weight)
-            now = land(now, part, total, pushed, weight, at)
-            memories = parts.with_state(now.exchange, part, memory)
-            return settle(now._replace(exchange=memories), weight)
+        def meet_at_once(now: _Meeting, number: int) -> _Meeting:
+            """Both halves."""
+            now, contribution, at = contribute(now, number)
+            total, pushed, remembered = agree(contribution, now.weight, now.exchange)
+            return land(now._replace(exchange=remembered), total, pushed, at)
 
-        def set_out(now: _Meeting, part: int) -> _Meeting:
-            """The first half of a round: a sum, or what is to be summed, is pending."""
-            now, contribution, weight, at = contribute(now, part)
+        def set_out(now: _Meeting, number: int) -> _Meeting:
+            """The first half: a sum, or what is to be summed, is pending."""
+            now, contribution, at = contribute(now, number)
             if straight:
-                count = weight if drop_nonfinite else ()
+                count = now.weight if drop_nonfinite else ()
                 pending: Any = Outgoing(buffer.pack(contribution), at.steps, count)
-                return settle(now._replace(pending=pending), weight)
-            memory = parts.state_of(now.exchange, part)
-            total, pushed, memory = agree(contribution, memory, weight)
-            memories = parts.with_state(now.exchange, part, memory)
+                return now._replace(pending=pending)
+            total, pushed, remembered = agree(contribution, now.weight, now.exchange)
             count = pushed if drop_nonfinite else ()
             pending = Pending(buffer.pack(total), at.steps, count)
-            return settle(now._replace(pending=pending, exchange=memories), weight)
+            return now._replace(pending=pending, exchange=remembered)
 
-        def arrive(now: _Meeting, part: int) -> _Meeting:
-            """The second half of a round, in which nothing is sent."""
-            values, steps, pushed = now.pending
-            at = Round(workers, static_period, steps)
-            return land(now, part, buffer.unpack(values, part), pushed, None, at)
+        def arrive(now: _Meeting, number: int) -> _Meeting:
+            """The second half, in which nothing is sent."""
+            at = Round(workers, static_period, summed.steps)
+            total = buffer.unpack(summed.values, number)
+            return land(now, total, summed.pushed, at)
 
         due = meet
         if meet is None:
@@ -613,42 +615,54 @@ def center_variable(
             exchange=state.exchange,
             measured=state.measured,
             inner=inner_new,
+            weight=(~broken).astype(jnp.float32) if drop_nonfinite else None,
         )
-        # The part of this exchange, and of the one before; what a worker keeps for
-        # itself and a round does not change stays out of the conditionals.
+        # The part of this exchange, and of the one before.
         part, last = (
             (state.global_step + shift) % parts.number if parts.number > 1 else 0
             for shift in (0, -1)
         )
-        own_fields = ["accumulated", "exchange", "measured"]
-        own_fields += ["dropped"] if drop_nonfinite else []
-        own_fields += ["inner"] if changes_inner else []
-        shared_fields = ["params", "center", "taken", "outer"]
+        # What each half changes; all else stays out of its conditionals.
+        given = ["accumulated", "exchange", "measured"]
+        given += ["weight"] if drop_nonfinite else []
+        taken = ["params", "center", "taken", "outer"]
+        settled = ["dropped", "params"] if drop_nonfinite else []
+        settled += ["inner"] if changes_inner else []
         if not delay:
-            now = _either(due, meeting, now, shared_fields + own_fields, part, parts)
+
+            def whole_round(now):
+                fields = [*given, *taken]
+                return settle(_in_turn(part, meet_at_once, now, fields, parts))
+
+            now = _either(due, whole_round, now, {*given, *taken, *settled})
         else:
             buffer = Buffer(parts, state.center)
             lands = state.global_step != 0
             if straight:
                 # In no conditional, and of the state alone: it runs beside the step.
                 memory = _row(state.exchange, last, parts)
-                values, steps_then, weight = state.pending
+                values, at_steps, weight = state.pending
                 total, pushed, remembered = agree(
-                    values, memory, weight if drop_nonfinite else None
+                    values, weight if drop_nonfinite else None, memory
                 )
+                summed, due = Pending(total, at_steps, pushed), True
                 remembered = where(lands, remembered, memory)
-                due = True
-                now = now._replace(
-                    pending=Pending(total, steps_then, pushed),
-                    exchange=_with_row(state.exchange, last, remembered, parts),
-                )
+                remembered = _with_row(state.exchange, last, remembered, parts)
+                now = now._replace(exchange=remembered)
             else:
+                summed = state.pending
                 lands &= state.steps_since_round < delay
                 lands &= (steps >= delay) | due
-            now = _either(lands, arrive, now, shared_fields, last, parts)
-            back = ["params"] if drop_nonfinite else []
-            own_fields = ["pending", *own_fields, *back]
-            now = _either(due, set_out, now, own_fields, part, parts)
+
+            def second_half(now):
+                return _in_turn(last, arrive, now, taken, parts)
+
+            def first_half(now):
+                return settle(_in_turn(part, set_out, now, given, parts))
+
+            given += ["pending"]
+            now = _either(lands, second_half, now, set(taken))
+            now = _either(due, first_half, now, {*given, *settled})
             pending = localize(now.pending, axis_name) if straight else now.pending
             now = now._replace(pending=vary_like(pending, state.pending))
         due = jnp.asarray(due)
@@ -822,39 +836,63 @@ def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) ->
 
 def _either(
     due: Any,
+    change: Callable[[_Meeting], _Meeting],
+    now: _Meeting,
+    fields: set[str],
+) -> _Meeting:
+    """`change(now)` where due, else `now`; it changes these fields.
+
+    The conditional carries no others, and there is none where `due` is known.
+    """
+    fields -= {"weight"}  # It is asked for no more.
+    quiet = {
+        field: getattr(now, field) for field in _Meeting._fields if field in fields
+    }
+
+    def changed(quiet):
+        after = change(now._replace(**quiet))._asdict()
+        return vary_like({field: after[field] for field in quiet}, quiet)
+
+    if isinstance(due, bool):
+        return now._replace(**(changed(quiet) if due else quiet))
+    return now._replace(**jax.lax.cond(due, changed, lambda quiet: quiet, quiet))
+
+
+def _in_turn(
+    part: Any,
     half: Callable[[_Meeting, int], _Meeting],
     now: _Meeting,
     fields: Sequence[str],
-    part: Any,
     parts: Whole,
 ) -> _Meeting:
-    """`half(now, part)` where due, else `now`, of which it changes these fields only.
+    """`half(now, part)` on the part whose turn it is; it changes these fields.
 
-    The conditional carries no others, and there is none where `due` is known and there
-    is one part only.
+    Each part has a conditional of its own, which carries what is changed of that part
+    only: XLA copies what several branches of one conditional hand on.
     """
-    quiet = {field: getattr(now, field) for field in fields}
+    if parts.number == 1:
+        return half(now, 0)
 
-    def branch(number):
-        def changed(some):
-            after = half(now._replace(**some), number)._asdict()
+    def own(now, number):
+        found = {field: parts.pick(getattr(now, field), number) for field in _TREES}
+        found |= {f: parts.state_of(getattr(now, f), number) for f in _STATES}
+        return now._replace(**found)
+
+    for number in range(parts.number):
+
+        def changed(quiet, now=now, number=number):
+            after = half(own(now, number)._replace(**quiet), number)._asdict()
             return vary_like({field: after[field] for field in fields}, quiet)
 
-        return changed
-
-    branches = [branch(number) for number in range(parts.number)]
-    if isinstance(due, bool):
-        if not due:
-            return now
-        if len(branches) == 1:
-            return now._replace(**branches[0](quiet))
-        return now._replace(**jax.lax.switch(part, branches, quiet))
-    if len(branches) == 1:
-        some = jax.lax.cond(due, branches[0], lambda quiet: quiet, quiet)
-    else:
-        number = jnp.where(due, part + 1, 0)
-        some = jax.lax.switch(number, [lambda quiet: quiet, *branches], quiet)
-    return now._replace(**some)
+        quiet = own(now, number)._asdict()
+        quiet = {field: quiet[field] for field in fields}
+        after = jax.lax.cond(part == number, changed, lambda quiet: quiet, quiet)
+        for field in set(_TREES) & set(fields):
+            after[field] = parts.put(getattr(now, field), number, after[field])
+        for field in set(_STATES) & set(fields):
+            after[field] = parts.with_state(getattr(now, field), number, after[field])
+        now = now._replace(**after)
+    return now
 
 
 def _row(tree: Any, place: Any, parts: Whole) -> Any:
