@@ -8,7 +8,7 @@ does not have and some rows of those that it shares with others.
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -17,11 +17,16 @@ import numpy as np
 import optax
 
 from optx_sync.center.rule import Period
-from optx_sync.collectives import localize, varying_axes
+from optx_sync.collectives import localize, vary_like, varying_axes
 from optx_sync.trees import Tree, path_name
 
 Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], int | Sequence[int]]
 Rows: TypeAlias = slice | np.ndarray
+Meeting = TypeVar("Meeting", bound=Any)
+
+# Fields of what a round changes: trees like the parameters, and states of each part.
+_PARTED = ("params", "center", "taken", "accumulated")
+_KEPT = ("outer", "exchange")
 
 
 class Pending(NamedTuple):
@@ -345,6 +350,50 @@ class Buffer:
             end = start[jnp.dtype(x.dtype)] = begin + math.prod(x.shape)
             found.append(flat[jnp.dtype(x.dtype)][begin:end].reshape(x.shape))
         return treedef.unflatten(found)
+
+
+def in_turn(
+    part: Any,
+    half: Callable[[Meeting, int], Meeting],
+    now: Meeting,
+    fields: Sequence[str],
+    parts: Whole,
+) -> Meeting:
+    """`half(now, part)` on the part whose turn it is; it changes these fields.
+
+    `now` is a NamedTuple. Of its `_PARTED` fields `half` sees the part, of those that
+    are `_KEPT` for each part the one of this part, and all else whole.
+
+    Each part has a conditional of its own, which carries what is changed of that part
+    only: XLA copies what several branches of one conditional hand on.
+    """
+    if parts.number == 1:
+        return half(now, 0)
+
+    trees, states = (
+        [field for field in names if field in now._fields] for names in (_PARTED, _KEPT)
+    )
+
+    def own(now, number):
+        found = {field: parts.pick(getattr(now, field), number) for field in trees}
+        found |= {f: parts.state_of(getattr(now, f), number) for f in states}
+        return now._replace(**found)
+
+    for number in range(parts.number):
+
+        def changed(quiet, now=now, number=number):
+            after = half(own(now, number)._replace(**quiet), number)._asdict()
+            return vary_like({field: after[field] for field in fields}, quiet)
+
+        quiet = own(now, number)._asdict()
+        quiet = {field: quiet[field] for field in fields}
+        after = jax.lax.cond(part == number, changed, lambda quiet: quiet, quiet)
+        for field in set(trees) & set(fields):
+            after[field] = parts.put(getattr(now, field), number, after[field])
+        for field in set(states) & set(fields):
+            after[field] = parts.with_state(getattr(now, field), number, after[field])
+        now = now._replace(**after)
+    return now
 
 
 def check_placed(tree: Tree, expected: Tree, what: str) -> None:

@@ -2,7 +2,7 @@
 """`center_variable`: workers in lockstep that meet at a center every few steps."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
 
 import jax
@@ -31,6 +31,7 @@ from optx_sync.center.fragments import (
     check_fragments,
     check_keep_local,
     check_placed,
+    in_turn,
     number_of_parts,
     require_within,
     split,
@@ -224,11 +225,6 @@ class _Meeting(NamedTuple):
     measured: Any
     inner: Any
     weight: Any  # float32[], 0 where the worker is left out, or None
-
-
-# Of these a half of a round sees the part that meets.
-_TREES = ("params", "center", "taken", "accumulated")
-_STATES = ("outer", "exchange")
 
 
 def center_variable(
@@ -632,7 +628,7 @@ def center_variable(
 
             def whole_round(now):
                 fields = [*given, *taken]
-                return settle(_in_turn(part, meet_at_once, now, fields, parts))
+                return settle(in_turn(part, meet_at_once, now, fields, parts))
 
             now = _either(due, whole_round, now, {*given, *taken, *settled})
         else:
@@ -655,10 +651,10 @@ def center_variable(
                 lands &= (steps >= delay) | due
 
             def second_half(now):
-                return _in_turn(last, arrive, now, taken, parts)
+                return in_turn(last, arrive, now, taken, parts)
 
             def first_half(now):
-                return settle(_in_turn(part, set_out, now, given, parts))
+                return settle(in_turn(part, set_out, now, given, parts))
 
             given += ["pending"]
             now = _either(lands, second_half, now, set(taken))
@@ -856,43 +852,6 @@ def _either(
     if isinstance(due, bool):
         return now._replace(**(changed(quiet) if due else quiet))
     return now._replace(**jax.lax.cond(due, changed, lambda quiet: quiet, quiet))
-
-
-def _in_turn(
-    part: Any,
-    half: Callable[[_Meeting, int], _Meeting],
-    now: _Meeting,
-    fields: Sequence[str],
-    parts: Whole,
-) -> _Meeting:
-    """`half(now, part)` on the part whose turn it is; it changes these fields.
-
-    Each part has a conditional of its own, which carries what is changed of that part
-    only: XLA copies what several branches of one conditional hand on.
-    """
-    if parts.number == 1:
-        return half(now, 0)
-
-    def own(now, number):
-        found = {field: parts.pick(getattr(now, field), number) for field in _TREES}
-        found |= {f: parts.state_of(getattr(now, f), number) for f in _STATES}
-        return now._replace(**found)
-
-    for number in range(parts.number):
-
-        def changed(quiet, now=now, number=number):
-            after = half(own(now, number)._replace(**quiet), number)._asdict()
-            return vary_like({field: after[field] for field in fields}, quiet)
-
-        quiet = own(now, number)._asdict()
-        quiet = {field: quiet[field] for field in fields}
-        after = jax.lax.cond(part == number, changed, lambda quiet: quiet, quiet)
-        for field in set(_TREES) & set(fields):
-            after[field] = parts.put(getattr(now, field), number, after[field])
-        for field in set(_STATES) & set(fields):
-            after[field] = parts.with_state(getattr(now, field), number, after[field])
-        now = now._replace(**after)
-    return now
 
 
 def _row(tree: Any, place: Any, parts: Whole) -> Any:

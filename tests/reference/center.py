@@ -237,3 +237,92 @@ def in_fragments(
         history.append(x)
         centers.append(c)
     return np.stack(history), np.stack(centers)
+
+
+def asynchronous_in_fragments(
+    rule,
+    x0,
+    grads,
+    workers,
+    num_workers,
+    inner,
+    owner,
+    *,
+    period,
+    delay=0,
+    keep=0.0,
+    rate=None,
+    outer: tuple = (),
+):
+    """Parameters of the worker that steps and centers, [T, D], of events [T].
+
+    `workers` int[T] step with `grads` [T, D]; all else is as in `in_fragments`, but
+    each worker's own steps count.
+    """
+    owner = np.asarray(owner)
+    parts = owner.max() + 1
+    between = period // parts
+    start, step = inner
+    c = np.asarray(x0, F)
+    outer_slots = outer[0](c) if outer else None
+    own = [
+        {
+            "x": c,
+            "slots": start(c),
+            "taken": c,
+            "total": np.zeros_like(c),
+            "summed": np.zeros(parts, int),
+            "since": 0,
+            "rounds": 0,
+            "pending": None,
+        }
+        for _ in range(num_workers)
+    ]
+    history, centers = [], []
+    for worker, grad in zip(workers, np.asarray(grads, F), strict=True):
+        w = own[worker]
+        update, w["slots"] = step(grad, w["slots"])
+        w["x"] = w["x"] + update
+        w["total"] = w["total"] + grad
+        w["summed"] = w["summed"] + 1
+        w["since"] += 1
+        due = w["since"] == between
+
+        def land(w=w):
+            nonlocal c, outer_slots
+            of, pushed = w["pending"]
+            w["pending"] = None
+            before = c
+            if rule in ("diloco", "agn"):
+                update, changed = outer[1](pushed, outer_slots)
+                outer_slots = np.where(of, changed, outer_slots)
+                c = np.where(of, c + update, c)
+            else:
+                c = np.where(of, c + pushed, c)
+            if rule == "elastic":
+                mixed = w["x"] - F(rate) * (w["x"] - before)
+            else:
+                mixed = F(keep) * w["x"] + F(1 - keep) * c
+                w["taken"] = np.where(of, c, w["taken"])
+            w["x"] = np.where(of, mixed, w["x"])
+
+        if w["pending"] is not None and (w["since"] == delay or due):
+            land()
+        if due:
+            part = w["rounds"] % parts
+            of = owner == part
+            pushed = {
+                "elastic": lambda w=w: F(rate) * (w["x"] - c),
+                "agn": lambda w=w, part=part: w["total"] / F(w["summed"][part]),
+                "diloco": lambda w=w: (w["taken"] - w["x"]) / F(num_workers),
+                "local_sgd": lambda w=w: (w["x"] - w["taken"]) / F(num_workers),
+            }[rule]()
+            w["pending"] = of, np.where(of, pushed, F(0))
+            w["total"] = np.where(of, F(0), w["total"])
+            w["summed"][part] = 0
+            w["since"], w["rounds"] = 0, w["rounds"] + 1
+            if not delay:
+                land()
+        history.append(w["x"])
+        centers.append(c)
+    return np.stack(history), np.stack(centers)
