@@ -135,7 +135,7 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
     if leaf.shape == shape:
         return spec
     names = (*spec, *[None] * (len(shape) - len(spec)))
-    if len(leaf.shape) == len(shape) and leaf.shape[1:] == shape[1:]:
+    if len(leaf.shape) == len(shape) > 1 and leaf.shape[1:] == shape[1:]:
         return PartitionSpec(None, *names[1:])  # some of its rows
     found = {
         tuple(names[axis] for axis in kept)

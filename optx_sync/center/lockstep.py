@@ -383,38 +383,49 @@ def center_variable(
 
     def plan(center):
         """The parts, steps between two exchanges, and whether all stand in line."""
+        nonlocal known
         parts = split(fragments, center)
-        steps = steps_between(period, parts.number, delay)
+        known = parts.number
+        steps = steps_between(period, known, delay)
         # One exchange in each step, of what the step before has left.
         straight = delay == 1 and not callable(steps) and steps == 1
         return parts, steps, straight
 
-    def start_streams(center):
+    def start_parts(center):
         """(ages, outer state, pending, what exchanges remember) of the first step."""
-        if is_placeholder(center):
-            # How many there are it does not tell: a leaf stands for all of them.
-            outer = () if rule.outer is None else rule.outer.init(center)
-            some = jnp.zeros(())
-            if fragments != 1 and rule.outer is not None:
-                outer = tuple([outer] * known) if known else some
-            return some, outer, some, some if streams else exchange.init(center)
         parts, _, straight = plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
         outer = () if rule.outer is None else parts.each(rule.outer.init, center)
-        pending, count = (), jnp.zeros((), jnp.int32)
-        remembered = parts.each(exchange.init, center)
-        if delay:
-            buffer = Buffer(parts, center)
-            some = jnp.zeros(()) if drop_nonfinite else ()
-            pending = Pending(buffer.zeros(), count, some)
-            if straight:
-                pending = Outgoing(*pending)
-                remembered = exchange.init(buffer.zeros())
-                if parts.number > 1:
-                    remembered = jax.tree.map(
-                        lambda x: jnp.stack([x] * parts.number), remembered
-                    )
-        return ages, outer, pending, remembered
+        if not delay:
+            return ages, outer, (), parts.each(exchange.init, center)
+        buffer = Buffer(parts, center).zeros()
+        count = jnp.zeros((), jnp.int32)
+        pending = Pending(buffer, count, jnp.zeros(()) if drop_nonfinite else ())
+        if not straight:
+            return ages, outer, pending, parts.each(exchange.init, center)
+        remembered = exchange.init(buffer)
+        if parts.number > 1:
+            remembered = jax.tree.map(
+                lambda x: jnp.stack([x] * parts.number), remembered
+            )
+        return ages, outer, Outgoing(*pending), remembered
+
+    def start_placeholder(center):
+        """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
+        some = jnp.zeros(())  # stands for all that a tree with leaves tells first
+
+        def each(start):
+            if known == 1:
+                return start(center)
+            return (start(center),) * known if known else some
+
+        outer = () if rule.outer is None else each(rule.outer.init)
+        return (
+            some if known != 1 else (),
+            outer,
+            some if delay else (),
+            some if delay == 1 and known == period else each(exchange.init),
+        )
 
     def init(params):
         check_params(params)
@@ -422,7 +433,8 @@ def center_variable(
         within = inner.init(params)
         if inner_moved is None:
             _refuse_hidden_center(within)
-        ages, outer, pending, remembered = start_streams(center)
+        start = start_placeholder if is_placeholder(center) else start_parts
+        ages, outer, pending, remembered = start(center)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
@@ -459,7 +471,7 @@ def center_variable(
                     "an optimizer of its own for the center, outer=, or delay=0."
                 )
             _check_streaming_step(
-                state, jax.eval_shape(start_streams, state.center), meet, straight
+                state, jax.eval_shape(start_parts, state.center), meet, straight
             )
         steps = state.steps_since_round + 1
         updates, inner_new, accumulated = local_step(
