@@ -646,6 +646,7 @@ def center_variable(
         else:
             buffer = Buffer(parts, state.center)
             lands = state.global_step != 0
+            remembered = ()
             if straight:
                 # In no conditional, and of the state alone: it runs beside the step.
                 memory = _row(state.exchange, last, parts)
@@ -656,7 +657,7 @@ def center_variable(
                 summed, due = Pending(total, at_steps, pushed), True
                 remembered = where(lands, remembered, memory)
                 remembered = _with_row(state.exchange, last, remembered, parts)
-                now = now._replace(exchange=remembered)
+                now = now._replace(exchange=())
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay
@@ -671,7 +672,10 @@ def center_variable(
             given += ["pending"]
             now = _either(lands, second_half, now, set(taken))
             now = _either(due, first_half, now, {*given, *settled})
-            pending = localize(now.pending, axis_name) if straight else now.pending
+            pending = now.pending
+            if straight:
+                now = now._replace(exchange=remembered)
+                pending = localize(pending, axis_name)
             now = now._replace(pending=vary_like(pending, state.pending))
         due = jnp.asarray(due)
         if parts.number > 1:
