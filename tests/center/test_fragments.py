@@ -1,6 +1,7 @@
 """Parts that meet one after the other, delayed: numbers, programs, refusals."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def test_the_other_rules_in_one_context():
     check("vmap_axes", OTHERS)
 
 
-GRID = {
+GRID: dict[int, list[tuple[Any, int, int]]] = {
     3: [(1, 6, 0), (1, 6, 6), (3, 6, 1), (4, 8, 2), (unequal, 6, 0), (unequal, 3, 1)],
     8: [(1, 6, 1), (3, 6, 0), (3, 6, 2), (4, 8, 1), (4, 4, 1), (unequal, 6, 1)],
 }
@@ -188,13 +189,17 @@ def test_diloco_for_all_shares_that_workers_keep(workers):
         return "sgd" if number % 3 == 0 else "nesterov"
 
     def all_runs(keep):
-        return [run(*one, outer_of(i), keep) for i, one in enumerate(GRID[workers])]
+        return [
+            run(fragments, period, delay, outer_of(i), keep)
+            for i, (fragments, period, delay) in enumerate(GRID[workers])
+        ]
 
-    found = contexts.jit(jax.vmap(all_runs))(np.float32(KEPT))
+    found = contexts.jit(jax.vmap(all_runs))(np.array(KEPT, np.float32))
     for i, one in enumerate(GRID[workers]):
         for row, keep in enumerate(KEPT):
             params, center = jax.tree.map(lambda x, row=row: x[row], found[i])
-            _, arguments = case("diloco", *one, keep, outer_of(i))
+            fragments, period, delay = one
+            _, arguments = case("diloco", fragments, period, delay, keep, outer_of(i))
             expected = reference.in_fragments(
                 x0=flat(PARAMS, 0), grads=flat(grads, 2), inner=NUMPY_INNER, **arguments
             )
@@ -289,11 +294,11 @@ class Stream:
         mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes))
         self.step = contexts.jit(mapped)
 
-    def start(self):
+    def start(self) -> tuple[Any, Any]:
         """Parameters and state."""
         return oxs.start_workers(self.tx, self.params, 2)[:2]
 
-    def run(self, carry, steps, broken=()):
+    def run(self, carry, steps, broken=()) -> tuple[Any, Any]:
         """The carry after these steps; (step, worker) whose gradient is NaN."""
         for number in steps:
             rng = np.random.default_rng(number)
@@ -467,7 +472,7 @@ def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
         assert set(axes.pending.values) == {0} and axes.ages is None
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
     "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
     "fragments=True": ({"fragments": True}, TypeError, "static int or a function"),
