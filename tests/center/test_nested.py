@@ -1,6 +1,5 @@
 """A center rule inside of a center rule: workers of a pod, pods of workers."""
 
-import functools
 from typing import Any
 
 import jax
@@ -130,7 +129,7 @@ def test_two_levels_are_the_recurrence(context):
         runs = {name: on_mesh(RULES[name], context == "shard_map") for name in some}
     grads = gradients(PODS, WORKERS)
 
-    @functools.partial(jax.jit, compiler_options=contexts.ONCE)
+    @jax.jit
     def run(starts, grads):
         return {name: runs[name](*starts[name], grads, {})[0] for name in runs}
 
