@@ -12,9 +12,11 @@ import optax
 from optx_sync.center.formulas import (
     absorb,
     as_center,
+    check_step,
     contributions,
+    holds_center,
     is_due,
-    landing,
+    landing_update,
     local_step,
     own_of,
     start_accumulated,
@@ -30,22 +32,14 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-)
+from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     AxisName,
-    axis_size,
     check_axis_name,
     everywhere,
     localize,
     localize_where_mapped,
     reduce,
-    require_local,
-    require_varying,
     sum_shards,
     vary_like,
     vary_with,
@@ -343,7 +337,8 @@ def center_variable(
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters: the driver of every center rule."""
-        workers = _check_step(grads, state, params, rule, axis_name)
+        workers = check_step(grads, state, params, axis_name)
+        _check_workers(rule, workers, axis_name)
         steps = state.steps_since_round + 1
         at = Round(workers, static_period, steps)
         updates, inner_new, accumulated = local_step(
@@ -466,15 +461,6 @@ def center_variable(
             inner=met.inner if changes_inner else inner_new,
         )
 
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "A center exchange needs the parameters; got params=None. Call "
-                "update(grads, state, params)."
-            )
-        new_params, state = apply(updates, state, params, **extra_args)
-        return landing(params, new_params), state
-
     def moved(state, before, after):
         """The state once a rule around this one has moved the workers' parameters."""
         center = state.center
@@ -491,7 +477,9 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return direct_transformation(init, update, apply, period, moved)
+    return direct_transformation(
+        init, landing_update(apply), apply, period, moved
+    )
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -514,35 +502,17 @@ def spells_out_options(function: Function) -> Function:
     return function
 
 
-def _check_step(grads, state, params, rule, axis_name) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers."""
-    check_grads(grads, params)
-    require_local(
-        grads,
-        axis_name,
-        "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.start_workers and map the step with oxs.map_workers.",
-    )
-    require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center, params)
-    workers = axis_size(axis_name)
+def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
     if rule.num_workers not in (None, workers):
         raise ValueError(
             f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
             "workers. Leave num_workers out, or make them equal."
         )
-    return workers
 
 
 def _refuse_hidden_center(state: Any) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
-
-    def has_center(x):
-        return hasattr(type(x), "center_params")
-
-    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+    if holds_center(state):
         raise ValueError(
             "There is another center rule in `inner`, wrapped in something else: its "
             "center would not move when this one's rounds move the parameters. Nest "
