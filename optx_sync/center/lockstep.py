@@ -45,7 +45,12 @@ from optx_sync.collectives import (
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    start_outliers,
+)
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -99,6 +104,9 @@ class CenterMetrics(NamedTuple):
     # Of the last round, with `measure=True`; otherwise None.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
     contribution_norm: jax.Array | None  # float32[], not yet divided
+    # int32[], rounds in which its contribution lay far from the others', with a robust
+    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
 
 
 class CenterState(NamedTuple):
@@ -114,6 +122,7 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
+    outliers: Any  # int32[], rounds in which it was an outlier, or ()
     measured: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
@@ -169,7 +178,12 @@ class CenterState(NamedTuple):
             )
         measured = self.measured or (None, None)
         return CenterMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance, *measured
+            self.global_step,
+            self.steps_since_round,
+            self.dropped,
+            distance,
+            *measured,
+            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 
 
@@ -183,6 +197,7 @@ class _Meeting(NamedTuple):
     accumulated: Any
     dropped: Any
     exchange: Any
+    outliers: Any
     measured: Any
     inner: Any
 
@@ -331,6 +346,7 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
+            outliers=own(start_outliers(exchange)),
             measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
             inner=own(within),
         )
@@ -390,6 +406,9 @@ def center_variable(
             total, _, remembered = exchange.meet(
                 contribution, now.exchange, axis_name, weight=weight
             )
+            outliers = count_outlier(
+                exchange, contribution, total, axis_name, weight, now.outliers
+            )
             if rule.mean_over is None:
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
@@ -425,6 +444,7 @@ def center_variable(
                 accumulated=zeros_like(now.accumulated),
                 dropped=dropped,
                 exchange=remembered,
+                outliers=outliers,
                 measured=measured,
                 inner=inner_met,
             )
@@ -441,6 +461,7 @@ def center_variable(
                 accumulated=accumulated,
                 dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
+                outliers=state.outliers,
                 measured=state.measured,
                 inner=inner_new if changes_inner else (),
             ),
@@ -457,6 +478,7 @@ def center_variable(
             broken=broken & ~due if drop_nonfinite else (),
             dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
+            outliers=met.outliers,
             measured=met.measured,
             inner=met.inner if changes_inner else inner_new,
         )
@@ -477,9 +499,7 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return direct_transformation(
-        init, landing_update(apply), apply, period, moved
-    )
+    return direct_transformation(init, landing_update(apply), apply, period, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
