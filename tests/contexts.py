@@ -87,6 +87,11 @@ def jit(function):
     return jax.jit(function, compiler_options=_older_emitters())
 
 
+def jit_once(function):
+    """As `jit`, for a program that runs once on few numbers: LLVM leaves it alone."""
+    return jax.jit(function, compiler_options={**_older_emitters(), **ONCE})
+
+
 def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     """Parameters [T, N, ...] and last state, of gradients and extras [T, N, ...]."""
     body = steps(tx, prepare)
