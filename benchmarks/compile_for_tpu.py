@@ -56,7 +56,9 @@ def cases() -> dict[str, Make]:
         "local_sgd": lambda n: rule(inner, AXIS, **period),
         "diloco": lambda n: oxs.diloco(inner, AXIS, **period),
         "agn": lambda n: oxs.agn(optax.sgd(0.1), AXIS, **period),
-        "elastic_average": lambda n: oxs.elastic_average(inner, AXIS, rho=0.0, **period),
+        "elastic_average": lambda n: oxs.elastic_average(
+            inner, AXIS, rho=0.0, **period
+        ),
         "gossip on a ring": lambda n: oxs.gossip(inner, AXIS, **period),
         "noloco": lambda n: oxs.noloco(inner, AXIS, **period),
     }
@@ -184,9 +186,7 @@ def study(page: Report, dtypes: Mapping[str, Any], machines: list[str]) -> None:
 def main() -> None:
     """Compile and write the page."""
     options = report.arguments(__doc__).parse_args()
-    page = Report(
-        "compile_for_tpu", options, layers=LAYERS, width=WIDTH, period=PERIOD
-    )
+    page = Report("compile_for_tpu", options, layers=LAYERS, width=WIDTH, period=PERIOD)
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
     if options.quick:
         study(page, {"bfloat16": jnp.bfloat16}, ["two slices of 8"])

@@ -12,9 +12,11 @@ import optax
 from optx_sync.center.formulas import (
     absorb,
     as_center,
+    check_step,
     contributions,
+    holds_center,
     is_due,
-    landing,
+    landing_update,
     local_step,
     own_of,
     start_accumulated,
@@ -30,28 +32,25 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-)
+from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     AxisName,
-    axis_size,
     check_axis_name,
     everywhere,
     localize,
     localize_where_mapped,
     reduce,
-    require_local,
-    require_varying,
     sum_shards,
     vary_like,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    start_outliers,
+)
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -105,6 +104,9 @@ class CenterMetrics(NamedTuple):
     # Of the last round, with `measure=True`; otherwise None.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
     contribution_norm: jax.Array | None  # float32[], not yet divided
+    # int32[], rounds in which its contribution lay far from the others', with a robust
+    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
 
 
 class CenterState(NamedTuple):
@@ -120,6 +122,7 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
+    outliers: Any  # int32[], rounds in which it was an outlier, or ()
     measured: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
@@ -175,7 +178,12 @@ class CenterState(NamedTuple):
             )
         measured = self.measured or (None, None)
         return CenterMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance, *measured
+            self.global_step,
+            self.steps_since_round,
+            self.dropped,
+            distance,
+            *measured,
+            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 
 
@@ -189,6 +197,7 @@ class _Meeting(NamedTuple):
     accumulated: Any
     dropped: Any
     exchange: Any
+    outliers: Any
     measured: Any
     inner: Any
 
@@ -337,13 +346,15 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
+            outliers=own(start_outliers(exchange)),
             measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
             inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters: the driver of every center rule."""
-        workers = _check_step(grads, state, params, rule, axis_name)
+        workers = check_step(grads, state, params, axis_name)
+        _check_workers(rule, workers, axis_name)
         steps = state.steps_since_round + 1
         at = Round(workers, static_period, steps)
         updates, inner_new, accumulated = local_step(
@@ -395,6 +406,9 @@ def center_variable(
             total, _, remembered = exchange.meet(
                 contribution, now.exchange, axis_name, weight=weight
             )
+            outliers = count_outlier(
+                exchange, contribution, total, axis_name, weight, now.outliers
+            )
             if rule.mean_over is None:
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
@@ -430,6 +444,7 @@ def center_variable(
                 accumulated=zeros_like(now.accumulated),
                 dropped=dropped,
                 exchange=remembered,
+                outliers=outliers,
                 measured=measured,
                 inner=inner_met,
             )
@@ -446,6 +461,7 @@ def center_variable(
                 accumulated=accumulated,
                 dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
+                outliers=state.outliers,
                 measured=state.measured,
                 inner=inner_new if changes_inner else (),
             ),
@@ -462,18 +478,10 @@ def center_variable(
             broken=broken & ~due if drop_nonfinite else (),
             dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
+            outliers=met.outliers,
             measured=met.measured,
             inner=met.inner if changes_inner else inner_new,
         )
-
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "A center exchange needs the parameters; got params=None. Call "
-                "update(grads, state, params)."
-            )
-        new_params, state = apply(updates, state, params, **extra_args)
-        return landing(params, new_params), state
 
     def moved(state, before, after):
         """The state once a rule around this one has moved the workers' parameters."""
@@ -491,7 +499,7 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return direct_transformation(init, update, apply, period, moved)
+    return direct_transformation(init, landing_update(apply), apply, period, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -514,35 +522,17 @@ def spells_out_options(function: Function) -> Function:
     return function
 
 
-def _check_step(grads, state, params, rule, axis_name) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers."""
-    check_grads(grads, params)
-    require_local(
-        grads,
-        axis_name,
-        "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.start_workers and map the step with oxs.map_workers.",
-    )
-    require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center, params)
-    workers = axis_size(axis_name)
+def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
     if rule.num_workers not in (None, workers):
         raise ValueError(
             f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
             "workers. Leave num_workers out, or make them equal."
         )
-    return workers
 
 
 def _refuse_hidden_center(state: Any) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
-
-    def has_center(x):
-        return hasattr(type(x), "center_params")
-
-    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+    if holds_center(state):
         raise ValueError(
             "There is another center rule in `inner`, wrapped in something else: its "
             "center would not move when this one's rounds move the parameters. Nest "

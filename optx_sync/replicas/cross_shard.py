@@ -30,7 +30,14 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    remembers,
+    require_dense,
+    start_outliers,
+)
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
 
@@ -38,10 +45,19 @@ Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
+class CrossShardMetrics(NamedTuple):
+    """What `oxs.metrics` reads from `cross_shard`; nothing is sent."""
+
+    # int32[], steps in which this replica's gradient lay far from the others', with a
+    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
+
+
 class CrossShardState(NamedTuple):
-    """State of `cross_shard` with an exchange that remembers something."""
+    """State of `cross_shard` with an exchange that remembers or counts something."""
 
     exchange: Any  # what the exchange remembers, this replica's own
+    outliers: Any  # int32[], steps in which this replica was an outlier, or ()
     inner: optax.OptState  # the state of `inner`
 
     @property
@@ -53,6 +69,12 @@ class CrossShardState(NamedTuple):
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
         return ("inner",)
+
+    def metrics(self, params: Tree | None) -> CrossShardMetrics:
+        """How often this replica was an outlier."""
+        del params
+        outliers = None if isinstance(self.outliers, tuple) else self.outliers
+        return CrossShardMetrics(outliers)
 
 
 @shows_call(_CALL)
@@ -111,7 +133,8 @@ def cross_shard(
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
-            `oxs.exchange.all_reduce()`.
+            `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
+            how often a replica was an outlier.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -119,7 +142,7 @@ def cross_shard(
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        the exchange remembers something), and whose `update` must run where `axis_name`
+        the exchange remembers or counts something), and whose `update` must run where `axis_name`
         is mapped.
 
     Raises:
@@ -156,7 +179,8 @@ def cross_shard(
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    if grads != "local" and remembers(exchange):
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    if grads != "local" and (keeps_state or not exchange.linear):
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
@@ -175,13 +199,13 @@ def cross_shard(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
             )
-    keeps_memory = remembers(exchange)
 
-    def reduced(updates, memory, weight):
+    def reduced(updates, memory, outliers, weight):
         if grads == "local":
             return _exchanged(
                 updates,
                 memory,
+                outliers,
                 exchange,
                 axis_name,
                 reduction=reduction,
@@ -200,7 +224,7 @@ def cross_shard(
             updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
             updates = _map_values(lambda g: g * size, updates)
-        return updates, memory
+        return updates, memory, outliers
 
     def init(params):
         check_params(params)
@@ -210,13 +234,14 @@ def cross_shard(
         else:
             # The groups' states will differ, so all of it varies from the start.
             state = own(inner.init(own(params, axis_name)), axis_name)
-        if not keeps_memory:
+        if not keeps_state:
             return state
-        return CrossShardState(own(exchange.init(params), axis_name), state)
+        kept = exchange.init(params), start_outliers(exchange)
+        return CrossShardState(*own(kept, axis_name), state)
 
     def update(updates, state, params=None, *, weight=None, **extra_args):
         check_grads(updates, params)
-        memory, inner_state = state if keeps_memory else ((), state)
+        memory, outliers, inner_state = state if keeps_state else ((), (), state)
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -224,14 +249,14 @@ def cross_shard(
             weight=weight,
             group_assignment=group_assignment,
         )
-        updates, memory = reduced(updates, memory, weight)
+        updates, memory, outliers = reduced(updates, memory, outliers, weight)
         with explains_rows(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )
         state = vary_like(new_state, inner_state)
-        if keeps_memory:
-            state = CrossShardState(memory, state)
+        if keeps_state:
+            state = CrossShardState(memory, outliers, state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -289,14 +314,15 @@ def all_reduce_grads(
 def _exchanged(
     grads: Tree,
     memory: Any,
+    outliers: Any,
     exchange: Exchange,
     axis_name: AxisName,
     *,
     reduction: Reduction,
     weight: Any,
     group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any]:
-    """The mean or sum of all replicas' gradients, and what the exchange remembers."""
+) -> tuple[Tree, Any, Any]:
+    """The mean or sum of all replicas' gradients, what the exchange remembers, count."""
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
@@ -314,12 +340,13 @@ def _exchanged(
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
     mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
+    outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
     if reduction == "mean":
-        return mean, memory
+        return mean, memory, outliers
     size = axis_size(axis_name)
     if group_assignment is not None:
         size = len(group_assignment[0])
-    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory
+    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory, outliers
 
 
 def _map_values(function, grads):

@@ -29,7 +29,13 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, require_dense
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    require_dense,
+    start_outliers,
+)
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -85,6 +91,9 @@ class SyncReplicasMetrics(NamedTuple):
     not_contributed: jax.Array  # bool[], `contributes` was False
     no_token: jax.Array  # bool[], the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
+    # int32[], updates in which what it had accumulated lay far from the others', with a
+    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
 
 
 class SyncReplicasState(NamedTuple):
@@ -100,6 +109,9 @@ class SyncReplicasState(NamedTuple):
     outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
     outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
+    # int32[], its own gradients since the last update, or () with a linear exchange
+    contributed: Any
+    outliers: Any  # int32[], updates in which it was an outlier, or ()
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -122,7 +134,11 @@ class SyncReplicasState(NamedTuple):
         """What became of the last gradient, and of all of them."""
         del params
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
-        return SyncReplicasMetrics(*last, counts=self.outcome_counts)
+        return SyncReplicasMetrics(
+            *last,
+            counts=self.outcome_counts,
+            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+        )
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
@@ -139,6 +155,14 @@ class SyncReplicasState(NamedTuple):
             params,
             is_leaf=is_masked,
         )
+
+
+class _Kept(NamedTuple):
+    """What a replica keeps for the exchange: as the fields of the state."""
+
+    remembered: Any
+    contributed: Any
+    outliers: Any
 
 
 def sync_replicas(
@@ -223,9 +247,12 @@ def sync_replicas(
             precision parameters, else their own.
         reduce_extra_args: The names of extra arguments of which `inner` gets the mean
             over the replicas whose gradients this step used, as for `cross_shard`.
-        exchange: How the replicas' sums become one, a linear one; `None`: an
-            all-reduce. The counts of rows are summed exactly whatever it is, and
-            row-sparse gradients need `oxs.exchange.all_reduce`.
+        exchange: How the replicas' sums become one; `None`: an all-reduce. The counts
+            of rows are summed exactly whatever it is, and row-sparse gradients need
+            `oxs.exchange.all_reduce`. A robust one gets from each replica of which
+            gradients were accumulated the mean of these, one vote each however many
+            (`clipped`: weighted by their number), and `oxs.metrics(state)` counts how
+            often a replica was an outlier.
 
     Returns:
         A transformation with a `SyncReplicasState`, whose `update` must run where
@@ -235,7 +262,7 @@ def sync_replicas(
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
         ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages, an exchange that is not linear; at the call, no variables, an axis
+            averages; at the call, no variables, an axis
             that is not mapped or whose size is not `total_num_replicas`, gradients that
             autodiff has summed already or that do not match the parameters, missing
             `params`.
@@ -275,12 +302,6 @@ def sync_replicas(
     dtype = check_accumulator_dtype(accumulator_dtype)
     reduced_names = check_extra_args(reduce_extra_args)
     exchange = check_exchange(exchange, all_reduce())
-    if not exchange.linear:
-        raise ValueError(
-            "sync_replicas sums up several gradients of one replica, and none of "
-            "another, so it needs a linear exchange. Robust ones take one gradient of "
-            "each: use them with cross_shard or a center rule."
-        )
 
     def init(params):
         check_params(params)
@@ -302,6 +323,8 @@ def sync_replicas(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
             exchange=own(exchange.init(params)),
+            contributed=() if exchange.linear else own(jnp.zeros((), jnp.int32)),
+            outliers=own(start_outliers(exchange)),
             inner=inner.init(params),
             averages=averages,
         )
@@ -361,23 +384,50 @@ def sync_replicas(
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
 
-        def move(_, accumulator, remembered, inner_state, averages):
+        def move(_, accumulator, kept, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
             accumulator = accumulate(accumulator, grads, used)
+            remembered, contributed, outliers = kept
+
+            def like_grads(sums):
+                # Like the gradients, whose leaves the exchange remembers.
+                treedef = jax.tree.structure(grads, is_leaf=is_gradient_leaf)
+                return treedef.unflatten(sums)
 
             def total(sums):
                 nonlocal remembered
                 sums, row_counts = sums
-                # Like the gradients, whose leaves the exchange remembers.
-                sums = jax.tree.structure(grads, is_leaf=is_gradient_leaf).unflatten(
-                    sums
+                means, _, remembered = exchange.meet(
+                    like_grads(sums), remembered, axis_name
                 )
-                means, _, remembered = exchange.meet(sums, remembered, axis_name)
                 sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
                 row_counts = reduce(row_counts, axis_name, reduction="sum")
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
 
-            mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            def voted(sums):
+                """What a rule makes of the replicas' own means, of those that count."""
+                nonlocal remembered, outliers
+                sums, row_counts = sums
+                own = contributed + used.astype(jnp.int32)
+                some = jnp.maximum(own, 1)
+                means = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
+                means, weight = like_grads(means), own > 0
+                if exchange.takes_weights:
+                    weight = own.astype(jnp.float32)
+                result, _, remembered = exchange.meet(
+                    means, remembered, axis_name, weight=weight
+                )
+                outliers = count_outlier(
+                    exchange, means, result, axis_name, own > 0, outliers
+                )
+                return jax.tree.leaves(result, is_leaf=is_gradient_leaf), row_counts
+
+            if exchange.linear:
+                mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            else:
+                one = jnp.ones((), jnp.int32)
+                mean = mean_of(accumulator, grads, one, tokens, voted)
+                contributed = jnp.zeros_like(contributed)
             extra = mean_extra_args(
                 extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
             )
@@ -391,19 +441,23 @@ def sync_replicas(
                     averages, new_params, variable_averages, new_step
                 )
             result = new_params if direct else moved
-            return result, clear(accumulator, mean), remembered, inner_state, averages
+            kept = _Kept(remembered, contributed, outliers)
+            return result, clear(accumulator, mean), kept, inner_state, averages
 
-        def wait(_, accumulator, remembered, inner_state, averages):
+        def wait(_, accumulator, kept, inner_state, averages):
             """No update yet: the gradient is accumulated, and nothing else moves."""
             result = params if direct else _no_updates(shapes)
             accumulator = accumulate(accumulator, grads, used)
-            return result, accumulator, remembered, inner_state, averages
+            if not exchange.linear:
+                own = kept.contributed + used.astype(jnp.int32)
+                kept = kept._replace(contributed=own)
+            return result, accumulator, kept, inner_state, averages
 
         # The parameters are an operand so that XLA hands them on in place.
         before = (
             params if direct else (),
             state.accumulator,
-            state.exchange,
+            _Kept(state.exchange, state.contributed, state.outliers),
             state.inner,
             state.averages,
         )
@@ -417,7 +471,7 @@ def sync_replicas(
             after = branch(move if complete else wait)(*before)
         else:
             after = jax.lax.cond(complete, branch(move), branch(wait), *before)
-        result, accumulator, remembered, inner_state, averages = after
+        result, accumulator, kept, inner_state, averages = after
         counts = (
             count + (outcome == place).astype(jnp.int32)
             for place, count in enumerate(state.outcome_counts)
@@ -428,7 +482,9 @@ def sync_replicas(
             accumulator=accumulator,
             outcome=outcome,
             outcome_counts=Outcomes(*counts),
-            exchange=remembered,
+            exchange=kept.remembered,
+            contributed=kept.contributed,
+            outliers=kept.outliers,
             inner=inner_state,
             averages=averages,
         )

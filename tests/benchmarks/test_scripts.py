@@ -30,6 +30,12 @@ PAGES = {
     "reproduce_diloco": {"reproduce_diloco": ("bytes per step are exactly",)},
     "reproduce_elastic_averaging": {"reproduce_elastic_averaging": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
+    "reproduce_peers": {"reproduce_peers": ("a round sends the parameters once",)},
+    "reproduce_robust": {
+        "reproduce_robust": (
+            "shuffled: with one replica of 8 that sends -10 g or 1e6 g the mean",
+        )
+    },
 }
 
 # Programs that run for longer than they take to compile: optimised, as users do.
