@@ -35,6 +35,17 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 Tree = TypeVar("Tree")
 
 
+class _Alone(tuple):
+    """No axis at all, which as the name of an axis would be a mistake."""
+
+    __slots__ = ()
+
+
+# Of a worker that is alone: over it everything is what it is by itself, and nothing is
+# sent. What a user passes is `axis_name=None`, where a wrapper allows it.
+ALONE = _Alone()
+
+
 def reduce(
     tree: Tree,
     axis_name: AxisName,
@@ -512,6 +523,8 @@ def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
 
 def check_axis_name(axis_name: Any) -> tuple[str, ...]:
     """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
+    if axis_name is ALONE:
+        return ALONE
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
     if not names or not axes:
@@ -635,7 +648,7 @@ def _check_reducible(axes: tuple[str, ...]) -> None:
 def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     """The sums of all operands over the axes, or over this replica's group."""
     operands = list(operands)
-    if not operands:
+    if not operands or not axes:
         return operands
     if groups is None:
         return _psum(operands, axes)

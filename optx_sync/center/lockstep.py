@@ -37,6 +37,7 @@ from optx_sync.checks import (
     check_params,
 )
 from optx_sync.collectives import (
+    ALONE,
     AxisName,
     axis_size,
     check_axis_name,
@@ -196,7 +197,7 @@ class _Meeting(NamedTuple):
 def center_variable(
     inner: optax.GradientTransformation,
     rule: CenterRule,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
@@ -249,6 +250,8 @@ def center_variable(
         inner: The worker's own optimizer.
         rule: What is exchanged.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
+            `None`: one worker with a center of its own. No axis is mapped, nothing is
+            stacked and nothing is sent.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.
@@ -285,6 +288,7 @@ def center_variable(
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
     check_rule(rule, call)
+    axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
@@ -529,9 +533,12 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
     check_one_worker(state.local_step, state.center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):
+        found = f"the axis {axis_name!r} has {workers} workers"
+        if axis_name is ALONE:
+            found = "axis_name=None stands for one worker"
         raise ValueError(
-            f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
-            "workers. Leave num_workers out, or make them equal."
+            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
+            "make them equal."
         )
     return workers
 
