@@ -103,6 +103,26 @@ def reduce(
         >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
         Array([1.75, 1.75], dtype=float32)
     """
+    options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
+    return reduce_and_sum(
+        tree, axis_name, [], group_assignment=group_assignment, **options
+    )[0]
+
+
+def reduce_and_sum(
+    tree: Tree,
+    axis_name: AxisName,
+    scalars: Sequence[jax.Array],
+    *,
+    reduction: Reduction = "mean",
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+    dtype: Any = None,
+) -> tuple[Tree, list[jax.Array], Any]:
+    """`reduce`, and sums of scalars that travel with it: (tree, sums, divisor).
+
+    The divisor is the sum of the weights, or the number of replicas.
+    """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
     axes = check_axis_name(axis_name)
@@ -124,6 +144,10 @@ def reduce(
     originals = [jnp.asarray(leaves[i]) for i in arrays]
     operands = [_to_wire(x, reduction, wire_dtype) for x in originals]
     divisor: Any = size if groups is None else groups.size
+    counted: Any = divisor
+    # They come last, and travel as they are.
+    operands += localize(list(scalars), axis_name)
+    last = len(operands) - len(scalars)
 
     fraction = None
     own = own_weight(weight, axis_name)
@@ -132,15 +156,17 @@ def reduce(
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
-            fraction = own / or_one(total)
-            operands = [weigh(x, fraction) for x in operands]
-            sums, divisor = _sum(operands, axes, groups), 1
+            counted, fraction = total, own / or_one(total)
+            weighed = [weigh(x, fraction) for x in operands[:last]]
+            sums, divisor = _sum([*weighed, *operands[last:]], axes, groups), 1
         else:
-            *sums, total = _sum([*(weigh(x, own) for x in operands), own], axes, groups)
-            divisor = or_one(total)
+            weighed = [weigh(x, own) for x in operands[:last]]
+            *sums, total = _sum([*weighed, *operands[last:], own], axes, groups)
+            counted, divisor = total, or_one(total)
             fraction = own / divisor
     else:
         sums = _sum(operands, axes, groups)
+    sums, summed_scalars = sums[:last], sums[last:]
 
     for i, original, total_value in zip(arrays, originals, sums, strict=True):
         value = total_value
@@ -158,7 +184,7 @@ def reduce(
             keeps = is_inexact(leaf.values.dtype)
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(treedef, leaves), summed_scalars, counted
 
 
 def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -25,6 +25,7 @@ FLOORS = {
     "optimizers": 4,
     "workers": 4,
     "gradients": 4,
+    "measures": 4,
     "replicas": 5,
     "center": 5,
     "peers": 5,

@@ -47,12 +47,12 @@ from optx_sync.collectives import (
     reduce,
     require_local,
     require_varying,
-    sum_shards,
     vary_like,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.measures import measure_of, square_sum, start, to_sum
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -78,11 +78,10 @@ class CenterOptions(TypedDict, total=False):
     measure: bool
 
 
-class Measured(NamedTuple):
-    """What `measure=True` keeps of a worker's last round; 0 before the first one."""
+class MeasuredOwn(NamedTuple):
+    """What `measure=True` keeps of a worker's own last round; 0 before the first."""
 
     distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
-    contribution_norm: jax.Array  # float32[], of what it contributed, not yet divided
 
     def named_slots(self) -> dict[str, Tree]:
         """None of these is an array for each parameter."""
@@ -103,9 +102,13 @@ class CenterMetrics(NamedTuple):
     # float32[], |x - c|, the norm over all leaves together, as the step has left them;
     # None where `metrics` was not given the parameters.
     distance: jax.Array | None
-    # Of the last round, with `measure=True`; otherwise None.
+    # Of the last round, with `measure=True`; otherwise None. But for the distance they
+    # are equal on all workers.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
-    contribution_norm: jax.Array | None  # float32[], not yet divided
+    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
+    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
+    update_norm: jax.Array | None  # float32[], of what the center moved
+    contributors: jax.Array | None  # float32[], workers that were not left out
 
 
 class CenterState(NamedTuple):
@@ -121,7 +124,8 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
-    measured: Any  # `Measured`, of the last round, or ()
+    measured: Any  # `MeasuredOwn`, of the last round, or ()
+    agreed: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
     @property
@@ -134,6 +138,7 @@ class CenterState(NamedTuple):
             "center",
             "taken",
             "outer",
+            "agreed",
         )
 
     @property
@@ -174,9 +179,15 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-        measured = self.measured or (None, None)
+        agreed = self.agreed or None
+        found = (getattr(agreed, name, None) for name in CenterMetrics._fields[5:])
         return CenterMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance, *measured
+            self.global_step,
+            self.steps_since_round,
+            self.dropped,
+            distance,
+            *(self.measured or (None,)),
+            *(None if isinstance(value, tuple) else value for value in found),
         )
 
 
@@ -191,6 +202,7 @@ class _Meeting(NamedTuple):
     dropped: Any
     exchange: Any
     measured: Any
+    agreed: Any
     inner: Any
 
 
@@ -269,10 +281,11 @@ def center_variable(
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
-        measure: Keep for `oxs.metrics` how far each worker was from the center before
-            its last round, and how large its contribution was. (Of a worker that is
-            sharded over other axes of `jax.shard_map`, with `check_vma=False`: how far
-            each shard.)
+        measure: Keep for `oxs.metrics` of the last round how far each worker was from
+            the center before it, and how large the contributions were, how well they
+            agreed (where the exchange is an all-reduce), how far the center moved and
+            how many contributed. One scalar more travels. (Of a worker that is sharded
+            over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -341,7 +354,8 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
-            measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
+            measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
+            agreed=start(exchange.meet_and_sum is not None, False) if measure else (),
             inner=own(within),
         )
 
@@ -382,13 +396,6 @@ def center_variable(
                 now.accumulated,
             )
             contribution = localize(contributions(rule, own, now.center, at), axis_name)
-            measured: Any = ()
-            if measure:
-                apart = jax.tree.map(jnp.subtract, own_x, now.center)
-                measured = Measured(
-                    _norm(apart, like=now.measured.distance_before_round),
-                    _norm(contribution, like=now.measured.contribution_norm),
-                )
             finite, weight, pushed = jnp.bool_(True), None, workers
             if drop_nonfinite:
                 finite = ~broken & everywhere(
@@ -396,9 +403,26 @@ def center_variable(
                 )
                 weight = localize(finite.astype(jnp.float32), axis_name)
                 pushed = reduce(weight, axis_name, reduction="sum")
-            total, _, remembered = exchange.meet(
-                contribution, now.exchange, axis_name, weight=weight
-            )
+            brought = (contribution, now.exchange, axis_name)
+            measured: Any = ()
+            agreed: Any = ()
+            if not measure:
+                total, _, remembered = exchange.meet(*brought, weight=weight)
+            else:
+                like = now.measured.distance_before_round
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
+                measured = MeasuredOwn(_norm(apart, like=like))
+                square = square_sum(contribution, like)
+                scalars = to_sum(square, axis_name, weight=weight, alike=True)
+                if exchange.meet_and_sum is None:
+                    total, _, remembered = exchange.meet(*brought, weight=weight)
+                    sums = reduce(scalars, axis_name, reduction="sum")
+                else:
+                    total, _, remembered, sums, _ = exchange.meet_and_sum(
+                        *brought, scalars, weight=weight
+                    )
+                mean_square = square_sum(total, now.agreed.update_norm)
+                agreed = measure_of(now.agreed, sums, pushed, mean_square)
             if rule.mean_over is None:
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
@@ -412,6 +436,10 @@ def center_variable(
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
                 )
+            if measure:
+                moved = jax.tree.map(jnp.subtract, center, now.center)
+                like = now.agreed.update_norm
+                agreed = agreed._replace(update_norm=_norm(moved, like=like))
             new_x = take(rule, own_x, now.center, center, at)
             if drop_nonfinite:
                 new_x = where(finite, new_x, center)
@@ -435,6 +463,7 @@ def center_variable(
                 dropped=dropped,
                 exchange=remembered,
                 measured=measured,
+                agreed=agreed,
                 inner=inner_met,
             )
 
@@ -451,6 +480,7 @@ def center_variable(
                 dropped=state.dropped if drop_nonfinite else (),
                 exchange=state.exchange,
                 measured=state.measured,
+                agreed=state.agreed,
                 inner=inner_new if changes_inner else (),
             ),
         )
@@ -467,6 +497,7 @@ def center_variable(
             dropped=met.dropped if drop_nonfinite else state.dropped,
             exchange=met.exchange,
             measured=met.measured,
+            agreed=met.agreed,
             inner=met.inner if changes_inner else inner_new,
         )
 
@@ -609,7 +640,9 @@ def _mean_extra_args(extra_args, axis_name, weight):
         own = localize(jnp.asarray(value), axis_name)
         return reduce(own, axis_name, weight=weight)
 
-    return {name: mean(name, value) for name, value in extra_args.items()}
+    # What `measure=True` of a `cross_shard` inside is told of a worker's own gradient.
+    given = {k: v for k, v in extra_args.items() if k != "batch_size"}
+    return {name: mean(name, value) for name, value in given.items()}
 
 
 def _average(state, axis_name, weight):
@@ -625,10 +658,4 @@ def _average(state, axis_name, weight):
 def _norm(tree, stacked=0, like=None):
     """float32, the norm over all leaves, for each place along the worker axes."""
 
-    def square_sum(x):
-        # The absolute values first: a complex dtype has no cast to float32.
-        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
-        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
-        return total if like is None else sum_shards(total, like)
-
-    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))
+    return jnp.sqrt(square_sum(tree, like, stacked))

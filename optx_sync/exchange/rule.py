@@ -58,6 +58,9 @@ class Exchange(NamedTuple):
         takes_groups: Whether `meet` takes `group_assignment`.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
             replica out and all others count alike.
+        meet_and_sum: `meet` of an exchange whose mean is the exact one, for measures:
+            it takes a dictionary of scalars after `axis_name`, and returns their sums
+            and the divisor of the mean as well.
 
     Example:
         The exact mean, written by hand:
@@ -81,6 +84,8 @@ class Exchange(NamedTuple):
     takes_rows: bool = False
     takes_groups: bool = False
     takes_weights: bool = True
+    # `(tree, state, axis_name, scalars, ...) -> (mean, lost, state, sums, divisor)`.
+    meet_and_sum: Callable[..., tuple[Tree, Tree | None, Any, Any, Any]] | None = None
 
 
 def remembers(exchange: Exchange) -> bool:
@@ -100,6 +105,16 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
                 f"The gradient at {path} is row-sparse, which {who} does not take. Use "
                 "oxs.exchange.all_reduce(), or its to_dense(rows)."
             )
+
+
+def require_exact(exchange: Exchange) -> None:
+    """Refuse to measure gradients where an exchange does not give their mean."""
+    if exchange.meet_and_sum is None:
+        raise ValueError(
+            "measure=True compares each replica's gradient with the mean of all, and "
+            "this exchange gives another one, coded or cut. Measure with "
+            "oxs.exchange.all_reduce(), or leave measure out."
+        )
 
 
 def check_exchange(exchange: Any, default: Exchange) -> Exchange:

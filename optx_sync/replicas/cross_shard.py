@@ -23,6 +23,7 @@ from optx_sync.collectives import (
     check_extra_args,
     check_group_assignment,
     check_reduction,
+    localize,
     localize_where_mapped,
     mean_extra_args,
     require_local,
@@ -30,7 +31,23 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    remembers,
+    require_dense,
+    require_exact,
+)
+from optx_sync.measures import (
+    Measures,
+    check_batch_size,
+    like_params,
+    measure_of,
+    measures,
+    square_sum,
+    start,
+    to_sum,
+)
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
 
@@ -39,9 +56,10 @@ _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
 class CrossShardState(NamedTuple):
-    """State of `cross_shard` with an exchange that remembers something."""
+    """State of `cross_shard` where it remembers or measures something."""
 
-    exchange: Any  # what the exchange remembers, this replica's own
+    exchange: Any  # what the exchange remembers, this replica's own, or ()
+    measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
     @property
@@ -52,7 +70,16 @@ class CrossShardState(NamedTuple):
     @property
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
-        return ("inner",)
+        return ("measured", "inner")
+
+    def metrics(self, params: Tree | None) -> Measures:
+        """What `measure=True` has measured."""
+        del params
+        if isinstance(self.measured, tuple) and not self.measured:
+            raise ValueError(
+                "This cross_shard measures nothing. Pass measure=True to it."
+            )
+        return measures(self.measured)
 
 
 @shows_call(_CALL)
@@ -65,6 +92,7 @@ def cross_shard(
     grads: Grads = "local",
     exchange: Exchange | None = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
+    measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the gradients of all replicas in every step, then apply `inner`.
 
@@ -116,10 +144,16 @@ def cross_shard(
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
             `jax.shard_map(check_vma=True)` a scalar that is not is refused.
+        measure: Keep for `oxs.metrics` the gradient noise scale, how well the
+            replicas' gradients agree, their norm, that of the update, and how many
+            contributed. Their scalars travel with the gradients. Pass the number of
+            examples behind this replica's gradient as the extra argument `batch_size`
+            of `update`: a number that is the same on all replicas, or each one's own as
+            an array; 1 if left out. With groups: of one's own group.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        the exchange remembers something), and whose `update` must run where `axis_name`
+        it remembers or measures something), and whose `update` must run where `axis_name`
         is mapped.
 
     Raises:
@@ -175,17 +209,27 @@ def cross_shard(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
             )
-    keeps_memory = remembers(exchange)
+    if measure and grads != "local":
+        raise ValueError(
+            "measure=True compares the replicas' own gradients, but "
+            f"grads={grads!r} says that they are reduced already. Use grads='local', "
+            "with oxs.localize(params, axis_name) before jax.grad."
+        )
+    if measure:
+        require_exact(exchange)
+    keeps_state = remembers(exchange) or measure
 
-    def reduced(updates, memory, weight):
+    def reduced(updates, memory, measured, weight, batch_size):
         if grads == "local":
             return _exchanged(
                 updates,
                 memory,
+                measured,
                 exchange,
                 axis_name,
                 reduction=reduction,
                 weight=weight,
+                batch_size=batch_size,
                 group_assignment=group_assignment,
             )
         if weight is not None:
@@ -200,23 +244,27 @@ def cross_shard(
             updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
             updates = _map_values(lambda g: g * size, updates)
-        return updates, memory
+        return updates, memory, measured
 
     def init(params):
         check_params(params)
         own = localize_where_mapped
-        if group_assignment is None:
-            state = inner.init(params)
-        else:
+        if group_assignment is not None:
             # The groups' states will differ, so all of it varies from the start.
-            state = own(inner.init(own(params, axis_name)), axis_name)
-        if not keeps_memory:
+            params = own(params, axis_name)
+        state = inner.init(params)
+        if group_assignment is not None:
+            state = own(state, axis_name)
+        if not keeps_state:
             return state
-        return CrossShardState(own(exchange.init(params), axis_name), state)
+        measured = like_params(start(), params, axis_name) if measure else ()
+        return CrossShardState(own(exchange.init(params), axis_name), measured, state)
 
-    def update(updates, state, params=None, *, weight=None, **extra_args):
+    def update(
+        updates, state, params=None, *, weight=None, batch_size=None, **extra_args
+    ):
         check_grads(updates, params)
-        memory, inner_state = state if keeps_memory else ((), state)
+        memory, measured, inner_state = state if keeps_state else ((), (), state)
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -224,14 +272,18 @@ def cross_shard(
             weight=weight,
             group_assignment=group_assignment,
         )
-        updates, memory = reduced(updates, memory, weight)
+        batch_size = check_batch_size(batch_size)
+        updates, memory, now = reduced(updates, memory, measured, weight, batch_size)
         with explains_rows(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )
         state = vary_like(new_state, inner_state)
-        if keeps_memory:
-            state = CrossShardState(memory, state)
+        if measure:
+            own = localize(jnp.float32(0), axis_name)
+            now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
+        if keeps_state:
+            state = CrossShardState(memory, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -289,14 +341,16 @@ def all_reduce_grads(
 def _exchanged(
     grads: Tree,
     memory: Any,
+    measured: Any,
     exchange: Exchange,
     axis_name: AxisName,
     *,
     reduction: Reduction,
     weight: Any,
+    batch_size: Any,
     group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any]:
-    """The mean or sum of all replicas' gradients, and what the exchange remembers."""
+) -> tuple[Tree, Any, Any]:
+    """The mean or sum of all gradients, what the exchange remembers, and measures."""
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
@@ -313,13 +367,31 @@ def _exchanged(
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
-    mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
+    if not measured or exchange.meet_and_sum is None:
+        mean, _, memory = exchange.meet(
+            grads, memory, axis_name, weight=weight, **groups
+        )
+    else:
+        own = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        scalars = to_sum(
+            square_sum(grads, own),
+            axis_name,
+            weight=weight,
+            alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
+            batch_size=batch_size,
+        )
+        mean, _, memory, sums, total = exchange.meet_and_sum(
+            grads, memory, axis_name, scalars, weight=weight, **groups
+        )
+        mean_square = square_sum(mean, own)
+        measured = measure_of(measured, sums, total, mean_square, batch_size)
     if reduction == "mean":
-        return mean, memory
+        return mean, memory, measured
     size = axis_size(axis_name)
     if group_assignment is not None:
         size = len(group_assignment[0])
-    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory
+    total = _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean)
+    return total, memory, measured
 
 
 def _map_values(function, grads):

@@ -22,6 +22,7 @@ from optx_sync.collectives import (
     axis_size,
     check_axis_name,
     check_extra_args,
+    localize,
     localize_where_mapped,
     mean_extra_args,
     reduce,
@@ -29,7 +30,20 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange, require_dense
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    require_dense,
+    require_exact,
+)
+from optx_sync.measures import (
+    check_batch_size,
+    like_params,
+    measure_of,
+    measures,
+    square_sum,
+    start,
+)
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -56,6 +70,7 @@ from optx_sync.trees import (
     is_masked,
     is_placeholder,
     is_slices,
+    zeros_like,
 )
 
 
@@ -85,6 +100,23 @@ class SyncReplicasMetrics(NamedTuple):
     not_contributed: jax.Array  # bool[], `contributes` was False
     no_token: jax.Array  # bool[], the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
+    # Of the last update, equal on all replicas, with `measure=True`; otherwise None.
+    noise_scale: jax.Array | None = None  # float32[], a ratio of moving averages
+    agreement: jax.Array | None = None  # float32[], the mean cosine of two gradients
+    contribution_norm: jax.Array | None = None  # float32[], the root mean square
+    update_norm: jax.Array | None = None  # float32[], of what `inner` made of the mean
+    contributors: jax.Array | None = None  # float32[], gradients in the mean
+
+
+class Gathered(NamedTuple):
+    """What `measure=True` sums up of a replica's own gradients between updates."""
+
+    squares: jax.Array  # float32[], their squared norms
+    inverse: jax.Array  # float32[], 1 / the examples behind each
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
 
 
 class SyncReplicasState(NamedTuple):
@@ -100,6 +132,8 @@ class SyncReplicasState(NamedTuple):
     outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
     outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
+    gathered: Any  # `Gathered`, of this replica, or ()
+    measured: Any  # `Measured`, of the last update, or ()
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -111,7 +145,7 @@ class SyncReplicasState(NamedTuple):
     @property
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
-        return ("inner", "averages")
+        return ("measured", "inner", "averages")
 
     @property
     def stands_last(self) -> bool:
@@ -122,7 +156,8 @@ class SyncReplicasState(NamedTuple):
         """What became of the last gradient, and of all of them."""
         del params
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
-        return SyncReplicasMetrics(*last, counts=self.outcome_counts)
+        measured = () if self.measured == () else measures(self.measured)
+        return SyncReplicasMetrics(*last, self.outcome_counts, *measured)
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
@@ -153,6 +188,7 @@ def sync_replicas(
     accumulator_dtype: Any = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
+    measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
@@ -226,6 +262,9 @@ def sync_replicas(
         exchange: How the replicas' sums become one, a linear one; `None`: an
             all-reduce. The counts of rows are summed exactly whatever it is, and
             row-sparse gradients need `oxs.exchange.all_reduce`.
+        measure: As for `cross_shard`, of the gradients of each update, with the extra
+            argument `batch_size`. Two scalars travel with each update. Dense gradients
+            only.
 
     Returns:
         A transformation with a `SyncReplicasState`, whose `update` must run where
@@ -282,6 +321,9 @@ def sync_replicas(
             "each: use them with cross_shard or a center rule."
         )
 
+    if measure:
+        require_exact(exchange)
+
     def init(params):
         check_params(params)
         check_variables(params)
@@ -302,6 +344,8 @@ def sync_replicas(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
             exchange=own(exchange.init(params)),
+            gathered=own(Gathered(*[jnp.float32(0)] * 2)) if measure else (),
+            measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
             averages=averages,
         )
@@ -315,6 +359,7 @@ def sync_replicas(
         contributes=True,
         gradient_step=None,
         meet=None,
+        batch_size=None,
         **extra_args,
     ):
         """One step: (new parameters if `direct`, else updates; the next state)."""
@@ -340,7 +385,10 @@ def sync_replicas(
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         tokens = max(replicas, replicas_to_aggregate)
-        if not exchange.takes_rows:
+        batch_size = check_batch_size(batch_size)
+        if measure:
+            require_dense(grads, "measure=True")
+        elif not exchange.takes_rows:
             require_dense(grads)
         grads = unique_rows(grads)
 
@@ -360,19 +408,35 @@ def sync_replicas(
         accumulated = state.accumulated + arrived
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
+        alone = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
 
-        def move(_, accumulator, remembered, inner_state, averages):
+        def gather(gathered):
+            """What has been gathered, this step's gradient included if it is used."""
+            if not measure:
+                return ()
+            own = square_sum(grads, alone), 1 / jnp.asarray(batch_size, jnp.float32)
+            return Gathered(
+                *(old + jnp.where(used, x, 0) for old, x in zip(gathered, own))
+            )
+
+        def move(_, accumulator, remembered, gathered, measured, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
             accumulator = accumulate(accumulator, grads, used)
+            gathered, scalars = gather(gathered), {}
 
             def total(sums):
-                nonlocal remembered
+                nonlocal remembered, scalars
                 sums, row_counts = sums
                 # Like the gradients, whose leaves the exchange remembers.
                 sums = jax.tree.structure(grads, is_leaf=is_gradient_leaf).unflatten(
                     sums
                 )
-                means, _, remembered = exchange.meet(sums, remembered, axis_name)
+                if not measure or exchange.meet_and_sum is None:
+                    means, _, remembered = exchange.meet(sums, remembered, axis_name)
+                else:
+                    means, _, remembered, scalars, _ = exchange.meet_and_sum(
+                        sums, remembered, axis_name, gathered._asdict()
+                    )
                 sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
                 row_counts = reduce(row_counts, axis_name, reduction="sum")
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
@@ -386,24 +450,34 @@ def sync_replicas(
             inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
+            if measure:
+                square = square_sum(mean, alone)
+                measured = measure_of(measured, scalars, accumulated, square)._replace(
+                    update_norm=jnp.sqrt(square_sum(moved, alone))
+                )
+                gathered = zeros_like(gathered)
             if variable_averages is not None:
                 averages = advance_averages(
                     averages, new_params, variable_averages, new_step
                 )
             result = new_params if direct else moved
-            return result, clear(accumulator, mean), remembered, inner_state, averages
+            accumulator = clear(accumulator, mean)
+            kept = remembered, gathered, measured, inner_state, averages
+            return result, accumulator, *kept
 
-        def wait(_, accumulator, remembered, inner_state, averages):
+        def wait(_, accumulator, remembered, gathered, *kept):
             """No update yet: the gradient is accumulated, and nothing else moves."""
             result = params if direct else _no_updates(shapes)
             accumulator = accumulate(accumulator, grads, used)
-            return result, accumulator, remembered, inner_state, averages
+            return result, accumulator, remembered, gather(gathered), *kept
 
         # The parameters are an operand so that XLA hands them on in place.
         before = (
             params if direct else (),
             state.accumulator,
             state.exchange,
+            state.gathered,
+            state.measured,
             state.inner,
             state.averages,
         )
@@ -417,7 +491,8 @@ def sync_replicas(
             after = branch(move if complete else wait)(*before)
         else:
             after = jax.lax.cond(complete, branch(move), branch(wait), *before)
-        result, accumulator, remembered, inner_state, averages = after
+        result, accumulator, remembered, gathered, measured, *kept = after
+        inner_state, averages = kept
         counts = (
             count + (outcome == place).astype(jnp.int32)
             for place, count in enumerate(state.outcome_counts)
@@ -429,6 +504,8 @@ def sync_replicas(
             outcome=outcome,
             outcome_counts=Outcomes(*counts),
             exchange=remembered,
+            gathered=gathered,
+            measured=measured,
             inner=inner_state,
             averages=averages,
         )
