@@ -53,6 +53,7 @@ from optx_sync.collectives import (
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import Exchange, check_exchange
 from optx_sync.measures import measure_of, square_sum, start, to_sum
+from optx_sync.resizing import Resizing, take_center
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -189,6 +190,58 @@ class CenterState(NamedTuple):
             *(self.measured or (None,)),
             *(None if isinstance(value, tuple) else value for value in found),
         )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many worker axes parameters have in front."""
+        return jnp.ndim(self.dropped)
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return True
+
+    def resized_params(self, how: Resizing, params: Tree) -> Tree:
+        """The parameters of another number of workers: see `oxs.resize`."""
+        return take_center(how, params, self.center, self.takes_center)
+
+    def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
+        """The state of another number of workers: see `oxs.resize`."""
+        steps = int(self.steps_since_round.flat[0])
+        if steps and _has_center(self.inner):
+            raise ValueError(
+                "There is a center rule inside of this one, and workers are not at "
+                f"its center: {steps} step(s) since the last round. Resize right after "
+                "a round of the outer rule."
+            )
+        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+            what = "have learned" if self.takes_center else "accumulated"
+            how.loses(f"what workers {what} in {steps} step(s) since their last round")
+        # A worker that goes a part of the way adds that part to the center.
+        of_exchange = how if self.takes_center else how.of_sums()
+        shared = {
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
+        }
+        return self._replace(
+            **shared,
+            accumulated=how.zeros(self.accumulated),
+            broken=how.zeros(self.broken),
+            dropped=how.joined_by_zeros(self.dropped),
+            exchange=of_exchange.tree(self.exchange, fresh.exchange),
+            measured=how.joined_by_zeros(self.measured),
+            inner=how.own(self.inner, fresh.inner),
+        )
+
+
+class SoftCenterState(CenterState):
+    """State of a rule whose workers take a part of the way to the center."""
+
+    __slots__ = ()
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return False
 
 
 class _Meeting(NamedTuple):
@@ -328,6 +381,7 @@ def center_variable(
             "share. Pass it to the innermost rule instead."
         )
     # What a round does not change stays out of the conditional.
+    state_of = CenterState if rule.take is None else SoftCenterState
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def init(params):
@@ -341,7 +395,7 @@ def center_variable(
             # A worker's own fields vary over the axis from the start.
             return _but_counters(localize_where_mapped, tree, axis_name)
 
-        return CenterState(
+        return state_of(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -485,7 +539,7 @@ def center_variable(
             ),
         )
         due = jnp.asarray(due)
-        return met.params, CenterState(
+        return met.params, state_of(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
@@ -574,13 +628,18 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
     return workers
 
 
-def _refuse_hidden_center(state: Any) -> None:
-    """Refuse a center rule that something inside keeps from being told of a round."""
+def _has_center(state: Any) -> bool:
+    """Whether there is a state of a center rule anywhere in a state."""
 
     def has_center(x):
         return hasattr(type(x), "center_params")
 
-    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))
+
+
+def _refuse_hidden_center(state: Any) -> None:
+    """Refuse a center rule that something inside keeps from being told of a round."""
+    if _has_center(state):
         raise ValueError(
             "There is another center rule in `inner`, wrapped in something else: its "
             "center would not move when this one's rounds move the parameters. Nest "

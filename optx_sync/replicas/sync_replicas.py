@@ -57,6 +57,7 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
+from optx_sync.resizing import Resizing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -158,6 +159,29 @@ class SyncReplicasState(NamedTuple):
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
         measured = () if self.measured == () else measures(self.measured)
         return SyncReplicasMetrics(*last, self.outcome_counts, *measured)
+
+    @property
+    def worker_axes(self) -> int:
+        """How many replica axes parameters have in front."""
+        return jnp.ndim(self.outcome)
+
+    def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
+        """The state of another number of replicas: see `oxs.resize`."""
+        waiting = int(self.accumulated.flat[0])
+        if waiting:
+            how.loses(f"{waiting} gradient(s) accumulated for the next update")
+        return self._replace(
+            global_step=how.equal(self.global_step),
+            accumulated=how.zeros(self.accumulated),
+            accumulator=how.zeros(self.accumulator),
+            outcome=how.equal(self.outcome) * 0 - 1,
+            outcome_counts=how.joined_by_zeros(self.outcome_counts),
+            exchange=how.of_sums().tree(self.exchange, fresh.exchange),
+            gathered=how.zeros(self.gathered),
+            measured=how.equal(self.measured),
+            inner=how.equal(self.inner),
+            averages=how.equal(self.averages),
+        )
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
