@@ -324,7 +324,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="does not vary over the mesh axis"):
         summed(PARAMS)
     # Without measure=True there is nothing to read; a center rule says what it can.
-    with pytest.raises(ValueError, match="measures nothing. Pass measure=True"):
+    with pytest.raises(ValueError, match=r"measures nothing\. Pass measure=True"):
         oxs.metrics(
             oxs.cross_shard(
                 SGD, AXIS, exchange=oxs.exchange.error_feedback(eight_bits)

@@ -99,7 +99,7 @@ def test_laws(name, stacked):
     params, state = trained(tx, stacked)
     equal(oxs.resize(tx, params, state, N), (params, state))
     fewer, fewer_state = oxs.resize(tx, params, state, 3)
-    more, more_state = oxs.resize(tx, fewer, fewer_state, N)
+    _, more_state = oxs.resize(tx, fewer, fewer_state, N)
     axes = None if stacked else oxs.state_axes(tx, PARAMS)
     for of, workers in ((fewer_state, 3), (more_state, N)):
         shapes = jax.eval_shape(lambda w=workers: oxs.stack(tx.init(PARAMS), w, axes))

@@ -716,5 +716,4 @@ def _average(state, axis_name, weight):
 
 def _norm(tree, stacked=0, like=None):
     """float32, the norm over all leaves, for each place along the worker axes."""
-
     return jnp.sqrt(square_sum(tree, like, stacked))

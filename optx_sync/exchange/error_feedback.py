@@ -42,8 +42,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     which is skipped for a NaN (`optax.apply_if_finite` inside) does no lasting harm.
 
     It holds one float32 for each number, which belongs into checkpoints; `oxs.resize`
-    shares out what leaving replicas owe. Adam and others that divide by second moments of
-    the gradient see the spikes of what is paid back: feedback is proven for SGD, and
+    shares out what leaving replicas owe. Adam and others that divide by second moments
+    of the gradient see the spikes of what is paid back: feedback is proven for SGD, and
     fits the contributions of `diloco` and `local_sgd` better than gradients of Adam.
 
     Args:

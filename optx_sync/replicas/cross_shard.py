@@ -153,8 +153,8 @@ def cross_shard(
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        it remembers or measures something), and whose `update` must run where `axis_name`
-        is mapped.
+        it remembers or measures something), and whose `update` must run where
+        `axis_name` is mapped.
 
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer

@@ -440,7 +440,8 @@ def sync_replicas(
                 return ()
             own = square_sum(grads, alone), 1 / jnp.asarray(batch_size, jnp.float32)
             return Gathered(
-                *(old + jnp.where(used, x, 0) for old, x in zip(gathered, own))
+                gathered.squares + jnp.where(used, own[0], 0),
+                gathered.inverse + jnp.where(used, own[1], 0),
             )
 
         def move(_, accumulator, remembered, gathered, measured, inner_state, averages):
