@@ -194,7 +194,8 @@ def sign_majority() -> Exchange:
             return sum_over(jnp.sum(votes), axes)
 
         both = jax.tree.leaves(jax.tree.map(agreed, tree, mean))
-        return _counted(sum(both, jnp.float32(0)) < 0, weight)
+        agree = sum(both, jnp.float32(0))
+        return _counted(jnp.less(agree, 0), weight)
 
     return _transposed(rule, encode=vote)._replace(outlier=outlier)
 

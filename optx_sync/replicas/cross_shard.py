@@ -41,6 +41,7 @@ from optx_sync.exchange.rule import (
     start_outliers,
 )
 from optx_sync.measures import (
+    Measured,
     check_batch_size,
     like_params,
     measure_of,
@@ -65,9 +66,7 @@ class CrossShardMetrics(NamedTuple):
 
     noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
     agreement: jax.Array | None  # float32[], the mean cosine of two gradients
-    contribution_norm: (
-        jax.Array | None
-    )  # float32[], of their norms the root mean square
+    contribution_norm: jax.Array | None  # float32[], root of the mean square
     update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
     contributors: jax.Array | None  # float32[], replicas of a weight above 0
     # int32[], steps in which this replica's gradient lay far from the others', with a
@@ -101,8 +100,11 @@ class CrossShardState(NamedTuple):
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
+        found: Any = (
+            measures(measured) if isinstance(measured, Measured) else [None] * 5
+        )
         return CrossShardMetrics(
-            *(measures(measured) if measured else [None] * 5),
+            *found,
             outliers=None if isinstance(counts, tuple) else counts,
         )
 
@@ -383,7 +385,7 @@ def _exchanged(
     weight: Any,
     batch_size: Any,
     group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any, Any]:
+) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     if weight is not None and reduction == "sum":
         raise ValueError(

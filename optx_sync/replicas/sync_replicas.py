@@ -165,11 +165,10 @@ class SyncReplicasState(NamedTuple):
         """What became of the last gradient, and of all of them."""
         del params
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
-        measured = () if self.measured == () else measures(self.measured)
         return SyncReplicasMetrics(
             *last,
-            self.outcome_counts,
-            *measured,
+            counts=self.outcome_counts,
+            **({} if self.measured == () else measures(self.measured)._asdict()),
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 
@@ -180,7 +179,7 @@ class SyncReplicasState(NamedTuple):
 
     def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
         """The state of another number of replicas: see `oxs.resize`."""
-        waiting = int(self.accumulated.flat[0])
+        waiting = int(jnp.ravel(self.accumulated)[0])
         if waiting:
             how.loses(f"{waiting} gradient(s) accumulated for the next update")
         return self._replace(
@@ -458,7 +457,7 @@ def sync_replicas(
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
         alone = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
 
-        def gather(gathered):
+        def gather(gathered) -> Any:
             """What has been gathered, this step's gradient included if it is used."""
             if not measure:
                 return ()
