@@ -75,7 +75,7 @@ def run(case, arrays):
 
     inner = remembering(inner_of(case))
 
-    @contexts.jit
+    @jax.jit
     def replayed(params):
         return asynchronous(
             inner,
@@ -307,7 +307,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @contexts.jit
+    @jax.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(

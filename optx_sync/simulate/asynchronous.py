@@ -45,6 +45,8 @@ from optx_sync.simulate.replay import (
     Record,
     check_workers,
     replay,
+    row_of,
+    with_row,
 )
 from optx_sync.trees import zeros_like
 
@@ -321,10 +323,10 @@ def asynchronous(
             place == worker,
             lambda *operands: work(number, place, *operands),
             lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
-            *(_row(state.workers, place), state.center, state.outer),
+            *(row_of(state.workers, place), state.center, state.outer),
         )
         state = AsynchronousState(
-            workers=_with_row(state.workers, place, own),
+            workers=with_row(state.workers, place, own),
             center=center,
             outer=outer,
             global_step=state.global_step + rounds,
@@ -387,17 +389,4 @@ def _with_powers(state: Any, source: Any) -> Any:
         state,
         source,
         is_leaf=is_rule_state,
-    )
-
-
-def _row(tree, place):
-    """One worker's part of stacked trees."""
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
-    )
-
-
-def _with_row(tree, place, row):
-    return jax.tree.map(
-        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
     )
