@@ -662,7 +662,7 @@ def test_fragments_are_those_of_each_worker():
             record="all",
         )
 
-    every = contexts.jit(lambda: {name: run(*one) for name, one in PART_CASES.items()})
+    every = jax.jit(lambda: {name: run(*one) for name, one in PART_CASES.items()})
     found = every()
     for name, (_, owner, period, delay, keep) in PART_CASES.items():
         expected = center.asynchronous_in_fragments(

@@ -194,7 +194,7 @@ def test_diloco_for_all_shares_that_workers_keep(workers):
             for i, (fragments, period, delay) in enumerate(GRID[workers])
         ]
 
-    found = contexts.jit(jax.vmap(all_runs))(np.array(KEPT, np.float32))
+    found = jax.jit(jax.vmap(all_runs))(np.array(KEPT, np.float32))
     for i, one in enumerate(GRID[workers]):
         for row, keep in enumerate(KEPT):
             params, center = jax.tree.map(lambda x, row=row: x[row], found[i])
@@ -292,7 +292,7 @@ class Stream:
 
         axes = self.axes
         mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes))
-        self.step = contexts.jit(mapped)
+        self.step = jax.jit(mapped)
 
     def start(self) -> tuple[Any, Any]:
         """Parameters and state."""
@@ -389,7 +389,7 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     params = {"a": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
     axes = oxs.state_axes(tx, params)
     state = oxs.stack(tx.init(params), 3, axes)
-    own = oxs.stack(params, 3)
+    own: Any = oxs.stack(params, 3)
 
     @functools.partial(
         jax.vmap, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS
@@ -407,10 +407,10 @@ def test_a_worker_in_half_precision_lands_on_the_center():
             own,
         )
 
-    step = contexts.jit(step)
+    step = jax.jit(step)
     for number in range(4):
         own, state = step(own, state, grads(number))
-    center = oxs.center_params(state, own)
+    center: Any = oxs.center_params(state, own)
     # The first part landed in step 2 and 4; that of the second is on its way.
     assert center["a"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(own["a"], oxs.stack(center["a"], 3))
@@ -432,7 +432,7 @@ def test_the_caller_may_say_when_a_part_meets(stream):
             step, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=AXIS
         )
 
-    step = contexts.jit(mapped(None))
+    step = jax.jit(mapped(None))
 
     def run(says):
         carry = start_at
@@ -496,7 +496,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
 def test_bad_arguments_are_refused_at_construction(name):
     arguments, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        oxs.local_sgd(INNER, AXIS, **{"communication_period": 10, **arguments})
+        make: Any = oxs.local_sgd
+        make(INNER, AXIS, **{"communication_period": 10, **arguments})
 
 
 REFUSED_PARTS = {

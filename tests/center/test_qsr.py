@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from tests import contexts
 
 STEPS = 120
 
@@ -66,7 +65,7 @@ def test_a_compiled_run_meets_where_the_host_says():
 
         return jax.lax.scan(step, (x, tx.init(x)), length=STEPS)[1]
 
-    met = contexts.jit(jax.vmap(run, axis_name="workers"))(jnp.arange(2.0))
+    met = jax.jit(jax.vmap(run, axis_name="workers"))(jnp.arange(2.0))
     expected = [oxs.due(tx, step) for step in range(STEPS)]
     np.testing.assert_array_equal(met, [expected] * 2)
     assert expected[-1]
