@@ -270,9 +270,9 @@ def test_an_exchange_sends_a_part_and_a_quiet_step_nothing(
 class Stream:
     """Two parts of two workers, each on its way for a step."""
 
-    def __init__(self, period):
+    def __init__(self, period, coded, params):
         """Compile the step."""
-        coded = oxs.exchange.quantized(bits=4, block=4)
+        self.params = params
         self.tx = oxs.diloco(
             oxs.optimizers.adam(0.05),
             AXIS,
@@ -284,7 +284,6 @@ class Stream:
             measure=True,
             exchange=oxs.exchange.error_feedback(coded),
         )
-        self.params = {"first": jnp.linspace(-1, 1, 6), "second": jnp.ones((3, 2))}
         _, _, self.axes = oxs.start_workers(self.tx, self.params, 2)
 
         def step(params, state, grads):
@@ -315,13 +314,19 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def stream():
-    return Stream(period=6)
+    params = {"first": jnp.linspace(-1, 1, 6), "second": jnp.ones((3, 2))}
+    return Stream(6, oxs.exchange.quantized(bits=4, block=4), params)
 
 
 @pytest.mark.parametrize("period", [6, 2])
 def test_a_run_resumes_between_a_sum_and_its_landing(period, stream, tmp_path):
     if period == 2:  # One exchange in each step.
-        stream = Stream(period)
+        params = {"first": jnp.eye(8), "second": jnp.ones((8, 8))}
+        stream = Stream(period, oxs.exchange.power_sgd(), params)
+        begin = stream.start()
+        remembered = [carry[1].exchange for carry in (begin, stream.run(begin, [0]))]
+        # Nothing was on its way in the first step.
+        jax.tree.map(np.testing.assert_array_equal, *remembered)
     straight = stream.run(stream.start(), range(11))
     half = stream.run(stream.start(), range(6))  # A sum has just been taken.
     assert np.any(half[1].pending.values[0])
@@ -417,10 +422,10 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     assert np.any(np.asarray(own["b"][0] != center["b"]))
 
 
-def test_the_caller_may_say_when_a_part_meets(stream):
-    """`meet` in place of the counter: the same run, and an early one that lands."""
+def test_the_caller_may_say_when_a_part_meets():
+    """`meet` in place of the counter: as often, and early."""
     grads = [gradients(2, 1) for _ in range(6)]
-    tx, _ = case("diloco", 3, 6, 1, 0.5)
+    tx, _ = case("diloco", 3, 6, 2, 0.5)
     axes = oxs.state_axes(tx, PARAMS)
     start_at = oxs.stack(PARAMS, 2), oxs.stack(tx.init(PARAMS), 2, axes)
 
@@ -446,7 +451,7 @@ def test_the_caller_may_say_when_a_part_meets(stream):
     early = run([True] * 3 + [False] * 3)
     assert early[1].global_step == 3
     np.testing.assert_array_equal(early[1].ages, [5, 4, 3])
-    # Each landed before the next set out, the last one a step later.
+    # Each landed before the next set out, the last one two steps later.
     moved = jax.tree.map(lambda c, p: np.any(c != p), early[1].center, PARAMS)
     assert all(jax.tree.leaves(moved))
 
