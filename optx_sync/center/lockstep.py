@@ -754,6 +754,7 @@ def center_variable(
         else:
             buffer = Buffer(parts, state.center)
             lands = state.global_step != 0
+            remembered = ()
             if straight:
                 # In no conditional, and of the state alone: it runs beside the step.
                 memory = _row(state.exchange, last, parts)
@@ -769,10 +770,10 @@ def center_variable(
                     for x in (after, before)
                 )
                 kept = where(lands, kept, known_before)
-                kept["exchange"] = _with_row(
-                    state.exchange, last, kept["exchange"], parts
+                remembered = _with_row(
+                    state.exchange, last, kept.pop("exchange"), parts
                 )
-                now = now._replace(**kept)
+                now = now._replace(exchange=(), **kept)
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay
@@ -787,7 +788,10 @@ def center_variable(
             given += ["pending"]
             now = _either(lands, second_half, now, set(taken))
             now = _either(due, first_half, now, {*given, *settled})
-            pending = localize(now.pending, axis_name) if straight else now.pending
+            pending = now.pending
+            if straight:
+                now = now._replace(exchange=remembered)
+                pending = localize(pending, axis_name)
             now = now._replace(pending=vary_like(pending, state.pending))
         due = jnp.asarray(due)
         if parts.number > 1:
