@@ -73,12 +73,12 @@ def train(name: str, steps: int):
     """(test images, batches, start) -> accuracies and disagreement, [POINTS, 3]."""
     tx, points = METHODS[name].make(), min(POINTS, steps // 4)
 
-    def step(params, state, rows):
+    def step(params: Any, state: Any, rows: Any) -> Any:
         return oxs.apply_gradients(tx, jax.grad(loss_of)(params, rows), state, params)
 
     def run(test, rows, params):
         axes = oxs.state_axes(tx, params)
-        mapped = jax.vmap(step, (0, axes, 0), (0, axes), axis_name=AXIS)
+        mapped: Any = jax.vmap(step, (0, axes, 0), (0, axes), axis_name=AXIS)
         carry = oxs.stack(params, WORKERS), oxs.stack(tx.init(params), WORKERS, axes)
 
         def some(carry, rows):
@@ -191,11 +191,7 @@ def study(page, settings):
         points = found["ring", by_label].shape[1]
         x = np.arange(1, points + 1) * (steps // points)
         for place, what in ((1, "accuracy of one worker"), (2, "disagreement")):
-            lines: list[Any] = [
-                Line(n, x, found[n, by_label][..., place], "-")
-                for n in names
-                if place == 1 or n not in ("all-reduce", "diloco")
-            ]
+            lines = [Line(n, x, found[n, by_label][..., place], "-") for n in names]
             panels.append(Panel("steps", what, lines, title=title))
     page.picture(panels, columns=2)
     page.data(found={f"{n}, {b}": found[n, b] for n, b in found}, bytes=sent)

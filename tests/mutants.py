@@ -940,8 +940,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("exchange/robust.py", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
         Mutant(
             "exchange/robust.py",
-            "return _counted(sum(both, jnp.float32(0)) < 0, weight)",
-            "return _counted(sum(both, jnp.float32(0)) > 0, weight)",
+            "return _counted(total < 0, weight)",
+            "return _counted(total > 0, weight)",
         ),
         Mutant(
             "exchange/robust.py",

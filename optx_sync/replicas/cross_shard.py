@@ -142,8 +142,8 @@ def cross_shard(
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        the exchange remembers or counts something), and whose `update` must run where `axis_name`
-        is mapped.
+        the exchange remembers or counts something), and whose `update` must run where
+        `axis_name` is mapped.
 
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
@@ -322,7 +322,7 @@ def _exchanged(
     weight: Any,
     group_assignment: GroupAssignment | None,
 ) -> tuple[Tree, Any, Any]:
-    """The mean or sum of all replicas' gradients, what the exchange remembers, count."""
+    """The mean or sum of all gradients, what the exchange remembers, the count."""
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
