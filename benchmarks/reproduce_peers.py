@@ -40,7 +40,7 @@ def gossip(graph: oxs.graphs.Graph) -> Method:
 
 
 # All meet in every step, at rate 1, or every 20 steps, at 1 too.
-PAIRS, RARELY = oxs.graphs.random_pairs(), {"communication_period": 20}
+PAIRS = oxs.graphs.random_pairs()
 METHODS = {
     "all-reduce": Method(lambda: oxs.cross_shard(optax.sgd(1.0), AXIS), 1),
     "ring": gossip(oxs.graphs.ring()),
@@ -48,10 +48,14 @@ METHODS = {
     "random_pairs": gossip(PAIRS),
     "nobody": gossip(oxs.graphs.Graph(lambda n: (oxs.graphs.GraphRound(),))),
     "diloco": Method(
-        lambda: oxs.diloco(optax.sgd(1.0), AXIS, outer=optax.sgd(0.7, 0.5), **RARELY),
+        lambda: oxs.diloco(
+            optax.sgd(1.0), AXIS, communication_period=20, outer=optax.sgd(0.7, 0.5)
+        ),
         20,
     ),
-    "noloco": Method(lambda: oxs.noloco(optax.sgd(1.0), AXIS, **RARELY), 20, PAIRS),
+    "noloco": Method(
+        lambda: oxs.noloco(optax.sgd(1.0), AXIS, communication_period=20), 20, PAIRS
+    ),
 }
 GRAPHS = ("ring", "exponential", "random_pairs")
 

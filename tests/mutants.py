@@ -54,6 +54,7 @@ SYNC = ("tests/replicas/test_sync_replicas.py",)
 EXCHANGE = ("tests/exchange/test_laws.py",)
 ROBUST = ("tests/exchange/test_robust.py",)
 GOSSIP = ("tests/peers/test_gossip.py",)
+REFUSED_GOSSIP = ("tests/peers/test_gossip.py::test_refused",)
 SIMULATED_GOSSIP = ("tests/test_simulate_gossip.py",)
 COLLECTIVES = ("tests/test_collectives.py",)
 ROWS = ("tests/test_rows.py",)
@@ -830,12 +831,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "share = 1 / (1 + len(others))",
             "share = 1 / (2 + len(others))",
         ),
-        Mutant("peers/graphs.py", "        if n & (n - 1):\n", "        if False:\n"),
+        Mutant(
+            "peers/graphs.py",
+            "        if n & (n - 1):\n",
+            "        if False:\n",
+            REFUSED_GOSSIP,
+        ),
         Mutant("peers/graphs.py", "            own -= weights\n", ""),
         Mutant(
             "peers/graphs.py",
             "        if len(reached) < n:\n",
             "        if not reached:\n",
+            REFUSED_GOSSIP,
         ),
         Mutant(
             "peers/gossip.py",
@@ -868,13 +875,19 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant(
             "peers/gossip.py", "            if complete:\n", "            if False:\n"
         ),
-        Mutant("peers/gossip.py", "if growth > 1 + 1e-3:", "if growth > 1.2:"),
+        Mutant(
+            "peers/gossip.py",
+            "if growth > 1 + 1e-3:",
+            "if growth > 1.2:",
+            REFUSED_GOSSIP,
+        ),
         Mutant(
             "peers/gossip.py",
             "if dtype is not None and at_least_float32(dtype) != dtype:",
             "if False:",
+            REFUSED_GOSSIP,
         ),
-        Mutant("peers/gossip.py", "        check_params(params)\n", ""),
+        Mutant("peers/gossip.py", "        check_params(params)\n", "", REFUSED_GOSSIP),
         Mutant(
             "peers/gossip.py",
             "    places = kinds(sent)\n",
@@ -884,6 +897,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "center/formulas.py",
             "    check_one_worker(state.local_step, state.center, params)\n",
             "",
+            REFUSED_GOSSIP,
         ),
         Mutant(
             "simulate/gossip.py",
