@@ -59,6 +59,7 @@ from optx_sync.sharding import stack as stack
 from optx_sync.sharding import state_axes as state_axes
 from optx_sync.sharding import state_specs as state_specs
 from optx_sync.sharding import unstack as unstack
+from optx_sync.resizing import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
@@ -103,6 +104,7 @@ __all__ = [
     "on_values",
     "optimizers",
     "reduce",
+    "resize",
     "simulate",
     "slot",
     "slot_names",

@@ -14,7 +14,6 @@ import optx_sync as oxs
 from optx_sync import hlo
 from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
-from tests import contexts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -74,7 +73,7 @@ def run(case, arrays):
 
     inner = remembering(inner_of(case))
 
-    @contexts.jit
+    @jax.jit
     def replayed(params):
         return asynchronous(
             inner,
@@ -306,7 +305,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @contexts.jit
+    @jax.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(

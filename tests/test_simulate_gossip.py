@@ -2,13 +2,13 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import optx_sync as oxs
-from tests import contexts
 
 N, D, RATE, MOMENTUM = 4, 3, 0.25, 0.5
 TARGETS = np.random.default_rng(1).normal(size=(N, D)).astype(np.float32)
@@ -54,7 +54,7 @@ def test_it_is_what_numpy_does_event_by_event(period):
     workers, partners = events()
     start = {"w": jnp.zeros(D), "b": jnp.zeros(())}
 
-    @contexts.jit
+    @jax.jit
     def run(workers, partners):
         return oxs.simulate.gossip(
             optax.sgd(RATE, MOMENTUM),
@@ -93,7 +93,7 @@ def test_half_precision_meets_in_float32_and_partners_are_drawn_of_the_others():
         first = (params["b"] == 1).astype(jnp.float32) * (1 - targets[worker])
         return {"w": jnp.zeros(D, jnp.bfloat16), "b": first}
 
-    @contexts.jit
+    @jax.jit
     def run():
         return oxs.simulate.gossip(
             optax.sgd(1.0),
@@ -120,7 +120,7 @@ def test_a_thousand_workers_of_which_each_has_its_own_target_find_the_mean():
     speed = rng.lognormal(0, 0.5, n)  # of workers: the quick ones step more often
     workers = rng.choice(n, size=number, p=speed / speed.sum())
     weight = jnp.asarray(speed.mean() / speed, jnp.float32)  # all count alike
-    found = contexts.jit(
+    found = jax.jit(
         lambda workers: oxs.simulate.gossip(
             optax.sgd(0.3),
             jnp.zeros(size),

@@ -34,13 +34,13 @@ from optx_sync.center.rule import (
 )
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
+    ALONE,
     AxisName,
     check_axis_name,
     everywhere,
     localize,
     localize_where_mapped,
     reduce,
-    sum_shards,
     vary_like,
     vary_with,
 )
@@ -51,6 +51,8 @@ from optx_sync.exchange.rule import (
     count_outlier,
     start_outliers,
 )
+from optx_sync.measures import measure_of, square_sum, start, to_sum
+from optx_sync.resizing import Resizing, take_center
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -76,11 +78,10 @@ class CenterOptions(TypedDict, total=False):
     measure: bool
 
 
-class Measured(NamedTuple):
-    """What `measure=True` keeps of a worker's last round; 0 before the first one."""
+class MeasuredOwn(NamedTuple):
+    """What `measure=True` keeps of a worker's own last round; 0 before the first."""
 
     distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
-    contribution_norm: jax.Array  # float32[], of what it contributed, not yet divided
 
     def named_slots(self) -> dict[str, Tree]:
         """None of these is an array for each parameter."""
@@ -101,9 +102,13 @@ class CenterMetrics(NamedTuple):
     # float32[], |x - c|, the norm over all leaves together, as the step has left them;
     # None where `metrics` was not given the parameters.
     distance: jax.Array | None
-    # Of the last round, with `measure=True`; otherwise None.
+    # Of the last round, with `measure=True`; otherwise None. But for the distance they
+    # are equal on all workers.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
-    contribution_norm: jax.Array | None  # float32[], not yet divided
+    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
+    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
+    update_norm: jax.Array | None  # float32[], of what the center moved
+    contributors: jax.Array | None  # float32[], workers that were not left out
     # int32[], rounds in which its contribution lay far from the others', with a robust
     # exchange (see `optx_sync.exchange.robust`); otherwise None.
     outliers: jax.Array | None
@@ -123,7 +128,8 @@ class CenterState(NamedTuple):
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, or ()
     outliers: Any  # int32[], rounds in which it was an outlier, or ()
-    measured: Any  # `Measured`, of the last round, or ()
+    measured: Any  # `MeasuredOwn`, of the last round, or ()
+    agreed: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
     @property
@@ -136,6 +142,7 @@ class CenterState(NamedTuple):
             "center",
             "taken",
             "outer",
+            "agreed",
         )
 
     @property
@@ -176,15 +183,70 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-        measured = self.measured or (None, None)
+        agreed = self.agreed or None
+        found = (getattr(agreed, name, None) for name in CenterMetrics._fields[5:])
         return CenterMetrics(
             self.global_step,
             self.steps_since_round,
             self.dropped,
             distance,
-            *measured,
+            *(self.measured or (None,)),
+            *(None if isinstance(value, tuple) else value for value in found),
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many worker axes parameters have in front."""
+        return jnp.ndim(self.dropped)
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return True
+
+    def resized_params(self, how: Resizing, params: Tree) -> Tree:
+        """The parameters of another number of workers: see `oxs.resize`."""
+        return take_center(how, params, self.center, self.takes_center)
+
+    def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
+        """The state of another number of workers: see `oxs.resize`."""
+        steps = int(self.steps_since_round.flat[0])
+        if steps and holds_center(self.inner):
+            raise ValueError(
+                "There is a center rule inside of this one, and workers are not at "
+                f"its center: {steps} step(s) since the last round. Resize right after "
+                "a round of the outer rule."
+            )
+        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+            what = "have learned" if self.takes_center else "accumulated"
+            how.loses(f"what workers {what} in {steps} step(s) since their last round")
+        # A worker that goes a part of the way adds that part to the center.
+        of_exchange = how if self.takes_center else how.of_sums()
+        shared = {
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
+        }
+        return self._replace(
+            **shared,
+            accumulated=how.zeros(self.accumulated),
+            broken=how.zeros(self.broken),
+            dropped=how.joined_by_zeros(self.dropped),
+            exchange=of_exchange.tree(self.exchange, fresh.exchange),
+            outliers=how.joined_by_zeros(self.outliers),
+            measured=how.joined_by_zeros(self.measured),
+            inner=how.own(self.inner, fresh.inner),
+        )
+
+
+class SoftCenterState(CenterState):
+    """State of a rule whose workers take a part of the way to the center."""
+
+    __slots__ = ()
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return False
 
 
 class _Meeting(NamedTuple):
@@ -199,13 +261,14 @@ class _Meeting(NamedTuple):
     exchange: Any
     outliers: Any
     measured: Any
+    agreed: Any
     inner: Any
 
 
 def center_variable(
     inner: optax.GradientTransformation,
     rule: CenterRule,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
@@ -258,6 +321,8 @@ def center_variable(
         inner: The worker's own optimizer.
         rule: What is exchanged.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
+            `None`: one worker with a center of its own. No axis is mapped, nothing is
+            stacked and nothing is sent.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.
@@ -275,10 +340,11 @@ def center_variable(
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
-        measure: Keep for `oxs.metrics` how far each worker was from the center before
-            its last round, and how large its contribution was. (Of a worker that is
-            sharded over other axes of `jax.shard_map`, with `check_vma=False`: how far
-            each shard.)
+        measure: Keep for `oxs.metrics` of the last round how far each worker was from
+            the center before it, and how large the contributions were, how well they
+            agreed (where the exchange is an all-reduce), how far the center moved and
+            how many contributed. One scalar more travels. (Of a worker that is sharded
+            over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -294,6 +360,7 @@ def center_variable(
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
     check_rule(rule, call)
+    axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
@@ -320,6 +387,7 @@ def center_variable(
             "share. Pass it to the innermost rule instead."
         )
     # What a round does not change stays out of the conditional.
+    state_of = CenterState if rule.take is None else SoftCenterState
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def init(params):
@@ -333,7 +401,7 @@ def center_variable(
             # A worker's own fields vary over the axis from the start.
             return _but_counters(localize_where_mapped, tree, axis_name)
 
-        return CenterState(
+        return state_of(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -347,7 +415,8 @@ def center_variable(
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(exchange.init(center)),
             outliers=own(start_outliers(exchange)),
-            measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
+            measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
+            agreed=start(exchange.meet_and_sum is not None, False) if measure else (),
             inner=own(within),
         )
 
@@ -389,13 +458,6 @@ def center_variable(
                 now.accumulated,
             )
             contribution = localize(contributions(rule, own, now.center, at), axis_name)
-            measured: Any = ()
-            if measure:
-                apart = jax.tree.map(jnp.subtract, own_x, now.center)
-                measured = Measured(
-                    _norm(apart, like=now.measured.distance_before_round),
-                    _norm(contribution, like=now.measured.contribution_norm),
-                )
             finite, weight, pushed = jnp.bool_(True), None, workers
             if drop_nonfinite:
                 finite = ~broken & everywhere(
@@ -403,9 +465,26 @@ def center_variable(
                 )
                 weight = localize(finite.astype(jnp.float32), axis_name)
                 pushed = reduce(weight, axis_name, reduction="sum")
-            total, _, remembered = exchange.meet(
-                contribution, now.exchange, axis_name, weight=weight
-            )
+            brought = (contribution, now.exchange, axis_name)
+            measured: Any = ()
+            agreed: Any = ()
+            if not measure:
+                total, _, remembered = exchange.meet(*brought, weight=weight)
+            else:
+                like = now.measured.distance_before_round
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
+                measured = MeasuredOwn(_norm(apart, like=like))
+                square = square_sum(contribution, like)
+                scalars = to_sum(square, axis_name, weight=weight, alike=True)
+                if exchange.meet_and_sum is None:
+                    total, _, remembered = exchange.meet(*brought, weight=weight)
+                    sums = reduce(scalars, axis_name, reduction="sum")
+                else:
+                    total, _, remembered, sums, _ = exchange.meet_and_sum(
+                        *brought, scalars, weight=weight
+                    )
+                mean_square = square_sum(total, now.agreed.update_norm)
+                agreed = measure_of(now.agreed, sums, pushed, mean_square)
             outliers = count_outlier(
                 exchange, contribution, total, axis_name, weight, now.outliers
             )
@@ -422,6 +501,10 @@ def center_variable(
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
                 )
+            if measure:
+                moved = jax.tree.map(jnp.subtract, center, now.center)
+                like = now.agreed.update_norm
+                agreed = agreed._replace(update_norm=_norm(moved, like=like))
             new_x = take(rule, own_x, now.center, center, at)
             if drop_nonfinite:
                 new_x = where(finite, new_x, center)
@@ -446,6 +529,7 @@ def center_variable(
                 exchange=remembered,
                 outliers=outliers,
                 measured=measured,
+                agreed=agreed,
                 inner=inner_met,
             )
 
@@ -463,11 +547,12 @@ def center_variable(
                 exchange=state.exchange,
                 outliers=state.outliers,
                 measured=state.measured,
+                agreed=state.agreed,
                 inner=inner_new if changes_inner else (),
             ),
         )
         due = jnp.asarray(due)
-        return met.params, CenterState(
+        return met.params, state_of(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
@@ -480,6 +565,7 @@ def center_variable(
             exchange=met.exchange,
             outliers=met.outliers,
             measured=met.measured,
+            agreed=met.agreed,
             inner=met.inner if changes_inner else inner_new,
         )
 
@@ -524,9 +610,12 @@ def spells_out_options(function: Function) -> Function:
 
 def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
     if rule.num_workers not in (None, workers):
+        found = f"the axis {axis_name!r} has {workers} workers"
+        if axis_name is ALONE:
+            found = "axis_name=None stands for one worker"
         raise ValueError(
-            f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
-            "workers. Leave num_workers out, or make them equal."
+            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
+            "make them equal."
         )
 
 
@@ -592,7 +681,9 @@ def _mean_extra_args(extra_args, axis_name, weight):
         own = localize(jnp.asarray(value), axis_name)
         return reduce(own, axis_name, weight=weight)
 
-    return {name: mean(name, value) for name, value in extra_args.items()}
+    # What `measure=True` of a `cross_shard` inside is told of a worker's own gradient.
+    given = {k: v for k, v in extra_args.items() if k != "batch_size"}
+    return {name: mean(name, value) for name, value in given.items()}
 
 
 def _average(state, axis_name, weight):
@@ -607,11 +698,4 @@ def _average(state, axis_name, weight):
 
 def _norm(tree, stacked=0, like=None):
     """float32, the norm over all leaves, for each place along the worker axes."""
-
-    def square_sum(x):
-        # The absolute values first: a complex dtype has no cast to float32.
-        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
-        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
-        return total if like is None else sum_shards(total, like)
-
-    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))
+    return jnp.sqrt(square_sum(tree, like, stacked))

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from optx_sync.collectives import check_sum_dtype, reduce
+from optx_sync.collectives import check_sum_dtype, reduce_and_sum
 from optx_sync.exchange.rule import Exchange
 
 
@@ -39,14 +39,26 @@ def all_reduce(dtype: Any = None) -> Exchange:
     """
     dtype = check_sum_dtype(dtype)
 
-    def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
-        mean = reduce(
+    def meet_and_sum(
+        tree, state, axis_name, scalars, *, weight=None, group_assignment=None
+    ):
+        mean, sums, divisor = reduce_and_sum(
             tree,
             axis_name,
+            list(scalars.values()),
             weight=weight,
             group_assignment=group_assignment,
             dtype=dtype,
         )
-        return mean, None, state
+        return mean, None, state, dict(zip(scalars, sums, strict=True)), divisor
 
-    return Exchange(lambda tree: (), meet, takes_rows=True, takes_groups=True)
+    def meet(tree, state, axis_name, **options):
+        return meet_and_sum(tree, state, axis_name, {}, **options)[:3]
+
+    return Exchange(
+        lambda tree: (),
+        meet,
+        takes_rows=True,
+        takes_groups=True,
+        meet_and_sum=meet_and_sum,
+    )

@@ -62,6 +62,9 @@ class Exchange(NamedTuple):
         outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether what this replica
             sent lies far from what `meet` made of it; wrappers count that for
             `oxs.metrics`. `None`: the exchange does not ask.
+        meet_and_sum: `meet` of an exchange whose mean is the exact one, for measures:
+            it takes a dictionary of scalars after `axis_name`, and returns their sums
+            and the divisor of the mean as well.
 
     Example:
         The exact mean, written by hand:
@@ -86,6 +89,8 @@ class Exchange(NamedTuple):
     takes_groups: bool = False
     takes_weights: bool = True
     outlier: Callable[[Tree, Tree, AxisName, Any], jax.Array] | None = None
+    # `(tree, state, axis_name, scalars, ...) -> (mean, lost, state, sums, divisor)`.
+    meet_and_sum: Callable[..., tuple[Tree, Tree | None, Any, Any, Any]] | None = None
 
 
 def remembers(exchange: Exchange) -> bool:
@@ -120,6 +125,16 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
                 f"The gradient at {path} is row-sparse, which {who} does not take. Use "
                 "oxs.exchange.all_reduce(), or its to_dense(rows)."
             )
+
+
+def require_exact(exchange: Exchange) -> None:
+    """Refuse to measure gradients where an exchange does not give their mean."""
+    if exchange.meet_and_sum is None:
+        raise ValueError(
+            "measure=True compares each replica's gradient with the mean of all, and "
+            "this exchange gives another one, coded or cut. Measure with "
+            "oxs.exchange.all_reduce(), or leave measure out."
+        )
 
 
 def check_exchange(exchange: Any, default: Exchange) -> Exchange:

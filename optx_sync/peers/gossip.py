@@ -49,6 +49,7 @@ from optx_sync.peers.graphs import (
     exponential,
     random_pairs,
 )
+from optx_sync.resizing import Resizing
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -124,6 +125,25 @@ class OwnCenterState(NamedTuple):
             distance = jnp.sqrt(sum(squares, jnp.zeros_like(self.dropped, jnp.float32)))
         return GossipMetrics(
             self.global_step, self.steps_since_round, self.dropped, distance
+        )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many worker axes parameters have in front."""
+        return jnp.ndim(self.dropped)
+
+    def resized(self, how: Resizing, fresh: "OwnCenterState") -> "OwnCenterState":
+        """The state of another number of workers: see `oxs.resize`."""
+        shared = {
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
+        }
+        return self._replace(
+            **shared,
+            center=how.own(self.center, None),
+            outer=how.own(self.outer, None),
+            broken=how.zeros(self.broken),
+            dropped=how.joined_by_zeros(self.dropped),
+            inner=how.own(self.inner, fresh.inner),
         )
 
 

@@ -23,6 +23,7 @@ from optx_sync.collectives import (
     check_extra_args,
     check_group_assignment,
     check_reduction,
+    localize,
     localize_where_mapped,
     mean_extra_args,
     require_local,
@@ -36,7 +37,17 @@ from optx_sync.exchange.rule import (
     count_outlier,
     remembers,
     require_dense,
+    require_exact,
     start_outliers,
+)
+from optx_sync.measures import (
+    check_batch_size,
+    like_params,
+    measure_of,
+    measures,
+    square_sum,
+    start,
+    to_sum,
 )
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
@@ -46,18 +57,30 @@ _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
 class CrossShardMetrics(NamedTuple):
-    """What `oxs.metrics` reads from `cross_shard`; nothing is sent."""
+    """What `oxs.metrics` reads from `cross_shard`; nothing is sent.
 
+    Equal on all replicas but for the outliers, and of the last step but for the noise
+    scale, which is a ratio of moving averages. `None` without `measure=True`.
+    """
+
+    noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
+    agreement: jax.Array | None  # float32[], the mean cosine of two gradients
+    contribution_norm: (
+        jax.Array | None
+    )  # float32[], of their norms the root mean square
+    update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
+    contributors: jax.Array | None  # float32[], replicas of a weight above 0
     # int32[], steps in which this replica's gradient lay far from the others', with a
     # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
     outliers: jax.Array | None
 
 
 class CrossShardState(NamedTuple):
-    """State of `cross_shard` with an exchange that remembers or counts something."""
+    """State of `cross_shard` where it remembers, counts or measures something."""
 
-    exchange: Any  # what the exchange remembers, this replica's own
+    exchange: Any  # what the exchange remembers, this replica's own, or ()
     outliers: Any  # int32[], steps in which this replica was an outlier, or ()
+    measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
     @property
@@ -68,13 +91,20 @@ class CrossShardState(NamedTuple):
     @property
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
-        return ("inner",)
+        return ("measured", "inner")
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
-        """How often this replica was an outlier."""
+        """What `measure=True` has measured, and how often this one was an outlier."""
         del params
-        outliers = None if isinstance(self.outliers, tuple) else self.outliers
-        return CrossShardMetrics(outliers)
+        counts, measured = self.outliers, self.measured
+        if isinstance(counts, tuple) and isinstance(measured, tuple) and not measured:
+            raise ValueError(
+                "This cross_shard measures nothing. Pass measure=True to it."
+            )
+        return CrossShardMetrics(
+            *(measures(measured) if measured else [None] * 5),
+            outliers=None if isinstance(counts, tuple) else counts,
+        )
 
 
 @shows_call(_CALL)
@@ -87,6 +117,7 @@ def cross_shard(
     grads: Grads = "local",
     exchange: Exchange | None = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
+    measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the gradients of all replicas in every step, then apply `inner`.
 
@@ -139,10 +170,16 @@ def cross_shard(
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
             `jax.shard_map(check_vma=True)` a scalar that is not is refused.
+        measure: Keep for `oxs.metrics` the gradient noise scale, how well the
+            replicas' gradients agree, their norm, that of the update, and how many
+            contributed. Their scalars travel with the gradients. Pass the number of
+            examples behind this replica's gradient as the extra argument `batch_size`
+            of `update`: a number that is the same on all replicas, or each one's own as
+            an array; 1 if left out. With groups: of one's own group.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        the exchange remembers or counts something), and whose `update` must run where
+        it remembers, counts or measures something), and whose `update` must run where
         `axis_name` is mapped.
 
     Raises:
@@ -199,17 +236,28 @@ def cross_shard(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
             )
+    if measure and grads != "local":
+        raise ValueError(
+            "measure=True compares the replicas' own gradients, but "
+            f"grads={grads!r} says that they are reduced already. Use grads='local', "
+            "with oxs.localize(params, axis_name) before jax.grad."
+        )
+    if measure:
+        require_exact(exchange)
+        keeps_state = True
 
-    def reduced(updates, memory, outliers, weight):
+    def reduced(updates, memory, outliers, measured, weight, batch_size):
         if grads == "local":
             return _exchanged(
                 updates,
                 memory,
                 outliers,
+                measured,
                 exchange,
                 axis_name,
                 reduction=reduction,
                 weight=weight,
+                batch_size=batch_size,
                 group_assignment=group_assignment,
             )
         if weight is not None:
@@ -224,24 +272,30 @@ def cross_shard(
             updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
             updates = _map_values(lambda g: g * size, updates)
-        return updates, memory, outliers
+        return updates, memory, outliers, measured
 
     def init(params):
         check_params(params)
         own = localize_where_mapped
-        if group_assignment is None:
-            state = inner.init(params)
-        else:
+        if group_assignment is not None:
             # The groups' states will differ, so all of it varies from the start.
-            state = own(inner.init(own(params, axis_name)), axis_name)
+            params = own(params, axis_name)
+        state = inner.init(params)
+        if group_assignment is not None:
+            state = own(state, axis_name)
         if not keeps_state:
             return state
-        kept = exchange.init(params), start_outliers(exchange)
-        return CrossShardState(*own(kept, axis_name), state)
+        kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
+        measured = like_params(start(), params, axis_name) if measure else ()
+        return CrossShardState(*kept, measured, state)
 
-    def update(updates, state, params=None, *, weight=None, **extra_args):
+    def update(
+        updates, state, params=None, *, weight=None, batch_size=None, **extra_args
+    ):
         check_grads(updates, params)
-        memory, outliers, inner_state = state if keeps_state else ((), (), state)
+        memory, outliers, measured, inner_state = (
+            state if keeps_state else ((), (), (), state)
+        )
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -249,14 +303,20 @@ def cross_shard(
             weight=weight,
             group_assignment=group_assignment,
         )
-        updates, memory, outliers = reduced(updates, memory, outliers, weight)
+        batch_size = check_batch_size(batch_size)
+        updates, memory, outliers, now = reduced(
+            updates, memory, outliers, measured, weight, batch_size
+        )
         with explains_rows(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )
         state = vary_like(new_state, inner_state)
+        if measure:
+            own = localize(jnp.float32(0), axis_name)
+            now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
-            state = CrossShardState(memory, outliers, state)
+            state = CrossShardState(memory, outliers, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -315,14 +375,16 @@ def _exchanged(
     grads: Tree,
     memory: Any,
     outliers: Any,
+    measured: Any,
     exchange: Exchange,
     axis_name: AxisName,
     *,
     reduction: Reduction,
     weight: Any,
+    batch_size: Any,
     group_assignment: GroupAssignment | None,
 ) -> tuple[Tree, Any, Any]:
-    """The mean or sum of all gradients, what the exchange remembers, the count."""
+    """The mean or sum of all gradients, what the exchange remembers, and measures."""
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
@@ -339,14 +401,32 @@ def _exchanged(
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
-    mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
+    if not measured or exchange.meet_and_sum is None:
+        mean, _, memory = exchange.meet(
+            grads, memory, axis_name, weight=weight, **groups
+        )
+    else:
+        own = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        scalars = to_sum(
+            square_sum(grads, own),
+            axis_name,
+            weight=weight,
+            alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
+            batch_size=batch_size,
+        )
+        mean, _, memory, sums, total = exchange.meet_and_sum(
+            grads, memory, axis_name, scalars, weight=weight, **groups
+        )
+        mean_square = square_sum(mean, own)
+        measured = measure_of(measured, sums, total, mean_square, batch_size)
     outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
     if reduction == "mean":
-        return mean, memory, outliers
+        return mean, memory, outliers, measured
     size = axis_size(axis_name)
     if group_assignment is not None:
         size = len(group_assignment[0])
-    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory, outliers
+    total = _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean)
+    return total, memory, outliers, measured
 
 
 def _map_values(function, grads):

@@ -22,6 +22,7 @@ from optx_sync.collectives import (
     axis_size,
     check_axis_name,
     check_extra_args,
+    localize,
     localize_where_mapped,
     mean_extra_args,
     reduce,
@@ -34,7 +35,16 @@ from optx_sync.exchange.rule import (
     check_exchange,
     count_outlier,
     require_dense,
+    require_exact,
     start_outliers,
+)
+from optx_sync.measures import (
+    check_batch_size,
+    like_params,
+    measure_of,
+    measures,
+    square_sum,
+    start,
 )
 from optx_sync.replicas.accumulator import (
     Accumulator,
@@ -49,6 +59,7 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
+from optx_sync.resizing import Resizing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -62,6 +73,7 @@ from optx_sync.trees import (
     is_masked,
     is_placeholder,
     is_slices,
+    zeros_like,
 )
 
 
@@ -91,9 +103,26 @@ class SyncReplicasMetrics(NamedTuple):
     not_contributed: jax.Array  # bool[], `contributes` was False
     no_token: jax.Array  # bool[], the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
+    # Of the last update, equal on all replicas, with `measure=True`; otherwise None.
+    noise_scale: jax.Array | None = None  # float32[], a ratio of moving averages
+    agreement: jax.Array | None = None  # float32[], the mean cosine of two gradients
+    contribution_norm: jax.Array | None = None  # float32[], the root mean square
+    update_norm: jax.Array | None = None  # float32[], of what `inner` made of the mean
+    contributors: jax.Array | None = None  # float32[], gradients in the mean
     # int32[], updates in which what it had accumulated lay far from the others', with a
     # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
-    outliers: jax.Array | None
+    outliers: jax.Array | None = None
+
+
+class Gathered(NamedTuple):
+    """What `measure=True` sums up of a replica's own gradients between updates."""
+
+    squares: jax.Array  # float32[], their squared norms
+    inverse: jax.Array  # float32[], 1 / the examples behind each
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
 
 
 class SyncReplicasState(NamedTuple):
@@ -112,6 +141,8 @@ class SyncReplicasState(NamedTuple):
     # int32[], its own gradients since the last update, or () with a linear exchange
     contributed: Any
     outliers: Any  # int32[], updates in which it was an outlier, or ()
+    gathered: Any  # `Gathered`, of this replica, or ()
+    measured: Any  # `Measured`, of the last update, or ()
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -123,7 +154,7 @@ class SyncReplicasState(NamedTuple):
     @property
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
-        return ("inner", "averages")
+        return ("measured", "inner", "averages")
 
     @property
     def stands_last(self) -> bool:
@@ -134,10 +165,37 @@ class SyncReplicasState(NamedTuple):
         """What became of the last gradient, and of all of them."""
         del params
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
+        measured = () if self.measured == () else measures(self.measured)
         return SyncReplicasMetrics(
             *last,
-            counts=self.outcome_counts,
+            self.outcome_counts,
+            *measured,
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+        )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many replica axes parameters have in front."""
+        return jnp.ndim(self.outcome)
+
+    def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
+        """The state of another number of replicas: see `oxs.resize`."""
+        waiting = int(self.accumulated.flat[0])
+        if waiting:
+            how.loses(f"{waiting} gradient(s) accumulated for the next update")
+        return self._replace(
+            global_step=how.equal(self.global_step),
+            accumulated=how.zeros(self.accumulated),
+            accumulator=how.zeros(self.accumulator),
+            outcome=how.equal(self.outcome) * 0 - 1,
+            outcome_counts=how.joined_by_zeros(self.outcome_counts),
+            exchange=how.of_sums().tree(self.exchange, fresh.exchange),
+            contributed=how.zeros(self.contributed),
+            outliers=how.joined_by_zeros(self.outliers),
+            gathered=how.zeros(self.gathered),
+            measured=how.equal(self.measured),
+            inner=how.equal(self.inner),
+            averages=how.equal(self.averages),
         )
 
     def averaged_params(self, params: Tree) -> Tree:
@@ -163,6 +221,8 @@ class _Kept(NamedTuple):
     remembered: Any
     contributed: Any
     outliers: Any
+    gathered: Any
+    measured: Any
 
 
 def sync_replicas(
@@ -177,6 +237,7 @@ def sync_replicas(
     accumulator_dtype: Any = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
+    measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
@@ -253,6 +314,9 @@ def sync_replicas(
             gradients were accumulated the mean of these, one vote each however many
             (`clipped`: weighted by their number), and `oxs.metrics(state)` counts how
             often a replica was an outlier.
+        measure: As for `cross_shard`, of the gradients of each update, with the extra
+            argument `batch_size`. Two scalars travel with each update. Dense gradients
+            only.
 
     Returns:
         A transformation with a `SyncReplicasState`, whose `update` must run where
@@ -303,6 +367,9 @@ def sync_replicas(
     reduced_names = check_extra_args(reduce_extra_args)
     exchange = check_exchange(exchange, all_reduce())
 
+    if measure:
+        require_exact(exchange)
+
     def init(params):
         check_params(params)
         check_variables(params)
@@ -325,6 +392,8 @@ def sync_replicas(
             exchange=own(exchange.init(params)),
             contributed=() if exchange.linear else own(jnp.zeros((), jnp.int32)),
             outliers=own(start_outliers(exchange)),
+            gathered=own(Gathered(*[jnp.float32(0)] * 2)) if measure else (),
+            measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
             averages=averages,
         )
@@ -338,6 +407,7 @@ def sync_replicas(
         contributes=True,
         gradient_step=None,
         meet=None,
+        batch_size=None,
         **extra_args,
     ):
         """One step: (new parameters if `direct`, else updates; the next state)."""
@@ -363,7 +433,10 @@ def sync_replicas(
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         tokens = max(replicas, replicas_to_aggregate)
-        if not exchange.takes_rows:
+        batch_size = check_batch_size(batch_size)
+        if measure:
+            require_dense(grads, "measure=True")
+        elif not exchange.takes_rows:
             require_dense(grads)
         grads = unique_rows(grads)
 
@@ -383,11 +456,23 @@ def sync_replicas(
         accumulated = state.accumulated + arrived
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
+        alone = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+
+        def gather(gathered):
+            """What has been gathered, this step's gradient included if it is used."""
+            if not measure:
+                return ()
+            own = square_sum(grads, alone), 1 / jnp.asarray(batch_size, jnp.float32)
+            return Gathered(
+                gathered.squares + jnp.where(used, own[0], 0),
+                gathered.inverse + jnp.where(used, own[1], 0),
+            )
 
         def move(_, accumulator, kept, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
             accumulator = accumulate(accumulator, grads, used)
-            remembered, contributed, outliers = kept
+            remembered, contributed, outliers, gathered, measured = kept
+            gathered, scalars = gather(gathered), {}
 
             def like_grads(sums):
                 # Like the gradients, whose leaves the exchange remembers.
@@ -395,11 +480,14 @@ def sync_replicas(
                 return treedef.unflatten(sums)
 
             def total(sums):
-                nonlocal remembered
-                sums, row_counts = sums
-                means, _, remembered = exchange.meet(
-                    like_grads(sums), remembered, axis_name
-                )
+                nonlocal remembered, scalars
+                sums, row_counts = like_grads(sums[0]), sums[1]
+                if not measure or exchange.meet_and_sum is None:
+                    means, _, remembered = exchange.meet(sums, remembered, axis_name)
+                else:
+                    means, _, remembered, scalars, _ = exchange.meet_and_sum(
+                        sums, remembered, axis_name, gathered._asdict()
+                    )
                 sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
                 row_counts = reduce(row_counts, axis_name, reduction="sum")
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
@@ -436,18 +524,25 @@ def sync_replicas(
             inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
+            if measure:
+                square = square_sum(mean, alone)
+                measured = measure_of(measured, scalars, accumulated, square)._replace(
+                    update_norm=jnp.sqrt(square_sum(moved, alone))
+                )
+                gathered = zeros_like(gathered)
             if variable_averages is not None:
                 averages = advance_averages(
                     averages, new_params, variable_averages, new_step
                 )
             result = new_params if direct else moved
-            kept = _Kept(remembered, contributed, outliers)
+            kept = _Kept(remembered, contributed, outliers, gathered, measured)
             return result, clear(accumulator, mean), kept, inner_state, averages
 
         def wait(_, accumulator, kept, inner_state, averages):
             """No update yet: the gradient is accumulated, and nothing else moves."""
             result = params if direct else _no_updates(shapes)
             accumulator = accumulate(accumulator, grads, used)
+            kept = kept._replace(gathered=gather(kept.gathered))
             if not exchange.linear:
                 own = kept.contributed + used.astype(jnp.int32)
                 kept = kept._replace(contributed=own)
@@ -457,7 +552,13 @@ def sync_replicas(
         before = (
             params if direct else (),
             state.accumulator,
-            _Kept(state.exchange, state.contributed, state.outliers),
+            _Kept(
+                state.exchange,
+                state.contributed,
+                state.outliers,
+                state.gathered,
+                state.measured,
+            ),
             state.inner,
             state.averages,
         )
@@ -485,6 +586,8 @@ def sync_replicas(
             exchange=kept.remembered,
             contributed=kept.contributed,
             outliers=kept.outliers,
+            gathered=kept.gathered,
+            measured=kept.measured,
             inner=inner_state,
             averages=averages,
         )

@@ -27,8 +27,8 @@ def replay(
 ) -> tuple[Any, Any, Any, jax.Array]:
     """(last state, what `advance` returns of each event, `view` of some, of which).
 
-    `advance(state, (worker, event))` returns the next state and small values; `worker`
-    is a row of `workers`.
+    `advance(state, (worker, event))`, with a row of `workers`, returns the next state
+    and small values.
     """
     every = check_record(record)
     if every is None:

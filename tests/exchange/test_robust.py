@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from tests import contexts
 from tests.reference import robust
 
 AXIS = "data"
@@ -99,7 +98,7 @@ def meets(exchanges):
 def run(exchanges, v, weights):
     """Results [cases, D] by name, of values [cases, N, D] and weights [cases, N]."""
     workers = jax.vmap(meets(exchanges), axis_name=AXIS)
-    compiled = contexts.jit_once(jax.vmap(workers))
+    compiled = jax.jit(jax.vmap(workers))
     found = compiled(as_tree(v), jnp.asarray(weights, jnp.float32))
     rows = {name: as_rows(tree) for name, tree in found.items()}
     for name, all_replicas in rows.items():
@@ -305,7 +304,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
         tree, counts = jax.tree.map(
             lambda x: x.reshape(2, 4, *x.shape[1:]), (tree, counts)
         )
-        found = contexts.jit_once(nested)(tree, counts)
+        found = jax.jit(nested)(tree, counts)
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     else:
         over = (
@@ -323,7 +322,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
             axis_names={AXIS},
             check_vma=context != "unchecked",
         )
-        found = contexts.jit_once(shape)(tree, counts)
+        found = jax.jit(shape)(tree, counts)
     for name, (got, outliers) in found.items():
         half = got.pop("half")
         assert half.dtype == jnp.bfloat16
@@ -359,7 +358,7 @@ def test_shards_of_one_replica_agree():
             }
 
         spec = P(AXIS, "inside")
-        return contexts.jit_once(
+        return jax.jit(
             jax.shard_map(
                 local, mesh=over, in_specs=spec, out_specs=spec, check_vma=check_vma
             )
@@ -406,7 +405,7 @@ def test_outliers_are_of_whole_replicas_also_in_shards():
             out_specs=P(AXIS) if check_vma else P(AXIS, "inside"),
             check_vma=check_vma,
         )
-        for name, found in contexts.jit_once(shape)(v).items():
+        for name, found in jax.jit(shape)(v).items():
             for shard in np.asarray(found).T:
                 assert shard.tolist() == rules[name][1], (name, check_vma)
 
@@ -426,7 +425,7 @@ def test_what_travels_is_what_an_all_reduce_sends():
 
     tree = {"a": jnp.ones((8, 304)), "b": jnp.ones((8, 31, 16))}
     mapped = jax.shard_map(local, mesh=over, in_specs=P(AXIS), out_specs=P())
-    compiled = jax.jit(mapped).lower(tree).compile(contexts.ONCE)
+    compiled = jax.jit(mapped).lower(tree).compile()
     sent = collections.Counter()
     for row in oxs.audit.collectives(compiled):
         sent[row.kind] += row.bytes
@@ -457,7 +456,7 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
         return oxs.apply_gradients(tx, gradient, state, params)
 
     steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    found, state = contexts.jit_once(steps)(
+    found, state = jax.jit(steps)(
         jnp.asarray(gradients),
         oxs.stack(tx.init(params), n, axes),
         oxs.stack(params, n),
@@ -509,7 +508,7 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
 
         return [steps_of(tx) for tx in made.values()]
 
-    run = contexts.jit_once(jax.vmap(body, axis_name=AXIS, in_axes=1))
+    run = jax.jit(jax.vmap(body, axis_name=AXIS, in_axes=1))
     every = run(as_tree(grads), jnp.asarray(contributes))
     numbers = set()
     for (name, needed), (got, outliers) in zip(made, every, strict=True):
