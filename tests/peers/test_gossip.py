@@ -105,7 +105,7 @@ def test_every_graph_is_its_matrices(n):
             for name, graph in graphs.items()
         }
 
-    found = contexts.jit_once(all_of_them)(tree(x))
+    found = jax.jit(all_of_them)(tree(x))
     for name, graph in graphs.items():
         matrices = graph.matrices(n)
         assert np.all(matrices >= 0), name
@@ -179,9 +179,7 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         found = jax.pmap(one, axis_name=AXIS)(params)
     elif context == "two_axes":
         params = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), params)
-        found = contexts.jit_once(
-            jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a")
-        )(params)
+        found = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))(params)
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     else:
         sizes = ((4, AXIS), (2, "fsdp")) if context == "laid_out" else ((8, AXIS),)
@@ -193,7 +191,7 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
             axis_names={AXIS},
             check_vma=context != "unchecked",
         )
-        found = contexts.jit_once(mapped)(params)
+        found = jax.jit(mapped)(params)
     for name, graph in graphs.items():
         got = rows(found[name]).swapaxes(0, 1)
         np.testing.assert_allclose(
@@ -241,7 +239,7 @@ def test_the_complete_graph_is_local_sgd_to_the_bit():
         ]
 
     mapped = jax.vmap(histories, (0, 1), axis_name=AXIS)
-    found = contexts.jit(mapped)(oxs.stack(start, 4), tree(grads))
+    found = jax.jit(mapped)(oxs.stack(start, 4), tree(grads))
     for center, peers in (found[:2], found[2:]):
         for one, other in zip(*map(jax.tree.leaves, (center, peers)), strict=True):
             assert np.all(np.isfinite(one))
@@ -266,7 +264,7 @@ def test_noloco_is_the_released_form_of_two_arrays():
         return jax.lax.scan(step, (params, state), grads)
 
     mapped = jax.vmap(run, (0, axes, 1), ((0, axes), 1), axis_name=AXIS)
-    (_, state), found = contexts.jit_once(mapped)(
+    (_, state), found = jax.jit(mapped)(
         oxs.stack(params, n), oxs.stack(tx.init(params), n, axes), tree(steps)
     )
     # The released program: m, s and x of each worker; groups of two.
@@ -370,7 +368,7 @@ def compiled(tx, params, over, specs):
         )
         arguments.append(jax.device_put(values, shardings))
     stacked, state = arguments
-    return jax.jit(step).lower(stacked, state, stacked).compile(contexts.ONCE)
+    return jax.jit(step).lower(stacked, state, stacked).compile()
 
 
 def _is_spec(x):
