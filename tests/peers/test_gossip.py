@@ -156,10 +156,10 @@ def test_pairs_meet_each_once_in_a_tournament_and_all_as_often():
 
 
 @pytest.mark.parametrize(
-    "context", ["pmap", "checked", "unchecked", "laid_out", "two_axes"]
+    "context", ["pmap", "checked", "unchecked", "map_workers", "two_axes"]
 )
 def test_every_context_gives_the_numbers_of_the_matrices(context):
-    n = 4 if context == "laid_out" else 8
+    n = 4 if context == "map_workers" else 8
     graphs = {
         "exponential": oxs.graphs.exponential(),
         "grid": oxs.graphs.grid(2),
@@ -181,14 +181,15 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         params = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), params)
         found = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))(params)
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
+    elif context == "map_workers":
+        over = mesh((4, AXIS), (2, "fsdp"))
+        found = jax.jit(oxs.map_workers(one, AXIS, mesh=over))(params)
     else:
-        sizes = ((4, AXIS), (2, "fsdp")) if context == "laid_out" else ((8, AXIS),)
         mapped = jax.shard_map(
             lambda params: oxs.stack(one(oxs.unstack(params)), 1),
-            mesh=mesh(*sizes),
+            mesh=mesh((8, AXIS)),
             in_specs=P(AXIS),
             out_specs=P(AXIS),
-            axis_names={AXIS},
             check_vma=context != "unchecked",
         )
         found = jax.jit(mapped)(params)
@@ -337,42 +338,21 @@ def test_half_precision_travels_and_is_averaged_in_float32():
 
 
 def compiled(tx, params, over, specs):
-    """A step in shard_map that is manual over the workers alone."""
-    axes = oxs.state_axes(tx, params)
+    """A step of all workers, of which each is sharded as `specs` say."""
+    params = {
+        path: jax.device_put(leaf, jax.sharding.NamedSharding(over, specs))
+        for path, leaf in params.items()
+    }
     n = over.shape[AXIS]
+    params, state, axes = oxs.start_workers(tx, params, n, mesh=over, axis_name=AXIS)
 
-    def local(grads, state, params):
-        grads, params = oxs.unstack((grads, params))
-        new, state = oxs.apply_gradients(tx, grads, oxs.unstack(state, axes), params)
-        return oxs.stack(new, 1), oxs.stack(state, 1, axes)
+    def step(grads, state, params):
+        return oxs.apply_gradients(tx, grads, state, params)
 
-    state_specs = oxs.state_specs(tx, params, jax.tree.map(lambda _: P(), params), AXIS)
-    step = jax.shard_map(
-        local,
-        mesh=over,
-        in_specs=(P(AXIS), state_specs, P(AXIS)),
-        out_specs=(P(AXIS), state_specs),
-        axis_names={AXIS},
+    step = oxs.map_workers(
+        step, AXIS, mesh=over, in_axes=(0, axes, 0), out_axes=(0, axes)
     )
-    stacked = oxs.stack(params, n)
-    state = oxs.stack(tx.init(params), n, axes)
-    arguments = []
-    for values, placed in (
-        (stacked, jax.tree.map(lambda s: P(AXIS, *s), specs, is_leaf=_is_spec)),
-        (state, oxs.state_specs(tx, params, specs, AXIS)),
-    ):
-        shardings = jax.tree.map(
-            lambda spec: jax.sharding.NamedSharding(over, spec),
-            placed,
-            is_leaf=_is_spec,
-        )
-        arguments.append(jax.device_put(values, shardings))
-    stacked, state = arguments
-    return jax.jit(step).lower(stacked, state, stacked).compile()
-
-
-def _is_spec(x):
-    return isinstance(x, P)
+    return jax.jit(step).lower(params, state, params).compile()
 
 
 BYTES = 4 * (16 * 8 + 24)
@@ -391,7 +371,7 @@ def test_a_round_sends_the_parameters_inside_a_conditional_and_nothing_outside(
     )
     params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
     branches = len(graph.rounds(8))
-    program = compiled(tx, params, mesh((8, AXIS)), {"matrix": P(), "vector": P()})
+    program = compiled(tx, params, mesh((8, AXIS)), P())
     found = oxs.audit.collectives(program)
     assert all(row.conditional for row in found)
     if name == "grid":  # Grouped sums, by a scatter and a gather in this context.
@@ -410,8 +390,7 @@ def test_workers_that_are_sharded_send_their_shards():
     over = mesh((4, AXIS), (2, "fsdp"))
     tx = oxs.gossip(optax.sgd(0.1), AXIS, communication_period=5)
     params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
-    specs = {"matrix": P("fsdp"), "vector": P("fsdp")}
-    found = oxs.audit.collectives(compiled(tx, params, over, specs))
+    found = oxs.audit.collectives(compiled(tx, params, over, P("fsdp")))
     assert {row.kind for row in found} == {"collective-permute"}
     assert all(row.conditional for row in found)
     assert (
@@ -427,12 +406,12 @@ def test_a_program_of_31_partners_is_at_most_3_times_one_of_3():
         return oxs.graphs.Graph(lambda n: (pairs.rounds(n) * 5)[:number])
 
     # A network of 12 layers: 24 leaves, which travel as one array.
-    params = {f"{i}": {"w": jnp.ones((8, 8)), "b": jnp.ones(8)} for i in range(12)}
-    specs = jax.tree.map(lambda _: P(), params)
+    params = {f"w{i}": jnp.ones((8, 8)) for i in range(12)}
+    params |= {f"b{i}": jnp.ones(8) for i in range(12)}
     lines = []
     for number in (3, 31):
         tx = oxs.gossip(optax.sgd(0.1, 0.9), AXIS, graph=some(number))
-        program = compiled(tx, params, mesh((8, AXIS)), specs)
+        program = compiled(tx, params, mesh((8, AXIS)), P())
         found = oxs.audit.collectives(program)
         assert len(found) == number and all(row.conditional for row in found)
         assert {(row.kind, row.bytes) for row in found} == {
