@@ -5,6 +5,7 @@ python benchmarks/reproduce_robust.py --quick
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def train(name: str):
         return optax.apply_updates(params, updates), state
 
     def run(test, rows, params, lies):
-        mapped = jax.vmap(step, axis_name="data")
+        mapped: Any = jax.vmap(step, axis_name="data")
         carry = oxs.stack((params, tx.init(params)), WORKERS)
         (params, state), _ = jax.lax.scan(
             lambda carry, rows: (mapped(*carry, rows, lies), None), carry, rows

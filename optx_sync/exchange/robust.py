@@ -194,8 +194,8 @@ def sign_majority() -> Exchange:
             return sum_over(jnp.sum(votes), axes)
 
         both = jax.tree.leaves(jax.tree.map(agreed, tree, mean))
-        agree = sum(both, jnp.float32(0))
-        return _counted(jnp.less(agree, 0), weight)
+        total = functools.reduce(jnp.add, both, jnp.float32(0))
+        return _counted(total < 0, weight)
 
     return _transposed(rule, encode=vote)._replace(outlier=outlier)
 
@@ -441,9 +441,9 @@ def clipped(
 
         v_i  ->  v_i min(1, to / |v_i|)
 
-    with |v_i| the norm over all leaves of what replica i sends. No replica moves the
-    mean by more than `to / N`. `"median"` needs no number to tune: `to` is the median
-    of all norms, N numbers more on the wire. A NaN is not cut and travels.
+    with |v_i| the norm over all leaves of what replica i sends. No replica adds more
+    than `to / N` to the mean. `"median"` needs no number to tune: `to` is the median of
+    all norms, N numbers more on the wire. A NaN is not cut and travels.
 
     Clipping each replica's gradient is not clipping the mean: it takes away more. In a
     wrapper with a center, what is cut is what the worker moved since the last round.
