@@ -20,6 +20,7 @@ FLOORS = {
     "sharding": 2,
     "audit": 2,
     "checks": 3,
+    "elementwise": 3,
     "collectives": 3,
     "exchange": 4,
     "optimizers": 4,

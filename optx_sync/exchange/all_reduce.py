@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact mean over all replicas, by an all-reduce: the default of every wrapper."""
 
+import functools
 from typing import Any
 
 from optx_sync.collectives import check_sum_dtype, reduce
+from optx_sync.exchange.pieces import scatter
 from optx_sync.exchange.rule import Exchange
 
 
@@ -49,4 +51,10 @@ def all_reduce(dtype: Any = None) -> Exchange:
         )
         return mean, None, state
 
-    return Exchange(lambda tree: (), meet, takes_rows=True, takes_groups=True)
+    return Exchange(
+        lambda tree: (),
+        meet,
+        takes_rows=True,
+        takes_groups=True,
+        scatter=functools.partial(scatter, dtype=dtype),
+    )

@@ -58,6 +58,9 @@ class Exchange(NamedTuple):
         takes_groups: Whether `meet` takes `group_assignment`.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
             replica out and all others count alike.
+        scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
+            mean of this replica's piece of every array, for a state in pieces; `None`
+            where the exchange cannot be halved.
 
     Example:
         The exact mean, written by hand:
@@ -81,6 +84,7 @@ class Exchange(NamedTuple):
     takes_rows: bool = False
     takes_groups: bool = False
     takes_weights: bool = True
+    scatter: Callable[..., Tree] | None = None
 
 
 def remembers(exchange: Exchange) -> bool:
