@@ -6,7 +6,7 @@ from typing import Any
 
 from optx_sync.collectives import check_sum_dtype, reduce
 from optx_sync.exchange.pieces import scatter
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.rule import Code, Exchange
 
 
 def all_reduce(dtype: Any = None) -> Exchange:
@@ -51,10 +51,15 @@ def all_reduce(dtype: Any = None) -> Exchange:
         )
         return mean, None, state
 
+    def encode(x, state):
+        sent = x if dtype is None else x.astype(dtype)
+        return sent, x - sent.astype(x.dtype), state
+
     return Exchange(
         lambda tree: (),
         meet,
         takes_rows=True,
         takes_groups=True,
         scatter=functools.partial(scatter, dtype=dtype),
+        code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

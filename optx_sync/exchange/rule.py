@@ -44,6 +44,19 @@ class Meet(Protocol):
         ...
 
 
+class Code(NamedTuple):
+    """What one replica sends where it meets nobody: one array as a message, and back.
+
+    Asynchronous workers push one by one, so there is no mean; `oxs.runtime` sends the
+    message, and its server adds what it stands for.
+    """
+
+    # (array, what `init` made of it) -> (message, what is lost, state)
+    encode: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+    # (message, an array or shape of the kind that was coded) -> array
+    decode: Callable[[jax.Array, Any], jax.Array]
+
+
 class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
@@ -58,6 +71,8 @@ class Exchange(NamedTuple):
         takes_groups: Whether `meet` takes `group_assignment`.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
             replica out and all others count alike.
+        code: What a worker pushes without lockstep; `None` where the exchange has no
+            meaning for one replica alone.
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
             mean of this replica's piece of every array, for a state in pieces; `None`
             where the exchange cannot be halved.
@@ -85,6 +100,7 @@ class Exchange(NamedTuple):
     takes_groups: bool = False
     takes_weights: bool = True
     scatter: Callable[..., Tree] | None = None
+    code: Code | None = None
 
 
 def remembers(exchange: Exchange) -> bool:

@@ -7,6 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center.coded import (
+    bytes_of,
+    check_code,
+    decoded,
+    encoded,
+    message_shapes,
+    start_codes,
+)
 from optx_sync.center.formulas import (
     absorb,
     contributions,
@@ -28,6 +36,7 @@ from optx_sync.center.rule import (
     keeps_before,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import stack
 from optx_sync.simulate.replay import (
     GradFn,
@@ -45,6 +54,7 @@ class WorkerState(NamedTuple):
     inner: Any  # state of the workers' own optimizer
     taken: Any  # the center that it took last, or () where the rule does not ask
     accumulated: Any  # what it summed up since its last round, or ()
+    exchange: Any  # what the code of its pushes remembers, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
 
@@ -70,6 +80,7 @@ class AsynchronousRecord(NamedTuple):
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Any
     final: AsynchronousState  # after the last event
+    push_bytes: float  # bytes of one contribution, as it travels
 
 
 def asynchronous(
@@ -81,6 +92,7 @@ def asynchronous(
     *,
     num_workers: int,
     communication_period: Period = 10,
+    exchange: Exchange | None = None,
     record: Record = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
@@ -116,6 +128,10 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
+        exchange: How a worker codes what it pushes: each array alone, with what
+            `oxs.exchange.error_feedback` remembers kept at the worker. `None`: whole.
+            The center is taken whole. Not for rules whose contribution reads the
+            center, as `elastic_rule` does.
         record: Which history of `params` and `center` to keep. `None`: all of it where
             that takes at most 256 MB, else every n-th event with the smallest n that
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
@@ -128,10 +144,12 @@ def asynchronous(
     Raises:
         TypeError: An `inner` that is no transformation, a `rule` that is no
             `CenterRule`, `workers` that are no integers, numbers or a `record` of
-            the wrong type, gradients or parameters that are not floating.
+            the wrong type, gradients or parameters that are not floating, an
+            `exchange` that is none.
         ValueError: `workers` that name one outside of 0 ... N - 1 or are not
             one-dimensional, `num_workers` or a period below 1 or not the rule's,
-            gradients that do not match the parameters.
+            gradients that do not match the parameters, an `exchange` that has no code
+            for one worker alone, or a rule that it does not fit.
 
     Example:
         Two workers, the first one twice as fast:
@@ -168,6 +186,7 @@ def asynchronous(
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
+    exchange = check_code(exchange, rule, period)
     static_period = None if callable(period) else period
     workers = check_workers(workers, num_workers)
     # What the worker took last is its own business once the center has moved on: a rule
@@ -194,13 +213,16 @@ def asynchronous(
         x = worker_params(own.params, updates, center)
         due = is_due(period, steps, own.local_step)
 
-        def exchange(x, own_taken, accumulated, own_inner, center, outer):
+        def meet(x, own_taken, accumulated, codes, own_inner, center, outer):
             taken = own_taken if keeps_taken else center
             pushed = contributions(
                 rule, own_of(rule, x, taken, accumulated), center, at
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
+            if exchange is not None:
+                messages, codes = encoded(exchange, pushed, codes)
+                pushed = decoded(exchange, messages, pushed)
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
             after, outer = absorb(rule, center, outer, pushed)
@@ -210,19 +232,20 @@ def asynchronous(
                 own_taken = after if rule.take is None else center
             x = take(rule, x, center, after, at)
             accumulated = zeros_like(accumulated)
-            return x, own_taken, accumulated, own_inner, after, outer
+            return x, own_taken, accumulated, codes, own_inner, after, outer
 
-        x, own_taken, accumulated, own_inner, center, outer = jax.lax.cond(
+        x, own_taken, accumulated, codes, own_inner, center, outer = jax.lax.cond(
             due,
-            exchange,
+            meet,
             lambda *operands: operands,
-            *(x, own.taken, accumulated, own_inner, center, outer),
+            *(x, own.taken, accumulated, own.exchange, own_inner, center, outer),
         )
         own = WorkerState(
             params=jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params),
             inner=own_inner,
             taken=own_taken,
             accumulated=accumulated,
+            exchange=codes,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
         )
@@ -262,6 +285,7 @@ def asynchronous(
         inner=inner.init(params),
         taken=center if keeps_taken else (),
         accumulated=start_accumulated(rule, center),
+        exchange=() if exchange is None else start_codes(exchange, center),
         local_step=jnp.zeros((), jnp.int32),
         steps_since_round=jnp.zeros((), jnp.int32),
     )
@@ -283,6 +307,7 @@ def asynchronous(
         global_step=global_steps,
         recorded=recorded,
         final=final,
+        push_bytes=float(bytes_of(message_shapes(exchange, center))),
     )
 
 
