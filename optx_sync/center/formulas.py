@@ -181,10 +181,27 @@ def absorb(
     return optax.apply_updates(center, updates), outer
 
 
-def take(rule: CenterRule, params: Any, before: Any, after: Any, at: Round) -> Any:
-    """The worker's parameters after a round, in the center's dtype."""
+def take(
+    rule: CenterRule,
+    params: Any,
+    before: Any,
+    after: Any,
+    at: Round,
+    keep_local: Any = 0,
+) -> Any:
+    """The worker's parameters after a round, in the center's dtype.
+
+    `keep_local` is the share of its own that stays where the rule takes the center.
+    """
     if rule.take is None:
-        return after
+        if isinstance(keep_local, int | float) and keep_local == 0:
+            return after
+
+        def mix(x, c):
+            own = jnp.asarray(keep_local, c.dtype)
+            return own * x + (1 - own) * c
+
+        return jax.tree.map(mix, params, after)
     formula = rule.take
     return jax.tree.map(
         lambda x, before, after: formula(x, before, after, at), params, before, after

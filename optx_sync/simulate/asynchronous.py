@@ -27,6 +27,17 @@ from optx_sync.center.formulas import (
     take,
     worker_params,
 )
+from optx_sync.center.fragments import (
+    Buffer,
+    Fragments,
+    Pending,
+    check_delay,
+    check_fragments,
+    check_keep_local,
+    in_turn,
+    split,
+    steps_between,
+)
 from optx_sync.center.rule import (
     CenterRule,
     Period,
@@ -54,9 +65,25 @@ class WorkerState(NamedTuple):
     inner: Any  # state of the workers' own optimizer
     taken: Any  # the center that it took last, or () where the rule does not ask
     accumulated: Any  # what it summed up since its last round, or ()
-    exchange: Any  # what the code of its pushes remembers, or ()
+    exchange: Any  # what the code of its pushes remembers, of each part, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
+    rounds: jax.Array  # int32[], its rounds
+    ages: Any  # int32[P], steps since its round of each part, or () where there is one
+    pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
+
+
+class _Meeting(NamedTuple):
+    """What a round changes."""
+
+    params: Any  # in the center's dtypes
+    taken: Any
+    accumulated: Any
+    exchange: Any
+    inner: Any
+    pending: Any
+    center: Any
+    outer: Any
 
 
 class AsynchronousState(NamedTuple):
@@ -64,7 +91,8 @@ class AsynchronousState(NamedTuple):
 
     workers: WorkerState  # [N, ...]
     center: Any  # like the parameters, float32 for half precision
-    outer: Any  # state of the rule's outer transformation, or ()
+    # State of the rule's outer transformation, or (); a tuple, one for each part.
+    outer: Any
     global_step: jax.Array  # int32[], rounds of all workers
 
 
@@ -80,7 +108,7 @@ class AsynchronousRecord(NamedTuple):
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Any
     final: AsynchronousState  # after the last event
-    push_bytes: float  # bytes of one contribution, as it travels
+    push_bytes: float  # bytes of one contribution, of the largest part, as it travels
 
 
 def asynchronous(
@@ -93,6 +121,9 @@ def asynchronous(
     num_workers: int,
     communication_period: Period = 10,
     exchange: Exchange | None = None,
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | jax.Array | None = None,
     record: Record = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
@@ -132,6 +163,12 @@ def asynchronous(
             `oxs.exchange.error_feedback` remembers kept at the worker. `None`: whole.
             The center is taken whole. Not for rules whose contribution reads the
             center, as `elastic_rule` does.
+        fragments: As in `center_variable`: in its k-th round a worker exchanges part
+            k mod P.
+        delay: As in `center_variable`, in steps of the worker: it decides what it
+            contributes in one step, and that many steps later the center absorbs it,
+            wherever the others have moved it meanwhile, and the worker takes.
+        keep_local: As in `center_variable`.
         record: Which history of `params` and `center` to keep. `None`: all of it where
             that takes at most 256 MB, else every n-th event with the smallest n that
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
@@ -188,6 +225,13 @@ def asynchronous(
         rule.check(period)
     exchange = check_code(exchange, rule, period)
     static_period = None if callable(period) else period
+    fragments, delay = check_fragments(fragments), check_delay(delay)
+    keep_local = check_keep_local(keep_local)
+    params = jax.tree.map(jnp.asarray, params)
+    center = start_center(params)
+    parts = split(fragments, center)
+    between = steps_between(period, parts.number, delay)
+    buffer = Buffer(parts, center)
     workers = check_workers(workers, num_workers)
     # What the worker took last is its own business once the center has moved on: a rule
     # that takes the center whole may contribute the way from there.
@@ -199,11 +243,14 @@ def asynchronous(
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
-        at = Round(num_workers, static_period, steps)
+
+        def at_of(steps):
+            return Round(num_workers, static_period, steps)
+
         updates, own_inner, accumulated = local_step(
             inner,
             rule,
-            at,
+            at_of(steps),
             grads,
             own.inner,
             own.params,
@@ -211,45 +258,91 @@ def asynchronous(
             own.accumulated,
         )
         x = worker_params(own.params, updates, center)
-        due = is_due(period, steps, own.local_step)
+        due = is_due(between, steps, own.local_step)
+        ages = own.ages if parts.number == 1 else own.ages + 1
 
-        def meet(x, own_taken, accumulated, codes, own_inner, center, outer):
-            taken = own_taken if keeps_taken else center
+        def contribute(now, number):
+            at = at_of(steps if parts.number == 1 else ages[number])
+            taken = now.taken if keeps_taken else now.center
             pushed = contributions(
-                rule, own_of(rule, x, taken, accumulated), center, at
+                rule, own_of(rule, now.params, taken, now.accumulated), now.center, at
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
             if exchange is not None:
-                messages, codes = encoded(exchange, pushed, codes)
+                messages, codes = encoded(exchange, pushed, now.exchange)
                 pushed = decoded(exchange, messages, pushed)
+                now = now._replace(exchange=codes)
+            now = now._replace(accumulated=zeros_like(now.accumulated))
+            return now, pushed, at
+
+        def land(now, pushed, at):
+            outer, own_inner, taken = now.outer, now.inner, now.taken
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
-            after, outer = absorb(rule, center, outer, pushed)
+            after, outer = absorb(rule, now.center, outer, pushed)
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
             if keeps_taken:
-                own_taken = after if rule.take is None else center
-            x = take(rule, x, center, after, at)
-            accumulated = zeros_like(accumulated)
-            return x, own_taken, accumulated, codes, own_inner, after, outer
+                taken = after if rule.take is None else now.center
+            x = take(rule, now.params, now.center, after, at, keep_local)
+            return now._replace(
+                params=x, taken=taken, inner=own_inner, center=after, outer=outer
+            )
 
-        x, own_taken, accumulated, codes, own_inner, center, outer = jax.lax.cond(
-            due,
-            meet,
-            lambda *operands: operands,
-            *(x, own.taken, accumulated, own.exchange, own_inner, center, outer),
-        )
-        own = WorkerState(
-            params=jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params),
-            inner=own_inner,
-            taken=own_taken,
+        def set_out(now, number):
+            now, pushed, at = contribute(now, number)
+            pending = Pending(buffer.pack(pushed), at.steps, ())
+            return now._replace(pending=pending)
+
+        def arrive(now, number):
+            pushed = buffer.unpack(now.pending.values, number)
+            return land(now, pushed, at_of(now.pending.steps))
+
+        def where_due(due, half, now, part):
+            return jax.lax.cond(
+                due,
+                lambda now: in_turn(part, half, now, _Meeting._fields, parts),
+                lambda now: now,
+                now,
+            )
+
+        now = _Meeting(
+            params=x,
+            taken=own.taken,
             accumulated=accumulated,
-            exchange=codes,
+            exchange=own.exchange,
+            inner=own_inner,
+            pending=own.pending,
+            center=center,
+            outer=outer,
+        )
+        part, last = own.rounds % parts.number, (own.rounds - 1) % parts.number
+        if delay:
+            lands = (own.rounds > 0) & (own.steps_since_round < delay)
+            now = where_due(lands & ((steps >= delay) | due), arrive, now, last)
+            now = where_due(due, set_out, now, part)
+        else:
+            now = where_due(
+                due, lambda now, number: land(*contribute(now, number)), now, part
+            )
+        if parts.number > 1:
+            met = due & (jnp.arange(parts.number) == part)
+            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+        rounds = due.astype(jnp.int32)
+        own = WorkerState(
+            params=jax.tree.map(lambda x, p: x.astype(p.dtype), now.params, own.params),
+            inner=now.inner,
+            taken=now.taken,
+            accumulated=now.accumulated,
+            exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            rounds=own.rounds + rounds,
+            ages=ages,
+            pending=now.pending,
         )
-        return own, center, outer, due.astype(jnp.int32)
+        return own, now.center, now.outer, rounds
 
     def advance(machine, event):
         state, _ = machine
@@ -278,21 +371,25 @@ def asynchronous(
             return None, None, record(params, state.center)
         return params, state.center, None
 
-    params = jax.tree.map(jnp.asarray, params)
-    center = start_center(params)
+    count = jnp.zeros((), jnp.int32)
     worker = WorkerState(
         params=params,
         inner=inner.init(params),
         taken=center if keeps_taken else (),
         accumulated=start_accumulated(rule, center),
-        exchange=() if exchange is None else start_codes(exchange, center),
-        local_step=jnp.zeros((), jnp.int32),
-        steps_since_round=jnp.zeros((), jnp.int32),
+        exchange=()
+        if exchange is None
+        else parts.each(lambda part: start_codes(exchange, part), center),
+        local_step=count,
+        steps_since_round=count,
+        rounds=count,
+        ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
+        pending=Pending(buffer.zeros(), count, ()) if delay else (),
     )
     state = AsynchronousState(
         workers=stack(worker, num_workers),
         center=center,
-        outer=() if rule.outer is None else rule.outer.init(center),
+        outer=() if rule.outer is None else parts.each(rule.outer.init, center),
         global_step=jnp.zeros((), jnp.int32),
     )
     (final, _), (local_steps, global_steps), views, events = replay(
@@ -307,7 +404,12 @@ def asynchronous(
         global_step=global_steps,
         recorded=recorded,
         final=final,
-        push_bytes=float(bytes_of(message_shapes(exchange, center))),
+        push_bytes=float(
+            max(
+                bytes_of(message_shapes(exchange, parts.pick(center, part)))
+                for part in range(parts.number)
+            )
+        ),
     )
 
 
