@@ -41,6 +41,8 @@ GROUND = {
     "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
     "optimizers": {"optimizers/rule"},
     "center": {
+        "center/sharded",
+        "center/coded",
         "center/rule",
         "center/formulas",
         "center/fragments",
