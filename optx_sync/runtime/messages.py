@@ -26,6 +26,7 @@ class Push(NamedTuple):
     incarnation: int = 0  # what `join` said; 0: of a worker that has not joined
     seconds: float = 0.0  # how long the exchange before this one took
     lost: int = 0  # pushes that it was told are lost, since its last push
+    tokens: float = 1.0  # behind it, as the worker counts them
 
 
 class Reply(NamedTuple):

@@ -17,15 +17,18 @@ from optx_sync.center.formulas import (
     start_accumulated,
     start_center,
     take,
+    weigh_alone,
     worker_params,
 )
 from optx_sync.center.rule import (
     CenterRule,
     Period,
     Round,
+    Weigh,
     check_period,
     check_rule,
     keeps_before,
+    weighed,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.sharding import stack
@@ -47,6 +50,9 @@ class WorkerState(NamedTuple):
     accumulated: Any  # what it summed up since its last round, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
+    tokens: jax.Array  # float32[], since its last round
+    seen: jax.Array  # int32[], the rounds of all workers when it took the center
+    pushed: jax.Array  # int32[], its own rounds
 
 
 class AsynchronousState(NamedTuple):
@@ -82,6 +88,8 @@ def asynchronous(
     num_workers: int,
     communication_period: Period = 10,
     record: Record = None,
+    weigh: Weigh | None = None,
+    tokens: Any = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
 
@@ -121,6 +129,11 @@ def asynchronous(
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
             function of (params, center): its results are `recorded` instead. The
             counters are kept of every event.
+        weigh: `(at: Round) -> factor`, traced: of a contribution, from its `staleness`,
+            its `tokens` and how many its worker has pushed (`num_pushed`), for example
+            `lambda at: (1.0 + at.staleness) ** -0.5`.
+        tokens: [T], the tokens or examples behind the gradient of each event, for
+            `weigh`. `None`: each counts 1.
 
     Returns:
         An `AsynchronousRecord`.
@@ -165,22 +178,39 @@ def asynchronous(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
+    rule = weighed(rule, weigh)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
     static_period = None if callable(period) else period
     workers = check_workers(workers, num_workers)
+    if tokens is not None and jnp.shape(tokens) != workers.shape:
+        raise ValueError(
+            f"tokens must hold a number for each of the {len(workers)} events; got "
+            f"shape {jnp.shape(tokens)}."
+        )
     # What the worker took last is its own business once the center has moved on: a rule
     # that takes the center whole may contribute the way from there.
     keeps_taken = rule.take is None or keeps_before(rule, period)
     shares_powers = rule.outer is inner
 
-    def work(number, place, own, center, outer):
+    def work(number, place, own, center, outer, global_step):
         """One event: what is the worker's, the center's, and whether they met."""
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
-        at = Round(num_workers, static_period, steps)
+        behind = jnp.float32(1)
+        if tokens is not None:
+            behind = jnp.asarray(tokens)[number].astype(jnp.float32)
+        behind = own.tokens + behind
+        at = Round(
+            num_workers,
+            static_period,
+            steps,
+            staleness=global_step - own.seen,
+            tokens=behind,
+            num_pushed=own.pushed + 1,
+        )
         updates, own_inner, accumulated = local_step(
             inner,
             rule,
@@ -201,9 +231,10 @@ def asynchronous(
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
+            pushed = weigh_alone(rule, pushed, at)
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
-            after, outer = absorb(rule, center, outer, pushed)
+            after, outer = absorb(rule, center, outer, pushed, num_workers=num_workers)
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
             if keeps_taken:
@@ -225,6 +256,9 @@ def asynchronous(
             accumulated=accumulated,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            tokens=jnp.where(due, 0.0, behind),
+            seen=jnp.where(due, global_step + 1, own.seen),
+            pushed=own.pushed + due.astype(jnp.int32),
         )
         return own, center, outer, due.astype(jnp.int32)
 
@@ -238,8 +272,9 @@ def asynchronous(
         own, center, outer, rounds = jax.lax.cond(
             place == worker,
             lambda *operands: work(number, place, *operands),
-            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
             *(_row(state.workers, place), state.center, state.outer),
+            state.global_step,
         )
         state = AsynchronousState(
             workers=_with_row(state.workers, place, own),
@@ -264,6 +299,9 @@ def asynchronous(
         accumulated=start_accumulated(rule, center),
         local_step=jnp.zeros((), jnp.int32),
         steps_since_round=jnp.zeros((), jnp.int32),
+        tokens=jnp.zeros((), jnp.float32),
+        seen=jnp.zeros((), jnp.int32),
+        pushed=jnp.zeros((), jnp.int32),
     )
     state = AsynchronousState(
         workers=stack(worker, num_workers),
