@@ -107,7 +107,7 @@ def test_weights_of_contributions():
     for w, of_event in zip(order, tokens, strict=True):
         grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
         workers[w].step(grads, tokens=of_event)
-    np.testing.assert_allclose(server.center(params)["x"], centers[-1], rtol=1e-5)
+    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
 
 
 def test_late_gradients():
