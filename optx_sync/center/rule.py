@@ -47,14 +47,12 @@ class Round(NamedTuple):
     # lets them meet early; in `penalty`, which is asked in every step, 1 ... period.
     steps: Any
     # Of one contribution, where workers meet the center one by one:
-    # int32[], the other workers' rounds since this worker took the center; 0 in lockstep
+    # int32[], the others' rounds since this worker took the center; 0 in lockstep
     staleness: Any = 0
     # float32[], tokens or examples behind it, or steps where nobody counts them; `None`
     # in lockstep
     tokens: Any = None
-    num_pushed: Any = (
-        1  # int32[], this worker's contributions so far, this one included
-    )
+    num_pushed: Any = 1  # int32[], this worker's contributions, with this one
 
 
 # How much of a contribution the center absorbs, of what is known of it.
