@@ -368,7 +368,7 @@ def sync_replicas(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
             exchange=own(exchange.init(params)),
-            gathered=own(Gathered(*[jnp.float32(0)] * 2)) if measure else (),
+            gathered=own(Gathered(jnp.float32(0), jnp.float32(0))) if measure else (),
             measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
             averages=averages,
@@ -432,7 +432,8 @@ def sync_replicas(
         accumulated = state.accumulated + arrived
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
-        alone = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        # Over other axes along which gradients vary lie shards.
+        alone = localize(state.measured.update_norm, axis_name) if measure else None
 
         def gather(gathered):
             """What has been gathered, this step's gradient included if it is used."""
