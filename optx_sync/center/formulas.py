@@ -215,8 +215,24 @@ def absorb(
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center, **extra_args)
+    outer_tx = optax.with_extra_args_support(rule.outer)
+    updates, outer = outer_tx.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
+
+
+def weigh_alone(rule: CenterRule, total: Any, at: Round) -> Any:
+    """The contribution of a worker that comes alone, as much of it as `weigh` says."""
+    if rule.weigh is None:
+        return total
+    # What a user writes of integers and numbers is a float.
+    with jax.numpy_dtype_promotion("standard"):
+        factor = jnp.asarray(rule.weigh(at))
+    if factor.ndim:
+        raise ValueError(
+            "weigh must return a scalar, of which a contribution is multiplied; got an "
+            f"array of shape {factor.shape}."
+        )
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), total)
 
 
 def take(

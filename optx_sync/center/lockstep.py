@@ -444,6 +444,11 @@ def center_variable(
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
     check_rule(rule, call)
+    if rule.weigh is not None:
+        raise ValueError(
+            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
+            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
+        )
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)

@@ -354,7 +354,7 @@ def cross_shard(
             )
         state = vary_like(new_state, inner_state)
         if measure:
-            own = localize(jnp.float32(0), axis_name)
+            own = localize(measured.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
             state = CrossShardState(memory, outliers, vary_like(now, measured), state)
@@ -519,7 +519,8 @@ def _exchanged(
             grads, memory, axis_name, weight=weight, **groups
         )
     else:
-        own = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        # Over other axes along which gradients vary lie shards.
+        own = localize(measured.update_norm, axis_name)
         scalars = to_sum(
             square_sum(grads, own),
             axis_name,
