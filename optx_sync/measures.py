@@ -69,9 +69,9 @@ class Measures(NamedTuple):
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""
-    zero = jnp.zeros((), jnp.float32)
-    average = zero if noise else ()
-    return Measured(zero if exact else (), zero, zero, zero, average, average)
+    asked = (exact, True, True, True, noise, noise)
+    # An array for each: a buffer can be donated once.
+    return Measured(*(jnp.zeros((), jnp.float32) if of else () for of in asked))
 
 
 def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:

@@ -287,6 +287,12 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
         assert communicated(build, extra, measure=True) == (calls, size + 4 * scalars)
 
 
+def test_a_state_can_be_donated():
+    for leaf in (leaves := jax.tree.leaves(everything().init(PARAMS))):
+        assert isinstance(leaf, jax.Array)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 def test_what_is_refused():
     eight_bits = oxs.exchange.quantized()
     for options, message in (
@@ -332,3 +338,30 @@ def test_what_is_refused():
         )
     coded = oxs.local_sgd(SGD, AXIS, measure=True, exchange=eight_bits)
     assert oxs.metrics(coded.init(PARAMS)).agreement is None
+
+
+def test_shards_of_a_replica_are_one():
+    """Norms go over all shards where types tell which axes these lie along."""
+    grads = {"w": draw(1)["w"][0], "b": draw(1)["b"][0]}
+    tx: Any = oxs.cross_shard(SGD, AXIS, measure=True)
+    mesh = jax.make_mesh(
+        (WORKERS, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    specs = {"w": P(None, "model"), "b": P()}
+
+    def local(params, grads):
+        grads = oxs.unstack(grads)
+        return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
+
+    found = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, {"w": P(AXIS, None, "model"), "b": P(AXIS)}),
+            out_specs=P(),
+        )
+    )(PARAMS, grads)
+    vectors = flat(grads)
+    agreement, norm, noise, signal = reference(vectors, np.full(4, 0.25), np.ones(4))
+    expected = (noise / signal, agreement, norm, 0.1 * np.linalg.norm(vectors.mean(0)))
+    np.testing.assert_allclose(found, (*expected, 4), rtol=1e-4)

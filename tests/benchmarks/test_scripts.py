@@ -27,6 +27,7 @@ PAGES = {
             "every update of every run",
         )
     },
+    "reproduce_delayed_nesterov": {"reproduce_delayed_nesterov": ()},
     "reproduce_diloco": {"reproduce_diloco": ("bytes per step are exactly",)},
     "reproduce_elastic_averaging": {"reproduce_elastic_averaging": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
