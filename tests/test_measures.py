@@ -366,4 +366,5 @@ def test_shards_of_a_replica_are_one():
     expected = (noise / signal, agreement, norm, 0.1 * np.linalg.norm(vectors.mean(0)))
     *measured, outliers = found
     assert outliers is None
-    np.testing.assert_allclose(measured, (*expected, 4), rtol=1e-4)
+    expected = np.array([*expected, 4])
+    np.testing.assert_allclose(np.array(measured), expected, rtol=1e-4)
