@@ -851,10 +851,9 @@ def center_variable(
                     for x in (after, before)
                 )
                 kept = where(lands, kept, known_before)
-                remembered = _with_row(
-                    state.exchange, last, kept.pop("exchange"), parts
-                )
-                now = now._replace(exchange=(), **kept)
+                remembered = kept.pop("exchange")
+                remembered = _with_row(state.exchange, last, remembered, parts)
+                now = now._replace(**kept, exchange=())
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay
