@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ def run(context, names, sharded):
     transformations = {name: RULES[name](shard_center=sharded) for name in names}
     tx = together(transformations)
     if context == "shard_map_axes":  # Specs are asked of one transformation.
-        (name,) = names
+        name = names[0]
         tx, params, grads = transformations[name], params[name], grads[name]
     history, state = contexts.replay(context, tx, params, grads)
     if context == "shard_map_axes":
@@ -127,10 +128,9 @@ def test_memory_and_bytes():
         timeout=300,
     )
     assert children.returncode == 0, children.stderr
-    found = dict(
-        zip((64, 512), map(json.loads, children.stdout.split("\n")), strict=False)
-    )
-    found[8] = [measured(8, sharded) for sharded in (True, False)]
+    found = {8: [measured(8, sharded) for sharded in (True, False)]}
+    for workers, line in zip((64, 512), children.stdout.splitlines(), strict=True):
+        found[workers] = json.loads(line)
     for workers, (pieces, whole) in found.items():
         own = 4 * FLOATS  # its parameters; and its counters
         assert pieces[0] - own - 2 * own // workers <= 64
@@ -143,7 +143,7 @@ def test_memory_and_bytes():
         assert ring * own + (workers - 1) * (own // workers) == 2 * ring * own
 
 
-def start(tx, workers):
+def start(tx: Any, workers: int) -> Any:
     params, state, axes = oxs.start_workers(tx, {"w": jnp.linspace(-1, 1, 13)}, workers)
     step = oxs.map_workers(
         lambda params, state, grad: oxs.apply_gradients(
@@ -183,8 +183,9 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
 
     # Three workers go on from the center and the outer state of four.
     center = oxs.center_params(state, params)
-    whole = put_together(state, jax.eval_shape(tx.init, center))
-    fresh = tx.init(center)._replace(outer=whole.outer, global_step=state.global_step)
+    whole: Any = put_together(state, jax.eval_shape(tx.init, center))
+    fresh: Any = tx.init(center)
+    fresh = fresh._replace(outer=whole.outer, global_step=state.global_step)
     assert jax.tree.map(jnp.shape, fresh.outer.tree[0].trace) == {"w": (13,)}
     _, _, axes, step = start(tx, 3)
     more = oxs.stack(fresh, 3, axes)
