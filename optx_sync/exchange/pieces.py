@@ -314,8 +314,9 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     if per == 1:
         return packed
     mask = np.uint8(2**bits - 1)
-    parts = [(packed >> np.uint8(bits * place)) & mask for place in range(per)]
-    return jnp.concatenate(parts, axis=-1)[..., :count]
+    places = np.arange(per, dtype=np.uint8).reshape(*[1] * (packed.ndim - 1), per, 1)
+    parts = (packed[..., None, :] >> (bits * places).astype(np.uint8)) & mask
+    return parts.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
 def to_bytes(x: jax.Array) -> jax.Array:
