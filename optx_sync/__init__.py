@@ -37,6 +37,7 @@ from optx_sync.center.local_sgd import local_sgd as local_sgd
 from optx_sync.center.local_sgd import local_sgd_rule as local_sgd_rule
 from optx_sync.center.diloco import diloco as diloco
 from optx_sync.center.diloco import diloco_rule as diloco_rule
+from optx_sync.center.delayed_nesterov import delayed_nesterov as delayed_nesterov
 
 # Workers that meet each other, and no center.
 from optx_sync.peers import graphs as graphs
@@ -61,6 +62,7 @@ from optx_sync.sharding import stack as stack
 from optx_sync.sharding import state_axes as state_axes
 from optx_sync.sharding import state_specs as state_specs
 from optx_sync.sharding import unstack as unstack
+from optx_sync.resizing import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
@@ -87,6 +89,7 @@ __all__ = [
     "center_params",
     "center_variable",
     "cross_shard",
+    "delayed_nesterov",
     "diloco",
     "diloco_rule",
     "due",
@@ -106,6 +109,7 @@ __all__ = [
     "optimizers",
     "qsr",
     "reduce",
+    "resize",
     "simulate",
     "slot",
     "slot_names",

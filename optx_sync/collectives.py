@@ -35,6 +35,17 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 Tree = TypeVar("Tree")
 
 
+class _Alone(tuple):
+    """No axis at all, which as the name of an axis would be a mistake."""
+
+    __slots__ = ()
+
+
+# Of a worker that is alone: over it everything is what it is by itself, and nothing is
+# sent. What a user passes is `axis_name=None`, where a wrapper allows it.
+ALONE = _Alone()
+
+
 def reduce(
     tree: Tree,
     axis_name: AxisName,
@@ -92,6 +103,26 @@ def reduce(
         >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
         Array([1.75, 1.75], dtype=float32)
     """
+    options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
+    return reduce_and_sum(
+        tree, axis_name, [], group_assignment=group_assignment, **options
+    )[0]
+
+
+def reduce_and_sum(
+    tree: Tree,
+    axis_name: AxisName,
+    scalars: Sequence[jax.Array],
+    *,
+    reduction: Reduction = "mean",
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+    dtype: Any = None,
+) -> tuple[Tree, list[jax.Array], Any]:
+    """`reduce`, and sums of scalars that travel with it: (tree, sums, divisor).
+
+    The divisor is the sum of the weights, or the number of replicas.
+    """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
     axes = check_axis_name(axis_name)
@@ -113,6 +144,10 @@ def reduce(
     originals = [jnp.asarray(leaves[i]) for i in arrays]
     operands = [_to_wire(x, reduction, wire_dtype) for x in originals]
     divisor: Any = size if groups is None else groups.size
+    counted: Any = divisor
+    # They come last, and travel as they are.
+    operands += localize(list(scalars), axis_name)
+    last = len(operands) - len(scalars)
 
     fraction = None
     own = own_weight(weight, axis_name)
@@ -121,15 +156,17 @@ def reduce(
             # Weights such as token counts overflow a half precision sum, so here
             # they are normalised before the gradients travel, in a scalar reduction.
             (total,) = _sum([own], axes, groups)
-            fraction = own / or_one(total)
-            operands = [weigh(x, fraction) for x in operands]
-            sums, divisor = _sum(operands, axes, groups), 1
+            counted, fraction = total, own / or_one(total)
+            weighed = [weigh(x, fraction) for x in operands[:last]]
+            sums, divisor = _sum([*weighed, *operands[last:]], axes, groups), 1
         else:
-            *sums, total = _sum([*(weigh(x, own) for x in operands), own], axes, groups)
-            divisor = or_one(total)
+            weighed = [weigh(x, own) for x in operands[:last]]
+            *sums, total = _sum([*weighed, *operands[last:], own], axes, groups)
+            counted, divisor = total, or_one(total)
             fraction = own / divisor
     else:
         sums = _sum(operands, axes, groups)
+    sums, summed_scalars = sums[:last], sums[last:]
 
     for i, original, total_value in zip(arrays, originals, sums, strict=True):
         value = total_value
@@ -147,7 +184,7 @@ def reduce(
             keeps = is_inexact(leaf.values.dtype)
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(treedef, leaves), summed_scalars, counted
 
 
 def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -418,17 +455,22 @@ def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
-    """bool[], whether the flag holds on all devices that hold shards of one worker.
+def axes_of_shards(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes along which the devices lie that hold shards of one worker.
 
-    These lie along the manual mesh axes besides `axis_name`; where types say over which
-    axes the arrays of `like` vary, along those of them.
+    All manual ones besides `axis_name`; where types say over which axes the arrays of
+    the tree vary, those of them.
     """
     own = set(check_axis_name(axis_name))
     axes = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
     checked = [axis for axis in axes if checked_axes(axis)]
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
-    axes = tuple(axis for axis in axes if axis not in checked or axis in varying)
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return tuple(axis for axis in axes if axis not in checked or axis in varying)
+
+
+def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
+    """bool[], whether the flag holds on all devices that hold shards of one worker."""
+    axes = axes_of_shards(like, axis_name)
     if not axes:
         return flag
     failed = localize((~flag).astype(jnp.int32), axes)
@@ -517,6 +559,8 @@ def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
 
 def check_axis_name(axis_name: Any) -> tuple[str, ...]:
     """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
+    if axis_name is ALONE:
+        return ALONE
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
     if not names or not axes:
@@ -640,7 +684,7 @@ def _check_reducible(axes: tuple[str, ...]) -> None:
 def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
     """The sums of all operands over the axes, or over this replica's group."""
     operands = list(operands)
-    if not operands:
+    if not operands or not axes:
         return operands
     if groups is None:
         return _psum(operands, axes)

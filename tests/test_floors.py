@@ -26,6 +26,8 @@ FLOORS = {
     "optimizers": 4,
     "workers": 4,
     "gradients": 4,
+    "measures": 4,
+    "resizing": 4,
     "replicas": 5,
     "center": 5,
     "peers": 5,

@@ -49,7 +49,7 @@ def agn_rule(
 @spells_out_options
 def agn(
     inner: optax.GradientTransformation,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     outer: optax.GradientTransformation | None = None,
     accumulate: Accumulate = "gradients",
@@ -82,7 +82,8 @@ def agn(
 
     Args:
         inner: The worker's own optimizer.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them;
+            `None`: one worker with a center of its own.
         outer: What absorbs the contributions at the center; `None`: `inner` again.
         accumulate: `"gradients"` (the original) or `"updates"` (the paper).
         reduction: `"mean"` or `"sum"` of the workers' contributions.

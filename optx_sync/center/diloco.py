@@ -30,7 +30,7 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
 @spells_out_options
 def diloco(
     inner: optax.GradientTransformation,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     outer: optax.GradientTransformation | None = None,
     communication_period: Period = 500,
@@ -54,7 +54,8 @@ def diloco(
 
     Args:
         inner: The worker's own optimizer.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them;
+            `None`: one worker with a center of its own.
         outer: What absorbs the pseudo-gradient; `None`: Nesterov SGD with learning
             rate 0.7 and momentum 0.9.
         communication_period: See `center_variable`.

@@ -78,7 +78,7 @@ def elastic_rule(
 @spells_out_options
 def elastic_average(
     inner: optax.GradientTransformation,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     num_workers: int | None = None,
     moving_rate: float | jax.Array | None = None,
@@ -116,7 +116,8 @@ def elastic_average(
 
     Args:
         inner: The worker's own optimizer.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them;
+            `None`: one worker with a center of its own.
         num_workers: Checked against the size of the axis where given.
         moving_rate: a, in [0, 1].
         rho: The strength of the penalty, >= 0; 0.0 switches it off; `None`:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pieces of a round: what lockstep, simulation and the runtime all call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.rule import CenterRule, Own, Period, Round
-from optx_sync.checks import fill_missing
+from optx_sync.checks import check_grads, check_one_worker, fill_missing
+from optx_sync.collectives import (
+    AxisName,
+    axis_size,
+    require_local,
+    require_varying,
+)
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
@@ -23,6 +30,37 @@ from optx_sync.trees import (
     round_to,
     zeros_like,
 )
+
+
+def check_step(
+    grads: Any, state: Any, params: Any, axis_name: AxisName, *, in_pieces: bool = False
+) -> int:
+    """Refuse what does not fit a step of a worker; the number of workers.
+
+    `state` has the fields `local_step` and `center`, which may lie in pieces.
+    """
+    check_grads(grads, params)
+    require_local(
+        grads,
+        axis_name,
+        "gradient",
+        "A worker has parameters of its own: lay them along the worker axis, "
+        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
+        "oxs.start_workers and map the step with oxs.map_workers.",
+    )
+    require_varying(state.center, params, axis_name, "center")
+    center = () if in_pieces else state.center
+    check_one_worker(state.local_step, center, params)
+    return axis_size(axis_name)
+
+
+def holds_center(state: Any) -> bool:
+    """Whether the state of a center rule or of gossip stands anywhere in a state."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))
 
 
 def is_due(
@@ -177,8 +215,24 @@ def absorb(
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center, **extra_args)
+    outer_tx = optax.with_extra_args_support(rule.outer)
+    updates, outer = outer_tx.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
+
+
+def weigh_alone(rule: CenterRule, total: Any, at: Round) -> Any:
+    """The contribution of a worker that comes alone, as much of it as `weigh` says."""
+    if rule.weigh is None:
+        return total
+    # What a user writes of integers and numbers is a float.
+    with jax.numpy_dtype_promotion("standard"):
+        factor = jnp.asarray(rule.weigh(at))
+    if factor.ndim:
+        raise ValueError(
+            "weigh must return a scalar, of which a contribution is multiplied; got an "
+            f"array of shape {factor.shape}."
+        )
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), total)
 
 
 def take(
@@ -227,6 +281,21 @@ def landing(params: Any, target: Any) -> Any:
         return rounded - param.astype(wide)
 
     return jax.tree.map(difference, params, target)
+
+
+def landing_update(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Optax's `update` of a wrapper whose `apply` gives new parameters."""
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "Workers exchange parameters; got params=None. Call update(grads, "
+                "state, params)."
+            )
+        new_params, state = apply(updates, state, params, **extra_args)
+        return landing(params, new_params), state
+
+    return update
 
 
 def _dense(update: Any, param: jax.Array) -> Any:

@@ -112,7 +112,8 @@ def check_fragments(fragments: Any) -> Fragments:
     if fragments is None:
         return 1
     if callable(fragments):
-        return fragments
+        function: Any = fragments
+        return function
     if isinstance(fragments, bool) or not isinstance(fragments, int | np.integer):
         raise TypeError(
             "fragments must be a static int or a function (path, leaf) -> int or "

@@ -25,7 +25,7 @@ def local_sgd_rule() -> CenterRule:
 @spells_out_options
 def local_sgd(
     inner: optax.GradientTransformation,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
@@ -47,7 +47,8 @@ def local_sgd(
 
     Args:
         inner: The worker's own optimizer.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them;
+            `None`: one worker with a center of its own.
         communication_period: See `center_variable`.
         **options: The other keywords of `center_variable`.
 

@@ -12,9 +12,11 @@ import optax
 from optx_sync.center.formulas import (
     absorb,
     as_center,
+    check_step,
     contributions,
+    holds_center,
     is_due,
-    landing,
+    landing_update,
     local_step,
     own_of,
     start_accumulated,
@@ -47,28 +49,28 @@ from optx_sync.center.rule import (
     keeps_before,
 )
 from optx_sync.center.sharded import ShardedCenter, whole_center
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-)
+from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
+    ALONE,
     AxisName,
-    axis_size,
     check_axis_name,
     everywhere,
     localize,
     localize_where_mapped,
     reduce,
-    require_local,
-    require_varying,
-    sum_shards,
     vary_like,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    start_outliers,
+)
+from optx_sync.measures import measure_of, square_sum, to_sum
+from optx_sync.measures import start as start_measured
+from optx_sync.resizing import Resizing, take_center
 from optx_sync.sharding import InPieces, is_in_pieces
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -100,11 +102,10 @@ class CenterOptions(TypedDict, total=False):
     keep_local: float | jax.Array | None
 
 
-class Measured(NamedTuple):
-    """What `measure=True` keeps of a worker's last round; 0 before the first one."""
+class MeasuredOwn(NamedTuple):
+    """What `measure=True` keeps of a worker's own last round; 0 before the first."""
 
     distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
-    contribution_norm: jax.Array  # float32[], of what it contributed, not yet divided
 
     def named_slots(self) -> dict[str, Tree]:
         """None of these is an array for each parameter."""
@@ -125,9 +126,16 @@ class CenterMetrics(NamedTuple):
     # float32[], |x - c|, the norm over all leaves together, as the step has left them;
     # None where `metrics` was not given the parameters.
     distance: jax.Array | None
-    # Of the last round, with `measure=True`; otherwise None.
+    # Of the last round, with `measure=True`; otherwise None. But for the distance they
+    # are equal on all workers.
     distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
-    contribution_norm: jax.Array | None  # float32[], not yet divided
+    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
+    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
+    update_norm: jax.Array | None  # float32[], of what the center moved
+    contributors: jax.Array | None  # float32[], workers that were not left out
+    # int32[], rounds in which its contribution lay far from the others', with a robust
+    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
     # With more than one fragment; otherwise None.
     last_fragment: jax.Array | None  # int32[], which one met last; -1 before the first
     fragment_ages: jax.Array | None  # int32[P], steps since each one met
@@ -150,14 +158,16 @@ class CenterState(NamedTuple):
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, of each fragment, or ()
-    measured: Any  # `Measured`, of the last round, or ()
+    outliers: Any  # int32[], rounds in which it was an outlier, or ()
+    measured: Any  # `MeasuredOwn`, of the last round, or ()
+    agreed: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
     @property
     def shared_fields(self) -> tuple[str, ...]:
         """The fields that are equal on all workers."""
         summed = ("pending",) if isinstance(self.pending, Pending) else ()
-        return (*self.counter_fields, "center", "taken", "outer", *summed)
+        return (*self.counter_fields, "center", "taken", "outer", "agreed", *summed)
 
     @property
     def counter_fields(self) -> tuple[str, ...]:
@@ -203,7 +213,9 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
             )
-        measured = self.measured or (None, None)
+        names = "contribution_norm", "agreement", "update_norm", "contributors"
+        found = {name: getattr(self.agreed, name, ()) for name in names}
+        found["outliers"] = self.outliers
         last = ages = None
         if not isinstance(self.ages, tuple):
             ages = self.ages
@@ -215,10 +227,69 @@ class CenterState(NamedTuple):
             self.steps_since_round,
             self.dropped,
             distance,
-            *measured,
-            last,
-            ages,
+            self.measured[0] if self.measured else None,
+            last_fragment=last,
+            fragment_ages=ages,
+            **{k: None if isinstance(x, tuple) else x for k, x in found.items()},
         )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many worker axes parameters have in front."""
+        return jnp.ndim(self.dropped)
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return True
+
+    def resized_params(self, how: Resizing, params: Tree) -> Tree:
+        """The parameters of another number of workers: see `oxs.resize`."""
+        return take_center(how, params, self.center, self.takes_center)
+
+    def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
+        """The state of another number of workers: see `oxs.resize`."""
+        steps = int(jnp.ravel(self.steps_since_round)[0])
+        if steps and holds_center(self.inner):
+            raise ValueError(
+                "There is a center rule inside of this one, and workers are not at "
+                f"its center: {steps} step(s) since the last round. Resize right after "
+                "a round of the outer rule."
+            )
+        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+            what = "have learned" if self.takes_center else "accumulated"
+            how.loses(f"what workers {what} in {steps} step(s) since their last round")
+        # A worker that goes a part of the way adds that part to the center.
+        of_exchange = how if self.takes_center else how.of_sums()
+        shared = {
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
+        }
+        pending = shared.pop("pending", self.pending)
+        if isinstance(pending, Outgoing):
+            how.loses("what workers contributed to the sum of the next step")
+            pending = how.zeros(pending)
+        return self._replace(
+            **shared,
+            pending=pending,
+            accumulated=how.zeros(self.accumulated),
+            broken=how.zeros(self.broken),
+            dropped=how.joined_by_zeros(self.dropped),
+            exchange=of_exchange.tree(self.exchange, fresh.exchange),
+            outliers=how.joined_by_zeros(self.outliers),
+            measured=how.joined_by_zeros(self.measured),
+            inner=how.own(self.inner, fresh.inner),
+        )
+
+
+class SoftCenterState(CenterState):
+    """State of a rule whose workers take a part of the way to the center."""
+
+    __slots__ = ()
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return False
 
 
 class _Meeting(NamedTuple):
@@ -232,7 +303,9 @@ class _Meeting(NamedTuple):
     accumulated: Any
     dropped: Any
     exchange: Any
+    outliers: Any
     measured: Any
+    agreed: Any
     inner: Any
     weight: Any  # float32[], 0 where the worker is left out, or None
 
@@ -240,7 +313,7 @@ class _Meeting(NamedTuple):
 def center_variable(
     inner: optax.GradientTransformation,
     rule: CenterRule,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     *,
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
@@ -312,6 +385,8 @@ def center_variable(
         inner: The worker's own optimizer.
         rule: What is exchanged.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
+            `None`: one worker with a center of its own. No axis is mapped, nothing is
+            stacked and nothing is sent.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.
@@ -329,10 +404,12 @@ def center_variable(
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
-        measure: Keep for `oxs.metrics` how far each worker was from the center before
-            its last round, and how large its contribution was. (Of a worker that is
-            sharded over other axes of `jax.shard_map`, with `check_vma=False`: how far
-            each shard.) With fragments: of the part that met.
+        measure: Keep for `oxs.metrics` of the last round how far each worker was from
+            the center before it, and how large the contributions were, how well they
+            agreed (where the exchange is an all-reduce), how far the center moved and
+            how many contributed. One scalar more travels. (Of a worker that is sharded
+            over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
+            With fragments: of the part that met.
         shard_center: Keep 1/N of the center and of the outer state on each worker,
             instead of all of both. What the workers have is added up where it is
             owned, and the new center is gathered: as many bytes as the all-reduce, and
@@ -367,6 +444,12 @@ def center_variable(
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
     check_rule(rule, call)
+    if rule.weigh is not None:
+        raise ValueError(
+            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
+            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
+        )
+    axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
@@ -409,6 +492,7 @@ def center_variable(
             )
         sharded = ShardedCenter(rule, period, axis_name, exchange)
     # What a round does not change stays out of the conditional.
+    state_of = CenterState if rule.take is None else SoftCenterState
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def plan(center):
@@ -479,7 +563,7 @@ def center_variable(
             # A worker's own fields vary over the axis from the start.
             return _but_counters(localize_where_mapped, tree, axis_name)
 
-        return CenterState(
+        return state_of(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -494,13 +578,22 @@ def center_variable(
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(remembered),
-            measured=own(Measured(*[jnp.float32(0)] * 2)) if measure else (),
+            outliers=own(start_outliers(exchange)),
+            measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
+            agreed=start_measured(exchange.meet_and_sum is not None, False)
+            if measure
+            else (),
             inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters: the driver of every center rule."""
-        workers = _check_step(grads, state, params, rule, axis_name, sharded)
+        workers = check_step(
+            grads, state, params, axis_name, in_pieces=sharded is not None
+        )
+        if sharded is not None:
+            sharded.check(state.center, params)
+        _check_workers(rule, workers, axis_name)
         parts, between_exchanges, straight = plan(state.center)
         if streams:
             if delay and rule.outer is inner and extra_args:
@@ -551,10 +644,8 @@ def center_variable(
             measured = now.measured
             if measure:
                 apart = jax.tree.map(jnp.subtract, own_x, now.center)
-                measured = Measured(
-                    _norm(apart, like=measured.distance_before_round),
-                    _norm(contribution, like=measured.contribution_norm),
-                )
+                like = measured.distance_before_round
+                measured = MeasuredOwn(_norm(apart, like=like))
             now = now._replace(
                 accumulated=zeros_like(now.accumulated),
                 measured=measured,
@@ -575,17 +666,35 @@ def center_variable(
                 return workers
             return reduce(weight, axis_name, reduction="sum")
 
-        def agree(contribution, weight, remembered):
-            """What the center absorbs: (it, the workers in it, what is remembered)."""
-            pushed = pushed_of(weight)
-            total, _, remembered = exchange.meet(
-                contribution, remembered, axis_name, weight=weight
+        def agree(now: _Meeting, contribution):
+            """What the center absorbs: (now, it, the workers in it)."""
+            weight, pushed = now.weight, pushed_of(now.weight)
+            brought = contribution, now.exchange, axis_name
+            agreed = now.agreed
+            if not measure:
+                total, _, remembered = exchange.meet(*brought, weight=weight)
+            else:
+                square = square_sum(contribution, now.measured.distance_before_round)
+                scalars = to_sum(square, axis_name, weight=weight, alike=True)
+                if exchange.meet_and_sum is None:
+                    total, _, remembered = exchange.meet(*brought, weight=weight)
+                    sums = reduce(scalars, axis_name, reduction="sum")
+                else:
+                    total, _, remembered, sums, _ = exchange.meet_and_sum(
+                        *brought, scalars, weight=weight
+                    )
+                agreed = measure_of(
+                    agreed, sums, pushed, square_sum(total, agreed.update_norm)
+                )
+            outliers = count_outlier(
+                exchange, contribution, total, axis_name, weight, now.outliers
             )
             if rule.mean_over is None:
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
                 )
-            return total, pushed, remembered
+            now = now._replace(exchange=remembered, outliers=outliers, agreed=agreed)
+            return now, total, pushed
 
         def land(now: _Meeting, total, pushed, at) -> _Meeting:
             """The center absorbs it, and the worker takes what the rule says."""
@@ -598,6 +707,11 @@ def center_variable(
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
                 )
+            agreed = now.agreed
+            if measure:
+                change = jax.tree.map(jnp.subtract, center, now.center)
+                norm = _norm(change, like=agreed.update_norm)
+                agreed = agreed._replace(update_norm=norm)
             own_x = as_center(now.params, now.center)
             new_x = take(rule, own_x, now.center, center, at, keep_local)
             return now._replace(
@@ -605,6 +719,7 @@ def center_variable(
                 center=center,
                 taken=now.center if keeps_taken else (),
                 outer=outer,
+                agreed=agreed,
             )
 
         def settle(now: _Meeting) -> _Meeting:
@@ -658,8 +773,8 @@ def center_variable(
         def meet_at_once(now: _Meeting, number: int) -> _Meeting:
             """Both halves."""
             now, contribution, at = contribute(now, number)
-            total, pushed, remembered = agree(contribution, now.weight, now.exchange)
-            return land(now._replace(exchange=remembered), total, pushed, at)
+            now, total, pushed = agree(now, contribution)
+            return land(now, total, pushed, at)
 
         def set_out(now: _Meeting, number: int) -> _Meeting:
             """The first half: a sum, or what is to be summed, is pending."""
@@ -668,10 +783,10 @@ def center_variable(
                 count = now.weight if drop_nonfinite else ()
                 pending: Any = Outgoing(buffer.pack(contribution), at.steps, count)
                 return now._replace(pending=pending)
-            total, pushed, remembered = agree(contribution, now.weight, now.exchange)
+            now, total, pushed = agree(now, contribution)
             count = pushed if drop_nonfinite else ()
             pending = Pending(buffer.pack(total), at.steps, count)
-            return now._replace(pending=pending, exchange=remembered)
+            return now._replace(pending=pending)
 
         def arrive(now: _Meeting, number: int) -> _Meeting:
             """The second half, in which nothing is sent."""
@@ -691,7 +806,9 @@ def center_variable(
             accumulated=accumulated,
             dropped=state.dropped,
             exchange=state.exchange,
+            outliers=state.outliers,
             measured=state.measured,
+            agreed=state.agreed,
             inner=inner_new,
             weight=(~broken).astype(jnp.float32) if drop_nonfinite else None,
         )
@@ -701,9 +818,9 @@ def center_variable(
             for shift in (0, -1)
         )
         # What each half changes; all else stays out of its conditionals.
-        given = ["accumulated", "exchange", "measured"]
+        given = ["accumulated", "exchange", "outliers", "measured", "agreed"]
         given += ["weight"] if drop_nonfinite else []
-        taken = ["params", "center", "taken", "outer"]
+        taken = ["params", "center", "taken", "outer", "agreed"]
         settled = ["dropped", "params"] if drop_nonfinite else []
         settled += ["inner"] if changes_inner else []
         if not delay:
@@ -718,17 +835,26 @@ def center_variable(
         else:
             buffer = Buffer(parts, state.center)
             lands = state.global_step != 0
+            remembered = ()
             if straight:
                 # In no conditional, and of the state alone: it runs beside the step.
                 memory = _row(state.exchange, last, parts)
                 values, at_steps, weight = state.pending
-                total, pushed, remembered = agree(
-                    values, weight if drop_nonfinite else None, memory
+                before = now._replace(
+                    exchange=memory, weight=weight if drop_nonfinite else None
                 )
+                after, total, pushed = agree(before, values)
                 summed, due = Pending(total, at_steps, pushed), True
-                remembered = where(lands, remembered, memory)
-                remembered = _with_row(state.exchange, last, remembered, parts)
-                now = now._replace(exchange=remembered)
+                fields = "exchange", "outliers", "agreed"
+                kept, known_before = (
+                    {field: getattr(x, field) for field in fields}
+                    for x in (after, before)
+                )
+                kept = where(lands, kept, known_before)
+                remembered = _with_row(
+                    state.exchange, last, kept.pop("exchange"), parts
+                )
+                now = now._replace(exchange=(), **kept)
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay
@@ -743,13 +869,16 @@ def center_variable(
             given += ["pending"]
             now = _either(lands, second_half, now, set(taken))
             now = _either(due, first_half, now, {*given, *settled})
-            pending = localize(now.pending, axis_name) if straight else now.pending
+            pending = now.pending
+            if straight:
+                now = now._replace(exchange=remembered)
+                pending = localize(pending, axis_name)
             now = now._replace(pending=vary_like(pending, state.pending))
         due = jnp.asarray(due)
         if parts.number > 1:
             met_now = due & (jnp.arange(parts.number) == part)
             ages = jnp.where(met_now, jnp.zeros_like(ages), ages)
-        return now.params, CenterState(
+        return now.params, state_of(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
@@ -762,18 +891,11 @@ def center_variable(
             broken=broken & ~due if drop_nonfinite else (),
             dropped=now.dropped,
             exchange=now.exchange,
+            outliers=now.outliers,
             measured=now.measured,
+            agreed=now.agreed,
             inner=now.inner,
         )
-
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "A center exchange needs the parameters; got params=None. Call "
-                "update(grads, state, params)."
-            )
-        new_params, state = apply(updates, state, params, **extra_args)
-        return landing(params, new_params), state
 
     def moved(state, before, after):
         """The state once a rule around this one has moved the workers' parameters."""
@@ -795,7 +917,7 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return direct_transformation(init, update, apply, between, moved)
+    return direct_transformation(init, landing_update(apply), apply, between, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -818,28 +940,15 @@ def spells_out_options(function: Function) -> Function:
     return function
 
 
-def _check_step(grads, state, params, rule, axis_name, sharded) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers."""
-    check_grads(grads, params)
-    require_local(
-        grads,
-        axis_name,
-        "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.start_workers and map the step with oxs.map_workers.",
-    )
-    require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center if sharded is None else (), params)
-    if sharded is not None:
-        sharded.check(state.center, params)
-    workers = axis_size(axis_name)
+def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
     if rule.num_workers not in (None, workers):
+        found = f"the axis {axis_name!r} has {workers} workers"
+        if axis_name is ALONE:
+            found = "axis_name=None stands for one worker"
         raise ValueError(
-            f"num_workers={rule.num_workers}, but the axis {axis_name!r} has {workers} "
-            "workers. Leave num_workers out, or make them equal."
+            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
+            "make them equal."
         )
-    return workers
 
 
 def _check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
@@ -884,11 +993,7 @@ def _check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) 
 
 def _refuse_hidden_center(state: Any) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
-
-    def has_center(x):
-        return hasattr(type(x), "center_params")
-
-    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+    if holds_center(state):
         raise ValueError(
             "There is another center rule in `inner`, wrapped in something else: its "
             "center would not move when this one's rounds move the parameters. Nest "
@@ -983,7 +1088,9 @@ def _mean_extra_args(extra_args, axis_name, weight):
         own = localize(jnp.asarray(value), axis_name)
         return reduce(own, axis_name, weight=weight)
 
-    return {name: mean(name, value) for name, value in extra_args.items()}
+    # What `measure=True` of a `cross_shard` inside is told of a worker's own gradient.
+    given = {k: v for k, v in extra_args.items() if k != "batch_size"}
+    return {name: mean(name, value) for name, value in given.items()}
 
 
 def _average(state, axis_name, weight):
@@ -998,11 +1105,4 @@ def _average(state, axis_name, weight):
 
 def _norm(tree, stacked=0, like=None):
     """float32, the norm over all leaves, for each place along the worker axes."""
-
-    def square_sum(x):
-        # The absolute values first: a complex dtype has no cast to float32.
-        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
-        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
-        return total if like is None else sum_shards(total, like)
-
-    return jnp.sqrt(sum(map(square_sum, jax.tree.leaves(tree)), jnp.float32(0)))
+    return jnp.sqrt(square_sum(tree, like, stacked))

@@ -4,7 +4,7 @@
 import functools
 from typing import Any
 
-from optx_sync.collectives import check_sum_dtype, reduce
+from optx_sync.collectives import check_sum_dtype, reduce_and_sum
 from optx_sync.exchange.pieces import scatter
 from optx_sync.exchange.rule import Code, Exchange
 
@@ -41,15 +41,21 @@ def all_reduce(dtype: Any = None) -> Exchange:
     """
     dtype = check_sum_dtype(dtype)
 
-    def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
-        mean = reduce(
+    def meet_and_sum(
+        tree, state, axis_name, scalars, *, weight=None, group_assignment=None
+    ):
+        mean, sums, divisor = reduce_and_sum(
             tree,
             axis_name,
+            list(scalars.values()),
             weight=weight,
             group_assignment=group_assignment,
             dtype=dtype,
         )
-        return mean, None, state
+        return mean, None, state, dict(zip(scalars, sums, strict=True)), divisor
+
+    def meet(tree, state, axis_name, **options):
+        return meet_and_sum(tree, state, axis_name, {}, **options)[:3]
 
     def encode(x, state):
         sent = x if dtype is None else x.astype(dtype)
@@ -60,6 +66,7 @@ def all_reduce(dtype: Any = None) -> Exchange:
         meet,
         takes_rows=True,
         takes_groups=True,
+        meet_and_sum=meet_and_sum,
         scatter=functools.partial(scatter, dtype=dtype),
         code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

@@ -19,6 +19,11 @@ class ErrorFeedbackState(NamedTuple):
     error: Tree  # what it owes, in units of weight times value; at least float32
     exchange: Any  # the state of the exchange inside
 
+    def resized(self, how: Any, fresh: "ErrorFeedbackState") -> "ErrorFeedbackState":
+        """The state of another number of replicas: see `oxs.resize`."""
+        inside = how.tree(self.exchange, fresh.exchange)
+        return ErrorFeedbackState(how.owed(self.error), inside)
+
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:
     """Send what an exchange lost with the next one, so that nothing is lost for good.
@@ -36,9 +41,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     nothing has arrived that could be counted: e stays as it was there, so that a step
     which is skipped for a NaN (`optax.apply_if_finite` inside) does no lasting harm.
 
-    It holds one float32 for each number, which belongs into checkpoints; with another
-    number of replicas start it anew. Adam and others that divide by second moments of
-    the gradient see the spikes of what is paid back: feedback is proven for SGD, and
+    It holds one float32 for each number, which belongs into checkpoints; `oxs.resize`
+    shares out what leaving replicas owe. Adam and others that divide by second moments
+    of the gradient see the spikes of what is paid back: feedback is proven for SGD, and
     fits the contributions of `diloco` and `local_sgd` better than gradients of Adam.
 
     Args:

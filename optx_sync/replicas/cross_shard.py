@@ -33,7 +33,25 @@ from optx_sync.collectives import (
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.exchange.rule import Exchange, check_exchange, remembers, require_dense
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    remembers,
+    require_dense,
+    require_exact,
+    start_outliers,
+)
+from optx_sync.measures import (
+    Measured,
+    check_batch_size,
+    like_params,
+    measure_of,
+    measures,
+    square_sum,
+    start,
+    to_sum,
+)
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.sharding import InPieces
 from optx_sync.trees import (
@@ -49,10 +67,29 @@ Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
-class CrossShardState(NamedTuple):
-    """State of `cross_shard` with an exchange that remembers something."""
+class CrossShardMetrics(NamedTuple):
+    """What `oxs.metrics` reads from `cross_shard`; nothing is sent.
 
-    exchange: Any  # what the exchange remembers, this replica's own
+    Equal on all replicas but for the outliers, and of the last step but for the noise
+    scale, which is a ratio of moving averages. `None` without `measure=True`.
+    """
+
+    noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
+    agreement: jax.Array | None  # float32[], the mean cosine of two gradients
+    contribution_norm: jax.Array | None  # float32[], root of the mean square
+    update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
+    contributors: jax.Array | None  # float32[], replicas of a weight above 0
+    # int32[], steps in which this replica's gradient lay far from the others', with a
+    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
+
+
+class CrossShardState(NamedTuple):
+    """State of `cross_shard` where it remembers, counts or measures something."""
+
+    exchange: Any  # what the exchange remembers, this replica's own, or ()
+    outliers: Any  # int32[], steps in which this replica was an outlier, or ()
+    measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
     @property
@@ -63,7 +100,23 @@ class CrossShardState(NamedTuple):
     @property
     def replicated_fields(self) -> tuple[str, ...]:
         """The fields that are equal where the parameters are."""
-        return ("inner",)
+        return ("measured", "inner")
+
+    def metrics(self, params: Tree | None) -> CrossShardMetrics:
+        """What `measure=True` has measured, and how often this one was an outlier."""
+        del params
+        counts, measured = self.outliers, self.measured
+        if isinstance(counts, tuple) and isinstance(measured, tuple) and not measured:
+            raise ValueError(
+                "This cross_shard measures nothing. Pass measure=True to it."
+            )
+        found: Any = (
+            measures(measured) if isinstance(measured, Measured) else [None] * 5
+        )
+        return CrossShardMetrics(
+            *found,
+            outliers=None if isinstance(counts, tuple) else counts,
+        )
 
 
 @shows_call(_CALL)
@@ -77,6 +130,7 @@ def cross_shard(
     exchange: Exchange | None = None,
     shard_state: bool = False,
     reduce_extra_args: tuple[str, ...] = ("value",),
+    measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduce the gradients of all replicas in every step, then apply `inner`.
 
@@ -136,7 +190,8 @@ def cross_shard(
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
-            `oxs.exchange.all_reduce()`.
+            `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
+            how often a replica was an outlier.
         shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
             act on each number alone, as `optax.adam` does; what does not is found out
             by trying it. One that needs a norm may add it up itself, over `axis_name`.
@@ -144,11 +199,17 @@ def cross_shard(
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
             `jax.shard_map(check_vma=True)` a scalar that is not is refused.
+        measure: Keep for `oxs.metrics` the gradient noise scale, how well the
+            replicas' gradients agree, their norm, that of the update, and how many
+            contributed. Their scalars travel with the gradients. Pass the number of
+            examples behind this replica's gradient as the extra argument `batch_size`
+            of `update`: a number that is the same on all replicas, or each one's own as
+            an array; 1 if left out. With groups: of one's own group.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        the exchange remembers something), and whose `update` must run where `axis_name`
-        is mapped.
+        it remembers, counts or measures something), and whose `update` must run where
+        `axis_name` is mapped.
 
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
@@ -185,7 +246,8 @@ def cross_shard(
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    if grads != "local" and remembers(exchange):
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    if grads != "local" and (keeps_state or not exchange.linear):
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
@@ -204,8 +266,22 @@ def cross_shard(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
             )
-    keeps_memory = remembers(exchange)
+    if measure and grads != "local":
+        raise ValueError(
+            "measure=True compares the replicas' own gradients, but "
+            f"grads={grads!r} says that they are reduced already. Use grads='local', "
+            "with oxs.localize(params, axis_name) before jax.grad."
+        )
+    if measure:
+        require_exact(exchange)
+        keeps_state = True
+
     if shard_state:
+        if measure:
+            raise ValueError(
+                "shard_state=True cannot be combined with measure=True: no replica has "
+                "the whole mean before its update. Leave one of them out."
+            )
         return _in_pieces(
             inner,
             axis_name,
@@ -216,16 +292,19 @@ def cross_shard(
             reduced_names=reduced_names,
         )
 
-    def reduced(updates, memory, weight):
+    def reduced(updates, memory, outliers, measured, weight, batch_size):
         _check_weight_argument(weight, reduction, grads)
         if grads == "local":
             return _exchanged(
                 updates,
                 memory,
+                outliers,
+                measured,
                 exchange,
                 axis_name,
                 reduction=reduction,
                 weight=weight,
+                batch_size=batch_size,
                 group_assignment=group_assignment,
             )
         require_reduced(updates, axis_name, grads)
@@ -234,23 +313,30 @@ def cross_shard(
             updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
             updates = _map_values(lambda g: g * size, updates)
-        return updates, memory
+        return updates, memory, outliers, measured
 
     def init(params):
         check_params(params)
         own = localize_where_mapped
-        if group_assignment is None:
-            state = inner.init(params)
-        else:
+        if group_assignment is not None:
             # The groups' states will differ, so all of it varies from the start.
-            state = own(inner.init(own(params, axis_name)), axis_name)
-        if not keeps_memory:
+            params = own(params, axis_name)
+        state = inner.init(params)
+        if group_assignment is not None:
+            state = own(state, axis_name)
+        if not keeps_state:
             return state
-        return CrossShardState(own(exchange.init(params), axis_name), state)
+        kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
+        measured = like_params(start(), params, axis_name) if measure else ()
+        return CrossShardState(*kept, measured, state)
 
-    def update(updates, state, params=None, *, weight=None, **extra_args):
+    def update(
+        updates, state, params=None, *, weight=None, batch_size=None, **extra_args
+    ):
         check_grads(updates, params)
-        memory, inner_state = state if keeps_memory else ((), state)
+        memory, outliers, measured, inner_state = (
+            state if keeps_state else ((), (), (), state)
+        )
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -258,14 +344,20 @@ def cross_shard(
             weight=weight,
             group_assignment=group_assignment,
         )
-        updates, memory = reduced(updates, memory, weight)
+        batch_size = check_batch_size(batch_size)
+        updates, memory, outliers, now = reduced(
+            updates, memory, outliers, measured, weight, batch_size
+        )
         with explains_rows(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )
         state = vary_like(new_state, inner_state)
-        if keeps_memory:
-            state = CrossShardState(memory, state)
+        if measure:
+            own = localize(measured.update_norm, axis_name)
+            now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
+        if keeps_state:
+            state = CrossShardState(memory, outliers, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -400,14 +492,17 @@ def _check_weight_argument(weight: Any, reduction: Reduction, grads: Grads) -> N
 def _exchanged(
     grads: Tree,
     memory: Any,
+    outliers: Any,
+    measured: Any,
     exchange: Exchange,
     axis_name: AxisName,
     *,
     reduction: Reduction,
     weight: Any,
+    batch_size: Any,
     group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any]:
-    """The mean or sum of all replicas' gradients, and what the exchange remembers."""
+) -> tuple[Tree, Any, Any, Any]:
+    """The mean or sum of all gradients, what the exchange remembers, and measures."""
     require_local(grads, axis_name, "gradient")
     if weight is not None and not exchange.takes_weights:
         if jnp.result_type(weight) != jnp.bool_:
@@ -419,13 +514,33 @@ def _exchanged(
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
-    mean, _, memory = exchange.meet(grads, memory, axis_name, weight=weight, **groups)
+    if not measured or exchange.meet_and_sum is None:
+        mean, _, memory = exchange.meet(
+            grads, memory, axis_name, weight=weight, **groups
+        )
+    else:
+        # Over other axes along which gradients vary lie shards.
+        own = localize(measured.update_norm, axis_name)
+        scalars = to_sum(
+            square_sum(grads, own),
+            axis_name,
+            weight=weight,
+            alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
+            batch_size=batch_size,
+        )
+        mean, _, memory, sums, total = exchange.meet_and_sum(
+            grads, memory, axis_name, scalars, weight=weight, **groups
+        )
+        mean_square = square_sum(mean, own)
+        measured = measure_of(measured, sums, total, mean_square, batch_size)
+    outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
     if reduction == "mean":
-        return mean, memory
+        return mean, memory, outliers, measured
     size = axis_size(axis_name)
     if group_assignment is not None:
         size = len(group_assignment[0])
-    return _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean), memory
+    total = _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean)
+    return total, memory, outliers, measured
 
 
 def _map_values(function, grads):

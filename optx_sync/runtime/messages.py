@@ -27,6 +27,7 @@ class Push(NamedTuple):
     seconds: float = 0.0  # how long the exchange before this one took
     lost: int = 0  # pushes that it was told are lost, since its last push
     bytes: int = 0  # of all its arrays, on all servers
+    tokens: float = 1.0  # behind it, as the worker counts them
 
 
 class Reply(NamedTuple):

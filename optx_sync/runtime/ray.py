@@ -10,7 +10,13 @@ from typing import Any
 
 import optax
 
-from optx_sync.center.rule import Period, check_period
+from optx_sync.center.rule import (
+    Period,
+    Weigh,
+    check_period,
+    check_rule,
+    weighed,
+)
 from optx_sync.checks import check_inner
 from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
@@ -49,6 +55,7 @@ def run(
     address: str | None = None,
     checkpoint_every: int = 100,
     replay: bool = False,
+    weigh: Weigh | None = None,
 ) -> tuple[Any, History]:
     """Train with workers that do not wait for each other, on this machine or a cluster.
 
@@ -99,6 +106,10 @@ def run(
         replay: Workers keep what they push until a checkpoint covers it, at most
             2 `checkpoint_every` pushes each, and send it again when a server died: then
             its death loses nothing. With center rules only.
+        weigh: `(at: Round) -> factor`, traced at the servers: how much of a push the
+            center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
+            many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
+            at.staleness) ** -0.5`. With center rules only.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -113,6 +124,9 @@ def run(
         ValueError: Numbers out of range; several servers for `SyncReplicas`; `replay`
             without checkpoints; an `exchange` that does not fit.
     """
+    if weigh is not None:
+        check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
+        agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     way_of(agreement, num_workers, communication_period, exchange)
     check_period(communication_period)
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")

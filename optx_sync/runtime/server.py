@@ -358,7 +358,7 @@ class Server:
     def _apply(self, push: Push, sizes, book: Book) -> Reply | None:
         worker = push.worker
         staleness = self._holder.staleness(worker)
-        reply = self._holder.absorb(worker, push.arrays, push.steps, sizes)
+        reply = self._holder.absorb(worker, push, sizes)
         if reply is None:
             return None
         self._holder.release(self._left)

@@ -129,11 +129,15 @@ class Worker:
         """The parameters to compute the next gradient at."""
         return self._own.params
 
-    def step(self, grads: Any, **what_to_show: Any) -> None:
+    def step(
+        self, grads: Any, *, tokens: float | None = None, **what_to_show: Any
+    ) -> None:
         """One step with a gradient at `params`, and an exchange if one is due.
 
         Args:
             grads: The gradient: like `params`; leaves may be `IndexedSlices` or `None`.
+            tokens: The tokens or examples behind the gradient, for `weigh` of a run
+                (`Round.tokens`). `None`: each step counts 1.
             **what_to_show: Numbers for the display and the history, such as `loss=`.
                 They are read at an exchange only.
 
@@ -146,6 +150,7 @@ class Worker:
         check_grads(grads, self._like)
         self.local_step += 1
         self._unpushed += 1
+        self._tokens += 1.0 if tokens is None else float(tokens)
         if self._own.step(grads, self.local_step - 1):
             self._exchange(what_to_show)
 
@@ -178,6 +183,7 @@ class Worker:
                 seconds=self._seconds,
                 lost=self._untold,
                 bytes=bytes_of(arrays),
+                tokens=self._tokens,
             )
         )
         self._untold = 0
@@ -189,6 +195,7 @@ class Worker:
         self.global_step = reply.global_step
         self._own.land(reply.arrays, self._place)
         self._unpushed = 0
+        self._tokens = 0.0
         self._seconds = time.perf_counter() - begin
 
     def _hear(self, reply: Reply) -> None:
@@ -211,6 +218,7 @@ class Worker:
         self.global_step: int = joined.global_step
         self.incarnation: int = joined.incarnation
         self._unpushed: int = 0
+        self._tokens: float = 0.0
         self._own.start(joined.arrays, self._place)
         return joined
 

@@ -25,6 +25,7 @@ from optx_sync.center.formulas import (
     start_accumulated,
     start_center,
     take,
+    weigh_alone,
     worker_params,
 )
 from optx_sync.center.fragments import (
@@ -42,9 +43,11 @@ from optx_sync.center.rule import (
     CenterRule,
     Period,
     Round,
+    Weigh,
     check_period,
     check_rule,
     keeps_before,
+    weighed,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.exchange.rule import Exchange
@@ -54,6 +57,8 @@ from optx_sync.simulate.replay import (
     Record,
     check_workers,
     replay,
+    row_of,
+    with_row,
 )
 from optx_sync.trees import zeros_like
 
@@ -69,6 +74,8 @@ class WorkerState(NamedTuple):
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
     rounds: jax.Array  # int32[], its rounds
+    tokens: jax.Array  # float32[], since its last round
+    seen: jax.Array  # int32[], the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
 
@@ -125,6 +132,8 @@ def asynchronous(
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
     record: Record = None,
+    weigh: Weigh | None = None,
+    tokens: Any = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
 
@@ -174,6 +183,11 @@ def asynchronous(
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
             function of (params, center): its results are `recorded` instead. The
             counters are kept of every event.
+        weigh: `(at: Round) -> factor`, traced: of a contribution, from its `staleness`,
+            its `tokens` and how many its worker has pushed (`num_pushed`), for example
+            `lambda at: (1.0 + at.staleness) ** -0.5`.
+        tokens: [T], the tokens or examples behind the gradient of each event, for
+            `weigh`. `None`: each counts 1.
 
     Returns:
         An `AsynchronousRecord`.
@@ -220,6 +234,12 @@ def asynchronous(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
+    if weigh is not None and (fragments is not None or delay):
+        raise ValueError(
+            "weigh= is for contributions that land whole and at once; got fragments or "
+            "delay as well. Leave one of them out."
+        )
+    rule = weighed(rule, weigh)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
@@ -233,19 +253,35 @@ def asynchronous(
     between = steps_between(period, parts.number, delay)
     buffer = Buffer(parts, center)
     workers = check_workers(workers, num_workers)
+    if tokens is not None and jnp.shape(tokens) != workers.shape:
+        raise ValueError(
+            f"tokens must hold a number for each of the {len(workers)} events; got "
+            f"shape {jnp.shape(tokens)}."
+        )
     # What the worker took last is its own business once the center has moved on: a rule
     # that takes the center whole may contribute the way from there.
     keeps_taken = rule.take is None or keeps_before(rule, period)
     shares_powers = rule.outer is inner
 
-    def work(number, place, own, center, outer):
+    def work(number, place, own, center, outer, global_step):
         """One event: what is the worker's, the center's, and whether they met."""
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
+        behind = jnp.float32(1)
+        if tokens is not None:
+            behind = jnp.asarray(tokens)[number].astype(jnp.float32)
+        behind = own.tokens + behind
 
         def at_of(steps):
-            return Round(num_workers, static_period, steps)
+            return Round(
+                num_workers,
+                static_period,
+                steps,
+                staleness=global_step - own.seen,
+                tokens=behind,
+                num_pushed=own.rounds + 1,
+            )
 
         updates, own_inner, accumulated = local_step(
             inner,
@@ -273,6 +309,7 @@ def asynchronous(
                 messages, codes = encoded(exchange, pushed, now.exchange)
                 pushed = decoded(exchange, messages, pushed)
                 now = now._replace(exchange=codes)
+            pushed = weigh_alone(rule, pushed, at)
             now = now._replace(accumulated=zeros_like(now.accumulated))
             return now, pushed, at
 
@@ -280,7 +317,9 @@ def asynchronous(
             outer, own_inner, taken = now.outer, now.inner, now.taken
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
-            after, outer = absorb(rule, now.center, outer, pushed)
+            after, outer = absorb(
+                rule, now.center, outer, pushed, num_workers=num_workers
+            )
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
             if keeps_taken:
@@ -339,6 +378,8 @@ def asynchronous(
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             rounds=own.rounds + rounds,
+            tokens=jnp.where(due, 0.0, behind),
+            seen=jnp.where(due, global_step + 1, own.seen),
             ages=ages,
             pending=now.pending,
         )
@@ -354,11 +395,12 @@ def asynchronous(
         own, center, outer, rounds = jax.lax.cond(
             place == worker,
             lambda *operands: work(number, place, *operands),
-            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
-            *(_row(state.workers, place), state.center, state.outer),
+            lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
+            *(row_of(state.workers, place), state.center, state.outer),
+            state.global_step,
         )
         state = AsynchronousState(
-            workers=_with_row(state.workers, place, own),
+            workers=with_row(state.workers, place, own),
             center=center,
             outer=outer,
             global_step=state.global_step + rounds,
@@ -383,6 +425,8 @@ def asynchronous(
         local_step=count,
         steps_since_round=count,
         rounds=count,
+        tokens=jnp.zeros((), jnp.float32),
+        seen=count,
         ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
         pending=Pending(buffer.zeros(), count, ()) if delay else (),
     )
@@ -430,17 +474,4 @@ def _with_powers(state: Any, source: Any) -> Any:
         state,
         source,
         is_leaf=is_rule_state,
-    )
-
-
-def _row(tree, place):
-    """One worker's part of stacked trees."""
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
-    )
-
-
-def _with_row(tree, place, row):
-    return jax.tree.map(
-        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
     )

@@ -19,7 +19,6 @@ from optx_sync.center.coded import (
 from optx_sync.center.formulas import start_center
 from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
 from optx_sync.simulate import asynchronous
-from tests import contexts
 
 exchange = oxs.exchange
 PARAMS = {
@@ -79,7 +78,7 @@ def test_what_is_lost_is_known_and_fed_back():
             found[name] = arrived, states, messages
         return found
 
-    program = jax.jit(push_twice, compiler_options=contexts.ONCE)
+    program = jax.jit(push_twice)
     for name, (arrived, states, messages) in program(center).items():
         assert (
             bytes_of(messages)

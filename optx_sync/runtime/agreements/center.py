@@ -20,6 +20,7 @@ from optx_sync.center.formulas import (
     start_accumulated,
     start_center,
     take,
+    weigh_alone,
     worker_params,
 )
 from optx_sync.center.rule import CenterRule, Period, Round, reads
@@ -39,7 +40,7 @@ from optx_sync.runtime.agreements.contract import (
     own_buffers,
     tree_of,
 )
-from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import is_finite
 
 # Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
@@ -138,7 +139,9 @@ class Center:
         # A contribution made at the server has not been divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
         self.keeps_before: bool = "before" in self.traffic.replies
-        self.adds: bool = rule.outer is None and not self.at_server
+        self.adds: bool = (
+            rule.outer is None and rule.weigh is None and not self.at_server
+        )
         self.outer: Any = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
@@ -160,11 +163,11 @@ class Center:
         else:
             self.center = {path: jnp.array(array) for path, array in center.items()}
 
-    def _next(self, center, outer, spare, spare_outer, sent, steps):
+    def _next(self, center, outer, spare, spare_outer, sent, known):
         given = (center, outer, sent)
         center = self.variables.tree(center)
+        at = self.at._replace(**known)
         if self.at_server:
-            at = self.at._replace(steps=steps)
             sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
             # The center stands for what the formula does not read and was not sent.
             own = own_of(
@@ -178,24 +181,31 @@ class Center:
                 total = divide(total, at.num_workers)
         else:
             total = self.variables.tree(sent["contribution"])
-        center, outer = absorb(self.rule, center, outer, total)
+        total = weigh_alone(self.rule, total, at)
+        center, outer = absorb(
+            self.rule, center, outer, total, num_workers=at.num_workers
+        )
         # A sum of squares is finite only if its terms are, and quicker than a look at
         # each of them.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
         return *own_buffers((self.variables.arrays(center), outer), given), squares
 
-    def absorb(
-        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
-    ) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """The next center, and what the worker gets back."""
         self._look_back()
-        before = self.center
+        before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
         spare = self.spare.pop() if self.spare else self._buffers()
         if not self.adds:
+            known = {
+                "steps": jnp.int32(push.steps),
+                "staleness": jnp.int32(self.staleness(worker)),
+                "tokens": jnp.float32(push.tokens),
+                "num_pushed": jnp.int32(push.round),
+            }
             center, outer, squares = self._step(
-                before, self.outer, spare, self.spare_outer, sent, jnp.int32(steps)
+                before, self.outer, spare, self.spare_outer, sent, known
             )
             self.spare_outer = outer
             # Where all is small nobody waits for this: the answer may be the center
@@ -298,6 +308,7 @@ class Center:
         """The rule's formulas by name, and the outer state."""
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
+        formulas += [] if rule.weigh is None else [rule.weigh]
         return described("center", formulas, self.outer)
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:

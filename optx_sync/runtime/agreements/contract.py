@@ -13,7 +13,7 @@ import optax
 from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.exchange.rule import Exchange
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
@@ -25,9 +25,7 @@ class Held(Protocol):
     global_step: int
     expected: "Expected"
 
-    def absorb(
-        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
-    ) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Take what a worker sends; `None`, and nothing has changed, if it overflows.
 
         `sizes` are bounds of the arrays' elements, from `Expected.look`.

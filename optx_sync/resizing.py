@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`resize`: go on with another number of workers.
+
+Every state of this package answers for itself: `resized(how, fresh)` is the state of
+`how.after` workers, of which it keeps what they share, and says to `how.loses` what it
+cannot keep. All arrays have the worker axis in front then, `[N, ...]`, also those that
+are equal on all workers. `fresh` is the state of a worker that begins.
+"""
+
+import copy
+import warnings
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.checks import check_count
+from optx_sync.sharding import state_axes
+from optx_sync.trees import Tree, is_inexact, is_masked, path_name
+
+Joiners: TypeAlias = Literal["mean", "first", "fresh"]
+
+
+def resize(
+    tx: optax.GradientTransformation,
+    params: Tree,
+    state: optax.OptState,
+    n: int,
+    *,
+    joiners: Joiners = "mean",
+    replicated: bool = False,
+    strict: bool = False,
+) -> tuple[Tree, optax.OptState]:
+    """Go on with another number of workers: the parameters and state of `n` of them.
+
+    For the state of any transformation, with wrappers of this package anywhere in it,
+    stacked as a whole or as `oxs.state_axes` says. Where there are fewer the last
+    workers leave, where there are more the new ones come last. What becomes of what:
+
+        shared by all workers (center, outer state, counters)    stays as it is
+        parameters of a rule that takes the center               the center
+        parameters of others                   survivors keep theirs; joiners begin at
+                                               the center, without one at the mean
+        the worker's own, such as Adam's       survivors keep theirs; joiners get the
+        moments and counts                     mean, of integers the maximum
+        error feedback                         what leavers owe is shared out
+        gradients accumulated for an update    dropped
+
+    Moments and counts travel together: a joiner's schedules go on, and its second
+    moments are never 0 with a count above 0. Right after a round
+    (`oxs.metrics(state).steps_since_round == 0`) nothing that was learned is lost with
+    a rule that takes the center. In the middle of one, what workers learned and
+    accumulated since the last is dropped with a warning, or refused with `strict`.
+
+    It works on the host, on whole arrays. Place the result as `oxs.state_shardings`
+    says. The number of workers also stands in the transformation where `moving_rate` or
+    `num_workers` was computed from it: `tx` is the one to go on with.
+
+    Args:
+        tx: The transformation for `n` workers, like the one that made the state.
+        params: The parameters of all N workers, `[N, ...]`.
+        state: The state of all N workers.
+        n: The number of workers to go on with.
+        joiners: What new workers begin with of what is a worker's own. `"mean"` of the
+            others; the `"first"` one's; or `"fresh"`, what `tx.init` gives.
+        replicated: As for `oxs.state_axes`: the parameters have no worker axis.
+        strict: Refuse what would have to be dropped.
+
+    Returns:
+        `(params, state)` of `n` workers, in the form in which they came. With the same
+        number they are what they were, to the bit.
+
+    Raises:
+        TypeError: `n` is no integer.
+        ValueError: `n` below 1; a state that is not of `tx` or has no worker axis; with
+            `strict` one in the middle of a round; center rules in each other in the
+            middle of a round; a state in pieces (`shard_state`, `shard_center`).
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.diloco(optax.adam(0.1), "workers")
+        >>> params, state, axes = oxs.start_workers(tx, jnp.ones(3), 8)
+        >>> params, state = oxs.resize(tx, params, state, 5)
+        >>> params.shape, state.inner[0].mu.shape, state.center.shape
+        ((5, 3), (5, 3), (3,))
+    """
+    n = check_count("n", n, "Pass the number of workers to go on with.")
+    if joiners not in get_args(Joiners):
+        raise ValueError(
+            f"joiners must be one of 'mean', 'first' and 'fresh'; got {joiners!r}."
+        )
+    one = params
+    if not replicated:
+        for _ in range(_worker_axes(state)):
+            one = jax.tree.map(_first_of, one)
+    like = jax.eval_shape(tx.init, one)
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        raise ValueError(
+            "This is not a state of tx: they differ in structure, "
+            f"{jax.tree.structure(state)} and {jax.tree.structure(like)}. Pass the "
+            "transformation to go on with, built like the one that made the state."
+        )
+    axes = state_axes(tx, one, replicated=replicated)
+    has_axis = _has_axis(state, like, axes)
+    sizes = {
+        x.shape[0]
+        for x, there in zip(jax.tree.leaves(state), has_axis, strict=True)
+        if there
+    }
+    if not replicated:
+        sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
+            "workers, of one run, as oxs.start_workers stacks them."
+        )
+    before = sizes.pop() if sizes else n
+    if n == before:
+        return jax.tree.map(jnp.copy, (params, state))
+    how = Resizing(before, n, joiners)
+    whole, treedef = jax.tree.flatten(state)
+    stacked = treedef.unflatten(
+        _on_host(x) if there else _repeat(_on_host(x), before)
+        for x, there in zip(whole, has_axis, strict=True)
+    )
+    everyone = jax.tree.map(_on_host, params)
+    if replicated:
+        everyone = jax.tree.map(lambda x: _repeat(x, before), everyone)
+    new_params = how.own(everyone, None)
+    for node in _nodes(stacked):
+        if hasattr(node, "resized_params"):
+            new_params = node.resized_params(how, new_params)
+    last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
+    for _ in range(0 if replicated else _worker_axes(state) - 1):
+        last = jax.tree.map(lambda x: x[0], last)
+    fresh = jax.tree.map(_on_host, tx.init(last))
+    resized = how.tree(stacked, fresh)
+    _say(how.lost, strict)
+    leaves = [
+        x if there else x[0]
+        for x, there in zip(jax.tree.leaves(resized), has_axis, strict=True)
+    ]
+    if replicated:
+        new_params = jax.tree.map(lambda x: x[0], new_params)
+    return jax.tree.map(_back, (new_params, treedef.unflatten(leaves)))
+
+
+class Resizing:
+    """From how many workers to how many, and what becomes of arrays `[N, ...]`."""
+
+    def __init__(self, before: int, after: int, joiners: Joiners):
+        self.before, self.after, self.joiners = before, after, joiners
+        self.lost: list[str] = []
+        # Under a mean what one replica owes counts as a share of all of them.
+        self.owed_scale = after / before
+
+    def of_sums(self) -> "Resizing":
+        """The same where contributions are added up: what is owed stays as it is."""
+        other = copy.copy(self)
+        other.owed_scale = 1.0
+        return other
+
+    def loses(self, what: str) -> None:
+        """Say what cannot be kept."""
+        self.lost.append(what)
+
+    def tree(self, tree: Tree, fresh: Tree) -> Tree:
+        """A tree in which states answer for themselves, and other leaves are owned."""
+
+        def visit(node, fresh):
+            if _is_node(node):
+                return node.resized(self, fresh)
+            return self.own(node, fresh)
+
+        return jax.tree.map(visit, tree, fresh, is_leaf=_is_node)
+
+    def equal(self, tree: Tree) -> Tree:
+        """What all workers share."""
+        return jax.tree.map(lambda x: _repeat(x[0], self.after), tree)
+
+    def zeros(self, tree: Tree) -> Tree:
+        """Nothing, for everyone."""
+        return jax.tree.map(
+            lambda x: np.zeros((self.after, *x.shape[1:]), x.dtype), tree
+        )
+
+    def joined_by_zeros(self, tree: Tree) -> Tree:
+        """What is a worker's own and begins at 0."""
+        none = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), tree)
+        return jax.tree.map(self._joined, tree, none)
+
+    def own(self, tree: Tree, fresh: Tree | None) -> Tree:
+        """What is a worker's own: survivors keep theirs, joiners get what is said.
+
+        `fresh` is `None` where there is no such beginning: they get the mean then.
+        """
+        leaves, treedef = jax.tree.flatten(tree)
+        begin = [None] * len(leaves) if fresh is None else treedef.flatten_up_to(fresh)
+        return treedef.unflatten(map(self._own, leaves, begin))
+
+    def owed(self, tree: Tree) -> Tree:
+        """Sums that workers still owe: none of it is lost."""
+
+        def share(x):
+            kept = x[: self.after].astype(np.float64)
+            kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
+            return (kept * self.owed_scale).astype(x.dtype)
+
+        return self.joined_by_zeros(jax.tree.map(share, tree))
+
+    def _own(self, x, fresh):
+        joiner = x[0]
+        if self.joiners == "fresh" and fresh is not None:
+            joiner = np.broadcast_to(np.asarray(fresh, x.dtype), x.shape[1:])
+        elif self.joiners != "first" and not isinstance(x, _Keys):
+            joiner = _mean(x) if is_inexact(x.dtype) else x.max(0)
+        return self._joined(x, joiner)
+
+    def _joined(self, x, joiner):
+        kept = x[: self.after]
+        new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
+        joined = np.concatenate([kept, new])
+        return _Keys.of(joined, x) if isinstance(x, _Keys) else joined
+
+
+class _Keys(np.ndarray):
+    """The numbers of random keys, which have no mean."""
+
+    impl: Any
+
+    def __array_finalize__(self, like: Any) -> None:
+        """A part of them is of the same kind."""
+        self.impl = getattr(like, "impl", None)
+
+    @staticmethod
+    def of(numbers: Any, like: Any) -> "_Keys":
+        keys = np.asarray(numbers).view(_Keys)
+        keys.impl = like.impl if isinstance(like, _Keys) else jax.random.key_impl(like)
+        return keys
+
+
+def _mean(x: np.ndarray) -> np.ndarray:
+    """The mean of the workers; of equal ones their value, to the bit."""
+    wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+    with np.errstate(invalid="ignore"):
+        mean = (wide[0] + (wide - wide[0]).mean(0)).astype(x.dtype)
+    return np.where((x == x[0]).all(0), x[0], mean)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _Keys.of(jax.device_get(jax.random.key_data(x)), x)
+    return np.asarray(jax.device_get(x))
+
+
+def _back(x: Any) -> jax.Array:
+    if isinstance(x, _Keys):
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(x)), impl=x.impl)
+    return jnp.asarray(x)
+
+
+def _repeat(x: np.ndarray, n: int) -> np.ndarray:
+    return np.broadcast_to(x, (n, *x.shape), subok=True)
+
+
+def _first_of(x: Any) -> Any:
+    if jnp.ndim(x) == 0:
+        raise ValueError(
+            "resize needs the parameters of all workers, [N, ...]; got a scalar. With "
+            "replicas whose parameters have no worker axis pass replicated=True."
+        )
+    return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
+
+
+def _is_node(x: Any) -> bool:
+    return hasattr(type(x), "resized")
+
+
+def _nodes(tree: Tree) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_node) if _is_node(x)]
+
+
+def _worker_axes(state: Any) -> int:
+    """How many worker axes parameters have: one for each of rules in each other."""
+    return max(1, *(getattr(node, "worker_axes", 1) for node in _nodes(state)), 1)
+
+
+def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
+    """Whether each leaf of a state has the worker axis."""
+    treedef = jax.tree.structure(like)
+    # Of rules in each other some have an axis of the inner workers alone.
+    counters = [getattr(node, "global_step", 0) for node in _nodes(state)]
+    stacked = any(jnp.ndim(counter) for counter in counters)
+    found = []
+    for (path, x), one, mark in zip(
+        jax.tree_util.tree_leaves_with_path(state),
+        jax.tree.leaves(like),
+        treedef.flatten_up_to(axes),
+        strict=True,
+    ):
+        more = jnp.ndim(x) - one.ndim
+        has_axis = stacked or mark is not None
+        if more < has_axis:
+            raise ValueError(
+                f"The state at {path_name(path)} has shape {jnp.shape(x)}, of one "
+                f"worker {one.shape}: it has no worker axis. Pass the state of all "
+                "workers, as oxs.start_workers gives it; with replicas whose parameters"
+                " have no worker axis pass replicated=True."
+            )
+        if jnp.shape(x)[more:] != one.shape or more >= has_axis + _worker_axes(state):
+            raise ValueError(
+                f"The state at {path_name(path)} has shape {jnp.shape(x)}, which is "
+                f"none of workers with {one.shape} each. Pass the parameters and state "
+                "of one run. (A state in pieces, of shard_state or shard_center, has "
+                "no other number of workers yet.)"
+            )
+        found.append(has_axis)
+    return found
+
+
+def _say(lost: list[str], strict: bool) -> None:
+    if not lost:
+        return
+    message = (
+        f"resize in the middle of a round drops {', '.join(lost)}. Resize right after "
+        "a round, when oxs.metrics(state).steps_since_round is 0 or the accumulated "
+        "gradients have made an update."
+    )
+    if strict:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=3)
+
+
+def take_center(how: Resizing, params: Tree, center: Tree, everyone: bool) -> Tree:
+    """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
+    first = 0 if everyone else min(how.before, how.after)
+
+    def place(c, p):
+        if is_masked(c):
+            return p
+        c = np.broadcast_to(c[0].astype(p.dtype), p.shape[1:])
+        return np.concatenate([p[:first], _repeat(c, how.after - first)])
+
+    return jax.tree.map(place, center, params, is_leaf=is_masked)

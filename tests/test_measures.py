@@ -1,0 +1,367 @@
+"""What `measure=True` says: against NumPy, in every context, and what it costs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync.measures import DECAY
+from tests import contexts
+
+AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
+PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.ones(2, np.float32)}
+SGD = optax.sgd(0.1, momentum=0.9)
+WEIGHTS = np.array([1, 3, 2, 0], np.float32)
+BATCHES = np.array([4, 1, 2, 8], np.int32)
+
+
+def cosine(vectors, shares):
+    """Of all pairs, each counted by its shares and norms."""
+    products = np.einsum("i,j,id,jd->ij", shares, shares, vectors, vectors)
+    pairs = ~np.eye(len(vectors), dtype=bool)
+    squares = shares[:, None] * shares[None] * np.sum(vectors**2, 1)[:, None]
+    return products[pairs].sum() / squares[pairs].sum()
+
+
+def reference(vectors, shares, batches, before=(0.0, 0.0)):
+    """(agreement, norm, averages of S and |G|^2), from vectors [N, D], in float64."""
+    mean = shares @ vectors
+    big, small = mean @ mean, shares @ np.sum(vectors**2, 1)
+    ka, kb = np.sum(shares**2 / batches), np.sum(shares / batches)
+    noise = (small - big) / (kb - ka)
+    averages = (noise, big - ka * noise)
+    averages = [
+        DECAY * old + (1 - DECAY) * new
+        for old, new in zip(before, averages, strict=True)
+    ]
+    return cosine(vectors, shares), np.sqrt(small), *averages
+
+
+def flat(tree):
+    return np.concatenate(
+        [np.asarray(x, np.float64).reshape(x.shape[0], -1) for x in tree.values()], 1
+    )
+
+
+def draw(steps, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: (0.5 + rng.normal(size=(steps, WORKERS, *p.shape))).astype("f4"),
+        PARAMS,
+    )
+
+
+def everything():
+    """All wrappers that measure, side by side on the same gradients."""
+    options: dict[str, Any] = {"communication_period": 1, "measure": True}
+    sync: Any = oxs.sync_replicas
+    parts = {
+        "weighed": oxs.cross_shard(SGD, AXIS, measure=True),
+        "equal": oxs.cross_shard(SGD, AXIS, measure=True, reduction="sum"),
+        "groups": oxs.cross_shard(
+            SGD, AXIS, group_assignment=[[0, 2], [1, 3]], measure=True
+        ),
+        "sync": sync(SGD, AXIS, 6, measure=True),
+        "center": oxs.diloco(
+            optax.sgd(1.0),
+            AXIS,
+            outer=optax.sgd(0.5),
+            drop_nonfinite=True,
+            **options,
+        ),
+    }
+
+    def init(params):
+        return {name: tx.init(params) for name, tx in parts.items()}
+
+    def update(grads, state, params, *, weight, batch_size, contributes):
+        extra: dict[str, Any] = {
+            "weighed": {"weight": weight, "batch_size": batch_size},
+            "equal": {"batch_size": 5},
+            "sync": {"batch_size": batch_size, "contributes": contributes},
+        }
+        after = {
+            name: tx.update(grads, state[name], params, **extra.get(name, {}))[1]
+            for name, tx in parts.items()
+        }
+        return jax.tree.map(jnp.zeros_like, params), after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_the_same_in_every_context(context):
+    """The last of two steps, the gradients that were used in `sync` being 4 + 3."""
+    grads = draw(2)
+    contributes = np.array([[True] * 4, [True, True, False, True]])
+    extra = {
+        "weight": np.stack([WEIGHTS] * 2),
+        "batch_size": np.stack([BATCHES] * 2),
+        "contributes": contributes,
+    }
+    _, state = contexts.replay(context, everything(), PARAMS, grads, extra)
+    vectors = np.stack([flat(jax.tree.map(lambda g, t=t: g[t], grads)) for t in (0, 1)])
+    shares = WEIGHTS / WEIGHTS.sum()
+    equal = np.full(4, 0.25)
+
+    def twice(vectors, shares, batches):
+        first = reference(vectors[0], shares, batches)
+        return reference(vectors[1], shares, batches, first[2:])
+
+    # The workers stay where they are, and the center has made half a step before.
+    moved = vectors[1] - 0.5 * equal @ vectors[0]
+    six = np.concatenate([vectors[0], vectors[1][contributes[1]]])[:6]
+    batches = np.concatenate([BATCHES, BATCHES[contributes[1]]])[:6]
+    expected = {
+        "weighed": (*twice(vectors, shares, BATCHES), 3),
+        "equal": (*twice(vectors, equal, np.full(4, 5)), 4),
+        "sync": (*reference(six, np.full(6, 1 / 6), batches), 6),
+        "center": (*reference(moved, equal, np.ones(4))[:2], 0, 0, 4),
+    }
+    for name, (agreement, norm, noise, signal, contributors) in expected.items():
+        found = oxs.metrics(state[name])
+        for value, right in (
+            (found.agreement, agreement),
+            (found.contribution_norm, norm),
+            (found.contributors, contributors),
+        ):
+            np.testing.assert_allclose(value, np.full_like(value, right), rtol=1e-5)
+        if name != "center":
+            np.testing.assert_allclose(
+                found.noise_scale,
+                np.full_like(found.noise_scale, noise / signal),
+                rtol=2e-4,
+            )
+    # The update of the second step, and how far the outer optimizer moved the center.
+    first, second = np.mean(vectors, 1)
+    for name, right in (
+        ("equal", 0.4 * (second + 0.9 * first)),
+        ("center", 0.5 * equal @ moved),
+    ):
+        found = oxs.metrics(state[name]).update_norm
+        np.testing.assert_allclose(
+            found, np.full_like(found, np.linalg.norm(right)), rtol=1e-5
+        )
+    groups = oxs.metrics(state["groups"])
+    for members in ([0, 2], [1, 3]):
+        right = twice(vectors[:, members], np.full(2, 0.5), np.ones(2))
+        for member in members:
+            np.testing.assert_allclose(
+                groups.agreement.reshape(-1)[member], right[0], rtol=1e-5
+            )
+
+
+def test_noise_scale_of_a_linear_regression():
+    """At a fixed point the trace of the covariance and |G|^2 are known."""
+    size, batch, replicas = 32, 4, 8
+    tx: Any = oxs.cross_shard(optax.sgd(0.0), AXIS, measure=True)
+    error = np.linspace(-1, 1, size, dtype=np.float32) * 0.5
+
+    def gradient(key):
+        inputs, noise = jax.random.split(key)
+        x = jax.random.normal(inputs, (batch, size))
+        residual = x @ error + jax.random.normal(noise, (batch,))
+        return jnp.mean(x * residual[:, None], 0)
+
+    def step(state, key):
+        grads = jax.vmap(gradient)(jax.random.split(key, replicas))
+        update = jax.vmap(
+            lambda g: tx.update(g, state, jnp.zeros(size), batch_size=batch)[1],
+            axis_name=AXIS,
+            out_axes=None,
+        )
+        return update(grads), None
+
+    def run(key):
+        start = tx.init(jnp.zeros(size))
+        return jax.lax.scan(step, start, jax.random.split(key, 800))[0]
+
+    found = oxs.metrics(jax.jit(run)(jax.random.key(0))).noise_scale
+    signal = float(error @ error)
+    noise = (size + 1) * signal + size
+    np.testing.assert_allclose(found, noise / signal, rtol=0.05)
+
+
+def test_unbiased_with_unequal_batches_and_weights():
+    """Means over draws of g_i = G + e_i / sqrt(b_i), the covariance of e being I."""
+    draws, size = 20_000, 7
+    truth = np.arange(1.0, 1 + size, dtype=np.float32) / 4
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(WORKERS, draws, size)).astype(np.float32)
+    grads = truth + noise / np.sqrt(BATCHES)[:, None, None]
+    tx: Any = oxs.cross_shard(optax.identity(), AXIS, measure=True)
+
+    def averages(grads, weight, batch):
+        def one(grads):
+            state = tx.update(grads, tx.init(grads), weight=weight, batch_size=batch)[1]
+            return state.measured.noise, state.measured.signal
+
+        noise, signal = jax.vmap(one)(grads)
+        return jnp.mean(noise) / (1 - DECAY), jnp.mean(signal) / (1 - DECAY)
+
+    for weights in (WEIGHTS, WEIGHTS + 1):
+        each = jax.vmap(averages, out_axes=None, axis_name=AXIS)
+        found = jax.jit(each)(grads, weights, BATCHES)
+        np.testing.assert_allclose(found, (size, float(truth @ truth)), rtol=0.01)
+
+
+def test_a_replica_without_weight_leaves_no_trace():
+    tx: Any = oxs.cross_shard(SGD, AXIS, measure=True)
+    grads = jax.tree.map(lambda g: g[0], draw(1))
+    broken = jax.tree.map(
+        lambda g: np.concatenate([g[:3], np.full_like(g[:1], np.nan)]), grads
+    )
+
+    def measured(grads, weight):
+        state = tx.update(grads, tx.init(PARAMS), PARAMS, weight=weight)[1]
+        return oxs.metrics(state)
+
+    run = jax.jit(jax.vmap(measured, out_axes=None, axis_name=AXIS))
+    found = run(broken, np.array([True, True, True, False]))
+    expected = run(jax.tree.map(lambda g: g[:3], grads), np.ones(3, bool))
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=1e-5)
+    nobody = run(broken, np.zeros(4, bool))
+    assert np.isfinite(np.stack(nobody[:5])).all() and float(nobody.contributors) == 0
+
+
+def test_rows_are_measured_as_the_table_would_be():
+    rng = np.random.default_rng(3)
+    table = np.zeros((5, 2), np.float32)
+    ids = rng.integers(0, 5, (WORKERS, 4), np.int32)  # of which some are equal
+    values = rng.normal(size=(WORKERS, 4, 2)).astype(np.float32)
+    tx: Any = oxs.cross_shard(oxs.optimizers.gradient_descent(0.1), AXIS, measure=True)
+
+    def measured(rows, dense):
+        grads = oxs.IndexedSlices(*rows)
+        if dense:
+            grads = grads.to_dense(5)
+        return oxs.metrics(tx.update(grads, tx.init(table), table)[1])
+
+    def both(*rows):
+        return measured(rows, False), measured(rows, True)
+
+    each = jax.jit(jax.vmap(both, out_axes=None, axis_name=AXIS))
+    found, expected = each(ids, values)
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=1e-5)
+
+
+def test_a_scalar_for_each_measure_and_no_collective_more():
+    params = {"w": jnp.zeros(50), "b": jnp.zeros(3)}
+    mesh = contexts.mesh()
+
+    def communicated(build, extra, **options):
+        tx = build(**options)
+
+        def local(grads, extra):
+            state = tx.init(oxs.localize(params, AXIS))
+            grads, extra = oxs.unstack((grads, extra))
+            return oxs.stack(tx.update(grads, state, params, **extra), 1)
+
+        grads = oxs.stack(params, WORKERS)
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+        )
+        calls = oxs.audit.collectives(mapped, grads, extra)
+        assert {call.kind for call in calls} == {"all-reduce"}
+        return len(calls), sum(call.bytes for call in calls)
+
+    weights = {"weight": WEIGHTS}
+    for build, extra, scalars in (
+        (lambda **o: oxs.cross_shard(SGD, AXIS, **o), {}, 1),
+        (lambda **o: oxs.cross_shard(SGD, AXIS, **o), weights, 4),
+        (
+            lambda **o: oxs.cross_shard(SGD, AXIS, **o),
+            {**weights, "batch_size": BATCHES},
+            5,
+        ),
+        (lambda **o: oxs.sync_replicas(SGD, AXIS, 4, **o), {}, 2),
+        (lambda **o: oxs.diloco(SGD, AXIS, communication_period=1, **o), {}, 1),
+    ):
+        without = {k: v for k, v in extra.items() if k == "weight"}
+        calls, size = communicated(build, without)
+        assert communicated(build, extra, measure=True) == (calls, size + 4 * scalars)
+
+
+def test_a_state_can_be_donated():
+    for leaf in (leaves := jax.tree.leaves(everything().init(PARAMS))):
+        assert isinstance(leaf, jax.Array)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+def test_what_is_refused():
+    eight_bits = oxs.exchange.quantized()
+    for options, message in (
+        ({"grads": "averaged"}, "own gradients, but grads='averaged' says"),
+        ({"grads": "summed"}, "own gradients, but grads='summed' says"),
+        ({"exchange": eight_bits}, "this exchange gives another one, coded or cut"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            oxs.cross_shard(SGD, AXIS, measure=True, **options)
+    with pytest.raises(ValueError, match="this exchange gives another one"):
+        oxs.sync_replicas(SGD, AXIS, 2, measure=True, exchange=eight_bits)
+
+    def update(tx, grads, **extra):
+        def one(_):
+            return tx.update(grads, tx.init(PARAMS), PARAMS, **extra)[0]
+
+        return jax.vmap(one, axis_name=AXIS)(jnp.arange(2))
+
+    tx = oxs.cross_shard(SGD, AXIS, measure=True)
+    with pytest.raises(ValueError, match=r"batch_size must be a scalar.*\(2,\)"):
+        update(tx, PARAMS, batch_size=np.ones(2))
+    with pytest.raises(ValueError, match="batch_size must be a number of examples"):
+        update(tx, PARAMS, batch_size=-1)
+    rows = oxs.IndexedSlices(jnp.zeros(1, jnp.int32), jnp.ones((1, 2)))
+    with pytest.raises(ValueError, match=r"row-sparse, which measure=True does not"):
+        update(oxs.sync_replicas(SGD, AXIS, 2, measure=True), {**PARAMS, "w": rows})
+
+    # Where types tell: gradients that autodiff has summed.
+    def local(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    summed = jax.shard_map(
+        local, mesh=contexts.mesh(), in_specs=P(), out_specs=P(), check_vma=True
+    )
+    with pytest.raises(ValueError, match="does not vary over the mesh axis"):
+        summed(PARAMS)
+    # Without measure=True there is nothing to read; a center rule says what it can.
+    with pytest.raises(ValueError, match=r"measures nothing\. Pass measure=True"):
+        oxs.metrics(
+            oxs.cross_shard(
+                SGD, AXIS, exchange=oxs.exchange.error_feedback(eight_bits)
+            ).init(PARAMS)
+        )
+    coded = oxs.local_sgd(SGD, AXIS, measure=True, exchange=eight_bits)
+    assert oxs.metrics(coded.init(PARAMS)).agreement is None
+
+
+def test_shards_of_a_replica_are_one():
+    """Norms go over all shards where types tell which axes these lie along."""
+    grads = {"w": draw(1)["w"][0], "b": draw(1)["b"][0]}
+    tx: Any = oxs.cross_shard(SGD, AXIS, measure=True)
+    mesh = jax.make_mesh(
+        (WORKERS, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    specs = {"w": P(None, "model"), "b": P()}
+
+    def local(params, grads):
+        grads = oxs.unstack(grads)
+        return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
+
+    found = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, {"w": P(AXIS, None, "model"), "b": P(AXIS)}),
+            out_specs=P(),
+        )
+    )(PARAMS, grads)
+    vectors = flat(grads)
+    agreement, norm, noise, signal = reference(vectors, np.full(4, 0.25), np.ones(4))
+    expected = (noise / signal, agreement, norm, 0.1 * np.linalg.norm(vectors.mean(0)))
+    np.testing.assert_allclose(found, (*expected, 4), rtol=1e-4)

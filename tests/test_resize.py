@@ -1,0 +1,286 @@
+"""Another number of workers: what stays to the bit, what joiners get, what is lost."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+
+AXIS, N = "workers", 8
+PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
+ADAM = optax.adam(0.1)
+NOISY = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1, momentum=0.9))
+OWES = oxs.exchange.error_feedback(oxs.exchange.power_sgd(1))
+CASES: dict[str, Any] = {
+    "diloco": oxs.diloco(ADAM, AXIS, measure=True, drop_nonfinite=True),
+    "chain": optax.chain(optax.clip(1.0), oxs.diloco(ADAM, AXIS)),
+    "masked": optax.masked(oxs.local_sgd(ADAM, AXIS), {"w": True, "b": False}),
+    "agn": oxs.agn(optax.adam(0.1), AXIS),
+    "elastic": oxs.elastic_average(ADAM, AXIS, moving_rate=0.1, rho=0.3, exchange=OWES),
+    "local_sgd": oxs.local_sgd(NOISY, AXIS, exchange=OWES),
+    "gossip": oxs.gossip(ADAM, AXIS, outer=optax.sgd(0.7, 0.5)),
+    "sync": oxs.sync_replicas(ADAM, AXIS, 3, variable_averages=0.9, measure=True),
+    "cross_shard": oxs.cross_shard(ADAM, AXIS, exchange=OWES),
+    "plain": ADAM,
+}
+SHARED = ("center", "outer", "taken", "local_step", "steps_since_round", "global_step")
+
+
+def trained(tx, stacked=False, workers=N, params=PARAMS):
+    """Parameters and state as after some steps: numbers of which none is 0."""
+    rng = np.random.default_rng(0)
+    axes = oxs.state_axes(tx, params)
+    state = oxs.stack(tx.init(params), workers, axes)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jnp.asarray(rng.uniform(1, 2, x.shape), x.dtype)
+        return jnp.ones_like(x) if x.dtype == jnp.int32 else x
+
+    filled = jax.tree.map(fill, state)
+    leaves, treedef = jax.tree.flatten(filled)
+    marks = treedef.flatten_up_to(axes)
+    if stacked:
+        leaves = [
+            jnp.stack([x] * workers) if mark is None else x
+            for x, mark in zip(leaves, marks, strict=True)
+        ]
+    filled = treedef.unflatten(leaves)
+    for counter in ("steps_since_round", "accumulated"):
+        filled = at_a_round(filled, counter)
+    return jax.tree.map(fill, oxs.stack(params, workers)), filled
+
+
+def at_a_round(state, counter):
+    def is_ours(x):
+        return hasattr(type(x), "resized") and counter in x._fields
+
+    def zero(x):
+        if not is_ours(x):
+            return x
+        return x._replace(
+            **{counter: jax.tree.map(jnp.zeros_like, getattr(x, counter))}
+        )
+
+    return jax.tree.map(zero, state, is_leaf=is_ours)
+
+
+def equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
+        assert x.dtype == y.dtype, path
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+def shared_of(state):
+    """What workers share: in every wrapper of this package that is in a state."""
+    found = []
+    for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "resized")):
+        if hasattr(type(node), "shared_fields"):
+            found += [getattr(node, field) for field in node.shared_fields]
+    return found
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_laws(name, stacked):
+    """Quick ones, on made up numbers."""
+    tx = CASES[name]
+    params, state = trained(tx, stacked)
+    equal(oxs.resize(tx, params, state, N), (params, state))
+    fewer, fewer_state = oxs.resize(tx, params, state, 3)
+    _, more_state = oxs.resize(tx, fewer, fewer_state, N)
+    axes = None if stacked else oxs.state_axes(tx, PARAMS)
+    for of, workers in ((fewer_state, 3), (more_state, N)):
+        shapes = jax.eval_shape(lambda w=workers: oxs.stack(tx.init(PARAMS), w, axes))
+        assert jax.tree.map(jnp.shape, of) == jax.tree.map(lambda x: x.shape, shapes)
+    there = jax.tree.map(lambda x: x[:3] if stacked else x, shared_of(more_state))
+    equal(there, shared_of(fewer_state))
+    equal(there, jax.tree.map(lambda x: x[:3] if stacked else x, shared_of(state)))
+    # Survivors keep what is theirs, and joiners get moments and counts together.
+    for moment in ("mu", "nu", "trace"):
+        for path, value in optax.tree_utils.tree_get_all_with_path(state, moment):
+            after = dict(optax.tree_utils.tree_get_all_with_path(more_state, moment))
+            value, after = (jax.tree.leaves(x)[-1] for x in (value, after[path]))
+            # Of synchronous replicas these are equal, not made up as here.
+            if name != "sync" and value.shape == after.shape and len(value) == N:
+                np.testing.assert_array_equal(after[:3], value[:3])
+                assert (np.asarray(after[3:], np.float32) >= 1).all()
+    for joiners in ("first", "fresh"):
+        _, other = oxs.resize(tx, fewer, fewer_state, N, joiners=joiners)
+        for path, counts in optax.tree_utils.tree_get_all_with_path(other, "count"):
+            counts = np.asarray(counts)
+            if counts.ndim and name not in ("sync",) and "outer" not in str(path):
+                right = 0 if joiners == "fresh" else 1
+                np.testing.assert_array_equal(counts, [1] * 3 + [right] * (N - 3))
+
+
+def test_where_parameters_go():
+    for name in ("diloco", "chain", "agn", "local_sgd", "masked"):
+        tx = CASES[name]
+        params, state = trained(tx)
+        for n in (3, 11):
+            resized, new = oxs.resize(tx, params, state, n)
+            center = oxs.center_params(new, oxs.unstack(resized))
+            equal(resized["w"], oxs.stack(center["w"], n))
+            if name == "masked":  # what no center holds stays a worker's own
+                kept = min(n, N)
+                np.testing.assert_array_equal(resized["b"][:kept], params["b"][:kept])
+            else:
+                equal(resized["b"], oxs.stack(center["b"], n))
+    for name in ("elastic", "gossip", "plain"):
+        tx = CASES[name]
+        params, state = trained(tx)
+        resized, new = oxs.resize(tx, params, state, 11)
+        equal(jax.tree.map(lambda x: x[:N], resized), params)
+        expected = np.asarray(params["w"], np.float64).mean(0)
+        if name == "elastic":
+            expected = np.asarray(new.center["w"])
+        np.testing.assert_allclose(resized["w"][9], expected, rtol=1e-6)
+        fewer, _ = oxs.resize(tx, params, state, 2)
+        equal(fewer, jax.tree.map(lambda x: x[:2], params))
+    # Equal replicas stay equal, to the bit.
+    tx = CASES["plain"]
+    one = jax.tree.map(lambda x: x * 0.1, PARAMS)
+    params, state = oxs.stack((one, tx.init(one)), 3)
+    equal(oxs.resize(tx, params, state, 7), oxs.stack((one, tx.init(one)), 7))
+
+
+def test_what_is_owed_is_shared_out():
+    """The sum of what will have arrived: under a mean, and where things are added."""
+    for name, scale in (("local_sgd", True), ("elastic", False), ("cross_shard", True)):
+        tx = CASES[name]
+        params, state = trained(tx)
+        for n in (3, 11):
+            _, new = oxs.resize(tx, params, state, n)
+            before, after = (
+                np.asarray(s.exchange.error["w"], np.float64).sum(0)
+                for s in (state, new)
+            )
+            if scale:
+                before, after = before / N, after / n
+            np.testing.assert_allclose(after, before, rtol=1e-6)
+
+
+def test_four_go_on_as_four_from_that_center():
+    tx = oxs.diloco(optax.sgd(0.3), AXIS, communication_period=2)
+    one = jnp.linspace(-1, 1, 5)
+    target = jnp.linspace(0, 1, N)[:, None]
+
+    def step(carry, _):
+        params, state, target = carry
+        params, state = oxs.apply_gradients(tx, params - target, state, params)
+        return (params, state, target), params
+
+    def run(params, state, target):
+        (params, state, _), history = jax.lax.scan(
+            step, (params, state, target), length=4
+        )
+        return params, state, history
+
+    axes = oxs.state_axes(tx, one)
+    run = jax.jit(
+        oxs.map_workers(run, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes, 0))
+    )
+    params, state, _ = run(*oxs.start_workers(tx, one, N)[:2], target)
+    resized = oxs.resize(tx, params, state, 4)
+    found = run(*resized, target[:4])
+    started, fresh, _ = oxs.start_workers(tx, oxs.center_params(state, one), 4)
+    equal(started, resized[0])
+    fresh = fresh._replace(
+        **{field: getattr(state, field) for field in ("local_step", "global_step")},
+        outer=state.outer,
+    )
+    equal(found, run(started, fresh, target[:4]))
+
+
+def test_the_middle_of_a_round():
+    for name, what in (
+        ("diloco", r"have learned in 3 step\(s\)"),
+        ("agn", r"have learned in 3 step\(s\)"),
+        ("sync", r"3 gradient\(s\) accumulated for the next update"),
+    ):
+        tx = CASES[name]
+        params, state = trained(tx)
+        counter = "accumulated" if name == "sync" else "steps_since_round"
+        state = state._replace(**{counter: jnp.int32(3)})
+        with pytest.raises(ValueError, match=what):
+            oxs.resize(tx, params, state, 4, strict=True)
+        with pytest.warns(UserWarning, match=what):
+            _, new = oxs.resize(tx, params, state, 4)
+        summed = new.accumulator if name == "sync" else new.accumulated
+        assert not any(jnp.any(x != 0) for x in jax.tree.leaves(summed))
+        assert int(getattr(new, counter)) == (0 if name == "sync" else 3)
+        equal(oxs.resize(tx, params, state, N, strict=True), (params, state))
+
+
+def test_rules_in_each_other_and_replicas_without_an_axis():
+    nested = oxs.diloco(oxs.local_sgd(ADAM, "data"), AXIS)
+    one = nested.init(PARAMS)
+    inside = oxs.stack(one, 2, oxs.state_axes(nested, PARAMS, level=1))
+    state = oxs.stack(inside, N, oxs.state_axes(nested, PARAMS))
+    params = oxs.stack(oxs.stack(PARAMS, 2), N)
+    resized, new = oxs.resize(nested, params, state, 3)
+    assert resized["w"].shape == (3, 2, 3, 2)
+    assert new.inner.center["w"].shape == (3, 3, 2)
+    assert new.inner.inner[0].mu["w"].shape == (3, 2, 3, 2)
+    with pytest.raises(ValueError, match="right after a round of the outer rule"):
+        late = state._replace(steps_since_round=jnp.int32(1))
+        oxs.resize(nested, params, late, 3)
+
+    tx: Any = CASES["sync"]
+    axes = oxs.state_axes(tx, PARAMS, replicated=True)
+    state = oxs.stack(tx.init(PARAMS), N, axes)
+    params, new = oxs.resize(tx, PARAMS, state, 3, replicated=True)
+    equal((params, new.inner), (PARAMS, state.inner))
+    assert new.outcome.shape == (3,)
+
+
+def test_what_is_refused():
+    tx: Any = CASES["diloco"]
+    params, state = trained(tx)
+    wrong: Any = oxs.resize
+    for arguments, error, message in (
+        ((tx, params, state, 0), ValueError, "n must be 1 or more"),
+        ((tx, params, state, 2.0), TypeError, "n must be an integer"),
+        ((ADAM, params, state, 2), ValueError, "not a state of tx"),
+        ((tx, jnp.float32(1), state, 2), ValueError, "got a scalar.*replicated=True"),
+        ((tx, params, tx.init(PARAMS), 2), ValueError, "has no worker axis"),
+        (
+            (tx, jax.tree.map(lambda x: x[:2], params), state, 2),
+            ValueError,
+            r"of \[2, 8\] workers",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            wrong(*arguments)
+    with pytest.raises(ValueError, match="joiners must be one of"):
+        wrong(tx, params, state, 2, joiners="last")
+
+
+def test_random_keys_are_no_numbers():
+    """Typed ones, too."""
+
+    def init(params):
+        return {"key": jax.random.key(3), "steps": jnp.zeros((), jnp.int32)}
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    tx = oxs.local_sgd(optax.GradientTransformation(init, update), AXIS)
+    params, state, _ = oxs.start_workers(tx, PARAMS, 2)
+    _, new = oxs.resize(tx, params, state, 5)
+    first = state.inner["key"][0]
+    equal(new.inner["key"], jnp.stack([first] * 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        oxs.resize(tx, params, state, 1, strict=True)
