@@ -222,6 +222,9 @@ REFUSED = {
     "the inner one again": (
         lambda: oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), "each number alone"
     ),
+    "one worker": (
+        lambda: oxs.diloco(INNER, None, shard_center=True), "shares a center out"
+    ),
     "codes": (lambda: sharded(exchange=oxs.exchange.quantized()), "half way"),
     "feedback": (
         lambda: sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k())),
