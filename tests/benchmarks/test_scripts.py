@@ -12,6 +12,7 @@ from tests.benchmarks.reading import BENCHMARKS
 # What each script writes, and what must be met however short the run.
 PAGES = {
     "bench_async": {"bench_async": ()},
+    "bench_exchange": {"bench_exchange": ()},
     "bench_scale": {"bench_scale": ("bytes per round", "memory of a worker")},
     "bench_steps": {
         "bench_dense": (),
