@@ -13,7 +13,7 @@ RUN := $(VENV)/bin
 # with threads to spare it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test mutants lint format bench reproduce faults docs clean
+.PHONY: demo test mutants lint format bench reproduce faults tpu docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -67,6 +67,17 @@ reproduce: $(VENV)/demo-installed
 # Kills workers and servers for an hour; FAULTS="--seconds 20" for less.
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
+
+# Every wrapper compiled ahead of time for TPUs, in an environment of its own: JAX looks
+# for chips wherever it finds libtpu.
+.venv-tpu/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install --quiet --editable '.[tpu]'
+	@touch $@
+
+tpu: .venv-tpu/installed
+	.venv-tpu/bin/python -m pytest -p no:cacheprovider tests/test_tpu.py
+	.venv-tpu/bin/python benchmarks/compile_for_tpu.py $(QUICK)
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict

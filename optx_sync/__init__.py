@@ -27,6 +27,8 @@ from optx_sync.replicas.sync_replicas import sync_replicas as sync_replicas
 # Workers with parameters of their own: they meet at a center.
 from optx_sync.center.rule import CenterRule as CenterRule
 from optx_sync.center.lockstep import center_variable as center_variable
+from optx_sync.center.fragments import strided as strided
+from optx_sync.center.qsr import qsr as qsr
 from optx_sync.center.elastic_average import elastic_average as elastic_average
 from optx_sync.center.elastic_average import elastic_rule as elastic_rule
 from optx_sync.center.agn import agn as agn
@@ -105,6 +107,7 @@ __all__ = [
     "noloco",
     "on_values",
     "optimizers",
+    "qsr",
     "reduce",
     "resize",
     "simulate",
@@ -115,6 +118,7 @@ __all__ = [
     "state_axes",
     "state_shardings",
     "state_specs",
+    "strided",
     "sync_replicas",
     "take",
     "unstack",

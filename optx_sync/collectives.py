@@ -450,17 +450,22 @@ def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
-    """bool[], whether the flag holds on all devices that hold shards of one worker.
+def axes_of_shards(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes along which the devices lie that hold shards of one worker.
 
-    These lie along the manual mesh axes besides `axis_name`; where types say over which
-    axes the arrays of `like` vary, along those of them.
+    All manual ones besides `axis_name`; where types say over which axes the arrays of
+    the tree vary, those of them.
     """
     own = set(check_axis_name(axis_name))
     axes = [a for a in jax.sharding.get_abstract_mesh().manual_axes if a not in own]
     checked = [axis for axis in axes if checked_axes(axis)]
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
-    axes = tuple(axis for axis in axes if axis not in checked or axis in varying)
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return tuple(axis for axis in axes if axis not in checked or axis in varying)
+
+
+def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
+    """bool[], whether the flag holds on all devices that hold shards of one worker."""
+    axes = axes_of_shards(like, axis_name)
     if not axes:
         return flag
     failed = localize((~flag).astype(jnp.int32), axes)

@@ -160,7 +160,7 @@ def measure_of(
         batch_size: As for `to_sum`.
     """
     total = jnp.asarray(total, jnp.float32)
-    contributors = sums.get("contributors", total)
+    contributors = sums["contributors"] if "contributors" in sums else total
     total = or_one(total)
     squares = sums["squares"] / total
     # Where all weights are 0 or 1 their squares are they themselves.

@@ -109,6 +109,10 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
+    # Of a part of a state whose form only the parameters tell there is one spec.
+    placed = jax.tree.broadcast(
+        placed, state, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
     if worker_axis is None:
         return placed
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
@@ -131,6 +135,8 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
     if leaf.shape == shape:
         return spec
     names = (*spec, *[None] * (len(shape) - len(spec)))
+    if len(leaf.shape) == len(shape) > 1 and leaf.shape[1:] == shape[1:]:
+        return PartitionSpec(None, *names[1:])  # some of its rows
     found = {
         tuple(names[axis] for axis in kept)
         for kept in itertools.combinations(range(len(shape)), len(leaf.shape))

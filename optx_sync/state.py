@@ -80,7 +80,8 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
 
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
-        `sync_replicas`.
+        `sync_replicas`, `GossipMetrics` for `gossip` and `noloco`, `CrossShardMetrics`
+        for `cross_shard` with an exchange that remembers or counts something.
 
     Raises:
         ValueError: There is no state in it that has metrics.

@@ -6,6 +6,7 @@
 """
 
 import functools
+import os
 from typing import Any
 
 import jax
@@ -29,8 +30,11 @@ CONTEXTS = (
     "islands",  # vmap with spmd_axis_name over a 4 x 2 mesh
 )
 
-# Compiler options for a program that runs once, however slowly.
-ONCE: Any = {"xla_backend_optimization_level": 0}
+# Compiler options for a program whose fusions, copies and bytes are asked for: what
+# tests/conftest.py changed is set back to what users have.
+AS_USERS_COMPILE: Any = {"xla_backend_optimization_level": 3}
+if "fusion_emitters" in os.environ["XLA_FLAGS"]:
+    AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 
 
 @functools.cache
@@ -67,26 +71,6 @@ def steps(tx, prepare=lambda grads: grads):
     return body
 
 
-@functools.cache
-def _older_emitters():
-    """XLA:CPU's older emitters, while there are any: a third of the time to compile."""
-    options = {"xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x + x, compiler_options=options).lower(1.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options
-
-
-def jit(function):
-    """`jax.jit` for programs of which a test asks numbers, to a tolerance or exact.
-
-    What a program compiles to is asked of `jax.jit`; `pmap` compiles with the emitters
-    of today, and so the numbers are asked of both.
-    """
-    return jax.jit(function, compiler_options=_older_emitters())
-
-
 def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     """Parameters [T, N, ...] and last state, of gradients and extras [T, N, ...]."""
     body = steps(tx, prepare)
@@ -103,7 +87,7 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     elif context in ("vmap", "vmap_axes", "islands"):
         spmd = AXIS if context == "islands" else None
         placed = 0 if axes is None else axes
-        run = jit(
+        run = jax.jit(
             jax.vmap(
                 body,
                 in_axes=(0, placed, 0, 0),
@@ -116,7 +100,7 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
             params, grads = jax.tree.map(_on_islands, (params, grads))
     else:
         checked = context != "shard_map_unchecked"
-        run = mapped(body, tx, params, axes, mesh(), checked, jit)
+        run = mapped(body, tx, params, axes, mesh(), checked)
     history, state = run(params, state, grads, extra)
     return jax.tree.map(lambda x: np.swapaxes(_numpy(x), 0, 1), history), state
 
@@ -124,7 +108,7 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
 AXES_CONTEXTS = ("shard_map_axes", "vmap_axes", "islands")
 
 
-def mapped(body, tx, params, axes, over, check_vma, jit=jax.jit):
+def mapped(body, tx, params, axes, over, check_vma):
     """The body under shard_map, state stacked as `axes` says (None: all of it)."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
     if axes is None:
@@ -137,7 +121,7 @@ def mapped(body, tx, params, axes, over, check_vma, jit=jax.jit):
         history, state = body(params, oxs.unstack(state, axes), grads, extra)
         return jax.tree.map(lambda x: x[None], history), oxs.stack(state, 1, axes)
 
-    return jit(
+    return jax.jit(
         jax.shard_map(
             local,
             mesh=over,

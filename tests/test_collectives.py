@@ -18,7 +18,6 @@ from optx_sync.collectives import (
     scatter_sum,
     vary_like,
 )
-from tests import contexts
 from tests.reference import replicas as reference
 
 REPLICAS = 4
@@ -41,7 +40,7 @@ def auto_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
-def program(context, function, jit=jax.jit):
+def program(context, function):
     """`function(axis_name, *one replica's)` as a jitted function of [4, ...] arrays."""
     axis_name, shape = CONTEXTS[context]
 
@@ -52,7 +51,7 @@ def program(context, function, jit=jax.jit):
         return jax.pmap(local, axis_name=axis_name, devices=jax.devices()[:REPLICAS])
     if context.endswith("vmap"):
         if isinstance(axis_name, str):
-            return jit(jax.vmap(local, axis_name=axis_name))
+            return jax.jit(jax.vmap(local, axis_name=axis_name))
         outer, data = axis_name
         nested = jax.vmap(jax.vmap(local, axis_name=data), axis_name=outer)
 
@@ -61,13 +60,13 @@ def program(context, function, jit=jax.jit):
             result = nested(*args)
             return jax.tree.map(lambda x: x.reshape(REPLICAS, *x.shape[2:]), result)
 
-        return jit(flat)
+        return jax.jit(flat)
 
     def stacked(*args):
         return jax.tree.map(lambda x: x[None], local(*oxs.unstack(args)))
 
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    return jit(
+    return jax.jit(
         jax.shard_map(
             stacked,
             mesh=auto_mesh(shape, names),
@@ -79,7 +78,7 @@ def program(context, function, jit=jax.jit):
 
 
 def run(context, function, *args):
-    return program(context, function, contexts.jit)(*args)
+    return program(context, function)(*args)
 
 
 def numpy(tree):

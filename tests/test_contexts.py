@@ -120,7 +120,7 @@ def run(body, mesh=None, names=tuple(CASES)):
     def everything(arguments):
         return {name: body(name)(*arguments[name])[0] for name in names}
 
-    return jax.jit(everything, compiler_options=contexts.ONCE)(arguments)
+    return jax.jit(everything)(arguments)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,12 @@ GROUND = {
     "rows": {"rows/slices"},
     "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
     "optimizers": {"optimizers/rule"},
-    "center": {"center/rule", "center/formulas", "center/lockstep"},
+    "center": {
+        "center/rule",
+        "center/formulas",
+        "center/fragments",
+        "center/lockstep",
+    },
     "peers": {"peers/graphs", "center/rule", "center/formulas"},
     "replicas": {"replicas/accumulator", "replicas/averages"},
     "simulate": {"simulate/replay"},

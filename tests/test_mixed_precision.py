@@ -3,7 +3,6 @@
 After Optax's `test_multi_steps_mixed_precision` (transforms/_accumulation_test.py).
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 import optax
 
 import optx_sync as oxs
-from tests import contexts
 
 AXIS, N, STEPS = "data", 2, 3
 INNER = optax.adam(0.1)
@@ -78,7 +76,7 @@ def test_a_state_keeps_its_dtypes():
         "local_sgd": oxs.local_sgd(INNER, AXIS, communication_period=2),
     }
 
-    @functools.partial(jax.jit, compiler_options=contexts.ONCE)
+    @jax.jit
     def everything(params, grads):
         found = {name: lockstep(tx, params, grads) for name, tx in wrapped.items()}
         for kind in ("sync_replicas", "asynchronous"):

@@ -142,7 +142,7 @@ def test_numbers_under_vmap():
         alone = {inner: history(INNERS[inner], MEAN) for inner in some}
         return {name: lanes(*name)() for name in turns}, alone
 
-    found, alone = jax.jit(numbers, compiler_options=contexts.ONCE)()
+    found, alone = jax.jit(numbers)()
     for name in turns:
         for one in found[name]:
             np.testing.assert_allclose(

@@ -15,6 +15,7 @@ from optx_sync import hlo
 from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
 from tests import contexts
+from tests.reference import center
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -74,7 +75,7 @@ def run(case, arrays):
 
     inner = remembering(inner_of(case))
 
-    @contexts.jit
+    @jax.jit
     def replayed(params):
         return asynchronous(
             inner,
@@ -306,7 +307,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             params = optax.apply_updates(params, updates)
         return (params, state), (params, state.center, state.global_step)
 
-    @contexts.jit
+    @jax.jit
     def both(params, grads):
         state = oxs.stack((params, tx.init(params)), 1)
         expected = jax.vmap(
@@ -629,3 +630,55 @@ def refuse(error, match, **changes):
 )
 def test_bad_input_is_refused(error, match, changes):
     refuse(error, match, **changes)
+
+
+PART_CASES = {
+    "diloco": (oxs.diloco_rule(optax.sgd(0.7)), [0] * 4 + [1] * 4, 4, 1, 0.5),
+    "elastic": (oxs.elastic_rule(moving_rate=0.2, rho=0.0), [0, 0, 1, 1] * 2, 2, 1, 0),
+    "agn": (oxs.agn_rule(optax.sgd(0.3)), [0, 0, 2, 2, 0, 0, 1, 1], 6, 2, 0.0),
+    "local_sgd": (oxs.local_sgd_rule(), [0] * 8, 3, 3, 0.25),
+}
+
+
+def test_fragments_are_those_of_each_worker():
+    """Against NumPy: parts, delays and shares, by each worker's own counter."""
+    rng = np.random.default_rng(0)
+    workers = rng.integers(0, 3, 50)
+    grads = rng.normal(size=(50, 8)).astype(np.float32)
+    outers = {"diloco": center.momentum(0.7), "agn": center.momentum(0.3)}
+
+    def run(rule, owner, period, delay, keep):
+        return asynchronous(
+            optax.sgd(0.05, momentum=0.9),
+            rule,
+            np.zeros((4, 2), np.float32),
+            lambda worker, params, event: jnp.asarray(grads)[event].reshape(4, 2),
+            workers,
+            num_workers=3,
+            communication_period=period,
+            fragments=lambda path, leaf: owner[::2],
+            delay=delay,
+            keep_local=keep,
+            record="all",
+        )
+
+    every = jax.jit(lambda: {name: run(*one) for name, one in PART_CASES.items()})
+    found = every()
+    for name, (_, owner, period, delay, keep) in PART_CASES.items():
+        expected = center.asynchronous_in_fragments(
+            name,
+            np.zeros(8, np.float32),
+            grads,
+            workers,
+            3,
+            center.momentum(0.05, 0.9),
+            owner,
+            period=period,
+            delay=delay,
+            keep=keep,
+            rate=0.2,
+            outer=outers.get(name, ()),
+        )
+        got = [x.reshape(50, 8) for x in (found[name].params, found[name].center)]
+        contexts.assert_close(got, list(expected))
+    assert found["diloco"].final.workers.rounds.sum() == found["diloco"].global_step[-1]

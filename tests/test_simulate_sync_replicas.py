@@ -84,7 +84,7 @@ def test_recorded_trajectory(name):
     with np.load(GOLDEN / case["file"]) as arrays:
         data = dict(arrays)
     names = [leaf["name"] for leaf in case["params"]]
-    run: Any = contexts.jit(
+    run: Any = jax.jit(
         lambda params: simulate.sync_replicas(
             inner_of(hyper["inner"]),
             params,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
+from tests import contexts
 
 AXIS, WORKERS, PERIOD, STEPS = "workers", 4, 3, 10
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32), "b": np.float32(0.3)}
@@ -110,7 +111,8 @@ def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
             in_specs=(P(AXIS), specs, P(AXIS)),
             out_specs=(P(AXIS), specs),
         )
-        compiled = jax.jit(step).lower(params, state, grads_of(0)).compile()
+        compiled = jax.jit(step).lower(params, state, grads_of(0))
+        compiled = compiled.compile(contexts.AS_USERS_COMPILE)
         opcodes = {i.opcode for i in hlo.written(hlo.program(compiled))}
         rows = oxs.audit.collectives(compiled)
         found[meet] = "conditional" in opcodes, [(r.kind, r.conditional) for r in rows]

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests import contexts
 
 AXIS = "workers"
 STEPS = 5
@@ -65,7 +66,8 @@ def train(workers, mesh, params):
         step, AXIS, mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0, None)
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1))
-    compiled = compiled.lower(params, state, batch_of(workers)).compile()
+    compiled = compiled.lower(params, state, batch_of(workers))
+    compiled = compiled.compile(contexts.AS_USERS_COMPILE)
     results = params, state, None, None
     for _ in range(STEPS):  # The program takes what it returns: nothing moves.
         results = compiled(*results[:2], batch_of(workers))
@@ -130,7 +132,8 @@ def test_replicas_inside_of_workers():
         )
         compiled = jax.jit(pods, donate_argnums=(0, 1))
         batch, loss = batch_of(8).reshape(2, 4, 16, 8), None
-        compiled = compiled.lower(params, state, batch).compile()
+        compiled = compiled.lower(params, state, batch)
+        compiled = compiled.compile(contexts.AS_USERS_COMPILE)
         for _ in range(STEPS):
             params, state, loss = compiled(params, state, batch)
         return jax.device_get((params, state, loss)), compiled

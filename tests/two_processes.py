@@ -63,7 +63,7 @@ def replicated(tx, over, axis_name=contexts.AXIS):
         grads, extra = oxs.unstack((grads, extra))
         return contexts.steps(tx)(params, state, grads, extra)
 
-    return contexts.jit(
+    return jax.jit(
         jax.shard_map(
             local,
             mesh=over,
@@ -156,9 +156,7 @@ def _replay(style, tx, params, grads, extra):
         axes = oxs.state_axes(tx, params) if style == "shard_map_axes" else None
         state = oxs.stack(state, contexts.REPLICAS, axes)
         params = oxs.stack(params, contexts.REPLICAS)
-        run = contexts.mapped(
-            contexts.steps(tx), tx, params, axes, over, True, contexts.jit
-        )
+        run = contexts.mapped(contexts.steps(tx), tx, params, axes, over, True)
         state_specs = P(contexts.AXIS)
         if axes is not None:
             state_specs = jax.tree.map(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pieces of a round: what lockstep, simulation and the runtime all call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.rule import CenterRule, Own, Period, Round
-from optx_sync.checks import fill_missing
+from optx_sync.checks import check_grads, check_one_worker, fill_missing
+from optx_sync.collectives import (
+    AxisName,
+    axis_size,
+    require_local,
+    require_varying,
+)
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
@@ -23,6 +30,34 @@ from optx_sync.trees import (
     round_to,
     zeros_like,
 )
+
+
+def check_step(grads: Any, state: Any, params: Any, axis_name: AxisName) -> int:
+    """Refuse what does not fit a step of a worker; the number of workers.
+
+    `state` has the fields `local_step` and `center`.
+    """
+    check_grads(grads, params)
+    require_local(
+        grads,
+        axis_name,
+        "gradient",
+        "A worker has parameters of its own: lay them along the worker axis, "
+        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
+        "oxs.start_workers and map the step with oxs.map_workers.",
+    )
+    require_varying(state.center, params, axis_name, "center")
+    check_one_worker(state.local_step, state.center, params)
+    return axis_size(axis_name)
+
+
+def holds_center(state: Any) -> bool:
+    """Whether the state of a center rule or of gossip stands anywhere in a state."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))
 
 
 def is_due(
@@ -197,10 +232,27 @@ def weigh_alone(rule: CenterRule, total: Any, at: Round) -> Any:
     return jax.tree.map(lambda x: x * factor.astype(x.dtype), total)
 
 
-def take(rule: CenterRule, params: Any, before: Any, after: Any, at: Round) -> Any:
-    """The worker's parameters after a round, in the center's dtype."""
+def take(
+    rule: CenterRule,
+    params: Any,
+    before: Any,
+    after: Any,
+    at: Round,
+    keep_local: Any = 0,
+) -> Any:
+    """The worker's parameters after a round, in the center's dtype.
+
+    `keep_local` is the share of its own that stays where the rule takes the center.
+    """
     if rule.take is None:
-        return after
+        if isinstance(keep_local, int | float) and keep_local == 0:
+            return after
+
+        def mix(x, c):
+            own = jnp.asarray(keep_local, c.dtype)
+            return own * x + (1 - own) * c
+
+        return jax.tree.map(mix, params, after)
     formula = rule.take
     return jax.tree.map(
         lambda x, before, after: formula(x, before, after, at), params, before, after
@@ -226,6 +278,21 @@ def landing(params: Any, target: Any) -> Any:
         return rounded - param.astype(wide)
 
     return jax.tree.map(difference, params, target)
+
+
+def landing_update(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Optax's `update` of a wrapper whose `apply` gives new parameters."""
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "Workers exchange parameters; got params=None. Call update(grads, "
+                "state, params)."
+            )
+        new_params, state = apply(updates, state, params, **extra_args)
+        return landing(params, new_params), state
+
+    return update
 
 
 def _dense(update: Any, param: jax.Array) -> Any:

@@ -12,14 +12,32 @@ import optax
 from optx_sync.center.formulas import (
     absorb,
     as_center,
+    check_step,
     contributions,
+    holds_center,
     is_due,
-    landing,
+    landing_update,
     local_step,
     own_of,
     start_accumulated,
     start_center,
     take,
+)
+from optx_sync.center.fragments import (
+    Buffer,
+    Fragments,
+    Outgoing,
+    Pending,
+    Whole,
+    check_delay,
+    check_fragments,
+    check_keep_local,
+    check_placed,
+    in_turn,
+    number_of_parts,
+    require_within,
+    split,
+    steps_between,
 )
 from optx_sync.center.rule import (
     CenterRule,
@@ -30,29 +48,27 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-)
+from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     ALONE,
     AxisName,
-    axis_size,
     check_axis_name,
     everywhere,
     localize,
     localize_where_mapped,
     reduce,
-    require_local,
-    require_varying,
     vary_like,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import Exchange, check_exchange
-from optx_sync.measures import measure_of, square_sum, start, to_sum
+from optx_sync.exchange.rule import (
+    Exchange,
+    check_exchange,
+    count_outlier,
+    start_outliers,
+)
+from optx_sync.measures import measure_of, square_sum, to_sum
+from optx_sync.measures import start as start_measured
 from optx_sync.resizing import Resizing, take_center
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -64,6 +80,7 @@ from optx_sync.trees import (
     is_floating,
     is_inexact,
     is_masked,
+    is_placeholder,
     where,
     zeros_like,
 )
@@ -77,6 +94,9 @@ class CenterOptions(TypedDict, total=False):
     accumulator_dtype: Any
     exchange: Exchange | None
     measure: bool
+    fragments: Fragments | None
+    delay: int | None
+    keep_local: float | jax.Array | None
 
 
 class MeasuredOwn(NamedTuple):
@@ -110,6 +130,12 @@ class CenterMetrics(NamedTuple):
     agreement: jax.Array | None  # float32[], the mean cosine of two contributions
     update_norm: jax.Array | None  # float32[], of what the center moved
     contributors: jax.Array | None  # float32[], workers that were not left out
+    # int32[], rounds in which its contribution lay far from the others', with a robust
+    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
+    # With more than one fragment; otherwise None.
+    last_fragment: jax.Array | None  # int32[], which one met last; -1 before the first
+    fragment_ages: jax.Array | None  # int32[P], steps since each one met
 
 
 class CenterState(NamedTuple):
@@ -118,13 +144,17 @@ class CenterState(NamedTuple):
     local_step: jax.Array  # int32[], steps of a worker
     steps_since_round: jax.Array  # int32[]
     global_step: jax.Array  # int32[], rounds
+    ages: Any  # int32[P], steps since each fragment met, or () where there is one
     center: optax.Params  # like the parameters, float32 for half precision
     taken: Any  # the center before the last round, or () where no formula reads it
-    outer: optax.OptState  # state of the rule's outer transformation, or ()
+    # State of the rule's outer transformation, or (); a tuple, one for each fragment.
+    outer: optax.OptState
+    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
     accumulated: Any  # what the worker summed up since the last round, or ()
     broken: Any  # bool[], it has not been finite since the last round, or ()
     dropped: jax.Array  # int32[], rounds that left this worker out
-    exchange: Any  # what the exchange remembers, or ()
+    exchange: Any  # what the exchange remembers, of each fragment, or ()
+    outliers: Any  # int32[], rounds in which it was an outlier, or ()
     measured: Any  # `MeasuredOwn`, of the last round, or ()
     agreed: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
@@ -132,20 +162,13 @@ class CenterState(NamedTuple):
     @property
     def shared_fields(self) -> tuple[str, ...]:
         """The fields that are equal on all workers."""
-        return (
-            "local_step",
-            "steps_since_round",
-            "global_step",
-            "center",
-            "taken",
-            "outer",
-            "agreed",
-        )
+        summed = ("pending",) if isinstance(self.pending, Pending) else ()
+        return (*self.counter_fields, "center", "taken", "outer", "agreed", *summed)
 
     @property
     def counter_fields(self) -> tuple[str, ...]:
         """The fields that are equal on the workers of all levels of nested rules."""
-        return ("local_step", "steps_since_round", "global_step")
+        return ("local_step", "steps_since_round", "global_step", "ages")
 
     @property
     def stands_last(self) -> bool:
@@ -180,15 +203,24 @@ class CenterState(NamedTuple):
             distance = _norm(
                 jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
             )
-        agreed = self.agreed or None
-        found = (getattr(agreed, name, None) for name in CenterMetrics._fields[5:])
+        names = "contribution_norm", "agreement", "update_norm", "contributors"
+        found = {name: getattr(self.agreed, name, ()) for name in names}
+        found["outliers"] = self.outliers
+        last = ages = None
+        if not isinstance(self.ages, tuple):
+            ages = self.ages
+            last = jnp.where(
+                self.global_step > 0, (self.global_step - 1) % ages.shape[-1], -1
+            )
         return CenterMetrics(
             self.global_step,
             self.steps_since_round,
             self.dropped,
             distance,
-            *(self.measured or (None,)),
-            *(None if isinstance(value, tuple) else value for value in found),
+            self.measured[0] if self.measured else None,
+            last_fragment=last,
+            fragment_ages=ages,
+            **{k: None if isinstance(x, tuple) else x for k, x in found.items()},
         )
 
     @property
@@ -203,18 +235,25 @@ class CenterState(NamedTuple):
 
     def resized_params(self, how: Resizing, params: Tree) -> Tree:
         """The parameters of another number of workers: see `oxs.resize`."""
-        return take_center(how, params, self.center, self.takes_center)
+        # Of several parts most are on their way at any time, and go on.
+        everyone = self.takes_center and isinstance(self.ages, tuple)
+        return take_center(how, params, self.center, everyone)
 
     def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
         """The state of another number of workers: see `oxs.resize`."""
-        steps = int(self.steps_since_round.flat[0])
-        if steps and _has_center(self.inner):
+        steps = int(jnp.ravel(self.steps_since_round)[0])
+        if steps and holds_center(self.inner):
             raise ValueError(
                 "There is a center rule inside of this one, and workers are not at "
                 f"its center: {steps} step(s) since the last round. Resize right after "
                 "a round of the outer rule."
             )
-        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+        accumulated = how.zeros(self.accumulated)
+        if not isinstance(self.ages, tuple):
+            accumulated = how.joined_by_zeros(self.accumulated)
+            if how.after < how.before:
+                how.loses("what leaving workers have learned since their parts met")
+        elif steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
             what = "have learned" if self.takes_center else "accumulated"
             how.loses(f"what workers {what} in {steps} step(s) since their last round")
         # A worker that goes a part of the way adds that part to the center.
@@ -222,12 +261,18 @@ class CenterState(NamedTuple):
         shared = {
             field: how.equal(getattr(self, field)) for field in self.shared_fields
         }
+        pending = shared.pop("pending", self.pending)
+        if isinstance(pending, Outgoing):
+            how.loses("what workers contributed to the sum of the next step")
+            pending = how.zeros(pending)
         return self._replace(
             **shared,
-            accumulated=how.zeros(self.accumulated),
+            pending=pending,
+            accumulated=accumulated,
             broken=how.zeros(self.broken),
             dropped=how.joined_by_zeros(self.dropped),
             exchange=of_exchange.tree(self.exchange, fresh.exchange),
+            outliers=how.joined_by_zeros(self.outliers),
             measured=how.joined_by_zeros(self.measured),
             inner=how.own(self.inner, fresh.inner),
         )
@@ -251,12 +296,15 @@ class _Meeting(NamedTuple):
     center: Any
     taken: Any
     outer: Any
+    pending: Any
     accumulated: Any
     dropped: Any
     exchange: Any
+    outliers: Any
     measured: Any
     agreed: Any
     inner: Any
+    weight: Any  # float32[], 0 where the worker is left out, or None
 
 
 def center_variable(
@@ -270,6 +318,10 @@ def center_variable(
     accumulator_dtype: Any = None,
     exchange: Exchange | None = None,
     measure: bool = False,
+    # Not 1, 0 and 0: `optax.inject_hyperparams` would trace these.
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Workers that train on their own and meet at a center every few steps.
 
@@ -306,6 +358,20 @@ def center_variable(
     Row-sparse gradients are accepted and `inner` sees them as they are; updates are
     dense, since what is exchanged is whole tables.
 
+    With `fragments`, P of them, one part of the parameters meets every
+    `communication_period / P` steps, part k mod P in exchange k: as many bytes in the
+    mean, a P-th at a time. Each part has an outer state of its own. With `delay` the
+    sum of a part is taken in step t, and in step t + delay the center absorbs it and
+    the workers, which went on meanwhile, take of the center c what `rule` says. Where
+    that is the center itself,
+
+        x_i <- keep_local x_i + (1 - keep_local) c
+
+    and what they contribute next starts from c. (What a round finds out about a worker,
+    that it is broken say, it does in step t.) With one exchange in each step and
+    `delay=1` the sum stands outside of all conditionals and depends on the state alone,
+    so that the compiler may hide it behind the step.
+
     Both take an extra argument `meet`. `None`: the counter decides, inside the program.
     A Python bool: the caller decides (`oxs.due`), and of the two programs one has no
     collective, the other no conditional. A traced bool: the same inside the program;
@@ -339,6 +405,17 @@ def center_variable(
             agreed (where the exchange is an all-reduce), how far the center moved and
             how many contributed. One scalar more travels. (Of a worker that is sharded
             over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
+            With fragments: of the part that met.
+        fragments: P, the number of parts: of about equal bytes, leaves in order, cut
+            between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
+            the leaf or a sequence of ints for its rows along axis 0, such as
+            `oxs.strided(P)`; P is the largest number plus 1. P divides the period.
+            `None`: 1.
+        delay: Steps from a sum to where it lands, at most `communication_period / P`.
+            It keeps a part more in the state. `None`: 0.
+        keep_local: The share of its own parameters that a worker keeps where `rule`
+            takes the center, in [0, 1]; other rules take what their formula says.
+            Above 0 the workers never agree: evaluate the center. `None`: 0.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -385,9 +462,61 @@ def center_variable(
             f"{got} would start the center rule inside anew, whose center its workers "
             "share. Pass it to the innermost rule instead."
         )
+    fragments, delay = check_fragments(fragments), check_delay(delay)
+    keep_local = check_keep_local(keep_local)
+    known = number_of_parts(fragments)
+    between = None if known is None else steps_between(period, known, delay)
+    streams = fragments != 1 or delay > 0
+    _check_streams(streams, inner_state, inner_moved)
     # What a round does not change stays out of the conditional.
     state_of = CenterState if rule.take is None else SoftCenterState
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
+
+    def plan(center):
+        """The parts, steps between two exchanges, and whether all stand in line."""
+        nonlocal known
+        parts = split(fragments, center)
+        known = parts.number
+        steps = steps_between(period, known, delay)
+        # One exchange in each step, of what the step before has left.
+        straight = delay == 1 and not callable(steps) and steps == 1
+        return parts, steps, straight
+
+    def start_parts(center):
+        """(ages, outer state, pending, what exchanges remember) of the first step."""
+        parts, _, straight = plan(center)
+        ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
+        outer = () if rule.outer is None else parts.each(rule.outer.init, center)
+        if not delay:
+            return ages, outer, (), parts.each(exchange.init, center)
+        buffer = Buffer(parts, center).zeros()
+        count = jnp.zeros((), jnp.int32)
+        pending = Pending(buffer, count, jnp.zeros(()) if drop_nonfinite else ())
+        if not straight:
+            return ages, outer, pending, parts.each(exchange.init, center)
+        remembered = exchange.init(buffer)
+        if parts.number > 1:
+            remembered = jax.tree.map(
+                lambda x: jnp.stack([x] * parts.number), remembered
+            )
+        return ages, outer, Outgoing(*pending), remembered
+
+    def start_placeholder(center):
+        """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
+        some = jnp.zeros(())  # stands for all that a tree with leaves tells first
+
+        def each(start):
+            if known == 1:
+                return start(center)
+            return (start(center),) * known if known else some
+
+        outer = () if rule.outer is None else each(rule.outer.init)
+        return (
+            some if known != 1 else (),
+            outer,
+            some if delay else (),
+            some if delay == 1 and known == period else each(exchange.init),
+        )
 
     def init(params):
         check_params(params)
@@ -395,6 +524,8 @@ def center_variable(
         within = inner.init(params)
         if inner_moved is None:
             _refuse_hidden_center(within)
+        start = start_placeholder if is_placeholder(center) else start_parts
+        ages, outer, pending, remembered = start(center)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
@@ -404,29 +535,45 @@ def center_variable(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
+            ages=ages,
             center=center,
             taken=start_center(params, dtype) if keeps_taken else (),
-            outer=()
-            if rule.outer is None
-            else vary_with(rule.outer.init(center), center),
+            outer=vary_with(outer, center),
+            pending=own(pending)
+            if isinstance(pending, Outgoing)
+            else vary_with(pending, center),
             accumulated=own(start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
             dropped=own(jnp.zeros((), jnp.int32)),
-            exchange=own(exchange.init(center)),
+            exchange=own(remembered),
+            outliers=own(start_outliers(exchange)),
             measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
-            agreed=start(exchange.meet_and_sum is not None, False) if measure else (),
+            agreed=start_measured(exchange.meet_and_sum is not None, False)
+            if measure
+            else (),
             inner=own(within),
         )
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters: the driver of every center rule."""
-        workers = _check_step(grads, state, params, rule, axis_name)
+        workers = check_step(grads, state, params, axis_name)
+        _check_workers(rule, workers, axis_name)
+        parts, between_exchanges, straight = plan(state.center)
+        if streams:
+            if delay and rule.outer is inner and extra_args:
+                raise ValueError(
+                    f"The center makes a step of `inner` {delay} step(s) after the sum,"
+                    f" when the extra arguments {sorted(extra_args)} are others. Pass "
+                    "an optimizer of its own for the center, outer=, or delay=0."
+                )
+            _check_streaming_step(
+                state, jax.eval_shape(start_parts, state.center), meet, straight
+            )
         steps = state.steps_since_round + 1
-        at = Round(workers, static_period, steps)
         updates, inner_new, accumulated = local_step(
             inner,
             rule,
-            at,
+            Round(workers, static_period, steps),
             grads,
             state.inner,
             params,
@@ -444,34 +591,49 @@ def center_variable(
             finite_now = everywhere(is_finite(x), params, axis_name)
             broken = broken | ~finite_now
             x = where(broken, params, x)
+        ages = state.ages if parts.number == 1 else state.ages + 1
 
-        def meeting(now: _Meeting) -> _Meeting:
-            """A round."""
-            own_x = as_center(now.params, now.center)
-            own = own_of(
-                rule,
-                own_x,
-                now.taken if keeps_taken else now.center,
-                now.accumulated,
+        # A round has two halves, with `delay` steps between them. They see of trees the
+        # part that meets, of which this is the number.
+
+        def contribute(now: _Meeting, number: int):
+            """What the worker brings to a round: (now, it, the round)."""
+            at = Round(
+                workers, static_period, steps if parts.number == 1 else ages[number]
             )
+            own_x = as_center(now.params, now.center)
+            taken = now.taken if keeps_taken else now.center
+            own = own_of(rule, own_x, taken, now.accumulated)
             contribution = localize(contributions(rule, own, now.center, at), axis_name)
-            finite, weight, pushed = jnp.bool_(True), None, workers
+            measured = now.measured
+            if measure:
+                apart = jax.tree.map(jnp.subtract, own_x, now.center)
+                like = measured.distance_before_round
+                measured = MeasuredOwn(_norm(apart, like=like))
+            weight = None
             if drop_nonfinite:
                 finite = ~broken & everywhere(
                     is_finite(contribution), params, axis_name
                 )
                 weight = localize(finite.astype(jnp.float32), axis_name)
+            now = now._replace(
+                accumulated=zeros_like(now.accumulated),
+                measured=measured,
+                weight=weight,
+            )
+            return now, contribution, at
+
+        def agree(now: _Meeting, contribution):
+            """What the center absorbs: (now, it, the workers in it)."""
+            weight, pushed = now.weight, workers
+            if weight is not None:
                 pushed = reduce(weight, axis_name, reduction="sum")
-            brought = (contribution, now.exchange, axis_name)
-            measured: Any = ()
-            agreed: Any = ()
+            brought = contribution, now.exchange, axis_name
+            agreed = now.agreed
             if not measure:
                 total, _, remembered = exchange.meet(*brought, weight=weight)
             else:
-                like = now.measured.distance_before_round
-                apart = jax.tree.map(jnp.subtract, own_x, now.center)
-                measured = MeasuredOwn(_norm(apart, like=like))
-                square = square_sum(contribution, like)
+                square = square_sum(contribution, now.measured.distance_before_round)
                 scalars = to_sum(square, axis_name, weight=weight, alike=True)
                 if exchange.meet_and_sum is None:
                     total, _, remembered = exchange.meet(*brought, weight=weight)
@@ -480,94 +642,191 @@ def center_variable(
                     total, _, remembered, sums, _ = exchange.meet_and_sum(
                         *brought, scalars, weight=weight
                     )
-                mean_square = square_sum(total, now.agreed.update_norm)
-                agreed = measure_of(now.agreed, sums, pushed, mean_square)
+                agreed = measure_of(
+                    agreed, sums, pushed, square_sum(total, agreed.update_norm)
+                )
+            outliers = count_outlier(
+                exchange, contribution, total, axis_name, weight, now.outliers
+            )
             if rule.mean_over is None:
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
                 )
+            now = now._replace(exchange=remembered, outliers=outliers, agreed=agreed)
+            return now, total, pushed
+
+        def land(now: _Meeting, total, pushed, at) -> _Meeting:
+            """The center absorbs it, and the worker takes what the rule says."""
             extra = {}
             if rule.outer is inner:
-                extra = _mean_extra_args(extra_args, axis_name, weight)
+                extra = _mean_extra_args(extra_args, axis_name, now.weight)
             total = vary_like(total, now.center)
             center, outer = absorb(rule, now.center, now.outer, total, **extra)
             if drop_nonfinite:
                 center, outer = where(
                     pushed > 0, (center, outer), (now.center, now.outer)
                 )
+            agreed = now.agreed
             if measure:
-                moved = jax.tree.map(jnp.subtract, center, now.center)
-                like = now.agreed.update_norm
-                agreed = agreed._replace(update_norm=_norm(moved, like=like))
-            new_x = take(rule, own_x, now.center, center, at)
-            if drop_nonfinite:
-                new_x = where(finite, new_x, center)
-            landed = jax.tree.map(lambda x, p: x.astype(p.dtype), new_x, params)
-            inner_met, dropped = now.inner, now.dropped
-            if inner_moved is not None:
-                inner_met = inner_moved(inner_met, now.params, landed)
-            if inner_state == "average":
-                inner_met = _average(inner_met, axis_name, weight)
-            elif inner_state == "reset":
-                inner_met = inner.init(landed)
-            if drop_nonfinite:
-                inner_met = where(finite, inner_met, inner.init(landed))
-                dropped = dropped + (~finite).astype(jnp.int32)
-            return _Meeting(
-                params=landed,
+                change = jax.tree.map(jnp.subtract, center, now.center)
+                norm = _norm(change, like=agreed.update_norm)
+                agreed = agreed._replace(update_norm=norm)
+            own_x = as_center(now.params, now.center)
+            new_x = take(rule, own_x, now.center, center, at, keep_local)
+            return now._replace(
+                params=_rounded(new_x, now.params),
                 center=center,
                 taken=now.center if keeps_taken else (),
                 outer=outer,
-                accumulated=zeros_like(now.accumulated),
-                dropped=dropped,
-                exchange=remembered,
-                measured=measured,
                 agreed=agreed,
-                inner=inner_met,
             )
 
-        due = is_due(period, steps, state.local_step) if meet is None else meet
-        met = _either(
-            due,
-            meeting,
-            _Meeting(
-                params=x,
-                center=state.center,
-                taken=state.taken,
-                outer=state.outer,
-                accumulated=accumulated,
-                dropped=state.dropped if drop_nonfinite else (),
-                exchange=state.exchange,
-                measured=state.measured,
-                agreed=state.agreed,
-                inner=inner_new if changes_inner else (),
-            ),
+        def settle(now: _Meeting) -> _Meeting:
+            """What else a round does to a worker; a broken one comes back whole."""
+            inner_met, landed = now.inner, now.params
+            if drop_nonfinite:
+                landed = where(now.weight > 0, landed, _rounded(now.center, landed))
+            if inner_moved is not None:
+                inner_met = inner_moved(inner_met, x, landed)
+            if inner_state == "average":
+                inner_met = _average(inner_met, axis_name, now.weight)
+            elif inner_state == "reset":
+                inner_met = inner.init(landed)
+            now = now._replace(params=landed, inner=inner_met)
+            if not drop_nonfinite:
+                return now
+            return now._replace(
+                inner=where(now.weight > 0, inner_met, inner.init(landed)),
+                accumulated=where(
+                    now.weight > 0, now.accumulated, zeros_like(now.accumulated)
+                ),
+                dropped=now.dropped + (now.weight == 0).astype(jnp.int32),
+            )
+
+        def meet_at_once(now: _Meeting, number: int) -> _Meeting:
+            """Both halves."""
+            now, contribution, at = contribute(now, number)
+            now, total, pushed = agree(now, contribution)
+            return land(now, total, pushed, at)
+
+        def set_out(now: _Meeting, number: int) -> _Meeting:
+            """The first half: a sum, or what is to be summed, is pending."""
+            now, contribution, at = contribute(now, number)
+            if straight:
+                count = now.weight if drop_nonfinite else ()
+                pending: Any = Outgoing(buffer.pack(contribution), at.steps, count)
+                return now._replace(pending=pending)
+            now, total, pushed = agree(now, contribution)
+            count = pushed if drop_nonfinite else ()
+            pending = Pending(buffer.pack(total), at.steps, count)
+            return now._replace(pending=pending)
+
+        def arrive(now: _Meeting, number: int) -> _Meeting:
+            """The second half, in which nothing is sent."""
+            at = Round(workers, static_period, summed.steps)
+            total = buffer.unpack(summed.values, number)
+            return land(now, total, summed.pushed, at)
+
+        due = meet
+        if meet is None:
+            due = is_due(between_exchanges, steps, state.local_step)
+        now = _Meeting(
+            params=x,
+            center=state.center,
+            taken=state.taken,
+            outer=state.outer,
+            pending=state.pending,
+            accumulated=accumulated,
+            dropped=state.dropped,
+            exchange=state.exchange,
+            outliers=state.outliers,
+            measured=state.measured,
+            agreed=state.agreed,
+            inner=inner_new,
+            weight=(~broken).astype(jnp.float32) if drop_nonfinite else None,
         )
+        # The part of this exchange, and of the one before.
+        part, last = (
+            (state.global_step + shift) % parts.number if parts.number > 1 else 0
+            for shift in (0, -1)
+        )
+        # What each half changes; all else stays out of its conditionals.
+        given = ["accumulated", "exchange", "outliers", "measured", "agreed"]
+        given += ["weight"] if drop_nonfinite else []
+        taken = ["params", "center", "taken", "outer", "agreed"]
+        settled = ["dropped", "params"] if drop_nonfinite else []
+        settled += ["inner"] if changes_inner else []
+        if not delay:
+
+            def whole_round(now):
+                fields = [*given, *taken]
+                return settle(in_turn(part, meet_at_once, now, fields, parts))
+
+            now = _either(due, whole_round, now, {*given, *taken, *settled})
+        else:
+            buffer = Buffer(parts, state.center)
+            lands = state.global_step != 0
+            remembered = ()
+            if straight:
+                # In no conditional, and of the state alone: it runs beside the step.
+                memory = _row(state.exchange, last, parts)
+                values, at_steps, weight = state.pending
+                before = now._replace(
+                    exchange=memory, weight=weight if drop_nonfinite else None
+                )
+                after, total, pushed = agree(before, values)
+                summed, due = Pending(total, at_steps, pushed), True
+                fields = "exchange", "outliers", "agreed"
+                kept, known_before = (
+                    {field: getattr(x, field) for field in fields}
+                    for x in (after, before)
+                )
+                kept = where(lands, kept, known_before)
+                remembered = _with_row(
+                    state.exchange, last, kept.pop("exchange"), parts
+                )
+                now = now._replace(exchange=(), **kept)
+            else:
+                summed = state.pending
+                lands &= state.steps_since_round < delay
+                lands &= (steps >= delay) | due
+
+            def second_half(now):
+                return in_turn(last, arrive, now, taken, parts)
+
+            def first_half(now):
+                return settle(in_turn(part, set_out, now, given, parts))
+
+            given += ["pending"]
+            now = _either(lands, second_half, now, set(taken))
+            now = _either(due, first_half, now, {*given, *settled})
+            pending = now.pending
+            if straight:
+                now = now._replace(exchange=remembered)
+                pending = localize(pending, axis_name)
+            now = now._replace(pending=vary_like(pending, state.pending))
         due = jnp.asarray(due)
-        return met.params, state_of(
+        if parts.number > 1:
+            met_now = due & (jnp.arange(parts.number) == part)
+            ages = jnp.where(met_now, jnp.zeros_like(ages), ages)
+        return now.params, state_of(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
-            center=met.center,
-            taken=met.taken,
-            outer=met.outer,
-            accumulated=met.accumulated,
+            ages=ages,
+            center=now.center,
+            taken=now.taken,
+            outer=now.outer,
+            pending=now.pending,
+            accumulated=now.accumulated,
             broken=broken & ~due if drop_nonfinite else (),
-            dropped=met.dropped if drop_nonfinite else state.dropped,
-            exchange=met.exchange,
-            measured=met.measured,
-            agreed=met.agreed,
-            inner=met.inner if changes_inner else inner_new,
+            dropped=now.dropped,
+            exchange=now.exchange,
+            outliers=now.outliers,
+            measured=now.measured,
+            agreed=now.agreed,
+            inner=now.inner,
         )
-
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "A center exchange needs the parameters; got params=None. Call "
-                "update(grads, state, params)."
-            )
-        new_params, state = apply(updates, state, params, **extra_args)
-        return landing(params, new_params), state
 
     def moved(state, before, after):
         """The state once a rule around this one has moved the workers' parameters."""
@@ -585,7 +844,7 @@ def center_variable(
             within = inner_moved(within, before, after)
         return state._replace(center=center, taken=taken, inner=within)
 
-    return direct_transformation(init, update, apply, period, moved)
+    return direct_transformation(init, landing_update(apply), apply, between, moved)
 
 
 Function = TypeVar("Function", bound=Callable)
@@ -608,20 +867,7 @@ def spells_out_options(function: Function) -> Function:
     return function
 
 
-def _check_step(grads, state, params, rule, axis_name) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers."""
-    check_grads(grads, params)
-    require_local(
-        grads,
-        axis_name,
-        "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.start_workers and map the step with oxs.map_workers.",
-    )
-    require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center, params)
-    workers = axis_size(axis_name)
+def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
     if rule.num_workers not in (None, workers):
         found = f"the axis {axis_name!r} has {workers} workers"
         if axis_name is ALONE:
@@ -630,21 +876,51 @@ def _check_step(grads, state, params, rule, axis_name) -> int:
             f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
             "make them equal."
         )
-    return workers
 
 
-def _has_center(state: Any) -> bool:
-    """Whether there is a state of a center rule anywhere in a state."""
+def _check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
+    """Refuse what a round of a part, or one in two halves, does not know how to do."""
+    if not streams:
+        return
+    if inner_state != "keep":
+        raise ValueError(
+            f"inner_state={inner_state!r} is for rounds of all parameters at once; "
+            "with fragments or delay the state of `inner` is kept. Leave inner_state "
+            "out, or leave out fragments and delay."
+        )
+    if inner_moved is not None:
+        raise ValueError(
+            "fragments and delay cannot go around another center rule: its center "
+            "would have to move with each part. Pass them to the innermost rule, or "
+            "let replicas stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), "
+            "'pods', fragments=4)."
+        )
 
-    def has_center(x):
-        return hasattr(type(x), "center_params")
 
-    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))
+def _check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -> None:
+    """Refuse a state of other fragments, and a say where there is none."""
+    ages, outer, pending, remembered = expected
+    for what, tree, like in (
+        ("fragments' ages", state.ages, ages),
+        ("outer state", state.outer, outer),
+        ("pending sum", state.pending, pending),
+        ("exchange's memory", state.exchange, remembered),
+    ):
+        check_placed(tree, like, what)
+    if state.pending != ():
+        require_within(state.center, state.pending)
+    if straight and meet is not None:
+        raise ValueError(
+            "With delay=1 and communication_period equal to the number of fragments "
+            "a part meets in every step, outside of conditionals: meet has no say in "
+            f"that; got meet={meet!r}. Leave it out, or pass a longer "
+            "communication_period."
+        )
 
 
 def _refuse_hidden_center(state: Any) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
-    if _has_center(state):
+    if holds_center(state):
         raise ValueError(
             "There is another center rule in `inner`, wrapped in something else: its "
             "center would not move when this one's rounds move the parameters. Nest "
@@ -677,14 +953,49 @@ def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) ->
 
 
 def _either(
-    due: Any, meeting: Callable[[_Meeting], _Meeting], quiet: _Meeting
+    due: Any,
+    change: Callable[[_Meeting], _Meeting],
+    now: _Meeting,
+    fields: set[str],
 ) -> _Meeting:
-    """`meeting(quiet)` where due, else `quiet`; no conditional where it is known."""
+    """`change(now)` where due, else `now`; it changes these fields.
+
+    The conditional carries no others, and there is none where `due` is known.
+    """
+    fields -= {"weight"}  # It is asked for no more.
+    quiet = {
+        field: getattr(now, field) for field in _Meeting._fields if field in fields
+    }
+
+    def changed(quiet):
+        after = change(now._replace(**quiet))._asdict()
+        return vary_like({field: after[field] for field in quiet}, quiet)
+
     if isinstance(due, bool):
-        return vary_like(meeting(quiet), quiet) if due else quiet
-    return jax.lax.cond(
-        due, lambda quiet: vary_like(meeting(quiet), quiet), lambda quiet: quiet, quiet
+        return now._replace(**(changed(quiet) if due else quiet))
+    return now._replace(**jax.lax.cond(due, changed, lambda quiet: quiet, quiet))
+
+
+def _row(tree: Any, place: Any, parts: Whole) -> Any:
+    """One part's of what is stacked for all of them, as it is where there is one."""
+    if parts.number == 1:
+        return tree
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
     )
+
+
+def _with_row(tree: Any, place: Any, row: Any, parts: Whole) -> Any:
+    if parts.number == 1:
+        return row
+    return jax.tree.map(
+        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
+    )
+
+
+def _rounded(tree: Any, like: Any) -> Any:
+    """The tree in the dtypes of another one."""
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, like)
 
 
 def _mean_extra_args(extra_args, axis_name, weight):

@@ -10,6 +10,12 @@ replicas there are. Rules by distance need the N x N matrix of inner products as
 a sum of N^2 numbers.
 
 `clipped` needs a replica's own norm only.
+
+An outlier, which `oxs.metrics` counts, is a replica that sent what lies more than three
+times as far from the result as the median of the distances of those that count, in the
+norm over all leaves; or what is not finite. It costs one more number from each replica.
+Signs have no distances: there it is a replica that votes against the majority more
+often than with it.
 """
 
 import functools
@@ -25,6 +31,7 @@ import numpy as np
 from optx_sync.collectives import (
     AxisName,
     all_to_all,
+    axes_of_shards,
     axis_size,
     gather,
     kinds,
@@ -51,6 +58,8 @@ from optx_sync.trees import (
 _FAR = 1e12
 # Distances below this part of the typical one drown in the rounding of their squares.
 _CLOSE = 1e-3
+# How many times the typical distance from the result an outlier is away.
+_OUTLYING = 3.0
 # Scores that differ by this part of them are equal, but for rounding.
 _EQUAL = 1e-5
 
@@ -177,7 +186,18 @@ def sign_majority() -> Exchange:
         totals = [jnp.sum(b, axis=0, dtype=jnp.int32) for b in votes]
         return [jnp.sign(total).astype(jnp.int8) for total in totals]
 
-    return _transposed(rule, encode=vote)
+    def outlier(tree, mean, axis_name, weight):
+        axes = axes_of_shards(tree, axis_name)
+
+        def agreed(x, m):
+            votes = vote(x).astype(jnp.float32) * m.astype(jnp.float32)
+            return sum_over(jnp.sum(votes), axes)
+
+        both = jax.tree.leaves(jax.tree.map(agreed, tree, mean))
+        total = functools.reduce(jnp.add, both, jnp.float32(0))
+        return _counted(total < 0, weight)
+
+    return _transposed(rule, encode=vote)._replace(outlier=outlier)
 
 
 def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> Exchange:
@@ -406,7 +426,9 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
     def sizes(leaves, axes):
         return jnp.stack([_largest(x, axes) for x in leaves])
 
-    return _transposed(rule, shard_axes=shard_axes, sizes=sizes)
+    # Its result is no middle: a sum of what is orthogonal lies far from all.
+    everyone_in = _transposed(rule, shard_axes=shard_axes, sizes=sizes)
+    return everyone_in._replace(outlier=None)
 
 
 def clipped(
@@ -419,9 +441,9 @@ def clipped(
 
         v_i  ->  v_i min(1, to / |v_i|)
 
-    with |v_i| the norm over all leaves of what replica i sends. No replica moves the
-    mean by more than `to / N`. `"median"` needs no number to tune: `to` is the median
-    of all norms, N numbers more on the wire. A NaN is not cut and travels.
+    with |v_i| the norm over all leaves of what replica i sends. No replica adds more
+    than `to / N` to the mean. `"median"` needs no number to tune: `to` is the median of
+    all norms, N numbers more on the wire. A NaN is not cut and travels.
 
     Clipping each replica's gradient is not clipping the mean: it takes away more. In a
     wrapper with a center, what is cut is what the worker moved since the last round.
@@ -462,19 +484,8 @@ def clipped(
         require_local(tree, axis_name)
         leaves = jax.tree.leaves(tree)
         axes = norm_axes(tree, axis_name, shard_axes)
-        unit = _unit(_size(leaves, axes))
-        norm = unit * jnp.sqrt(
-            sum(
-                sum_over(jnp.sum(jnp.square(jnp.abs(_wide(x)) / unit)), axes)
-                for x in leaves
-            )
-        )
-        limit = to
-        if isinstance(to, str):
-            counts = jnp.ones((), bool) if weight is None else _flag(weight)
-            said = jnp.stack([norm, counts.astype(norm.dtype)])
-            said = gather(said[None], axis_name)
-            limit = _median(said[:, 0], said[:, 1] > 0)
+        norm = _norm(leaves, axes)
+        limit = _median_over(norm, weight, axis_name) if isinstance(to, str) else to
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
         tree = jax.tree.map(
             lambda x: (_wide(x) * factor.astype(_wide(x).dtype)).astype(x.dtype), tree
@@ -482,7 +493,11 @@ def clipped(
         return exchange.meet(tree, state, axis_name, weight=weight)
 
     return Exchange(
-        exchange.init, meet, linear=False, takes_weights=exchange.takes_weights
+        exchange.init,
+        meet,
+        linear=False,
+        takes_weights=exchange.takes_weights,
+        outlier=_far_from_result(shard_axes),
     )
 
 
@@ -575,7 +590,50 @@ def _transposed(
                 result[i] = flat.reshape(x.shape).astype(x.dtype)
         return treedef.unflatten(result), None, state
 
-    return Exchange(lambda tree: (), meet, linear=False, takes_weights=False)
+    return Exchange(
+        lambda tree: (),
+        meet,
+        linear=False,
+        takes_weights=False,
+        outlier=_far_from_result(shard_axes),
+    )
+
+
+def _far_from_result(
+    shard_axes: AxisName | None,
+) -> Callable[[Tree, Tree, AxisName, Any], jax.Array]:
+    """Whether a replica is more than three times the typical distance away."""
+
+    def outlier(tree, mean, axis_name, weight):
+        axes = axes_of_shards(tree, axis_name)
+        if shard_axes is not None:
+            axes = norm_axes(tree, axis_name, shard_axes)
+        apart = jax.tree.map(lambda x, m: _wide(x) - _wide(m), tree, mean)
+        distance = _norm(jax.tree.leaves(apart), axes)
+        typical = _median_over(distance, weight, axis_name)
+        # So that what is not finite is far.
+        return _counted(~(distance <= _OUTLYING * typical), weight)
+
+    return outlier
+
+
+def _counted(flag: jax.Array, weight: Any) -> jax.Array:
+    return flag if weight is None else flag & _flag(weight)
+
+
+def _norm(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """The norm over all leaves, of values of any size; not finite where one is not."""
+    unit = _unit(_size(leaves, axes))
+    squares = (jnp.sum(jnp.square(jnp.abs(_wide(x)) / unit)) for x in leaves)
+    return unit * jnp.sqrt(sum(sum_over(s.astype(jnp.float32), axes) for s in squares))
+
+
+def _median_over(own: jax.Array, weight: Any, axis_name: AxisName) -> jax.Array:
+    """The median of one number of each replica that counts."""
+    counts = jnp.ones((), bool) if weight is None else _flag(weight)
+    said = jnp.stack([own, localize(counts, axis_name).astype(own.dtype)])
+    said = gather(said[None], axis_name)
+    return _median(said[:, 0], said[:, 1] > 0)
 
 
 def _of_finite(rule: Rule) -> Rule:
@@ -654,7 +712,8 @@ def _number(counts: jax.Array) -> jax.Array:
 
 def _size(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """A number as large as the largest value, not finite where one is not."""
-    return functools.reduce(jnp.maximum, [_largest(x, axes) for x in leaves])
+    largest = [_largest(x, axes) for x in leaves]
+    return functools.reduce(jnp.maximum, largest, jnp.float32(0))
 
 
 def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

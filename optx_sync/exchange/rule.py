@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.collectives import AxisName, GroupAssignment
+from optx_sync.collectives import AxisName, GroupAssignment, localize, vary_like
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 
@@ -58,6 +59,9 @@ class Exchange(NamedTuple):
         takes_groups: Whether `meet` takes `group_assignment`.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
             replica out and all others count alike.
+        outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether what this replica
+            sent lies far from what `meet` made of it; wrappers count that for
+            `oxs.metrics`. `None`: the exchange does not ask.
         meet_and_sum: `meet` of an exchange whose mean is the exact one, for measures:
             it takes a dictionary of scalars after `axis_name`, and returns their sums
             and the divisor of the mean as well.
@@ -84,6 +88,7 @@ class Exchange(NamedTuple):
     takes_rows: bool = False
     takes_groups: bool = False
     takes_weights: bool = True
+    outlier: Callable[[Tree, Tree, AxisName, Any], jax.Array] | None = None
     # `(tree, state, axis_name, scalars, ...) -> (mean, lost, state, sums, divisor)`.
     meet_and_sum: Callable[..., tuple[Tree, Tree | None, Any, Any, Any]] | None = None
 
@@ -95,6 +100,21 @@ def remembers(exchange: Exchange) -> bool:
         "vector": jax.ShapeDtypeStruct((64,), np.float32),
     }
     return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
+
+
+def start_outliers(exchange: Exchange) -> Any:
+    """int32[], how often a replica was an outlier so far, or () if nobody asks."""
+    return () if exchange.outlier is None else jnp.zeros((), jnp.int32)
+
+
+def count_outlier(
+    exchange: Exchange, tree: Tree, mean: Tree, axis_name: AxisName, weight: Any, so_far
+) -> Any:
+    """The count, one more if what this replica sent lies far from the result."""
+    if exchange.outlier is None:
+        return so_far
+    is_one = exchange.outlier(tree, mean, axis_name, weight)
+    return vary_like(so_far + localize(is_one.astype(jnp.int32), axis_name), so_far)
 
 
 def require_dense(tree: Tree, who: str = "this exchange") -> None:

@@ -19,19 +19,20 @@ import optax
 from optx_sync.center.formulas import (
     absorb,
     as_center,
+    check_step,
     contributions,
+    holds_center,
     is_due,
-    landing,
+    landing_update,
     local_step,
     own_of,
     start_center,
 )
 from optx_sync.center.rule import CenterRule, Own, Period, Round, check_period
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     AxisName,
     axis_index,
-    axis_size,
     check_axis_name,
     everywhere,
     kinds,
@@ -39,8 +40,6 @@ from optx_sync.collectives import (
     localize_where_mapped,
     permute,
     reduce,
-    require_local,
-    require_varying,
     vary_like,
 )
 from optx_sync.peers.graphs import (
@@ -95,6 +94,11 @@ class OwnCenterState(NamedTuple):
     def shared_fields(self) -> tuple[str, ...]:
         """The fields that are equal on all workers."""
         return ("local_step", "steps_since_round", "global_step")
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain."""
+        return True
 
     def center_params(self, params: Tree) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.
@@ -264,6 +268,8 @@ def gossip(
     static_period = None if callable(period) else period
 
     def init(params):
+        check_params(params)
+
         def own(tree):
             # A worker's own fields vary over the axis from the start.
             return localize_where_mapped(tree, axis_name)
@@ -283,7 +289,7 @@ def gossip(
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters."""
-        workers = _check_step(grads, state, params, axis_name)
+        workers = check_step(grads, state, params, axis_name)
         rounds = graph.rounds(workers)
         if momentum is not None and graph.choose == "cycle":
             _check_cycle(graph, workers, momentum)
@@ -357,16 +363,7 @@ def gossip(
             inner=met.inner if drop_nonfinite else inner_new,
         )
 
-    def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "Workers average their parameters; got params=None. Call "
-                "update(grads, state, params)."
-            )
-        new_params, state = apply(updates, state, params, **extra_args)
-        return landing(params, new_params), state
-
-    return direct_transformation(init, update, apply, period)
+    return direct_transformation(init, landing_update(apply), apply, period)
 
 
 def noloco(
@@ -558,27 +555,9 @@ def _separate(array: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
-def _check_step(grads, state, params, axis_name) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers."""
-    check_grads(grads, params)
-    require_local(
-        grads,
-        axis_name,
-        "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}).",
-    )
-    require_varying(state.center, params, axis_name, "own center")
-    return axis_size(axis_name)
-
-
 def _refuse_center(state: Any) -> None:
     """Refuse a center rule inside: its center would not move with the parameters."""
-
-    def has_center(x):
-        return hasattr(type(x), "center_params")
-
-    if any(map(has_center, jax.tree.leaves(state, is_leaf=has_center))):
+    if holds_center(state):
         raise ValueError(
             "There is a center rule in `inner`, whose center would not move when "
             "partners move the parameters. Pass its own inner optimizer; to meet in "

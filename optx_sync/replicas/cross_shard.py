@@ -34,12 +34,14 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    count_outlier,
     remembers,
     require_dense,
     require_exact,
+    start_outliers,
 )
 from optx_sync.measures import (
-    Measures,
+    Measured,
     check_batch_size,
     like_params,
     measure_of,
@@ -55,10 +57,28 @@ Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
+class CrossShardMetrics(NamedTuple):
+    """What `oxs.metrics` reads from `cross_shard`; nothing is sent.
+
+    Equal on all replicas but for the outliers, and of the last step but for the noise
+    scale, which is a ratio of moving averages. `None` without `measure=True`.
+    """
+
+    noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
+    agreement: jax.Array | None  # float32[], the mean cosine of two gradients
+    contribution_norm: jax.Array | None  # float32[], root of the mean square
+    update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
+    contributors: jax.Array | None  # float32[], replicas of a weight above 0
+    # int32[], steps in which this replica's gradient lay far from the others', with a
+    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
+
+
 class CrossShardState(NamedTuple):
-    """State of `cross_shard` where it remembers or measures something."""
+    """State of `cross_shard` where it remembers, counts or measures something."""
 
     exchange: Any  # what the exchange remembers, this replica's own, or ()
+    outliers: Any  # int32[], steps in which this replica was an outlier, or ()
     measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
@@ -72,14 +92,21 @@ class CrossShardState(NamedTuple):
         """The fields that are equal where the parameters are."""
         return ("measured", "inner")
 
-    def metrics(self, params: Tree | None) -> Measures:
-        """What `measure=True` has measured."""
+    def metrics(self, params: Tree | None) -> CrossShardMetrics:
+        """What `measure=True` has measured, and how often this one was an outlier."""
         del params
-        if isinstance(self.measured, tuple) and not self.measured:
+        counts, measured = self.outliers, self.measured
+        if isinstance(counts, tuple) and isinstance(measured, tuple) and not measured:
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
-        return measures(self.measured)
+        found: Any = (
+            measures(measured) if isinstance(measured, Measured) else [None] * 5
+        )
+        return CrossShardMetrics(
+            *found,
+            outliers=None if isinstance(counts, tuple) else counts,
+        )
 
 
 @shows_call(_CALL)
@@ -139,7 +166,8 @@ def cross_shard(
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
-            `oxs.exchange.all_reduce()`.
+            `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
+            how often a replica was an outlier.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -153,7 +181,7 @@ def cross_shard(
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
-        it remembers or measures something), and whose `update` must run where
+        it remembers, counts or measures something), and whose `update` must run where
         `axis_name` is mapped.
 
     Raises:
@@ -190,7 +218,8 @@ def cross_shard(
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    if grads != "local" and remembers(exchange):
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    if grads != "local" and (keeps_state or not exchange.linear):
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
@@ -217,13 +246,14 @@ def cross_shard(
         )
     if measure:
         require_exact(exchange)
-    keeps_state = remembers(exchange) or measure
+        keeps_state = True
 
-    def reduced(updates, memory, measured, weight, batch_size):
+    def reduced(updates, memory, outliers, measured, weight, batch_size):
         if grads == "local":
             return _exchanged(
                 updates,
                 memory,
+                outliers,
                 measured,
                 exchange,
                 axis_name,
@@ -244,7 +274,7 @@ def cross_shard(
             updates = _map_values(lambda g: g / size, updates)
         if grads == "averaged" and reduction == "sum":
             updates = _map_values(lambda g: g * size, updates)
-        return updates, memory, measured
+        return updates, memory, outliers, measured
 
     def init(params):
         check_params(params)
@@ -257,14 +287,17 @@ def cross_shard(
             state = own(state, axis_name)
         if not keeps_state:
             return state
+        kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
         measured = like_params(start(), params, axis_name) if measure else ()
-        return CrossShardState(own(exchange.init(params), axis_name), measured, state)
+        return CrossShardState(*kept, measured, state)
 
     def update(
         updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
         check_grads(updates, params)
-        memory, measured, inner_state = state if keeps_state else ((), (), state)
+        memory, outliers, measured, inner_state = (
+            state if keeps_state else ((), (), (), state)
+        )
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -273,7 +306,9 @@ def cross_shard(
             group_assignment=group_assignment,
         )
         batch_size = check_batch_size(batch_size)
-        updates, memory, now = reduced(updates, memory, measured, weight, batch_size)
+        updates, memory, outliers, now = reduced(
+            updates, memory, outliers, measured, weight, batch_size
+        )
         with explains_rows(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
@@ -283,7 +318,7 @@ def cross_shard(
             own = localize(measured.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
-            state = CrossShardState(memory, vary_like(now, measured), state)
+            state = CrossShardState(memory, outliers, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -341,6 +376,7 @@ def all_reduce_grads(
 def _exchanged(
     grads: Tree,
     memory: Any,
+    outliers: Any,
     measured: Any,
     exchange: Exchange,
     axis_name: AxisName,
@@ -349,7 +385,7 @@ def _exchanged(
     weight: Any,
     batch_size: Any,
     group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any, Any]:
+) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     if weight is not None and reduction == "sum":
         raise ValueError(
@@ -386,13 +422,14 @@ def _exchanged(
         )
         mean_square = square_sum(mean, own)
         measured = measure_of(measured, sums, total, mean_square, batch_size)
+    outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
     if reduction == "mean":
-        return mean, memory, measured
+        return mean, memory, outliers, measured
     size = axis_size(axis_name)
     if group_assignment is not None:
         size = len(group_assignment[0])
     total = _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean)
-    return total, memory, measured
+    return total, memory, outliers, measured
 
 
 def _map_values(function, grads):

@@ -33,8 +33,10 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    count_outlier,
     require_dense,
     require_exact,
+    start_outliers,
 )
 from optx_sync.measures import (
     check_batch_size,
@@ -107,6 +109,9 @@ class SyncReplicasMetrics(NamedTuple):
     contribution_norm: jax.Array | None = None  # float32[], the root mean square
     update_norm: jax.Array | None = None  # float32[], of what `inner` made of the mean
     contributors: jax.Array | None = None  # float32[], gradients in the mean
+    # int32[], updates in which what it had accumulated lay far from the others', with a
+    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None = None
 
 
 class Gathered(NamedTuple):
@@ -133,6 +138,9 @@ class SyncReplicasState(NamedTuple):
     outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
     outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
+    # int32[], its own gradients since the last update, or () with a linear exchange
+    contributed: Any
+    outliers: Any  # int32[], updates in which it was an outlier, or ()
     gathered: Any  # `Gathered`, of this replica, or ()
     measured: Any  # `Measured`, of the last update, or ()
     inner: optax.OptState
@@ -157,8 +165,12 @@ class SyncReplicasState(NamedTuple):
         """What became of the last gradient, and of all of them."""
         del params
         last = (self.outcome == place for place in range(len(Outcomes._fields)))
-        measured = () if self.measured == () else measures(self.measured)
-        return SyncReplicasMetrics(*last, self.outcome_counts, *measured)
+        return SyncReplicasMetrics(
+            *last,
+            counts=self.outcome_counts,
+            **({} if self.measured == () else measures(self.measured)._asdict()),
+            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+        )
 
     @property
     def worker_axes(self) -> int:
@@ -167,7 +179,7 @@ class SyncReplicasState(NamedTuple):
 
     def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
         """The state of another number of replicas: see `oxs.resize`."""
-        waiting = int(self.accumulated.flat[0])
+        waiting = int(jnp.ravel(self.accumulated)[0])
         if waiting:
             how.loses(f"{waiting} gradient(s) accumulated for the next update")
         return self._replace(
@@ -177,6 +189,8 @@ class SyncReplicasState(NamedTuple):
             outcome=how.equal(self.outcome) * 0 - 1,
             outcome_counts=how.joined_by_zeros(self.outcome_counts),
             exchange=how.of_sums().tree(self.exchange, fresh.exchange),
+            contributed=how.zeros(self.contributed),
+            outliers=how.joined_by_zeros(self.outliers),
             gathered=how.zeros(self.gathered),
             measured=how.equal(self.measured),
             inner=how.equal(self.inner),
@@ -198,6 +212,16 @@ class SyncReplicasState(NamedTuple):
             params,
             is_leaf=is_masked,
         )
+
+
+class _Kept(NamedTuple):
+    """What a replica keeps for the exchange: as the fields of the state."""
+
+    remembered: Any
+    contributed: Any
+    outliers: Any
+    gathered: Any
+    measured: Any
 
 
 def sync_replicas(
@@ -283,9 +307,12 @@ def sync_replicas(
             precision parameters, else their own.
         reduce_extra_args: The names of extra arguments of which `inner` gets the mean
             over the replicas whose gradients this step used, as for `cross_shard`.
-        exchange: How the replicas' sums become one, a linear one; `None`: an
-            all-reduce. The counts of rows are summed exactly whatever it is, and
-            row-sparse gradients need `oxs.exchange.all_reduce`.
+        exchange: How the replicas' sums become one; `None`: an all-reduce. The counts
+            of rows are summed exactly whatever it is, and row-sparse gradients need
+            `oxs.exchange.all_reduce`. A robust one gets from each replica of which
+            gradients were accumulated the mean of these, one vote each however many
+            (`clipped`: weighted by their number), and `oxs.metrics(state)` counts how
+            often a replica was an outlier.
         measure: As for `cross_shard`, of the gradients of each update, with the extra
             argument `batch_size`. Two scalars travel with each update. Dense gradients
             only.
@@ -298,7 +325,7 @@ def sync_replicas(
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
         ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages, an exchange that is not linear; at the call, no variables, an axis
+            averages; at the call, no variables, an axis
             that is not mapped or whose size is not `total_num_replicas`, gradients that
             autodiff has summed already or that do not match the parameters, missing
             `params`.
@@ -338,12 +365,6 @@ def sync_replicas(
     dtype = check_accumulator_dtype(accumulator_dtype)
     reduced_names = check_extra_args(reduce_extra_args)
     exchange = check_exchange(exchange, all_reduce())
-    if not exchange.linear:
-        raise ValueError(
-            "sync_replicas sums up several gradients of one replica, and none of "
-            "another, so it needs a linear exchange. Robust ones take one gradient of "
-            "each: use them with cross_shard or a center rule."
-        )
 
     if measure:
         require_exact(exchange)
@@ -368,6 +389,8 @@ def sync_replicas(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
             exchange=own(exchange.init(params)),
+            contributed=() if exchange.linear else own(jnp.zeros((), jnp.int32)),
+            outliers=own(start_outliers(exchange)),
             gathered=own(Gathered(jnp.float32(0), jnp.float32(0))) if measure else (),
             measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
@@ -435,7 +458,7 @@ def sync_replicas(
         # Over other axes along which gradients vary lie shards.
         alone = localize(state.measured.update_norm, axis_name) if measure else None
 
-        def gather(gathered):
+        def gather(gathered) -> Any:
             """What has been gathered, this step's gradient included if it is used."""
             if not measure:
                 return ()
@@ -445,18 +468,20 @@ def sync_replicas(
                 gathered.inverse + jnp.where(used, own[1], 0),
             )
 
-        def move(_, accumulator, remembered, gathered, measured, inner_state, averages):
+        def move(_, accumulator, kept, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
             accumulator = accumulate(accumulator, grads, used)
+            remembered, contributed, outliers, gathered, measured = kept
             gathered, scalars = gather(gathered), {}
+
+            def like_grads(sums):
+                # Like the gradients, whose leaves the exchange remembers.
+                treedef = jax.tree.structure(grads, is_leaf=is_gradient_leaf)
+                return treedef.unflatten(sums)
 
             def total(sums):
                 nonlocal remembered, scalars
-                sums, row_counts = sums
-                # Like the gradients, whose leaves the exchange remembers.
-                sums = jax.tree.structure(grads, is_leaf=is_gradient_leaf).unflatten(
-                    sums
-                )
+                sums, row_counts = like_grads(sums[0]), sums[1]
                 if not measure or exchange.meet_and_sum is None:
                     means, _, remembered = exchange.meet(sums, remembered, axis_name)
                 else:
@@ -467,7 +492,30 @@ def sync_replicas(
                 row_counts = reduce(row_counts, axis_name, reduction="sum")
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
 
-            mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            def voted(sums):
+                """What a rule makes of the replicas' own means, of those that count."""
+                nonlocal remembered, outliers
+                sums, row_counts = sums
+                own = contributed + used.astype(jnp.int32)
+                some = jnp.maximum(own, 1)
+                means = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
+                means, weight = like_grads(means), own > 0
+                if exchange.takes_weights:
+                    weight = own.astype(jnp.float32)
+                result, _, remembered = exchange.meet(
+                    means, remembered, axis_name, weight=weight
+                )
+                outliers = count_outlier(
+                    exchange, means, result, axis_name, own > 0, outliers
+                )
+                return jax.tree.leaves(result, is_leaf=is_gradient_leaf), row_counts
+
+            if exchange.linear:
+                mean = mean_of(accumulator, grads, accumulated, tokens, total)
+            else:
+                one = jnp.ones((), jnp.int32)
+                mean = mean_of(accumulator, grads, one, tokens, voted)
+                contributed = jnp.zeros_like(contributed)
             extra = mean_extra_args(
                 extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
             )
@@ -487,23 +535,30 @@ def sync_replicas(
                     averages, new_params, variable_averages, new_step
                 )
             result = new_params if direct else moved
-            accumulator = clear(accumulator, mean)
-            kept = remembered, gathered, measured, inner_state, averages
-            return result, accumulator, *kept
+            kept = _Kept(remembered, contributed, outliers, gathered, measured)
+            return result, clear(accumulator, mean), kept, inner_state, averages
 
-        def wait(_, accumulator, remembered, gathered, *kept):
+        def wait(_, accumulator, kept, inner_state, averages):
             """No update yet: the gradient is accumulated, and nothing else moves."""
             result = params if direct else _no_updates(shapes)
             accumulator = accumulate(accumulator, grads, used)
-            return result, accumulator, remembered, gather(gathered), *kept
+            kept = kept._replace(gathered=gather(kept.gathered))
+            if not exchange.linear:
+                own = kept.contributed + used.astype(jnp.int32)
+                kept = kept._replace(contributed=own)
+            return result, accumulator, kept, inner_state, averages
 
         # The parameters are an operand so that XLA hands them on in place.
         before = (
             params if direct else (),
             state.accumulator,
-            state.exchange,
-            state.gathered,
-            state.measured,
+            _Kept(
+                state.exchange,
+                state.contributed,
+                state.outliers,
+                state.gathered,
+                state.measured,
+            ),
             state.inner,
             state.averages,
         )
@@ -517,8 +572,7 @@ def sync_replicas(
             after = branch(move if complete else wait)(*before)
         else:
             after = jax.lax.cond(complete, branch(move), branch(wait), *before)
-        result, accumulator, remembered, gathered, measured, *kept = after
-        inner_state, averages = kept
+        result, accumulator, kept, inner_state, averages = after
         counts = (
             count + (outcome == place).astype(jnp.int32)
             for place, count in enumerate(state.outcome_counts)
@@ -529,9 +583,11 @@ def sync_replicas(
             accumulator=accumulator,
             outcome=outcome,
             outcome_counts=Outcomes(*counts),
-            exchange=remembered,
-            gathered=gathered,
-            measured=measured,
+            exchange=kept.remembered,
+            contributed=kept.contributed,
+            outliers=kept.outliers,
+            gathered=kept.gathered,
+            measured=kept.measured,
             inner=inner_state,
             averages=averages,
         )

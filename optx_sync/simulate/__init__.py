@@ -12,6 +12,9 @@ from optx_sync.simulate.asynchronous import AsynchronousState as AsynchronousSta
 from optx_sync.simulate.asynchronous import WorkerState as WorkerState
 from optx_sync.simulate.asynchronous import asynchronous as asynchronous
 from optx_sync.simulate.delayed import delayed as delayed
+from optx_sync.simulate.gossip import GossipRecord as GossipRecord
+from optx_sync.simulate.gossip import GossipWorkers as GossipWorkers
+from optx_sync.simulate.gossip import gossip as gossip
 from optx_sync.simulate.sync_replicas import SyncReplicasMachine as SyncReplicasMachine
 from optx_sync.simulate.sync_replicas import SyncReplicasRecord as SyncReplicasRecord
 from optx_sync.simulate.sync_replicas import sync_replicas as sync_replicas

@@ -20,6 +20,17 @@ from optx_sync.center.formulas import (
     weigh_alone,
     worker_params,
 )
+from optx_sync.center.fragments import (
+    Buffer,
+    Fragments,
+    Pending,
+    check_delay,
+    check_fragments,
+    check_keep_local,
+    in_turn,
+    split,
+    steps_between,
+)
 from optx_sync.center.rule import (
     CenterRule,
     Period,
@@ -37,6 +48,8 @@ from optx_sync.simulate.replay import (
     Record,
     check_workers,
     replay,
+    row_of,
+    with_row,
 )
 from optx_sync.trees import zeros_like
 
@@ -50,9 +63,24 @@ class WorkerState(NamedTuple):
     accumulated: Any  # what it summed up since its last round, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
+    # With parts [P], of each one.
     tokens: jax.Array  # float32[], since its last round
-    seen: jax.Array  # int32[], the rounds of all workers when it took the center
-    pushed: jax.Array  # int32[], its own rounds
+    seen: jax.Array  # int32[], the rounds of all workers at its last one
+    rounds: jax.Array  # int32[], its rounds
+    ages: Any  # int32[P], steps since its round of each part, or () where there is one
+    pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
+
+
+class _Meeting(NamedTuple):
+    """What a round changes."""
+
+    params: Any  # in the center's dtypes
+    taken: Any
+    accumulated: Any
+    inner: Any
+    pending: Any
+    center: Any
+    outer: Any
 
 
 class AsynchronousState(NamedTuple):
@@ -60,7 +88,8 @@ class AsynchronousState(NamedTuple):
 
     workers: WorkerState  # [N, ...]
     center: Any  # like the parameters, float32 for half precision
-    outer: Any  # state of the rule's outer transformation, or ()
+    # State of the rule's outer transformation, or (); a tuple, one for each part.
+    outer: Any
     global_step: jax.Array  # int32[], rounds of all workers
 
 
@@ -87,6 +116,9 @@ def asynchronous(
     *,
     num_workers: int,
     communication_period: Period = 10,
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | jax.Array | None = None,
     record: Record = None,
     weigh: Weigh | None = None,
     tokens: Any = None,
@@ -124,6 +156,12 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
+        fragments: As in `center_variable`: in its k-th round a worker exchanges part
+            k mod P.
+        delay: As in `center_variable`, in steps of the worker: it decides what it
+            contributes in one step, and that many steps later the center absorbs it,
+            wherever the others have moved it meanwhile, and the worker takes.
+        keep_local: As in `center_variable`.
         record: Which history of `params` and `center` to keep. `None`: all of it where
             that takes at most 256 MB, else every n-th event with the smallest n that
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
@@ -183,6 +221,13 @@ def asynchronous(
     if rule.check is not None:
         rule.check(period)
     static_period = None if callable(period) else period
+    fragments, delay = check_fragments(fragments), check_delay(delay)
+    keep_local = check_keep_local(keep_local)
+    params = jax.tree.map(jnp.asarray, params)
+    center = start_center(params)
+    parts = split(fragments, center)
+    between = steps_between(period, parts.number, delay)
+    buffer = Buffer(parts, center)
     workers = check_workers(workers, num_workers)
     if tokens is not None and jnp.shape(tokens) != workers.shape:
         raise ValueError(
@@ -203,18 +248,14 @@ def asynchronous(
         if tokens is not None:
             behind = jnp.asarray(tokens)[number].astype(jnp.float32)
         behind = own.tokens + behind
-        at = Round(
-            num_workers,
-            static_period,
-            steps,
-            staleness=global_step - own.seen,
-            tokens=behind,
-            num_pushed=own.pushed + 1,
-        )
+
+        def at_of(steps):
+            return Round(num_workers, static_period, steps)
+
         updates, own_inner, accumulated = local_step(
             inner,
             rule,
-            at,
+            at_of(steps),
             grads,
             own.inner,
             own.params,
@@ -222,45 +263,90 @@ def asynchronous(
             own.accumulated,
         )
         x = worker_params(own.params, updates, center)
-        due = is_due(period, steps, own.local_step)
+        due = is_due(between, steps, own.local_step)
+        ages = own.ages if parts.number == 1 else own.ages + 1
 
-        def exchange(x, own_taken, accumulated, own_inner, center, outer):
-            taken = own_taken if keeps_taken else center
+        def contribute(now, number):
+            of_part = (own.seen, behind, steps)
+            if parts.number > 1:
+                of_part = (own.seen[number], behind[number], ages[number])
+            at = at_of(of_part[2])._replace(
+                staleness=global_step - of_part[0],
+                tokens=of_part[1],
+                num_pushed=own.rounds + 1,
+            )
+            taken = now.taken if keeps_taken else now.center
             pushed = contributions(
-                rule, own_of(rule, x, taken, accumulated), center, at
+                rule, own_of(rule, now.params, taken, now.accumulated), now.center, at
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
             pushed = weigh_alone(rule, pushed, at)
+            now = now._replace(accumulated=zeros_like(now.accumulated))
+            return now, pushed, at
+
+        def land(now, pushed, at):
+            outer, own_inner, taken = now.outer, now.inner, now.taken
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
-            after, outer = absorb(rule, center, outer, pushed, num_workers=num_workers)
+            after, outer = absorb(
+                rule, now.center, outer, pushed, num_workers=num_workers
+            )
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
             if keeps_taken:
-                own_taken = after if rule.take is None else center
-            x = take(rule, x, center, after, at)
-            accumulated = zeros_like(accumulated)
-            return x, own_taken, accumulated, own_inner, after, outer
+                taken = after if rule.take is None else now.center
+            x = take(rule, now.params, now.center, after, at, keep_local)
+            return now._replace(
+                params=x, taken=taken, inner=own_inner, center=after, outer=outer
+            )
 
-        x, own_taken, accumulated, own_inner, center, outer = jax.lax.cond(
-            due,
-            exchange,
-            lambda *operands: operands,
-            *(x, own.taken, accumulated, own_inner, center, outer),
-        )
+        def set_out(now, number):
+            now, pushed, at = contribute(now, number)
+            pending = Pending(buffer.pack(pushed), at.steps, ())
+            return now._replace(pending=pending)
+
+        def arrive(now, number):
+            pushed = buffer.unpack(now.pending.values, number)
+            return land(now, pushed, at_of(now.pending.steps))
+
+        def where_due(due, half, now, part):
+            return jax.lax.cond(
+                due,
+                lambda now: in_turn(part, half, now, _Meeting._fields, parts),
+                lambda now: now,
+                now,
+            )
+
+        now = _Meeting(x, own.taken, accumulated, own_inner, own.pending, center, outer)
+        part, last = own.rounds % parts.number, (own.rounds - 1) % parts.number
+        if delay:
+            lands = (own.rounds > 0) & (own.steps_since_round < delay)
+            now = where_due(lands & ((steps >= delay) | due), arrive, now, last)
+            now = where_due(due, set_out, now, part)
+        else:
+            now = where_due(
+                due, lambda now, number: land(*contribute(now, number)), now, part
+            )
+        met = due
+        if parts.number > 1:
+            met = due & (jnp.arange(parts.number) == part)
+            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+        rounds = due.astype(jnp.int32)
         own = WorkerState(
-            params=jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params),
-            inner=own_inner,
-            taken=own_taken,
-            accumulated=accumulated,
+            params=jax.tree.map(lambda x, p: x.astype(p.dtype), now.params, own.params),
+            inner=now.inner,
+            taken=now.taken,
+            accumulated=now.accumulated,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            tokens=jnp.where(due, 0.0, behind),
-            seen=jnp.where(due, global_step + 1, own.seen),
-            pushed=own.pushed + due.astype(jnp.int32),
+            tokens=jnp.where(met, 0.0, behind),
+            seen=jnp.where(met, global_step + 1, own.seen),
+            rounds=own.rounds + rounds,
+            ages=ages,
+            pending=now.pending,
         )
-        return own, center, outer, due.astype(jnp.int32)
+        return own, now.center, now.outer, rounds
 
     def advance(machine, event):
         state, _ = machine
@@ -273,11 +359,11 @@ def asynchronous(
             place == worker,
             lambda *operands: work(number, place, *operands),
             lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
-            *(_row(state.workers, place), state.center, state.outer),
+            *(row_of(state.workers, place), state.center, state.outer),
             state.global_step,
         )
         state = AsynchronousState(
-            workers=_with_row(state.workers, place, own),
+            workers=with_row(state.workers, place, own),
             center=center,
             outer=outer,
             global_step=state.global_step + rounds,
@@ -290,23 +376,24 @@ def asynchronous(
             return None, None, record(params, state.center)
         return params, state.center, None
 
-    params = jax.tree.map(jnp.asarray, params)
-    center = start_center(params)
+    count = jnp.zeros((), jnp.int32)
     worker = WorkerState(
         params=params,
         inner=inner.init(params),
         taken=center if keeps_taken else (),
         accumulated=start_accumulated(rule, center),
-        local_step=jnp.zeros((), jnp.int32),
-        steps_since_round=jnp.zeros((), jnp.int32),
-        tokens=jnp.zeros((), jnp.float32),
-        seen=jnp.zeros((), jnp.int32),
-        pushed=jnp.zeros((), jnp.int32),
+        local_step=count,
+        steps_since_round=count,
+        tokens=jnp.zeros(() if parts.number == 1 else parts.number, jnp.float32),
+        seen=jnp.zeros(() if parts.number == 1 else parts.number, jnp.int32),
+        rounds=count,
+        ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
+        pending=Pending(buffer.zeros(), count, ()) if delay else (),
     )
     state = AsynchronousState(
         workers=stack(worker, num_workers),
         center=center,
-        outer=() if rule.outer is None else rule.outer.init(center),
+        outer=() if rule.outer is None else parts.each(rule.outer.init, center),
         global_step=jnp.zeros((), jnp.int32),
     )
     (final, _), (local_steps, global_steps), views, events = replay(
@@ -341,17 +428,4 @@ def _with_powers(state: Any, source: Any) -> Any:
         state,
         source,
         is_leaf=is_rule_state,
-    )
-
-
-def _row(tree, place):
-    """One worker's part of stacked trees."""
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
-    )
-
-
-def _with_row(tree, place, row):
-    return jax.tree.map(
-        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
     )

@@ -27,7 +27,8 @@ def replay(
 ) -> tuple[Any, Any, Any, jax.Array]:
     """(last state, what `advance` returns of each event, `view` of some, of which).
 
-    `advance(state, (worker, event))` returns the next state and small values.
+    `advance(state, (worker, event))`, with a row of `workers`, returns the next state
+    and small values.
     """
     every = check_record(record)
     if every is None:
@@ -43,7 +44,9 @@ def replay(
         state, values = jax.lax.scan(advance, state, of_chunk)
         return state, (values, view(state))
 
-    first = jax.tree.map(lambda x: x[: chunks * every].reshape(chunks, every), events)
+    first = jax.tree.map(
+        lambda x: x[: chunks * every].reshape(chunks, every, *x.shape[1:]), events
+    )
     state, (values, views) = jax.lax.scan(advance_chunk, state, first)
     values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
     if chunks * every < len(workers):  # events after the last view
@@ -53,24 +56,24 @@ def replay(
     return state, values, views, viewed
 
 
-def check_workers(workers: Any, num_workers: int) -> jax.Array:
+def check_workers(workers: Any, num_workers: int, name: str = "workers") -> jax.Array:
     """The worker of each event as int32[T]; an error for what names no worker."""
     known = None if isinstance(workers, jax.core.Tracer) else np.asarray(workers)
     dtype = workers.dtype if known is None else known.dtype
     if not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
-            f"workers must hold integers, the worker of each event; got {dtype}."
+            f"{name} must hold integers, the worker of each event; got {dtype}."
         )
     if np.ndim(workers) != 1:
         raise ValueError(
-            "workers must have one axis, the worker of each event; got shape "
+            f"{name} must have one axis, the worker of each event; got shape "
             f"{np.shape(workers)}."
         )
     if known is not None and known.size:
         worst = known.max() if known.max() >= num_workers else known.min()
         if not 0 <= worst < num_workers:
             raise ValueError(
-                f"workers names worker {worst}, but there are {num_workers}, numbered "
+                f"{name} names worker {worst}, but there are {num_workers}, numbered "
                 "from 0. Pass numbers in this range, or their number."
             )
     return jnp.asarray(workers).astype(jnp.int32)
@@ -87,4 +90,18 @@ def check_record(record: Any) -> int | None:
         record,
         "Pass None, 'all', every how many events to keep, or a function of parameters "
         "and averages (or center).",
+    )
+
+
+def row_of(tree: Any, place: Any) -> Any:
+    """One worker's part of stacked trees."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
+    )
+
+
+def with_row(tree: Any, place: Any, row: Any) -> Any:
+    """The stacked trees with another part for one worker."""
+    return jax.tree.map(
+        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
     )

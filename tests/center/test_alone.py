@@ -59,9 +59,9 @@ def test_it_is_one_worker_under_vmap():
     stacked = gradients(workers=1)
     grads = jax.tree.map(lambda g: g[:, 0], stacked)
     alone = trains(None)
-    found = contexts.jit(alone)(grads)
+    found = jax.jit(alone)(grads)
     mapped = jax.vmap(trains("workers"), in_axes=1, axis_name="workers")
-    expected = contexts.jit(mapped)(stacked)
+    expected = jax.jit(mapped)(stacked)
     for name, (history, _) in found.items():
         first = jax.tree.map(lambda x: x[0], expected[name][0])
         contexts.assert_close(history, first)

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from benchmarks import by_hand
 from optx_sync import hlo
+from tests import contexts
 
 RULES = [name for name, case in by_hand.CASES.items() if not case.replicated]
 FLOATS = 64 * 64
@@ -30,7 +31,8 @@ def counts(make, case, dtype, workers):
     # optax.adam needs it for half precision.
     with jax.numpy_dtype_promotion("standard"):
         step = make(case, params, workers, gradient)
-        compiled = step.program.lower(step.carry, batch).compile()
+        compiled = step.program.lower(step.carry, batch)
+        compiled = compiled.compile(contexts.AS_USERS_COMPILE)
     found = {}
     program, memory = hlo.program(compiled), hlo.memory(compiled)
     for branch, when in enumerate(("quiet", "round")):

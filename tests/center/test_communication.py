@@ -50,7 +50,8 @@ def compiled(tx) -> Any:
     )
     params = oxs.stack(PARAMS, WORKERS)
     state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
-    return jax.jit(update, donate_argnums=1).lower(params, state, params).compile()
+    lowered = jax.jit(update, donate_argnums=1).lower(params, state, params)
+    return lowered.compile(contexts.AS_USERS_COMPILE)
 
 
 @pytest.mark.parametrize("name", EXPECTED_BYTES)

@@ -25,7 +25,7 @@ def one_step(tx, grads, state, params, axes=None) -> Any:
     """One step of all workers: (parameters, state)."""
     axes = 0 if axes is None else axes
     run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-    updates, state = contexts.jit(run)(grads, state, params)
+    updates, state = jax.jit(run)(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
@@ -170,7 +170,7 @@ def test_a_tuple_of_axes(rule):
         history, state = run(params, state, grads, {})
         return history[None], oxs.stack(state, 1, axes)
 
-    history, _ = contexts.jit(
+    history, _ = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,

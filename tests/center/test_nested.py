@@ -1,6 +1,5 @@
 """A center rule inside of a center rule: workers of a pod, pods of workers."""
 
-import functools
 from typing import Any
 
 import jax
@@ -130,7 +129,7 @@ def test_two_levels_are_the_recurrence(context):
         runs = {name: on_mesh(RULES[name], context == "shard_map") for name in some}
     grads = gradients(PODS, WORKERS)
 
-    @functools.partial(jax.jit, compiler_options=contexts.ONCE)
+    @jax.jit
     def run(starts, grads):
         return {name: runs[name](*starts[name], grads, {})[0] for name in runs}
 
@@ -146,7 +145,7 @@ def test_three_levels_are_the_recurrence():
     tx = build(levels, names)
     grads = gradients(*shape)
     params, state, _ = start(tx, shape)
-    run = jax.jit(lanes(tx, names, shape), compiler_options=contexts.ONCE)
+    run = jax.jit(lanes(tx, names, shape))
     history, _ = run(params, state, steps_last(grads, 3), {})
     history = jax.tree.map(lambda x: np.moveaxis(x, 3, 0), history)
     contexts.assert_close(history, expected(levels, grads))
@@ -164,9 +163,7 @@ def test_an_outer_round_stays():
     center = jax.tree.map(lambda p: p[:, 0], params)
     state = state._replace(inner=state.inner._replace(center=center))
     grads = steps_last(jax.tree.map(np.zeros_like, gradients(PODS, WORKERS)))
-    history, state = jax.jit(lanes(tx), compiler_options=contexts.ONCE)(
-        params, state, grads, {}
-    )
+    history, state = jax.jit(lanes(tx))(params, state, grads, {})
     np.testing.assert_array_equal(history["scalar"][:, 0, 0], [0, 8])
     assert np.all(history["scalar"][:, :, 1:] == 4)
     assert np.all(state.inner.center["scalar"] == 4)

@@ -205,11 +205,6 @@ REFUSED = {
     "robust": (
         lambda: error_feedback(oxs.exchange.median()), ValueError, "must not come back"
     ),
-    "robust sums": (
-        lambda: WRAPPERS["sync_replicas"](exchange=oxs.exchange.median()),
-        ValueError,
-        "linear",
-    ),
     "integers": (
         lambda: met(quantized(), {"w": jnp.ones((2, 3), jnp.int32)}), TypeError, "int32"
     ),

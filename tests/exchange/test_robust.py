@@ -1,5 +1,6 @@
 """Robust exchanges against their definitions, for every set of contributors."""
 
+import collections
 import functools
 import operator
 
@@ -60,14 +61,10 @@ RULES = {
     ),
 }
 # Those that no single replica can move further than the others reach.
-STAND_UP = {
-    "median": oxs.exchange.median(),
-    "trimmed": oxs.exchange.trimmed_mean(1),
-    "krum": oxs.exchange.krum(1),
-    "krum_1": oxs.exchange.krum(1, m=1),
-    "geometric": oxs.exchange.geometric_median(),
-    "clipped_median": oxs.exchange.clipped("median"),
-}
+STAND_UP = (
+    *("median", "trimmed_1", "krum_1", "krum_1_1"),
+    *("geometric", "clipped_median"),
+)
 
 
 def as_tree(v):
@@ -101,7 +98,8 @@ def meets(exchanges):
 def run(exchanges, v, weights):
     """Results [cases, D] by name, of values [cases, N, D] and weights [cases, N]."""
     workers = jax.vmap(meets(exchanges), axis_name=AXIS)
-    found = jax.jit(jax.vmap(workers))(as_tree(v), jnp.asarray(weights, jnp.float32))
+    compiled = jax.jit(jax.vmap(workers))
+    found = compiled(as_tree(v), jnp.asarray(weights, jnp.float32))
     rows = {name: as_rows(tree) for name, tree in found.items()}
     for name, all_replicas in rows.items():
         same = np.broadcast_to(all_replicas[:, :1], all_replicas.shape)
@@ -114,20 +112,16 @@ def values(n, seed=0, ties=False):
     return np.round(v) if ties else v
 
 
-@pytest.mark.parametrize("n", [3, 8])
-def test_every_set_of_contributors_gives_what_the_definition_says(n):
-    masks = robust.masks(n)
-    exchanges = {name: rule[0] for name, rule in RULES.items() if rule[2] <= n}
-    v = np.concatenate(
-        [
-            np.broadcast_to(values(n, n, ties), (len(masks), n, D))
-            for ties in (False, True)
-        ]
-    )
+def of_contributors(masks):
+    """Values with and without ties, and who counts: what does not is NaN."""
+    n = masks.shape[1]
+    both = [np.broadcast_to(values(n, n, t), (len(masks), n, D)) for t in (False, True)]
     masks = np.concatenate([masks, masks])
-    # What does not count leaves no trace, NaN or not.
-    left_out = np.where(masks[:, :, None], v, np.nan).astype(np.float32)
-    found = run(exchanges, left_out, masks)
+    v = np.concatenate(both)
+    return v, np.where(masks[:, :, None], v, np.nan).astype(np.float32), masks
+
+
+def check_definitions(found, v, masks):
     for name, got in found.items():
         definition = RULES[name][1]
         for rows, mask, result in zip(v, masks, got, strict=True):
@@ -139,77 +133,130 @@ def test_every_set_of_contributors_gives_what_the_definition_says(n):
             )
 
 
-def test_geometric_median_has_the_least_sum_of_distances():
-    n, masks = 7, robust.masks(7)
-    v = values(n, 5)
-    exchanges = {
-        "8": oxs.exchange.geometric_median(),
-        "100": oxs.exchange.geometric_median(100),
+def test_every_set_of_five_contributors_gives_what_the_definition_says():
+    v, sent, masks = of_contributors(robust.masks(5))
+    exchanges = {name: rule[0] for name, rule in RULES.items()}
+    exchanges["geometric_100"] = oxs.exchange.geometric_median(100)
+    found = run(exchanges, sent, masks)
+    many = found.pop("geometric_100")
+    check_definitions(found, v, masks)
+    for rows, mask, result in zip(v, masks, many, strict=True):
+        check_least(rows[mask].astype(float), result, 1.0003)
+
+
+def check_least(rows, result, factor):
+    """That the sum of distances from the result is the least one, up to a factor."""
+    if not len(rows):
+        assert not result.any()
+        return
+    # Between two every point has the least sum.
+    best = rows[0] if len(rows) == 2 else robust.geometric_median(rows)
+    least = robust.distances(best, rows).sum()
+    assert robust.distances(result, rows).sum() <= least * factor + 1e-5, len(rows)
+
+
+# One program of eight replicas serves the tests below: what each case is, [cases, 8].
+HONEST = np.random.default_rng(1).normal(size=(8, D)) + 5
+LIES = (1e30, -1e30, 3e38, 100.0, np.nan)
+SCALES = (1e-30, 1.0, 1e30)
+
+
+def cases_of_eight():
+    """(values, who counts) by what they are for."""
+    rng = np.random.default_rng(8)
+    # Sets of 0, 1, ... 8 contributors, two of each size.
+    masks = [rng.permutation(8) < size for size in range(9) for _ in range(2)]
+    everyone = np.ones(8, bool)
+    one, other = np.zeros((2, 8, D))
+    one[:] = values(8)[0]  # parallel: the mean
+    other[np.arange(8), np.arange(8)] = 3.0  # orthogonal: the sum
+    scales = 10.0 ** rng.integers(-30, 18, size=(8, 1))
+    v = values(8, 8)
+    tree_of_pairs = [v, one, other, v * 1e-25, v * scales, v * 0]
+    liars = [np.concatenate([HONEST[1:], np.full((1, D), lie)]) for lie in LIES]
+    orders = [HONEST[rng.permutation(8)] for _ in range(4)]
+    _, sent, masks = of_contributors(np.array(masks))
+    parts = {
+        "sets": (sent, masks),
+        "pairs": (tree_of_pairs, None),
+        "orders": ([HONEST, *orders], None),
+        "lies": (liars, None),
+        "scales": ([values(8, 3) * scale for scale in SCALES], None),
     }
-    found = run(exchanges, np.broadcast_to(v, (len(masks), n, D)), masks)
-    for mask, eight, many in zip(masks, *found.values(), strict=True):
-        if not mask.any():
-            assert not eight.any()
-            continue
-        rows = v[mask].astype(float)
-        least = robust.distances(robust.geometric_median(rows), rows).sum()
-        if mask.sum() == 2:  # Every point between the two has the least sum.
-            least = robust.distances(rows[0], rows).sum()
-        assert robust.distances(eight, rows).sum() <= least * 1.01 + 1e-5, mask
-        assert robust.distances(many, rows).sum() <= least * 1.0003 + 1e-5, mask
+    return {
+        name: (
+            np.asarray(v, np.float32),
+            np.tile(everyone, (len(v), 1)) if counts is None else counts,
+        )
+        for name, (v, counts) in parts.items()
+    }
 
 
-@pytest.mark.parametrize("n", [1, 8])
-def test_adasum_is_horovods_tree_of_pairs(n):
-    rng = np.random.default_rng(n)
-    v = values(n, n)
-    one, other = np.zeros((2, n, D), np.float32)
-    one[:] = v[:1]  # parallel: the mean
-    other[np.arange(n), np.arange(n)] = 3.0  # orthogonal: the sum
-    scales = 10.0 ** rng.integers(-30, 18, size=(n, 1))
-    cases = np.stack([v, one, other, v * 1e-25, v * scales, v * 0]).astype(np.float32)
-    found = run({"adasum": oxs.exchange.adasum()}, cases, np.ones((len(cases), n)))
+@functools.cache
+def of_eight():
+    """{part: {rule: results}}."""
+    parts = cases_of_eight()
+    v, counts = (np.concatenate(x) for x in zip(*parts.values(), strict=True))
+    exchanges = {name: rule[0] for name, rule in RULES.items()}
+    exchanges["geometric"] = oxs.exchange.geometric_median()
+    exchanges["adasum"] = oxs.exchange.adasum()
+    found = run(exchanges, v, counts)
+    ends = np.cumsum([len(v) for v, _ in parts.values()])[:-1]
+    cut = {name: np.split(got, ends) for name, got in found.items()}
+    return {
+        part: {name: pieces[place] for name, pieces in cut.items()}
+        for place, part in enumerate(parts)
+    }
+
+
+def test_every_number_of_eight_contributors_gives_what_the_definition_says():
+    sent, masks = cases_of_eight()["sets"]
+    found = of_eight()["sets"]
+    check_definitions({name: found[name] for name in RULES}, sent, masks)
+    for rows, mask, result in zip(sent, masks, found["geometric"], strict=True):
+        check_least(rows[mask].astype(float), result, 1.01)
+
+
+def test_adasum_is_horovods_tree_of_pairs():
+    cases, _ = cases_of_eight()["pairs"]
+    found = of_eight()["pairs"]["adasum"]
     leaves = [slice(0, 15), slice(15, 16), slice(16, 23)]
-    for case, got in zip(cases.astype(float), found["adasum"], strict=True):
+    for case, got in zip(cases.astype(float), found, strict=True):
         expected = robust.adasum(case, leaves)
         for leaf in leaves:
             size = np.abs(expected[leaf]).max()
             np.testing.assert_allclose(
                 got[leaf], expected[leaf], rtol=0, atol=1e-5 * size
             )
-    np.testing.assert_allclose(found["adasum"][1], v[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], cases[1, 0], rtol=1e-6)
+    # One replica alone is what it is.
+    alone = run({"adasum": oxs.exchange.adasum()}, cases[:1, :1], np.ones((1, 1)))
+    np.testing.assert_allclose(alone["adasum"], cases[0, :1], rtol=1e-6)
 
 
 def test_the_order_of_replicas_does_not_matter_and_one_that_lies_has_little_effect():
-    n = 8
-    rng = np.random.default_rng(1)
-    honest = rng.normal(size=(n, D)) + 5
-    cases = [honest, *(honest[rng.permutation(n)] for _ in range(6))]
-    for lie in (1e30, -1e30, 3e38, 100.0):
-        cases += [np.concatenate([honest[1:], np.full((1, D), lie)])]
-    broken = np.concatenate([honest[1:], np.full((1, D), np.nan)])
-    cases = np.stack([*cases, broken]).astype(np.float32)
-    spread = np.linalg.norm(honest - honest.mean(axis=0), axis=1).max()
-    found = run(STAND_UP, cases, np.ones(cases.shape[:2]))
-    for name, got in found.items():
+    spread = np.linalg.norm(HONEST - HONEST.mean(axis=0), axis=1).max()
+    largest = np.linalg.norm(HONEST, axis=1).max()
+    for name in STAND_UP:
+        orders = of_eight()["orders"][name]
         np.testing.assert_allclose(
-            got[1:7], got[:1].repeat(6, 0), rtol=2e-6, err_msg=name
+            orders[1:], orders[:1].repeat(4, 0), rtol=2e-6, err_msg=name
         )
-        moved = np.linalg.norm(got[7:] - honest[1:].mean(axis=0), axis=1)
+        result = of_eight()["lies"][name]
+        moved = np.linalg.norm(result - HONEST[1:].mean(axis=0), axis=1)
+        limit = spread
         if name == "clipped_median":  # It bounds what one replica adds, NaN apart.
-            moved, limit = moved[:-1], 2 * np.linalg.norm(honest, axis=1).max() / n
-        else:
-            limit = spread
+            moved, limit = moved[:-1], 2 * largest / 8
         assert np.all(moved < limit), (name, moved, limit)
 
 
 def test_gradients_of_any_size_are_compared():
-    v = values(8, 3)
-    cases = np.stack([v * 1e-30, v, v * 1e30]).astype(np.float32)
-    gram = {name: STAND_UP[name] for name in ("krum", "geometric")}
-    for name, got in run(gram, cases, np.ones((3, 8))).items():
-        for scale, result in zip((1e-30, 1, 1e30), got, strict=True):
-            np.testing.assert_allclose(result / scale, got[1], rtol=2e-3, err_msg=name)
+    for name in ("krum_1", "geometric"):
+        found = of_eight()["scales"][name]
+        for scale, result in zip(SCALES, found, strict=True):
+            np.testing.assert_allclose(
+                result / scale, found[1], rtol=2e-3, err_msg=name
+            )
 
 
 def mesh(*sizes_and_names):
@@ -217,44 +264,55 @@ def mesh(*sizes_and_names):
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def weighted(rule, axis=AXIS):
+    """One replica's step: its update, and whether it was an outlier."""
+    tx = oxs.cross_shard(optax.sgd(-1.0), axis, exchange=rule)
+
+    def step(tree, counts):
+        update, state = tx.update(tree, tx.init(tree), weight=counts)
+        return update, oxs.metrics(state).outliers
+
+    return step
+
+
 @pytest.mark.parametrize(
     "context", ["pmap", "checked", "unchecked", "laid_out", "two_axes"]
 )
-def test_every_context_gives_the_numbers_of_one_device(context):
+def test_every_context_gives_the_numbers_of_the_definition(context):
     n = 4 if context == "laid_out" else 8
     rules = {
-        "median": oxs.exchange.median(),
-        "krum": oxs.exchange.krum(0, m=1),
+        "krum": (oxs.exchange.krum(0, m=1), functools.partial(robust.krum, f=0, m=1)),
+        "sign": (oxs.exchange.sign_majority(), robust.sign_majority),
     }
-    v, weights = values(n, 2), np.ones(n, np.float32)
-    weights[1] = 0
-    tree, weights = as_tree(v), jnp.asarray(weights)
-    tree["half"] = tree["vector"].astype(jnp.bfloat16)
-    expected = jax.jit(jax.vmap(meets(rules), axis_name=AXIS))(tree, weights)
+    v, counts = 0.1 * values(n, 2) + 1, np.arange(n) != 1
+    v[3] = -20  # far away, and against all others' signs
+    tree, counts = as_tree(v), jnp.asarray(counts)
+    tree["half"] = tree_half = tree["vector"].astype(jnp.bfloat16)
+
+    def steps(axis):
+        return lambda tree, counts: {
+            name: weighted(rule, axis)(tree, counts)
+            for name, (rule, _) in rules.items()
+        }
+
+    if context in ("pmap", "laid_out"):
+        rules.pop("sign")  # These take long to compile.
     if context == "pmap":
-        found = jax.pmap(meets(rules), axis_name=AXIS)(tree, weights)
+        found = jax.pmap(steps(AXIS), axis_name=AXIS)(tree, counts)
     elif context == "two_axes":
-
-        def both(tree, weight):
-            return {
-                name: rule.meet(tree, (), ("a", "b"), weight=weight)[0]
-                for name, rule in rules.items()
-            }
-
-        nested = jax.vmap(jax.vmap(both, axis_name="b"), axis_name="a")
-        tree, weights = jax.tree.map(
-            lambda x: x.reshape(2, 4, *x.shape[1:]), (tree, weights)
+        nested = jax.vmap(jax.vmap(steps(("a", "b")), axis_name="b"), axis_name="a")
+        tree, counts = jax.tree.map(
+            lambda x: x.reshape(2, 4, *x.shape[1:]), (tree, counts)
         )
-        found = jax.jit(nested)(tree, weights)
+        found = jax.jit(nested)(tree, counts)
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     else:
         over = (
             mesh((4, AXIS), (2, "fsdp")) if context == "laid_out" else mesh((8, AXIS))
         )
 
-        def local(tree, weight):
-            results = meets(rules)(*oxs.unstack((tree, weight)))
-            return oxs.stack(results, 1)
+        def local(tree, counts):
+            return oxs.stack(steps(AXIS)(*oxs.unstack((tree, counts))), 1)
 
         shape = jax.shard_map(
             local,
@@ -264,18 +322,21 @@ def test_every_context_gives_the_numbers_of_one_device(context):
             axis_names={AXIS},
             check_vma=context != "unchecked",
         )
-        found = jax.jit(shape)(tree, weights)
-    for name, got in found.items():
-        assert got["half"].dtype == jnp.bfloat16
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected[name]), strict=True)
-        for leaf, other in pairs:
-            np.testing.assert_allclose(
-                np.asarray(leaf, np.float32),
-                np.asarray(other, np.float32),
-                rtol=2e-6,
-                atol=2e-6,
-                err_msg=name,
-            )
+        found = jax.jit(shape)(tree, counts)
+    for name, (got, outliers) in found.items():
+        half = got.pop("half")
+        assert half.dtype == jnp.bfloat16
+        rows = np.concatenate([v, np.asarray(tree_half, np.float32)], axis=1)
+        expected = rules[name][1](np.delete(rows, 1, axis=0).astype(float))[:D]
+        found_rows = as_rows(got)
+        expected = np.broadcast_to(expected, found_rows.shape)
+        np.testing.assert_allclose(
+            found_rows, expected, rtol=2e-6, atol=2e-6, err_msg=name
+        )
+        np.testing.assert_allclose(
+            np.asarray(half, np.float32), expected[:, -7:], rtol=1e-2, err_msg=name
+        )
+        assert outliers.tolist() == [int(i == 3) for i in range(n)], name
 
 
 def test_shards_of_one_replica_agree():
@@ -317,33 +378,70 @@ def test_shards_of_one_replica_agree():
             sharded(None, check_vma)
 
 
+def test_outliers_are_of_whole_replicas_also_in_shards():
+    """The shards of a replica agree, with and without types that say what varies."""
+    over = mesh((4, AXIS), (2, "inside"))
+    v = np.ones((4, 6), np.float32) + 0.1 * values(4, 6)[:, :6]
+    v[2, 5] = 50.0  # One shard alone sees it.
+    # name: the exchange, and who is an outlier: signs do not see the size.
+    rules = {
+        "median": (oxs.exchange.median(), [0, 0, 1, 0]),
+        "clipped": (oxs.exchange.clipped(1.0, shard_axes="inside"), [0, 0, 1, 0]),
+        "sign": (oxs.exchange.sign_majority(), [0, 0, 0, 0]),
+    }
+
+    def local(v):
+        return {
+            name: weighted(rule)(v[0], jnp.bool_(True))[1][None, None]
+            for name, (rule, _) in rules.items()
+        }
+
+    for check_vma in (True, False):
+        shape = jax.shard_map(
+            local,
+            mesh=over,
+            in_specs=P(AXIS, "inside"),
+            # With types: that the shards are known to agree.
+            out_specs=P(AXIS) if check_vma else P(AXIS, "inside"),
+            check_vma=check_vma,
+        )
+        for name, found in jax.jit(shape)(v).items():
+            for shard in np.asarray(found).T:
+                assert shard.tolist() == rules[name][1], (name, check_vma)
+
+
 def test_what_travels_is_what_an_all_reduce_sends():
     """An all-to-all there, an all-gather back, and the matrix if needed."""
     over, size = mesh((8, AXIS)), 8 * 100
-    for rule, extra in (
-        (oxs.exchange.median(), 0),
-        (oxs.exchange.krum(1), 8 * 8 + 1),
-        (oxs.exchange.sign_majority(), 0),
-    ):
+    # Bytes of a number; the largest value of each replica, for a rule by distances.
+    rules = {
+        oxs.exchange.median(): (4, 0),
+        oxs.exchange.krum(1): (4, 4),
+        oxs.exchange.sign_majority(): (1, 0),
+    }
 
-        def local(tree, rule=rule):
-            return rule.meet(tree, (), AXIS)[0]
+    def local(tree):
+        return [rule.meet(tree, (), AXIS)[0] for rule in rules]
 
-        tree = {"a": jnp.ones((8, 304)), "b": jnp.ones((8, 31, 16))}
-        mapped = jax.shard_map(local, mesh=over, in_specs=P(AXIS), out_specs=P())
-        rows = oxs.audit.collectives(mapped, tree)
-        item = 1 if rule is not None and rows[0].bytes == size else 4
-        kinds = {row.kind: row.bytes for row in rows}
-        assert kinds["all-to-all"] == size * item
-        gathered = [row.bytes for row in rows if row.kind == "all-gather"]
-        assert sum(gathered) in (size * item // 8, size * item // 8 + 4)
-        assert kinds.get("all-reduce", 0) == (8 * 8 * 4 if extra else 0)
+    tree = {"a": jnp.ones((8, 304)), "b": jnp.ones((8, 31, 16))}
+    mapped = jax.shard_map(local, mesh=over, in_specs=P(AXIS), out_specs=P())
+    compiled = jax.jit(mapped).lower(tree).compile()
+    sent = collections.Counter()
+    for row in oxs.audit.collectives(compiled):
+        sent[row.kind] += row.bytes
+    assert sent == {
+        # Median and Krum begin with the same pieces, which travel once.
+        "all-to-all": sum({size * item for item, _ in rules.values()}),
+        "all-gather": sum(size * item // 8 + own for item, own in rules.values()),
+        "all-reduce": 8 * 8 * 4,
+    }
 
 
-def test_wrappers_take_them_and_leave_out_who_is_not_finite():
-    n = 5
-    gradients = jnp.asarray(values(n, 9)).at[2].set(jnp.nan)
-    honest = np.delete(np.asarray(gradients), 2, axis=0)
+def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
+    n = 6
+    gradients = 0.1 * values(n, 9) + 1
+    honest = np.delete(gradients, [2, 4], axis=0)
+    gradients[2], gradients[4] = np.nan, 30
     params = jnp.zeros(D)
     tx = oxs.local_sgd(
         optax.sgd(1.0),
@@ -354,34 +452,103 @@ def test_wrappers_take_them_and_leave_out_who_is_not_finite():
     )
     axes = oxs.state_axes(tx, params)
 
-    def step(gradient, state, params, tx=tx):
+    def step(gradient, state, params):
         return oxs.apply_gradients(tx, gradient, state, params)
 
     steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    found, _ = jax.jit(steps)(
-        gradients, oxs.stack(tx.init(params), n, axes), oxs.stack(params, n)
+    found, state = jax.jit(steps)(
+        jnp.asarray(gradients),
+        oxs.stack(tx.init(params), n, axes),
+        oxs.stack(params, n),
     )
-    # Four are left, too few for one that lies among them: their mean.
+    # Five are left, of which the rule takes the four that are close to each other.
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
     np.testing.assert_allclose(found[0], -honest.mean(axis=0), rtol=1e-5, atol=1e-6)
+    measured = oxs.metrics(state)
+    assert measured.outliers.tolist() == [0, 0, 0, 0, 1, 0]
+    assert measured.dropped.tolist() == [0, 0, 1, 0, 0, 0]
+    # Nothing is kept without a robust exchange.
+    plain = oxs.local_sgd(optax.sgd(1.0), AXIS)
+    assert oxs.metrics(plain.init(params)).outliers is None
+    adasum = oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=oxs.exchange.adasum())
+    assert adasum.init(params) == optax.sgd(1.0).init(params)
 
-    tx = oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=oxs.exchange.median())
 
-    def update(gradient, weight):
-        return tx.update(gradient, tx.init(gradient), weight=weight)[0]
+def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
+    """One vote each, the mean of its gradients since the last update: n is traced."""
+    n, steps = 4, 8
+    rng = np.random.default_rng(5)
+    grads = rng.normal(size=(steps, n, D)).astype(np.float32) + 4
+    grads[:, 2] = 1e6
+    grads[4, 0] = np.nan
+    contributes = rng.random((steps, n)) < 0.6
+    # What each makes of the replicas' means; `clipped` weighs them, and cuts nobody.
+    rules = {
+        "median": (oxs.exchange.median(), robust.median),
+        "clipped": (oxs.exchange.clipped(1e9), None),
+    }
+    # R below the number of replicas and above it.
+    made = {
+        (name, needed): oxs.sync_replicas(
+            optax.sgd(-1.0), AXIS, needed, drop_nonfinite=True, exchange=rules[name][0]
+        )
+        for name, needed in (("median", 2), ("clipped", 7))
+    }
 
-    finite = jnp.asarray(np.arange(n) != 2)
-    found = jax.jit(jax.vmap(update, axis_name=AXIS))(gradients, finite)
-    np.testing.assert_allclose(found[0], -np.median(honest, axis=0), rtol=1e-6)
-    with pytest.raises(ValueError, match="takes no weight"):
-        jax.vmap(update, axis_name=AXIS)(gradients, jnp.arange(5))
+    def body(grads, contributes):
+        def steps_of(tx):
+            def step(state, now):
+                gradient, contributes = now
+                update, state = tx.update(gradient, state, contributes=contributes)
+                return state, update
+
+            start = tx.init(as_tree(jnp.zeros(D)))
+            state, updates = jax.lax.scan(step, start, (grads, contributes))
+            return updates, oxs.metrics(state).outliers
+
+        return [steps_of(tx) for tx in made.values()]
+
+    run = jax.jit(jax.vmap(body, axis_name=AXIS, in_axes=1))
+    every = run(as_tree(grads), jnp.asarray(contributes))
+    numbers = set()
+    for (name, needed), (got, outliers) in zip(made, every, strict=True):
+        kept, expected, counted = [[] for _ in range(n)], [], np.zeros(n, int)
+        updates = 0
+        for gradient, asked in zip(grads.astype(float), contributes, strict=True):
+            free = max(n, needed) - sum(map(len, kept))
+            for i in (np.arange(n) + updates) % n:
+                if asked[i] and np.isfinite(gradient[i]).all() and free:
+                    kept[i].append(gradient[i])
+                    free -= 1
+            expected.append(np.zeros(D))
+            if sum(map(len, kept)) >= needed:
+                own = np.array([np.mean(of, axis=0) for of in kept if of])
+                weights = [len(of) for of in kept if of]
+                definition = rules[name][1]
+                if definition is None:
+                    expected[-1] = np.average(own, axis=0, weights=weights)
+                else:
+                    expected[-1] = definition(own)
+                away = robust.distances(expected[-1], own)
+                who = [i for i in range(n) if kept[i]]
+                counted[who] += away > 3 * np.median(away)
+                numbers.add(len(own))
+                kept, updates = [[] for _ in range(n)], updates + 1
+        found = as_rows(got)
+        np.testing.assert_allclose(
+            found, np.broadcast_to(expected, found.shape), rtol=1e-5, err_msg=name
+        )
+        assert outliers.tolist() == counted.tolist(), (name, needed)
+        assert updates
+    assert len(numbers) >= 3  # of replicas that had a vote
 
 
 def mapped(exchange, tree, n=4, **options):
     def meet(tree):
         return exchange.meet(tree, (), AXIS, **options)[0]
 
-    return jax.vmap(meet, axis_name=AXIS)(oxs.stack(tree, n))
+    # Traced only: what does not fit is refused then.
+    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), oxs.stack(tree, n))
 
 
 ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
@@ -442,6 +609,31 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
             ValueError,
             "groups",
         ),
+        (
+            lambda: oxs.cross_shard(
+                optax.sgd(1.0), AXIS, exchange=oxs.exchange.adasum(), grads="summed"
+            ),
+            ValueError,
+            "each replica's own gradient",
+        ),
+        (
+            lambda: jax.eval_shape(
+                jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
+                jnp.ones((3, 2)),
+                jnp.arange(3),
+            ),
+            ValueError,
+            "takes no weight",
+        ),
+        (
+            lambda: jax.eval_shape(
+                jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
+                oxs.stack({"w": ROWS}, 3),
+                jnp.ones(3, bool),
+            ),
+            ValueError,
+            "row-sparse",
+        ),
     ],
 )
 def test_refused(call, error, match):
@@ -450,5 +642,6 @@ def test_refused(call, error, match):
 
 
 def test_they_are_not_linear():
-    made = [*STAND_UP.values(), oxs.exchange.sign_majority(), oxs.exchange.adasum()]
+    made = [rule[0] for rule in RULES.values()]
+    made += [oxs.exchange.geometric_median(), oxs.exchange.adasum()]
     assert not any(map(operator.attrgetter("linear"), made))

@@ -13,7 +13,6 @@ import pytest
 from jax import lax
 
 from optx_sync.rows.slices import IndexedSlices
-from tests import contexts
 from tests.cases import OPTIMIZERS
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -66,7 +65,7 @@ def compiled(factory, hyperparameters):
     arguments: dict[str, Any] = dict(hyperparameters)
     learning_rate = arguments.pop("learning_rate")
 
-    @contexts.jit
+    @jax.jit
     def trajectory(params, grads, rates):
         rate = rates.__getitem__ if learning_rate == "schedule" else learning_rate
         tx = factory(rate, **arguments)

@@ -148,3 +148,181 @@ def nested(levels, x0, grads, learning_rate):
                 taken[within] = taken[within] + change
         history.append(x)
     return np.stack(history)
+
+
+def in_fragments(
+    rule,
+    x0,
+    grads,
+    inner,
+    owner,
+    *,
+    period,
+    delay=0,
+    keep=0.0,
+    rate=None,
+    outer: tuple = (),
+    broken=None,
+):
+    """Parameters [T, N, D] and centers [T, D] for x0 [D] and gradients [T, N, D].
+
+    `owner` int[D] says to which part a number belongs; one of them meets every
+    `period / parts` steps. Rules and the other arguments are those of `lockstep`.
+    """
+    owner, grads = np.asarray(owner), np.asarray(grads, F)
+    parts = owner.max() + 1
+    between = period // parts
+    workers = grads.shape[1]
+    start, step = inner
+    x = np.stack([np.asarray(x0, F)] * workers)
+    c = x[0]
+    slots, outer_slots = start(x), outer[0](c) if outer else None
+    total, summed = np.zeros_like(x), np.zeros(parts, int)
+    out = np.zeros((workers, 1), bool)
+    since, exchanges, pending = 0, 0, None
+    history, centers = [], []
+
+    def land(x, c, outer_slots):
+        of, arrived, came = pending
+        new = c
+        if rule == "elastic":
+            new = c + arrived
+            x = np.where(of, x - F(rate) * (x - c), x)
+        elif came:
+            if rule in ("diloco", "agn"):
+                update, changed = outer[1](arrived, outer_slots)
+                outer_slots = np.where(of, changed, outer_slots)
+                new = c + update
+            else:
+                new = c + arrived
+        c = np.where(of, new, c)
+        if rule != "elastic":
+            x = np.where(of, F(keep) * x + F(1 - keep) * c, x)
+        return x, c, outer_slots
+
+    for t, grad in enumerate(grads):
+        update, slots = step(grad, slots)
+        if broken is not None:
+            out = out | broken[t][:, None]
+        x = np.where(out, x, x + update)
+        total = total + grad
+        since, summed = since + 1, summed + 1
+        if pending is not None and (since == delay or since == between):
+            x, c, outer_slots = land(x, c, outer_slots)
+            pending = None
+        if since == between:
+            part = exchanges % parts
+            of = owner == part
+            if rule == "elastic":
+                sent = F(rate) * (x - c)
+            elif rule == "agn":
+                sent = total / F(summed[part])
+            else:
+                sent = c - x if rule == "diloco" else x - c
+            came = workers - out.sum()
+            sent = np.where(out, F(0), sent).sum(0)
+            if rule != "elastic":
+                sent = sent / F(max(came, 1))
+            pending = of, np.where(of, sent, F(0)), came
+            total = np.where(of, F(0), total)
+            summed[part] = 0
+            if not delay:
+                x, c, outer_slots = land(x, c, outer_slots)
+                pending = None
+            x, slots, total = (
+                np.where(out, value, now)
+                for value, now in ((c, x), (F(0), slots), (F(0), total))
+            )
+            since, exchanges, out = 0, exchanges + 1, np.zeros_like(out)
+        history.append(x)
+        centers.append(c)
+    return np.stack(history), np.stack(centers)
+
+
+def asynchronous_in_fragments(
+    rule,
+    x0,
+    grads,
+    workers,
+    num_workers,
+    inner,
+    owner,
+    *,
+    period,
+    delay=0,
+    keep=0.0,
+    rate=None,
+    outer: tuple = (),
+):
+    """Parameters of the worker that steps and centers, [T, D], of events [T].
+
+    `workers` int[T] step with `grads` [T, D]; all else is as in `in_fragments`, but
+    each worker's own steps count.
+    """
+    owner = np.asarray(owner)
+    parts = owner.max() + 1
+    between = period // parts
+    start, step = inner
+    c = np.asarray(x0, F)
+    outer_slots = outer[0](c) if outer else None
+    own = [
+        {
+            "x": c,
+            "slots": start(c),
+            "taken": c,
+            "total": np.zeros_like(c),
+            "summed": np.zeros(parts, int),
+            "since": 0,
+            "rounds": 0,
+            "pending": None,
+        }
+        for _ in range(num_workers)
+    ]
+    history, centers = [], []
+    for worker, grad in zip(workers, np.asarray(grads, F), strict=True):
+        w = own[worker]
+        update, w["slots"] = step(grad, w["slots"])
+        w["x"] = w["x"] + update
+        w["total"] = w["total"] + grad
+        w["summed"] = w["summed"] + 1
+        w["since"] += 1
+        due = w["since"] == between
+
+        def land(w=w):
+            nonlocal c, outer_slots
+            of, pushed = w["pending"]
+            w["pending"] = None
+            before = c
+            if rule in ("diloco", "agn"):
+                update, changed = outer[1](pushed, outer_slots)
+                outer_slots = np.where(of, changed, outer_slots)
+                c = np.where(of, c + update, c)
+            else:
+                c = np.where(of, c + pushed, c)
+            if rule == "elastic":
+                mixed = w["x"] - F(rate) * (w["x"] - before)
+            else:
+                mixed = F(keep) * w["x"] + F(1 - keep) * c
+                w["taken"] = np.where(of, c, w["taken"])
+            w["x"] = np.where(of, mixed, w["x"])
+
+        if w["pending"] is not None and (w["since"] == delay or due):
+            land()
+        if due:
+            part = w["rounds"] % parts
+            of = owner == part
+            pushed = {
+                "elastic": lambda w=w: F(rate) * (w["x"] - c),
+                "agn": lambda w=w, part=part: w["total"] / F(w["summed"][part]),
+                "diloco": lambda w=w: (w["taken"] - w["x"]) / F(num_workers),
+                "local_sgd": lambda w=w: (w["x"] - w["taken"]) / F(num_workers),
+            }[rule]()
+            w["pending"] = of, np.where(of, pushed, F(0))
+            w["total"] = np.where(of, F(0), w["total"])
+            w["summed"][part] = 0
+            w["since"], w["rounds"] = 0, w["rounds"] + 1
+            if not delay:
+                land()
+        history.append(w["x"])
+        centers.append(c)
+    return np.stack(history), np.stack(centers)

@@ -22,8 +22,8 @@ def distances(z, v):
     return np.linalg.norm(v - z, axis=1)
 
 
-def geometric_median(v, steps=2000):
-    """By many smoothed steps: the least sum of distances, to about 1e-9."""
+def geometric_median(v, steps=300):
+    """By many smoothed steps: the least sum of distances, to about 1e-6."""
     z = np.median(v, axis=0)
     for _ in range(steps):
         weights = 1 / np.sqrt(distances(z, v) ** 2 + 1e-20)

@@ -865,9 +865,9 @@ def test_recorded_from_the_original(name, context):
     args = oxs.stack((named("p0"), tx.init(named("p0"))), shards)
     args = (*args, named("a"), named("c"))
     if context == "vmap":
-        run = contexts.jit(jax.vmap(train, axis_name=AXIS))
+        run = jax.jit(jax.vmap(train, axis_name=AXIS))
     else:
-        run = contexts.jit(
+        run = jax.jit(
             jax.shard_map(
                 lambda *args: oxs.stack(train(*oxs.unstack(args)), 1),
                 mesh=contexts.mesh(shards),

@@ -33,7 +33,7 @@ def seen(tx, **extra):
     def update(gradient, extra):
         return tx.update(gradient, tx.init(PARAMS), PARAMS, **extra)[0]
 
-    run = jax.jit(jax.vmap(update, axis_name=AXIS), compiler_options=contexts.ONCE)
+    run = jax.jit(jax.vmap(update, axis_name=AXIS))
     return run(jnp.ones((N, 2)), extra)[:, 0].tolist()
 
 

@@ -229,7 +229,7 @@ def test_replicated_parameters_keep_their_type():
     )
     grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
     state = oxs.stack(tx.init(params), N, axes)
-    history, state = contexts.jit(run)(params, state, grads, extra)
+    history, state = jax.jit(run)(params, state, grads, extra)
     check(on_all(jax.tree.map(np.asarray, history)), state)
 
 
@@ -258,7 +258,7 @@ def test_init_where_the_axis_is_mapped():
         local, mesh=contexts.mesh(), in_specs=(P(AXIS), P(AXIS)), out_specs=P()
     )
     grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
-    history = contexts.jit(run)(grads, extra)
+    history = jax.jit(run)(grads, extra)
     for name, got in history.items():
         contexts.assert_close(got, expected()[name][0])
 
@@ -283,7 +283,7 @@ def lanes(tx, params, replicas=N) -> Any:
     def one(state, grads, extra):
         return tx.update(grads, state, params, **extra)
 
-    run = contexts.jit(jax.vmap(one, (axes, 0, 0), (0, axes), axis_name=AXIS))
+    run = jax.jit(jax.vmap(one, (axes, 0, 0), (0, axes), axis_name=AXIS))
 
     def step(grads, state=start, **extra):
         updates, state = run(state, grads, extra)

@@ -86,11 +86,10 @@ def trainer(context) -> Any:
             axes,
             contexts.mesh(),
             context != "shard_map_unchecked",
-            contexts.jit,
         )
     else:
         placed = 0 if axes is None else axes
-        run = contexts.jit(
+        run = jax.jit(
             jax.vmap(
                 body,
                 in_axes=(0, placed, 0, 0),
@@ -189,7 +188,7 @@ def train(tx, axes, params, state, steps, seed):
         return jax.lax.scan(step, (params, state), noise)[0]
 
     run = jax.vmap(body, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    return contexts.jit(run)(params, state, jax.tree.map(draw, ONE))
+    return jax.jit(run)(params, state, jax.tree.map(draw, ONE))
 
 
 def with_workers(tx, params, state, axes, workers):

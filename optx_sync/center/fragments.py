@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a parameter tree that meet one after the other, and what is on its way.
+
+A part has the structure of the tree, with `optax.MaskedNode` for the leaves that it
+does not have and some rows of those that it shares with others.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.center.rule import Period
+from optx_sync.collectives import localize, vary_like, varying_axes
+from optx_sync.trees import Tree, path_name
+
+Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], int | Sequence[int]]
+Rows: TypeAlias = slice | np.ndarray
+Meeting = TypeVar("Meeting", bound=Any)
+
+# Fields of what a round changes: trees like the parameters, and states of each part.
+_PARTED = ("params", "center", "taken", "accumulated")
+_KEPT = ("outer", "exchange")
+
+
+class Pending(NamedTuple):
+    """The mean or sum of a part that the center has not absorbed yet: equal on all."""
+
+    values: Any  # a tuple of arrays, of the size of the largest part
+    steps: jax.Array  # int32[], `Round.steps` of its round
+    pushed: Any  # float32[], the workers that are in it, or () where none can be out
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
+
+
+class Outgoing(NamedTuple):
+    """What a worker contributes to the sum of the next step: its own."""
+
+    values: Any  # a tuple of arrays, of the size of the largest part
+    steps: jax.Array  # int32[], `Round.steps` of its round
+    weight: Any  # float32[], 0 where the worker is left out, or ()
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
+
+
+class _Strided(NamedTuple):
+    """`strided`: a function that says how many parts it makes."""
+
+    number: int
+
+    def __call__(self, path: tuple[Any, ...], leaf: Any) -> int | Sequence[int]:
+        for key in path:
+            place = getattr(key, "idx", None)
+            if place is None:
+                name = getattr(key, "key", getattr(key, "name", ""))
+                digits = re.search(r"\d+$", str(name))
+                place = None if digits is None else int(digits.group())
+            if place is not None:
+                return place % self.number
+        if not leaf.shape:
+            return 0
+        return np.arange(leaf.shape[0]) % self.number
+
+
+def strided(number: int) -> Fragments:
+    """Parts that take every n-th layer, for `fragments=` of a center rule.
+
+    A leaf with a number in its path, `params["layers"][3]["kernel"]` or
+    `params["block_3"]["kernel"]`, belongs to layer 3 as a whole, and so to part 3 mod
+    n. Of every other leaf row i along axis 0 belongs to part i mod n: layers that are
+    scanned are one leaf with the layers along axis 0, and what is no layer, an
+    embedding say, is shared out evenly. A scalar belongs to part 0.
+
+    Args:
+        number: n, the number of parts.
+
+    Returns:
+        A function of (path, leaf).
+
+    Raises:
+        TypeError: A number that is no integer.
+        ValueError: A number below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> params = {"layer_0": jnp.zeros(2), "layer_1": jnp.zeros(2)}
+        >>> params["scanned"] = jnp.zeros((5, 2))
+        >>> jax.tree_util.tree_map_with_path(oxs.strided(2), params)
+        {'layer_0': 0, 'layer_1': 1, 'scanned': array([0, 1, 0, 1, 0])}
+
+    References:
+        Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
+        arXiv 2501.18512, section 3.1.
+    """
+    check_fragments(number)
+    return _Strided(int(number))
+
+
+def check_fragments(fragments: Any) -> Fragments:
+    """`fragments=` of a center rule, 1 for `None`; else a TypeError or ValueError."""
+    if fragments is None:
+        return 1
+    if callable(fragments):
+        function: Any = fragments
+        return function
+    if isinstance(fragments, bool) or not isinstance(fragments, int | np.integer):
+        raise TypeError(
+            "fragments must be a static int or a function (path, leaf) -> int or "
+            f"sequence of ints; got {fragments!r} of type {type(fragments).__name__}. "
+            "Pass for example 4 or oxs.strided(4)."
+        )
+    if fragments < 1:
+        raise ValueError(
+            f"fragments must be at least 1; got {fragments}. 1 is the whole at once."
+        )
+    return int(fragments)
+
+
+def check_delay(delay: Any) -> int:
+    """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
+    if delay is None:
+        return 0
+    if isinstance(delay, bool) or not isinstance(delay, int | np.integer):
+        raise TypeError(
+            f"delay must be a static int, in steps; got {delay!r} of type "
+            f"{type(delay).__name__}. Pass for example 1."
+        )
+    if delay < 0:
+        raise ValueError(f"delay must be at least 0 steps; got {delay}.")
+    return int(delay)
+
+
+def check_keep_local(keep_local: Any) -> Any:
+    """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
+    if keep_local is None:
+        return 0
+    if isinstance(keep_local, jax.core.Tracer):
+        return keep_local
+    number = isinstance(keep_local, int | float) or hasattr(keep_local, "dtype")
+    if isinstance(keep_local, bool) or not number or jnp.shape(keep_local) != ():
+        raise TypeError(f"keep_local must be a number; got {keep_local!r}.")
+    if not 0 <= float(keep_local) <= 1:
+        raise ValueError(
+            f"keep_local must lie in [0, 1], the worker's own share; got {keep_local}."
+        )
+    return keep_local
+
+
+def steps_between(period: Period, number: int, delay: int) -> Period:
+    """L: the steps from one exchange to the next, of `number` parts.
+
+    Raises a ValueError where the parts do not divide the period, or the delay is longer
+    than this: one part is on its way at a time.
+    """
+    if callable(period):
+        if number > 1:
+            raise ValueError(
+                "communication_period is a schedule, which fragments cannot divide; "
+                f"got {number} of them. Pass an int as the period, or fragments=1."
+            )
+        return period
+    if period % number:
+        raise ValueError(
+            f"communication_period={period} is not a multiple of the {number} "
+            "fragments: every communication_period / fragments steps one of them "
+            f"meets. Pass for example communication_period={-(-period // number)} * "
+            f"{number}."
+        )
+    if delay > period // number:
+        raise ValueError(
+            f"delay={delay} is longer than communication_period / fragments = "
+            f"{period // number} steps; what is summed must land before the next part "
+            f"sets out. Pass delay={period // number} or less, a longer "
+            "communication_period or fewer fragments."
+        )
+    return period // number
+
+
+def number_of_parts(fragments: Fragments) -> int | None:
+    """How many parts there are, `None` where it takes the parameters to tell."""
+    return getattr(fragments, "number", None) if callable(fragments) else fragments
+
+
+class Whole:
+    """The partition of a tree into one part."""
+
+    number = 1
+
+    def pick(self, tree: Tree, part: int) -> Tree:
+        """All of it."""
+        return tree
+
+    def put(self, tree: Tree, part: int, values: Tree) -> Tree:
+        """All of it."""
+        return values
+
+    def state_of(self, states: Any, part: int) -> Any:
+        """What is kept for the one part."""
+        return states
+
+    def with_state(self, states: Any, part: int, state: Any) -> Any:
+        """What is kept, anew."""
+        return state
+
+    def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
+        """A state for the one part."""
+        return start(tree)
+
+
+class Partition(Whole):
+    """Which rows of which leaves of a tree belong to which part.
+
+    Attributes:
+        number: P, the number of parts.
+    """
+
+    number: int
+
+    def __init__(self, fragments: Fragments, tree: Tree):
+        """Cut a tree of arrays or `jax.ShapeDtypeStruct`."""
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        owners = (
+            [_asked(fragments, path, leaf) for path, leaf in leaves]
+            if callable(fragments)
+            else _balanced([leaf for _, leaf in leaves], fragments)
+        )
+        self._treedef = jax.tree.structure(tree)
+        found = {int(part) for owner in owners for part in owner}
+        self.number = number_of_parts(fragments) or 1 + max(found, default=0)
+        missing = sorted(set(range(self.number)) - found)
+        if missing:
+            raise ValueError(
+                f"There are {self.number} fragments, and nothing is in number "
+                f"{', '.join(map(str, missing))}. Pass fewer, or a function that gives "
+                f"each of them something."
+            )
+        self._rows = [
+            [_rows_of(owner, part) for owner in owners] for part in range(self.number)
+        ]
+
+    def pick(self, tree: Tree, part: int) -> Tree:
+        """A part of a tree like the one that was cut; of () it is ()."""
+        if isinstance(tree, tuple) and not tree:
+            return tree
+        leaves = self._treedef.flatten_up_to(tree)
+        return self._treedef.unflatten(
+            optax.MaskedNode() if rows is None else _take_rows(x, rows)
+            for x, rows in zip(leaves, self._rows[part], strict=True)
+        )
+
+    def put(self, tree: Tree, part: int, values: Tree) -> Tree:
+        """The tree with other values of a part."""
+        if isinstance(tree, tuple) and not tree:
+            return tree
+        leaves = self._treedef.flatten_up_to(tree)
+        values = self._treedef.flatten_up_to(values)
+        return self._treedef.unflatten(
+            x if rows is None else _put_rows(x, rows, value)
+            for x, rows, value in zip(leaves, self._rows[part], values, strict=True)
+        )
+
+    def state_of(self, states: Any, part: int) -> Any:
+        """The state of a part, from a tuple of them or from ()."""
+        return states[part] if states else states
+
+    def with_state(self, states: Any, part: int, state: Any) -> Any:
+        """The tuple, or (), with another state of a part."""
+        return (*states[:part], state, *states[part + 1 :]) if states else states
+
+    def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
+        """A tuple of states, one for each part."""
+        return tuple(start(self.pick(tree, part)) for part in range(self.number))
+
+
+def split(fragments: Fragments, tree: Tree) -> Whole:
+    """The parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+    if not callable(fragments) and fragments == 1:
+        return Whole()
+    partition = Partition(fragments, tree)
+    return partition if partition.number > 1 else Whole()
+
+
+class Buffer:
+    """Arrays that hold any one part of a tree, of the size of the largest.
+
+    Where all parts have the same shapes they are the part's own arrays; else one flat
+    array for each dtype.
+    """
+
+    def __init__(self, partition: Whole, tree: Tree):
+        """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+        parts = [
+            jax.eval_shape(lambda tree, part=part: partition.pick(tree, part), tree)
+            for part in range(partition.number)
+        ]
+        self._parts = parts
+        forms = [
+            [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(part)]
+            for part in parts
+        ]
+        self._alike = all(form == forms[0] for form in forms)
+        sizes: dict[np.dtype, int] = {}
+        for form in forms:
+            own: dict[np.dtype, int] = {}
+            for shape, dtype in form:
+                own[dtype] = own.get(dtype, 0) + math.prod(shape)
+            sizes |= {dtype: max(sizes.get(dtype, 0), own[dtype]) for dtype in own}
+        self._sizes = sizes
+        self._form = (
+            forms[0]
+            if self._alike
+            else [((size,), dtype) for dtype, size in sizes.items()]
+        )
+
+    def zeros(self) -> tuple[jax.Array, ...]:
+        """An empty buffer."""
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
+
+    def pack(self, part: Tree) -> tuple[jax.Array, ...]:
+        """A part in the form of the buffer, the rest zeros."""
+        leaves = jax.tree.leaves(part)
+        if self._alike:
+            return tuple(leaves)
+        return tuple(
+            _joined([x.reshape(-1) for x in leaves if x.dtype == dtype], size, dtype)
+            for dtype, size in self._sizes.items()
+        )
+
+    def unpack(self, values: Sequence[jax.Array], part: int) -> Tree:
+        """The part that a buffer holds, whose number the caller knows."""
+        like = self._parts[part]
+        leaves, treedef = jax.tree.flatten(like)
+        if self._alike:
+            return treedef.unflatten(values)
+        flat = dict(zip(self._sizes, values, strict=True))
+        start = dict.fromkeys(flat, 0)
+        found = []
+        for x in leaves:
+            begin = start[jnp.dtype(x.dtype)]
+            end = start[jnp.dtype(x.dtype)] = begin + math.prod(x.shape)
+            found.append(flat[jnp.dtype(x.dtype)][begin:end].reshape(x.shape))
+        return treedef.unflatten(found)
+
+
+def in_turn(
+    part: Any,
+    half: Callable[[Meeting, int], Meeting],
+    now: Meeting,
+    fields: Sequence[str],
+    parts: Whole,
+) -> Meeting:
+    """`half(now, part)` on the part whose turn it is; it changes these fields.
+
+    `now` is a NamedTuple. Of its `_PARTED` fields `half` sees the part, of those that
+    are `_KEPT` for each part the one of this part, and all else whole.
+
+    Each part has a conditional of its own, which carries what is changed of that part
+    only: XLA copies what several branches of one conditional hand on.
+    """
+    if parts.number == 1:
+        return half(now, 0)
+
+    trees, states = (
+        [field for field in names if field in now._fields] for names in (_PARTED, _KEPT)
+    )
+
+    def own(now, number):
+        found = {field: parts.pick(getattr(now, field), number) for field in trees}
+        found |= {f: parts.state_of(getattr(now, f), number) for f in states}
+        return now._replace(**found)
+
+    for number in range(parts.number):
+
+        def changed(quiet, now=now, number=number):
+            after = half(own(now, number)._replace(**quiet), number)._asdict()
+            return vary_like({field: after[field] for field in fields}, quiet)
+
+        quiet = own(now, number)._asdict()
+        quiet = {field: quiet[field] for field in fields}
+        after = jax.lax.cond(part == number, changed, lambda quiet: quiet, quiet)
+        for field in set(trees) & set(fields):
+            after[field] = parts.put(getattr(now, field), number, after[field])
+        for field in set(states) & set(fields):
+            after[field] = parts.with_state(getattr(now, field), number, after[field])
+        now = now._replace(**after)
+    return now
+
+
+def check_placed(tree: Tree, expected: Tree, what: str) -> None:
+    """Refuse a state that was made for other shapes, as those of shards are."""
+
+    def form(tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef, [jnp.shape(x) for x in leaves]
+
+    if form(tree) != form(expected):
+        raise ValueError(
+            f"The {what} in the state does not fit these parameters and fragments. The "
+            "state is that of tx.init for one worker's parameters; where a worker is "
+            "cut in shards by hand (jax.shard_map over more axes than the workers') "
+            "its fragments are those of a shard. Leave these axes to the compiler, "
+            "oxs.map_workers, or choose the fragments by a function of the path alone, "
+            "with delay=0."
+        )
+
+
+def require_within(tree: Tree, pending: Any) -> None:
+    """Refuse to keep a sum of what varies over mesh axes over which the state is equal.
+
+    Shards that are cut by hand do, in `jax.shard_map(check_vma=True)`.
+    """
+
+    def axes(tree):
+        return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    missing = axes(tree) - axes(pending)
+    if missing:
+        raise ValueError(
+            f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
+            "is cut in shards by hand; what is pending with delay is no array of "
+            "theirs, and the state holds it as equal there. Leave these axes to the "
+            "compiler, oxs.map_workers, or pass delay=0."
+        )
+
+
+def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+    """The part of each row, as a function of the user says: one of all, or int[n]."""
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    answer = function(path, shape)
+    call = f"fragments{path_name(path)}"
+    owner = None if isinstance(answer, jax.core.Tracer) else np.asarray(answer)
+    if owner is None or owner.dtype.kind not in "iu":
+        raise TypeError(
+            f"The function fragments must return an int or a sequence of ints; for "
+            f"{call} it returned {answer!r}."
+        )
+    rows = leaf.shape[0] if leaf.shape else None
+    if owner.ndim > 1 or (owner.ndim == 1 and owner.size != rows):
+        raise ValueError(
+            f"For {call}, of shape {leaf.shape}, the function fragments returned "
+            f"{owner.size} numbers. Return one int for the leaf, or one for each of "
+            "its rows along axis 0."
+        )
+    if owner.size and owner.min() < 0:
+        raise ValueError(
+            f"Fragments are numbered from 0; for {call} the function returned "
+            f"{answer!r}."
+        )
+    return owner.reshape(-1) if owner.ndim else np.full(max(rows or 1, 1), owner)
+
+
+def _balanced(leaves: list[Any], number: int) -> list[np.ndarray]:
+    """Parts of about equal bytes, leaves in order; a leaf is cut between its rows."""
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves]
+    total, start, owners = max(sum(sizes), 1), 0, []
+    for x, size in zip(leaves, sizes, strict=True):
+        rows = max(x.shape[0], 1) if x.shape else 1
+        middles = start + (np.arange(rows) + 0.5) * (size / rows)
+        owners.append(np.minimum(number * middles // total, number - 1).astype(int))
+        start += size
+    return owners
+
+
+def _rows_of(owner: np.ndarray, part: int) -> Rows | None:
+    """The rows of a part: a slice where it can be one, `None` where it has none."""
+    rows = np.flatnonzero(owner == part)
+    if not rows.size:
+        return None
+    if rows.size == owner.size:
+        return slice(None)
+    strides = np.unique(np.diff(rows)) if rows.size > 1 else np.ones(1, int)
+    if strides.size > 1:
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1, int(strides[0]))
+
+
+def _take_rows(x: Any, rows: Rows) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: _take_rows(x, rows), x)
+    if isinstance(rows, slice):
+        return x if rows == slice(None) else x[rows]
+    return x.at[jnp.asarray(rows)].get(unique_indices=True, indices_are_sorted=True)
+
+
+def _put_rows(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
+    if isinstance(rows, slice):
+        return values if rows == slice(None) else x.at[rows].set(values)
+    return x.at[jnp.asarray(rows)].set(
+        values, unique_indices=True, indices_are_sorted=True
+    )
+
+
+def _joined(arrays: list[jax.Array], size: int, dtype: Any) -> jax.Array:
+    """Flat arrays one behind the other, and zeros to the size."""
+    missing = size - sum(x.size for x in arrays)
+    padding = [jnp.zeros(missing, dtype)] if missing else []
+    if padding and arrays:
+        axes = frozenset().union(*map(varying_axes, arrays))
+        padding = [localize(padding[0], tuple(sorted(axes)))] if axes else padding
+    return jnp.concatenate([*arrays, *padding])

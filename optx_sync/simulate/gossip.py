@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that meet each other two by two, each at its own pace, on one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.formulas import is_due, local_step, start_center, worker_params
+from optx_sync.center.rule import CenterRule, Period, Round, check_period
+from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.peers.gossip import mean_params
+from optx_sync.sharding import stack
+from optx_sync.simulate.replay import (
+    GradFn,
+    Record,
+    check_workers,
+    replay,
+    row_of,
+    with_row,
+)
+
+# A worker's step between its meetings is that of a rule which sums nothing up.
+_ALONE = CenterRule(contribute=lambda own, center, at: own.params)
+
+
+class GossipWorkers(NamedTuple):
+    """What workers hold; with a worker axis in front, [N, ...]."""
+
+    params: Any
+    read: Any  # the parameters at which its next gradient is computed
+    inner: Any  # state of the workers' own optimizer
+    local_step: jax.Array  # int32[], its steps
+    steps_since_round: jax.Array  # int32[]
+
+
+class GossipRecord(NamedTuple):
+    """What happened in T events; every array is as after the event."""
+
+    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    params: Any  # those of the worker that stepped
+    mean: Any  # those of all workers in the mean
+    events: jax.Array  # int32[K], the numbers of these events, from 0
+    local_step: jax.Array  # int32[T], steps that the event's worker has made
+    meetings: jax.Array  # int32[T], how often two workers have met
+    # [T, ...], what the function `record` returned after each event; None without one.
+    recorded: Any
+    final: GossipWorkers  # after the last event
+
+
+class _Machine(NamedTuple):
+    workers: GossipWorkers  # [N, ...]
+    last: jax.Array  # int32[], the worker that stepped
+    meetings: jax.Array  # int32[]
+
+
+def gossip(
+    inner: optax.GradientTransformation,
+    params: optax.Params,
+    grad_fn: GradFn,
+    workers: Any,
+    partners: Any = None,
+    *,
+    num_workers: int,
+    communication_period: Period = 1,
+    seed: int = 0,
+    record: Record = None,
+) -> GossipRecord:
+    """Asynchronous decentralised SGD (AD-PSGD): workers that average in pairs.
+
+    An event is the end of a step of the worker w that `workers` names. `inner` turns
+    its gradient into its update, and when its steps since it last met somebody at its
+    own turn reach `communication_period`, it averages with the partner p:
+
+        x_w <- x_w + update(gradient at y_w)        x_w, x_p <- (x_w + x_p) / 2
+
+    and begins its next step: y_w <- x_w. So y_w is what the worker held when it began,
+    and where others have met it meanwhile, its gradient is that of older parameters, as
+    it is where workers run. The partner goes on with its own step. A meeting is atomic.
+    The mean of all workers stays what it is in a meeting.
+
+    In lockstep this is `oxs.gossip`. Evaluate the mean of all workers, as there.
+
+    Args:
+        inner: The workers' own optimizer.
+        params: Where all start, without a worker axis.
+        grad_fn: `(worker, params, event) -> gradients`, from int32 scalars, traced;
+            leaves may be `IndexedSlices` or `None`.
+        workers: int[T], the worker whose step ends at each event. Where it is traced a
+            number that names no worker cannot be refused, and its event changes
+            nothing.
+        partners: int[T], whom it would meet; itself: nobody. `None`: one of the others
+            at each event, all equally likely.
+        num_workers: N.
+        communication_period: A worker's steps between the meetings at its own turn: an
+            int, or a schedule of its own step (0-based).
+        seed: For partners that are drawn.
+        record: As for `asynchronous`, of (params, mean). The mean over all workers is
+            computed for each event that is kept: with many workers pass an int.
+
+    Returns:
+        A `GossipRecord`.
+
+    Raises:
+        TypeError: An `inner` that is no transformation, `workers` or `partners` that
+            are no integers, numbers or a `record` of the wrong type, gradients or
+            parameters that are not floating.
+        ValueError: `workers` or `partners` that name one outside of 0 ... N - 1, are
+            not one-dimensional or not equally many, `num_workers` or a period below 1,
+            gradients that do not match the parameters.
+
+    Example:
+        Three workers in a line; each has a target of its own:
+
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> target = jnp.array([0.0, 3.0, 6.0])
+        >>> run = oxs.simulate.gossip(
+        ...     optax.sgd(0.02),
+        ...     jnp.zeros(()),
+        ...     lambda worker, params, event: params - target[worker],
+        ...     workers=jnp.array([0, 1, 2] * 200),
+        ...     partners=jnp.array([1, 2, 1] * 200),
+        ...     num_workers=3,
+        ...     record=300,
+        ... )
+        >>> [f"{mean:.1f}" for mean in run.mean], int(run.meetings[-1])
+        (['2.6', '3.0'], 600)
+
+    References:
+        Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic
+        Gradient Descent", 2018, arXiv 1710.06952.
+    """
+    call = "oxs.simulate.gossip(optax.sgd(0.1), params, grad_fn, workers, ...)"
+    inner = check_inner(inner, call)
+    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
+    period = check_period(communication_period)
+    static_period = None if callable(period) else period
+    workers = check_workers(workers, num_workers)
+    if partners is None:
+        # Not the user's choice of generator, which another run might have changed.
+        key = jax.random.key(seed, impl="threefry2x32")
+        ahead = jax.random.randint(key, workers.shape, 1, max(num_workers, 2))
+        partners = (workers + ahead) % num_workers
+    partners = check_workers(partners, num_workers, "partners")
+    if partners.shape != workers.shape:
+        raise ValueError(
+            "partners must name one for each event, itself for nobody; got "
+            f"{len(partners)} for the {len(workers)} events of workers."
+        )
+
+    def work(number, place, mate, own, theirs):
+        """One event: what the two hold after it, and whether they met."""
+        grads = grad_fn(place, own.read, number)
+        check_grads(grads, own.params)
+        steps = own.steps_since_round + 1
+        at = Round(num_workers, static_period, steps)
+        wide = start_center(own.params)
+        updates, own_inner, _ = local_step(
+            inner, _ALONE, at, grads, own.inner, own.params, wide, ()
+        )
+        x = worker_params(own.params, updates, wide)
+        due = is_due(period, steps, own.local_step)
+        meets = due & (mate != place)
+
+        def mean(x, other):
+            half = jnp.asarray(0.5, x.dtype)
+            return jnp.where(meets, half * x + half * other.astype(x.dtype), x)
+
+        x = jax.tree.map(mean, x, theirs)
+        x = jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params)
+        theirs = jax.tree.map(lambda x, other: jnp.where(meets, x, other), x, theirs)
+        own = GossipWorkers(
+            params=x,
+            read=x,
+            inner=own_inner,
+            local_step=own.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+        )
+        return own, theirs, meets.astype(jnp.int32)
+
+    def advance(machine, event):
+        (worker, partner), number = event
+        everyone = machine.workers
+        place, mate = (jnp.clip(w, 0, num_workers - 1) for w in (worker, partner))
+        # The conditional is there for workers that do not exist, and for speed: see
+        # `asynchronous`.
+        own, theirs, met = jax.lax.cond(
+            (place == worker) & (mate == partner),
+            lambda *operands: work(number, place, mate, *operands),
+            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            *(row_of(everyone, place), row_of(everyone.params, mate)),
+        )
+        everyone = everyone._replace(params=with_row(everyone.params, mate, theirs))
+        machine = _Machine(
+            workers=with_row(everyone, place, own),
+            last=place,
+            meetings=machine.meetings + met,
+        )
+        return machine, (own.local_step, machine.meetings)
+
+    def view(machine):
+        params, everyone = row_of(machine.workers.params, machine.last), machine.workers
+        mean = mean_params(everyone.params)
+        if callable(record):
+            return None, None, record(params, mean)
+        return params, mean, None
+
+    params = jax.tree.map(jnp.asarray, params)
+    start_center(params)  # which refuses what cannot be averaged
+    worker = GossipWorkers(
+        params=params,
+        read=params,
+        inner=inner.init(params),
+        local_step=jnp.zeros((), jnp.int32),
+        steps_since_round=jnp.zeros((), jnp.int32),
+    )
+    zero = jnp.zeros((), jnp.int32)
+    machine = _Machine(stack(worker, num_workers), zero, zero)
+    pairs = jnp.stack([workers, partners], axis=1)
+    machine, (local_steps, meetings), views, events = replay(
+        advance, view, machine, pairs, record
+    )
+    kept_params, kept_mean, recorded = views
+    return GossipRecord(
+        params=kept_params,
+        mean=kept_mean,
+        events=events,
+        local_step=local_steps,
+        meetings=meetings,
+        recorded=recorded,
+        final=machine.workers,
+    )

@@ -1,0 +1,539 @@
+"""Parts that meet one after the other, delayed: numbers, programs, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync import hlo
+from tests import contexts
+from tests.reference import center as reference
+
+AXIS, STEPS = contexts.AXIS, 26
+PARAMS = {
+    "matrix": np.linspace(-2, 2, 12, dtype=np.float32).reshape(6, 2),
+    "scalar": np.float32(0.5),
+    "vector": np.linspace(-1, 1, 5, dtype=np.float32),
+}
+INNER, NUMPY_INNER = optax.sgd(0.05, momentum=0.9), reference.momentum(0.05, 0.9)
+OUTERS = {
+    "sgd": (optax.sgd(0.8), reference.momentum(0.8)),
+    "nesterov": (
+        optax.sgd(0.7, momentum=0.9, nesterov=True),
+        reference.momentum(0.7, 0.9, nesterov=True),
+    ),
+}
+
+
+def unequal(path, leaf):
+    """Three parts: most rows of the matrix, what is in between, the vector and one."""
+    name = path[-1].key
+    return {"matrix": [0, 0, 1, 0, 0, 2], "scalar": 1, "vector": 2}[name]
+
+
+# Which part each number belongs to; the leaves stand in alphabetical order.
+OWNERS = {
+    1: [0] * 18,
+    3: [0] * 6 + [1] * 6 + [2] * 6,
+    4: [0] * 4 + [1] * 4 + [2] * 5 + [3] * 5,
+    unequal: [0] * 4 + [1] * 2 + [0] * 4 + [2] * 2 + [1] + [2] * 5,
+    oxs.strided(3): [0, 0, 1, 1, 2, 2] * 2 + [0] + [0, 1, 2, 0, 1],
+}
+# Worker 2 breaks in the middle of a period, 1 while a part is on its way, all of them
+# in one of the next, 0 in the step of a round.
+BROKEN = np.zeros((STEPS, contexts.REPLICAS), bool)
+BROKEN[4, 2] = BROKEN[8, 1] = BROKEN[13] = BROKEN[17, 0] = True
+DROPPED = [2, 2, 2, 1]
+RULES = {
+    "diloco": oxs.diloco,
+    "agn": oxs.agn,
+    "local_sgd": oxs.local_sgd,
+    "elastic": functools.partial(oxs.elastic_average, moving_rate=0.2, rho=0.0),
+}
+
+
+def case(rule, fragments, period, delay=0, keep=0.0, outer="sgd", drop=False):
+    """(transformation, arguments of the recurrence)."""
+    has_outer = rule in ("diloco", "agn")
+    tx = RULES[rule](
+        INNER,
+        AXIS,
+        communication_period=period,
+        fragments=fragments,
+        delay=delay,
+        keep_local=keep,
+        drop_nonfinite=drop,
+        **({"outer": OUTERS[outer][0]} if has_outer else {}),
+    )
+    return tx, {
+        "rule": rule,
+        "owner": OWNERS[fragments],
+        "period": period,
+        "delay": delay,
+        "keep": keep,
+        "rate": 0.2,
+        "outer": OUTERS[outer][1] if has_outer else (),
+        "broken": BROKEN if drop else None,
+    }
+
+
+# A number at the end of a name would be taken for that of a layer, by `strided`.
+EVERYWHERE = {
+    "general, ": case("diloco", unequal, 6, 2, 0.5, "nesterov", drop=True),
+    "at once, ": case("elastic", 4, 8),
+    "in line, ": case("agn", oxs.strided(3), 3, 1, 0.25, "nesterov", drop=True),
+}
+OTHERS = {
+    "whole, ": case("diloco", 1, 3, 3, 0.0, "nesterov", drop=True),
+    "mixed, ": case("local_sgd", 3, 6, 0, 0.25),
+    "rows, ": case("agn", unequal, 6, 2),
+    "rows in line, ": case("elastic", unequal, 3, 1),
+    "rows broken, ": case("elastic", 3, 6, 1, drop=True),
+    "every step, ": case("local_sgd", 1, 1, 1),
+}
+
+
+def gradients(workers, steps=STEPS):
+    rng = np.random.default_rng(workers)
+    return {
+        name: rng.normal(size=(steps, workers, *np.shape(p))).astype(np.float32)
+        for name, p in PARAMS.items()
+    }
+
+
+def flat(tree, ndim):
+    """Trees of arrays [..., *shape] as [..., D]."""
+    leaves = [np.asarray(tree[name]) for name in sorted(PARAMS)]
+    return np.concatenate([x.reshape(*x.shape[:ndim], -1) for x in leaves], -1)
+
+
+def breaks(grads):
+    """The gradients with a NaN in one leaf of the broken workers."""
+    matrix = grads["matrix"].copy()
+    matrix[BROKEN, 1, 1] = np.nan
+    return {**grads, "matrix": matrix}
+
+
+def check(context, cases):
+    """These cases in one transformation, so that each context compiles once."""
+    tx = optax.partition(
+        {name: one[0] for name, one in cases.items()}, {name: name for name in cases}
+    )
+    grads = gradients(contexts.REPLICAS)
+    given = {
+        name: grads if one[1]["broken"] is None else breaks(grads)
+        for name, one in cases.items()
+    }
+    history, state = contexts.replay(context, tx, dict.fromkeys(cases, PARAMS), given)
+    for name, (_, arguments) in cases.items():
+        workers, centers = reference.in_fragments(
+            x0=flat(PARAMS, 0), grads=flat(grads, 2), inner=NUMPY_INNER, **arguments
+        )
+        contexts.assert_close({name: flat(history[name], 2)}, {name: workers})
+        own = state.inner_states[name].inner_state
+        dropped = oxs.metrics(own).dropped
+        expected = [0] * 4 if arguments["broken"] is None else DROPPED
+        if name != "whole, ":  # It meets half as often.
+            np.testing.assert_array_equal(dropped, expected)
+        if context not in contexts.AXES_CONTEXTS:
+            own = oxs.unstack(own)
+        center = flat(own.center[name], 0)[None]
+        contexts.assert_close({name: center}, {name: centers[-1:]})
+
+
+@pytest.mark.parametrize("context", contexts.CONTEXTS)
+def test_one_answer_everywhere(context):
+    cases = dict(EVERYWHERE)
+    if context == "pmap":  # It compiles for long, and is `shard_map_unchecked` but so.
+        cases.pop("at once, ")
+        cases.pop("general, ")
+    check(context, cases)
+
+
+def test_the_other_rules_in_one_context():
+    check("vmap_axes", OTHERS)
+
+
+GRID = {
+    3: [(1, 6, 0), (1, 6, 6), (3, 6, 1), (4, 8, 2), (unequal, 6, 0), (unequal, 3, 1)],
+    8: [(1, 6, 1), (3, 6, 0), (3, 6, 2), (4, 8, 1), (4, 4, 1), (unequal, 6, 1)],
+}
+KEPT = [0.0, 0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("workers", GRID)
+def test_diloco_for_all_shares_that_workers_keep(workers):
+    grads = gradients(workers)
+
+    def run(fragments, period, delay, outer, keep):
+        tx, _ = case("diloco", fragments, period, delay, keep, outer)
+
+        def worker(grads):
+            def step(carry, grads):
+                params, state = carry
+                params, state = oxs.apply_gradients(tx, grads, state, params)
+                return (params, state), (params, state.center)
+
+            return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
+
+        start = jax.tree.map(jnp.asarray, PARAMS)
+        return jax.vmap(worker, in_axes=1, out_axes=(1, 1), axis_name=AXIS)(grads)
+
+    def outer_of(number):
+        return "sgd" if number % 3 == 0 else "nesterov"
+
+    def all_runs(keep):
+        return [run(*one, outer_of(i), keep) for i, one in enumerate(GRID[workers])]
+
+    found = jax.jit(jax.vmap(all_runs))(np.float32(KEPT))
+    for i, one in enumerate(GRID[workers]):
+        for row, keep in enumerate(KEPT):
+            params, center = jax.tree.map(lambda x, row=row: x[row], found[i])
+            _, arguments = case("diloco", *one, keep, outer_of(i))
+            expected = reference.in_fragments(
+                x0=flat(PARAMS, 0), grads=flat(grads, 2), inner=NUMPY_INNER, **arguments
+            )
+            centers = flat(center, 2)
+            np.testing.assert_array_equal(centers, centers[:, :1] + 0 * centers)
+            got = {"params": flat(params, 2), "center": centers[:, 0]}
+            contexts.assert_close(got, dict(zip(got, expected, strict=True)))
+
+
+MATRICES = {name: jnp.ones((64, 64)) for name in "abcd"}
+WHOLE = 4 * 64 * 64 * len(MATRICES)
+
+
+def start(tx, params=MATRICES, workers=2):
+    mesh = contexts.mesh(workers)
+    placed = oxs.start_workers(tx, params, workers, mesh=mesh, axis_name=AXIS)
+    axes = placed[2]
+
+    def step(params, state, grads):
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    mapped = oxs.map_workers(
+        step, AXIS, mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes)
+    )
+    return jax.jit(mapped, donate_argnums=(0, 1)), *placed[:2]
+
+
+@functools.cache
+def program(**options):
+    """(rows of the audit, temporary bytes) of a step on two devices."""
+    tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
+    step, params, state = start(tx)
+    compiled = step.lower(params, state, params).compile()
+    return oxs.audit.collectives(compiled), hlo.memory(compiled).temporary
+
+
+@pytest.mark.parametrize(
+    ("fragments", "number", "period", "delay"),
+    [
+        (4, 4, 8, 0),
+        (4, 4, 8, 1),
+        (oxs.strided(4), 4, 8, 2),
+        (4, 4, 4, 1),
+        (oxs.strided(4), 4, 4, 1),
+        (3, 3, 3, 1),  # of unequal size, in a flat buffer
+    ],
+)
+def test_an_exchange_sends_a_part_and_a_quiet_step_nothing(
+    fragments, number, period, delay
+):
+    rows, temporary = program(
+        fragments=fragments, communication_period=period, delay=delay, keep_local=0.5
+    )
+    part = WHOLE / number + 4 * 64  # a row more at most
+    assert {row.kind for row in rows} == {"all-reduce"}
+    sent = [row.bytes for row in rows]
+    assert max(sent) <= part
+    if period == number:
+        # One in each step, and no conditional holds it.
+        assert [row.conditional for row in rows] == [False]
+    else:
+        assert all(row.conditional for row in rows)
+        assert sum(sent) == WHOLE
+    _, at_once = program(communication_period=4)
+    assert temporary <= at_once + part + 4096
+
+
+class Stream:
+    """Two parts of two workers, each on its way for a step."""
+
+    def __init__(self, period):
+        """Compile the step."""
+        coded = oxs.exchange.quantized(bits=4, block=4)
+        self.tx = oxs.diloco(
+            oxs.optimizers.adam(0.05),
+            AXIS,
+            communication_period=period,
+            fragments=2,
+            delay=1,
+            keep_local=0.5,
+            drop_nonfinite=True,
+            measure=True,
+            exchange=oxs.exchange.error_feedback(coded),
+        )
+        self.params = {"first": jnp.linspace(-1, 1, 6), "second": jnp.ones((3, 2))}
+        _, _, self.axes = oxs.start_workers(self.tx, self.params, 2)
+
+        def step(params, state, grads):
+            return oxs.apply_gradients(self.tx, grads, state, params)
+
+        axes = self.axes
+        mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes))
+        self.step = jax.jit(mapped)
+
+    def start(self):
+        """Parameters and state."""
+        return oxs.start_workers(self.tx, self.params, 2)[:2]
+
+    def run(self, carry, steps, broken=()):
+        """The carry after these steps; (step, worker) whose gradient is NaN."""
+        for number in steps:
+            rng = np.random.default_rng(number)
+            grads = jax.tree.map(
+                lambda p, rng=rng: rng.normal(size=(2, *p.shape)).astype(np.float32),
+                self.params,
+            )
+            for at, worker in broken:
+                if at == number:
+                    grads["second"][worker, 0] = np.nan
+            carry = self.step(*carry, grads)
+        return carry
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return Stream(period=6)
+
+
+@pytest.mark.parametrize("period", [6, 2])
+def test_a_run_resumes_between_a_sum_and_its_landing(period, stream, tmp_path):
+    if period == 2:  # One exchange in each step.
+        stream = Stream(period)
+    straight = stream.run(stream.start(), range(11))
+    half = stream.run(stream.start(), range(6))  # A sum has just been taken.
+    assert np.any(half[1].pending.values[0])
+    np.savez(tmp_path / "run", *jax.tree.leaves(half))
+    with np.load(tmp_path / "run.npz") as file:
+        leaves = [jnp.asarray(file[name]) for name in file.files]
+    restored = jax.tree.unflatten(jax.tree.structure(stream.start()), leaves)
+    for x, y in zip(
+        jax.tree.leaves(straight),
+        jax.tree.leaves(stream.run(restored, range(6, 11))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_an_exchange_remembers_what_it_lost_of_each_part(stream):
+    found = []
+    carry = stream.start()
+    for begin in (0, 3, 6):
+        carry = stream.run(carry, range(begin, begin + 3))
+        found.append([memory.error for memory in carry[1].exchange])
+    after, then, last = jax.tree.map(np.asarray, found)
+    assert np.any(after[0]["first"]) and not np.any(after[1]["second"])
+    np.testing.assert_array_equal(then[0]["first"], after[0]["first"])
+    assert np.any(then[1]["second"]) and np.any(last[0]["first"] != then[0]["first"])
+
+
+def test_a_worker_that_breaks_while_a_part_is_on_its_way_comes_back_whole(stream):
+    before = stream.run(stream.start(), range(3))
+    params, state = stream.run(before, [3], broken=[(3, 1)])
+    # What it contributed before it broke has landed.
+    assert np.any(state.center["first"] != before[1].center["first"])
+    assert np.isfinite(jax.tree.leaves(state.center)[0]).all()
+    params, state = stream.run((params, state), [4])
+    assert list(state.broken) == [False, True]
+    params, state = stream.run((params, state), [5])
+    metrics = oxs.metrics(state, params)
+    assert list(metrics.dropped) == [0, 1]
+    # It has the whole center, and the other one only its share of the first part.
+    assert metrics.distance[1] == 0 < metrics.distance[0]
+    assert list(state.inner.update_count) == [6, 0]
+    assert metrics.last_fragment == 1
+    np.testing.assert_array_equal(metrics.fragment_ages, [3, 0])
+    params, state = stream.run((params, state), range(6, 12))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    assert list(oxs.metrics(state).dropped) == [0, 1]
+
+
+def test_fragments_of_one_are_the_rule_itself():
+    tx = oxs.diloco(INNER, AXIS, communication_period=3)
+    same = oxs.diloco(
+        INNER, AXIS, communication_period=3, fragments=1, delay=0, keep_local=0.0
+    )
+    texts = []
+    for one in (tx, same):
+        step, params, state = start(one)
+        texts.append(step.lower(params, state, params).as_text())
+    assert texts[0] == texts[1]
+
+
+def test_a_worker_in_half_precision_lands_on_the_center():
+    tx = oxs.local_sgd(
+        optax.sgd(0.125), AXIS, communication_period=2, fragments=2, delay=1
+    )
+    params = {"a": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
+    axes = oxs.state_axes(tx, params)
+    state = oxs.stack(tx.init(params), 3, axes)
+    own = oxs.stack(params, 3)
+
+    @functools.partial(
+        jax.vmap, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS
+    )
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), state
+
+    def grads(number):
+        return jax.tree.map(
+            lambda x: (
+                np.random.default_rng(number).normal(size=x.shape).astype(jnp.bfloat16)
+            ),
+            own,
+        )
+
+    step = jax.jit(step)
+    for number in range(4):
+        own, state = step(own, state, grads(number))
+    center = oxs.center_params(state, own)
+    # The first part landed in step 2 and 4; that of the second is on its way.
+    assert center["a"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(own["a"], oxs.stack(center["a"], 3))
+    assert np.any(np.asarray(own["b"][0] != center["b"]))
+
+
+def test_the_caller_may_say_when_a_part_meets(stream):
+    """`meet` in place of the counter: the same run, and an early one that lands."""
+    grads = [gradients(2, 1) for _ in range(6)]
+    tx, _ = case("diloco", 3, 6, 1, 0.5)
+    axes = oxs.state_axes(tx, PARAMS)
+    start_at = oxs.stack(PARAMS, 2), oxs.stack(tx.init(PARAMS), 2, axes)
+
+    def mapped(meet):
+        def step(params, state, grads, meet):
+            return oxs.apply_gradients(tx, grads, state, params, meet=meet)
+
+        return jax.vmap(
+            step, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=AXIS
+        )
+
+    step = jax.jit(mapped(None))
+
+    def run(says):
+        carry = start_at
+        for meet, one in zip(says, grads, strict=True):
+            carry = step(*carry, jax.tree.map(lambda x: x[0], one), meet)
+        return carry
+
+    counted = run([oxs.due(tx, number) for number in range(6)])
+    assert oxs.due(tx, 1) and not oxs.due(tx, 2)
+    assert counted[1].global_step == 3
+    early = run([True] * 3 + [False] * 3)
+    assert early[1].global_step == 3
+    np.testing.assert_array_equal(early[1].ages, [5, 4, 3])
+    # Each landed before the next set out, the last one a step later.
+    moved = jax.tree.map(lambda c, p: np.any(c != p), early[1].center, PARAMS)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
+    def rows(path, leaf):
+        return 0 if leaf.ndim == 1 else [0, 1, 0, 1]
+
+    params = {"table": jnp.zeros((4, 6)), "bias": jnp.zeros(6)}
+    specs = {"table": P("row", "column"), "bias": P("column")}
+    for fragments in (rows, oxs.strided(2)):
+        tx = oxs.diloco(INNER, AXIS, fragments=fragments, delay=1)
+        got = oxs.state_specs(tx, params, specs, AXIS)
+        assert got.outer[0][0].trace["table"] == P(None, "column")
+        assert got.center == specs
+        assert set(got.pending.values) == {P()} and got.ages == P()
+        in_line = oxs.diloco(
+            INNER, AXIS, fragments=fragments, delay=1, communication_period=2
+        )
+        got = oxs.state_specs(in_line, params, specs, AXIS)
+        assert set(got.pending.values) == {P(AXIS)}
+        axes = oxs.state_axes(in_line, params)
+        assert set(axes.pending.values) == {0} and axes.ages is None
+
+
+REFUSED = {
+    "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
+    "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
+    "fragments=True": ({"fragments": True}, TypeError, "static int or a function"),
+    "delay=-1": ({"delay": -1}, ValueError, "at least 0"),
+    "delay=0.5": ({"delay": 0.5}, TypeError, "static int"),
+    "keep_local=2": ({"keep_local": 2.0}, ValueError, "lie in"),
+    "keep_local='a'": ({"keep_local": "a"}, TypeError, "must be a number"),
+    "not a multiple": ({"fragments": 3}, ValueError, "not a multiple of the 3"),
+    "too late": ({"fragments": 2, "delay": 6}, ValueError, "Pass delay=5 or less"),
+    "a schedule": (
+        {"fragments": 2, "communication_period": lambda step: 4},
+        ValueError,
+        "schedule, which fragments cannot",
+    ),
+    "average": ({"delay": 1, "inner_state": "average"}, ValueError, "inner_state"),
+    "reset": ({"fragments": 2, "inner_state": "reset"}, ValueError, "inner_state"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_are_refused_at_construction(name):
+    arguments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        oxs.local_sgd(INNER, AXIS, **{"communication_period": 10, **arguments})
+
+
+REFUSED_PARTS = {
+    "too many": (40, "nothing is in number"),
+    "a hole": (lambda path, leaf: 1, "nothing is in number 0"),
+    "negative": (lambda path, leaf: -1, "numbered from 0"),
+    "rows": (lambda path, leaf: [0, 1], "one for each of its rows"),
+    "a fraction": (lambda path, leaf: 0.5, "must return an int"),
+    "many": (lambda path, leaf: [0, 1, 2][: leaf.ndim + 1][-1], "not a multiple"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_PARTS)
+def test_bad_parts_are_refused_when_the_parameters_are_seen(name):
+    fragments, message = REFUSED_PARTS[name]
+    tx = oxs.local_sgd(INNER, AXIS, communication_period=40, fragments=fragments)
+    with pytest.raises((ValueError, TypeError), match=message):
+        tx.init(PARAMS)
+
+
+def test_what_a_step_cannot_do_is_refused():
+    params = {"a": jnp.ones(4), "b": jnp.ones(4)}
+
+    def step(tx, made_by, **extra):
+        axes = oxs.state_axes(made_by, params)
+
+        def one(params, state):
+            return oxs.apply_gradients(tx, params, state, params, **extra)
+
+        one = jax.vmap(one, in_axes=(0, axes), axis_name=AXIS)
+        state = oxs.stack(made_by.init(params), 2, axes)
+        jax.eval_shape(one, oxs.stack(params, 2), state)
+
+    in_line = oxs.agn(INNER, AXIS, communication_period=2, fragments=2, delay=1)
+    with pytest.raises(ValueError, match="meet has no say"):
+        step(in_line, in_line, meet=True)
+    with pytest.raises(ValueError, match="an optimizer of its own"):
+        step(in_line, in_line, value=jnp.float32(0))
+    other = oxs.agn(INNER, AXIS, communication_period=4, fragments=oxs.strided(2))
+    with pytest.raises(ValueError, match="does not fit these parameters"):
+        step(oxs.agn(INNER, AXIS, communication_period=4, fragments=2), other)
+    with pytest.raises(ValueError, match="around another center rule"):
+        oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
+    with pytest.raises(TypeError, match="pass the period itself"):
+        oxs.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3)
