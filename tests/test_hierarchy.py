@@ -116,7 +116,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_one_answer(context):
-    history, state = contexts.jit(CONTEXTS[context]())(*arguments())
+    history, state = jax.jit(CONTEXTS[context]())(*arguments())
     found = np.swapaxes(history["w"], 0, 1)
     contexts.assert_close(found, by_hand())
     # Of a pod's own chips in the last step, and of the pods in the last round.

@@ -353,7 +353,7 @@ def test_shards_of_a_replica_are_one():
         grads = oxs.unstack(grads)
         return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
 
-    found = contexts.jit(
+    found = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,

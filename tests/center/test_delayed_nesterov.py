@@ -112,9 +112,9 @@ def test_weights_of_contributions():
 
 def test_late_gradients():
     tx: Any = oxs.simulate.delayed(optax.sgd(0.1, 0.9), 3)
-    found = contexts.jit(lambda: steps(tx))()
+    found = jax.jit(lambda: steps(tx))()
     np.testing.assert_array_equal(found[:3], np.ones((3, 3)))
-    on_time = contexts.jit(lambda: steps(optax.sgd(0.1, 0.9)))()
+    on_time = jax.jit(lambda: steps(optax.sgd(0.1, 0.9)))()
     np.testing.assert_allclose(found[3:], on_time[:-3], rtol=1e-6)
     same = steps(oxs.simulate.delayed(optax.sgd(0.1), 0))
     np.testing.assert_array_equal(same, steps(optax.sgd(0.1)))
