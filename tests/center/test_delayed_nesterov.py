@@ -10,7 +10,6 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker
-from tests import contexts
 
 GRADS = np.random.default_rng(0).normal(size=(14, 3)).astype(np.float32)
 
