@@ -364,4 +364,4 @@ def test_shards_of_a_replica_are_one():
     vectors = flat(grads)
     agreement, norm, noise, signal = reference(vectors, np.full(4, 0.25), np.ones(4))
     expected = (noise / signal, agreement, norm, 0.1 * np.linalg.norm(vectors.mean(0)))
-    np.testing.assert_allclose(found, (*expected, 4), rtol=1e-4)
+    np.testing.assert_allclose(found[:5], (*expected, 4), rtol=1e-4)
