@@ -32,7 +32,7 @@ def resize(
     joiners: Joiners = "mean",
     replicated: bool = False,
     strict: bool = False,
-) -> tuple[Tree, optax.OptState]:
+) -> tuple[Tree, Any]:
     """Go on with another number of workers: the parameters and state of `n` of them.
 
     For the state of any transformation, with wrappers of this package anywhere in it,

@@ -205,6 +205,7 @@ def test_four_go_on_as_four_from_that_center():
     params, state, _ = run(*oxs.start_workers(tx, one, N)[:2], target)
     resized = oxs.resize(tx, params, state, 4)
     found = run(*resized, target[:4])
+    fresh: Any
     started, fresh, _ = oxs.start_workers(tx, oxs.center_params(state, one), 4)
     equal(started, resized[0])
     fresh = fresh._replace(
@@ -288,6 +289,7 @@ def test_random_keys_are_no_numbers():
         return updates, state
 
     tx = oxs.local_sgd(optax.GradientTransformation(init, update), AXIS)
+    state: Any
     params, state, _ = oxs.start_workers(tx, PARAMS, 2)
     _, new = oxs.resize(tx, params, state, 5)
     first = state.inner["key"][0]
