@@ -32,10 +32,12 @@ from optx_sync.trees import (
 )
 
 
-def check_step(grads: Any, state: Any, params: Any, axis_name: AxisName) -> int:
+def check_step(
+    grads: Any, state: Any, params: Any, axis_name: AxisName, *, in_pieces: bool = False
+) -> int:
     """Refuse what does not fit a step of a worker; the number of workers.
 
-    `state` has the fields `local_step` and `center`.
+    `state` has the fields `local_step` and `center`, which may lie in pieces.
     """
     check_grads(grads, params)
     require_local(
@@ -47,7 +49,8 @@ def check_step(grads: Any, state: Any, params: Any, axis_name: AxisName) -> int:
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center, params)
+    center = () if in_pieces else state.center
+    check_one_worker(state.local_step, center, params)
     return axis_size(axis_name)
 
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.coded import bytes_of
 from optx_sync.center.formulas import start_center
 from optx_sync.center.rule import Period, check_period
 from optx_sync.checks import check_grads, check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Own
 from optx_sync.runtime.messages import Joined, Push, Reply
@@ -57,6 +59,7 @@ class Worker:
         num_workers: As the server's.
         communication_period: Steps between rounds, an int or a schedule of the worker's
             step (0-based). `SyncReplicas` has no use for it.
+        exchange: As the server's; what its code remembers is lost with this worker.
         synchronous: Wait at the start until all workers have joined.
 
     Attributes:
@@ -100,10 +103,11 @@ class Worker:
         index: int,
         num_workers: int,
         communication_period: Period = 10,
+        exchange: Exchange | None = None,
         synchronous: bool = False,
     ):
         check_period(communication_period)
-        way = way_of(agreement, num_workers, communication_period)
+        way = way_of(agreement, num_workers, communication_period, exchange)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
         self.connection = connection
         self.index = index
@@ -166,17 +170,19 @@ class Worker:
 
     def _exchange(self, what_to_show: dict[str, Any]) -> None:
         begin = time.perf_counter()
+        arrays = self._own.outgoing()
         reply = self.connection.push(
             Push(
                 worker=self.index,
                 round=self.rounds + 1,
-                arrays=self._own.outgoing(),
+                arrays=arrays,
                 steps=self._own.steps,
                 local_step=self.local_step,
                 shown={name: float(value) for name, value in what_to_show.items()},
                 incarnation=self.incarnation,
                 seconds=self._seconds,
                 lost=self._untold,
+                bytes=bytes_of(arrays),
                 tokens=self._tokens,
             )
         )

@@ -7,6 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center.coded import (
+    bytes_of,
+    check_code,
+    decoded,
+    encoded,
+    message_shapes,
+    start_codes,
+)
 from optx_sync.center.formulas import (
     absorb,
     contributions,
@@ -42,6 +50,7 @@ from optx_sync.center.rule import (
     weighed,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import stack
 from optx_sync.simulate.replay import (
     GradFn,
@@ -61,12 +70,13 @@ class WorkerState(NamedTuple):
     inner: Any  # state of the workers' own optimizer
     taken: Any  # the center that it took last, or () where the rule does not ask
     accumulated: Any  # what it summed up since its last round, or ()
+    exchange: Any  # what the code of its pushes remembers, of each part, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
+    rounds: jax.Array  # int32[], its rounds
     # With parts [P], of each one.
     tokens: jax.Array  # float32[], since its last round
-    seen: jax.Array  # int32[], the rounds of all workers at its last one
-    rounds: jax.Array  # int32[], its rounds
+    seen: jax.Array  # int32[], the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
 
@@ -77,6 +87,7 @@ class _Meeting(NamedTuple):
     params: Any  # in the center's dtypes
     taken: Any
     accumulated: Any
+    exchange: Any
     inner: Any
     pending: Any
     center: Any
@@ -105,6 +116,7 @@ class AsynchronousRecord(NamedTuple):
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Any
     final: AsynchronousState  # after the last event
+    push_bytes: float  # bytes of one contribution, of the largest part, as it travels
 
 
 def asynchronous(
@@ -116,6 +128,7 @@ def asynchronous(
     *,
     num_workers: int,
     communication_period: Period = 10,
+    exchange: Exchange | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
@@ -156,6 +169,10 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
+        exchange: How a worker codes what it pushes: each array alone, with what
+            `oxs.exchange.error_feedback` remembers kept at the worker. `None`: whole.
+            The center is taken whole. Not for rules whose contribution reads the
+            center, as `elastic_rule` does.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part
             k mod P.
         delay: As in `center_variable`, in steps of the worker: it decides what it
@@ -179,10 +196,12 @@ def asynchronous(
     Raises:
         TypeError: An `inner` that is no transformation, a `rule` that is no
             `CenterRule`, `workers` that are no integers, numbers or a `record` of
-            the wrong type, gradients or parameters that are not floating.
+            the wrong type, gradients or parameters that are not floating, an
+            `exchange` that is none.
         ValueError: `workers` that name one outside of 0 ... N - 1 or are not
             one-dimensional, `num_workers` or a period below 1 or not the rule's,
-            gradients that do not match the parameters.
+            gradients that do not match the parameters, an `exchange` that has no code
+            for one worker alone, or a rule that it does not fit.
 
     Example:
         Two workers, the first one twice as fast:
@@ -216,10 +235,16 @@ def asynchronous(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
+    if weigh is not None and (fragments is not None or delay):
+        raise ValueError(
+            "weigh= is for contributions that land whole and at once; got fragments or "
+            "delay as well. Leave one of them out."
+        )
     rule = weighed(rule, weigh)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
+    exchange = check_code(exchange, rule, period)
     static_period = None if callable(period) else period
     fragments, delay = check_fragments(fragments), check_delay(delay)
     keep_local = check_keep_local(keep_local)
@@ -281,6 +306,10 @@ def asynchronous(
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
+            if exchange is not None:
+                messages, codes = encoded(exchange, pushed, now.exchange)
+                pushed = decoded(exchange, messages, pushed)
+                now = now._replace(exchange=codes)
             pushed = weigh_alone(rule, pushed, at)
             now = now._replace(accumulated=zeros_like(now.accumulated))
             return now, pushed, at
@@ -318,7 +347,16 @@ def asynchronous(
                 now,
             )
 
-        now = _Meeting(x, own.taken, accumulated, own_inner, own.pending, center, outer)
+        now = _Meeting(
+            params=x,
+            taken=own.taken,
+            accumulated=accumulated,
+            exchange=own.exchange,
+            inner=own_inner,
+            pending=own.pending,
+            center=center,
+            outer=outer,
+        )
         part, last = own.rounds % parts.number, (own.rounds - 1) % parts.number
         if delay:
             lands = (own.rounds > 0) & (own.steps_since_round < delay)
@@ -338,6 +376,7 @@ def asynchronous(
             inner=now.inner,
             taken=now.taken,
             accumulated=now.accumulated,
+            exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             tokens=jnp.where(met, 0.0, behind),
@@ -382,6 +421,9 @@ def asynchronous(
         inner=inner.init(params),
         taken=center if keeps_taken else (),
         accumulated=start_accumulated(rule, center),
+        exchange=()
+        if exchange is None
+        else parts.each(lambda part: start_codes(exchange, part), center),
         local_step=count,
         steps_since_round=count,
         tokens=jnp.zeros(() if parts.number == 1 else parts.number, jnp.float32),
@@ -408,6 +450,12 @@ def asynchronous(
         global_step=global_steps,
         recorded=recorded,
         final=final,
+        push_bytes=float(
+            max(
+                bytes_of(message_shapes(exchange, parts.pick(center, part)))
+                for part in range(parts.number)
+            )
+        ),
     )
 
 
