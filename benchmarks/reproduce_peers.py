@@ -40,7 +40,7 @@ def gossip(graph: oxs.graphs.Graph) -> Method:
 
 
 # All meet in every step, at rate 1, or every 20 steps, at 1 too.
-PAIRS, RARELY = oxs.graphs.random_pairs(), {"communication_period": 20}
+PAIRS = oxs.graphs.random_pairs()
 METHODS = {
     "all-reduce": Method(lambda: oxs.cross_shard(optax.sgd(1.0), AXIS), 1),
     "ring": gossip(oxs.graphs.ring()),
@@ -48,10 +48,14 @@ METHODS = {
     "random_pairs": gossip(PAIRS),
     "nobody": gossip(oxs.graphs.Graph(lambda n: (oxs.graphs.GraphRound(),))),
     "diloco": Method(
-        lambda: oxs.diloco(optax.sgd(1.0), AXIS, outer=optax.sgd(0.7, 0.5), **RARELY),
+        lambda: oxs.diloco(
+            optax.sgd(1.0), AXIS, communication_period=20, outer=optax.sgd(0.7, 0.5)
+        ),
         20,
     ),
-    "noloco": Method(lambda: oxs.noloco(optax.sgd(1.0), AXIS, **RARELY), 20, PAIRS),
+    "noloco": Method(
+        lambda: oxs.noloco(optax.sgd(1.0), AXIS, communication_period=20), 20, PAIRS
+    ),
 }
 GRAPHS = ("ring", "exponential", "random_pairs")
 
@@ -73,12 +77,12 @@ def train(name: str, steps: int):
     """(test images, batches, start) -> accuracies and disagreement, [POINTS, 3]."""
     tx, points = METHODS[name].make(), min(POINTS, steps // 4)
 
-    def step(params, state, rows):
+    def step(params: Any, state: Any, rows: Any) -> Any:
         return oxs.apply_gradients(tx, jax.grad(loss_of)(params, rows), state, params)
 
     def run(test, rows, params):
         axes = oxs.state_axes(tx, params)
-        mapped = jax.vmap(step, (0, axes, 0), (0, axes), axis_name=AXIS)
+        mapped: Any = jax.vmap(step, (0, axes, 0), (0, axes), axis_name=AXIS)
         carry = oxs.stack(params, WORKERS), oxs.stack(tx.init(params), WORKERS, axes)
 
         def some(carry, rows):
@@ -191,11 +195,7 @@ def study(page, settings):
         points = found["ring", by_label].shape[1]
         x = np.arange(1, points + 1) * (steps // points)
         for place, what in ((1, "accuracy of one worker"), (2, "disagreement")):
-            lines: list[Any] = [
-                Line(n, x, found[n, by_label][..., place], "-")
-                for n in names
-                if place == 1 or n not in ("all-reduce", "diloco")
-            ]
+            lines = [Line(n, x, found[n, by_label][..., place], "-") for n in names]
             panels.append(Panel("steps", what, lines, title=title))
     page.picture(panels, columns=2)
     page.data(found={f"{n}, {b}": found[n, b] for n, b in found}, bytes=sent)

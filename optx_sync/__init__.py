@@ -37,6 +37,7 @@ from optx_sync.center.local_sgd import local_sgd as local_sgd
 from optx_sync.center.local_sgd import local_sgd_rule as local_sgd_rule
 from optx_sync.center.diloco import diloco as diloco
 from optx_sync.center.diloco import diloco_rule as diloco_rule
+from optx_sync.center.delayed_nesterov import delayed_nesterov as delayed_nesterov
 
 # Workers that meet each other, and no center.
 from optx_sync.peers import graphs as graphs
@@ -88,6 +89,7 @@ __all__ = [
     "center_params",
     "center_variable",
     "cross_shard",
+    "delayed_nesterov",
     "diloco",
     "diloco_rule",
     "due",

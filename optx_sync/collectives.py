@@ -277,11 +277,16 @@ def localize(tree: Tree, axis_name: AxisName) -> Tree:
 
 def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
     """`localize` where the axis is mapped, the identity outside: for `init`."""
+    return localize(tree, axis_name) if is_mapped(axis_name) else tree
+
+
+def is_mapped(axis_name: AxisName) -> bool:
+    """Whether this runs where the axis is mapped."""
     try:
         axis_size(axis_name)
     except ValueError:
-        return tree
-    return localize(tree, axis_name)
+        return False
+    return True
 
 
 def vary_like(tree: Tree, reference: Any) -> Tree:

@@ -69,9 +69,11 @@ class Measures(NamedTuple):
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""
-    zero = jnp.zeros((), jnp.float32)
-    average = zero if noise else ()
-    return Measured(zero if exact else (), zero, zero, zero, average, average)
+    # An array for each: a buffer can be donated once.
+    zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
+    measured = Measured(*zeros)
+    measured = measured if exact else measured._replace(agreement=())
+    return measured if noise else measured._replace(noise=(), signal=())
 
 
 def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:

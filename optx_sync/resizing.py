@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
-from optx_sync.sharding import state_axes
+from optx_sync.sharding import in_pieces, in_rows, is_in_pieces, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -32,7 +32,7 @@ def resize(
     joiners: Joiners = "mean",
     replicated: bool = False,
     strict: bool = False,
-) -> tuple[Tree, optax.OptState]:
+) -> tuple[Tree, Any]:
     """Go on with another number of workers: the parameters and state of `n` of them.
 
     For the state of any transformation, with wrappers of this package anywhere in it,
@@ -40,7 +40,7 @@ def resize(
     workers leave, where there are more the new ones come last. What becomes of what:
 
         shared by all workers (center, outer state, counters)    stays as it is
-        parameters of a rule that takes the center               the center
+        parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
@@ -52,7 +52,9 @@ def resize(
     moments are never 0 with a count above 0. Right after a round
     (`oxs.metrics(state).steps_since_round == 0`) nothing that was learned is lost with
     a rule that takes the center. In the middle of one, what workers learned and
-    accumulated since the last is dropped with a warning, or refused with `strict`.
+    accumulated since the last is dropped with a warning, or refused with `strict`. With
+    `fragments` most parts are in the middle of a round at any time: survivors keep what
+    they have, and what leavers have learned since is what is dropped.
 
     It works on the host, on whole arrays. Place the result as `oxs.state_shardings`
     says. The number of workers also stands in the transformation where `moving_rate` or
@@ -76,7 +78,7 @@ def resize(
         TypeError: `n` is no integer.
         ValueError: `n` below 1; a state that is not of `tx` or has no worker axis; with
             `strict` one in the middle of a round; center rules in each other in the
-            middle of a round; a state in pieces (`shard_state`, `shard_center`).
+            middle of a round.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -104,11 +106,17 @@ def resize(
             "transformation to go on with, built like the one that made the state."
         )
     axes = state_axes(tx, one, replicated=replicated)
-    has_axis = _has_axis(state, like, axes)
+    cut = [
+        flag and x.ndim > 0
+        for flag, x in zip(
+            jax.tree.leaves(in_pieces(like)), jax.tree.leaves(like), strict=True
+        )
+    ]
+    has_axis = _has_axis(state, like, axes, cut)
     sizes = {
         x.shape[0]
-        for x, there in zip(jax.tree.leaves(state), has_axis, strict=True)
-        if there
+        for x, there, flag in zip(jax.tree.leaves(state), has_axis, cut, strict=True)
+        if there or flag
     }
     if not replicated:
         sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
@@ -121,7 +129,12 @@ def resize(
     if n == before:
         return jax.tree.map(jnp.copy, (params, state))
     how = Resizing(before, n, joiners)
-    whole, treedef = jax.tree.flatten(state)
+    leaves, treedef = jax.tree.flatten(state)
+    # Pieces are put together: flat and whole they are shared by all workers.
+    whole = [
+        x.reshape(-1)[: one.size] if flag else x
+        for x, one, flag in zip(leaves, jax.tree.leaves(like), cut, strict=True)
+    ]
     stacked = treedef.unflatten(
         _on_host(x) if there else _repeat(_on_host(x), before)
         for x, there in zip(whole, has_axis, strict=True)
@@ -140,8 +153,8 @@ def resize(
     resized = how.tree(stacked, fresh)
     _say(how.lost, strict)
     leaves = [
-        x if there else x[0]
-        for x, there in zip(jax.tree.leaves(resized), has_axis, strict=True)
+        in_rows(x[0], n) if flag else x if there else x[0]
+        for x, there, flag in zip(jax.tree.leaves(resized), has_axis, cut, strict=True)
     ]
     if replicated:
         new_params = jax.tree.map(lambda x: x[0], new_params)
@@ -288,19 +301,29 @@ def _worker_axes(state: Any) -> int:
     return max(1, *(getattr(node, "worker_axes", 1) for node in _nodes(state)), 1)
 
 
-def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
+def _has_axis(state: Any, like: Any, axes: Any, cut: list[bool]) -> list[bool]:
     """Whether each leaf of a state has the worker axis."""
     treedef = jax.tree.structure(like)
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in _nodes(state)]
     stacked = any(jnp.ndim(counter) for counter in counters)
     found = []
-    for (path, x), one, mark in zip(
+    for (path, x), one, mark, flag in zip(
         jax.tree_util.tree_leaves_with_path(state),
         jax.tree.leaves(like),
         treedef.flatten_up_to(axes),
+        cut,
         strict=True,
     ):
+        if flag:
+            if x.ndim != 2 or x.shape[1] != -(-one.size // x.shape[0]):
+                raise ValueError(
+                    f"The state at {path_name(path)} has shape {jnp.shape(x)}, which "
+                    f"is none of {one.size} numbers in pieces, one for each worker. "
+                    "Pass the parameters and state of one run."
+                )
+            found.append(False)
+            continue
         more = jnp.ndim(x) - one.ndim
         has_axis = stacked or mark is not None
         if more < has_axis:
@@ -314,8 +337,7 @@ def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
             raise ValueError(
                 f"The state at {path_name(path)} has shape {jnp.shape(x)}, which is "
                 f"none of workers with {one.shape} each. Pass the parameters and state "
-                "of one run. (A state in pieces, of shard_state or shard_center, has "
-                "no other number of workers yet.)"
+                "of one run."
             )
         found.append(has_axis)
     return found
@@ -336,6 +358,13 @@ def _say(lost: list[str], strict: bool) -> None:
 
 def take_center(how: Resizing, params: Tree, center: Tree, everyone: bool) -> Tree:
     """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
+    if is_in_pieces(center):
+        center = jax.tree.map(
+            lambda c, p: c if is_masked(c) else c.reshape(how.before, *p.shape[1:]),
+            center.tree,
+            params,
+            is_leaf=is_masked,
+        )
     first = 0 if everyone else min(how.before, how.after)
 
     def place(c, p):

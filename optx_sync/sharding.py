@@ -8,11 +8,14 @@ equal too, and have no such axis, where the parameters are replicated themselves
 
 Where such a state holds another one there are levels, the outermost is 0: workers of
 one level share what its state says. `counter_fields` are shared on all levels.
+
+`InPieces` marks what the workers share of which each holds a piece only: `stack` cuts
+it instead of copying it.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,27 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.trees import first_worker, is_masked
+
+
+class InPieces(NamedTuple):
+    """A tree whose arrays lie in pieces, one on each worker; its scalars do not.
+
+    An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
+    last ones padded. Where no axis is mapped, in what `init` returns, N is 1: it is
+    flat and whole.
+    """
+
+    tree: Any
+
+
+def is_in_pieces(x: Any) -> bool:
+    """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
+    return isinstance(x, InPieces)
+
+
+def in_rows(x: Any, n: int) -> Any:
+    """A flat array, padded, as a piece for each of n workers: `[n, k]`."""
+    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
 
 
 def state_axes(
@@ -109,6 +133,16 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
+    # A piece is flat: it has none of its parameter's axes.
+    placed = jax.tree.map(
+        lambda node: (
+            jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=_is_spec)
+            if is_in_pieces(node)
+            else node
+        ),
+        placed,
+        is_leaf=lambda x: is_in_pieces(x) or _is_spec(x),
+    )
     # Of a part of a state whose form only the parameters tell there is one spec.
     placed = jax.tree.broadcast(
         placed, state, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -118,13 +152,12 @@ def state_specs(
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
     _check_levels(state, len(levels))
     for level, axis in reversed(list(enumerate(levels))):
-        placed = _mark(
+        axes = _mark(state, lambda shared, _: None if shared else 0, replicated, level)
+        placed = _map(
+            lambda spec, axis=axis: PartitionSpec(axis, *spec),
             placed,
-            lambda shared, spec, axis=axis: (
-                spec if shared else PartitionSpec(axis, *spec)
-            ),
-            replicated,
-            level,
+            axes,
+            shared=lambda spec: spec,
         )
     return placed
 
@@ -167,7 +200,12 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     def repeat(x):
         return jnp.repeat(jnp.asarray(x)[None], n, axis=0)
 
-    return _map(repeat, tree, axes, shared=jnp.copy)
+    def cut(x):
+        if not jnp.ndim(x):
+            return repeat(x)
+        return in_rows(x, n)
+
+    return _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
 
 
 def unstack(tree: Any, axes: Any = None) -> Any:
@@ -204,27 +242,69 @@ def unstack(tree: Any, axes: Any = None) -> Any:
     return _map(first, tree, axes, shared=lambda x: x)
 
 
-def _map(function: Callable, tree: Any, axes: Any, shared: Callable) -> Any:
-    """`function` of the leaves that are per worker, `shared` of those that are not."""
-    if axes is None:
-        return jax.tree.map(function, tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    marks = treedef.flatten_up_to(axes)
+def _map(
+    function: Callable,
+    tree: Any,
+    axes: Any,
+    shared: Callable,
+    pieces: Callable | None = None,
+) -> Any:
+    """`function` of the leaves that are per worker, `shared` of those that are not.
+
+    `pieces`, where given, is for those that are in pieces.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
+    marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
+    cut = [False] * len(leaves)
+    if pieces is not None:
+        cut = jax.tree.leaves(in_pieces(tree))
     return treedef.unflatten(
-        shared(leaf) if mark is None else function(leaf)
-        for leaf, mark in zip(leaves, marks, strict=True)
+        shared(leaf)
+        if mark is None
+        else pieces(leaf)
+        if in_pieces and pieces is not None
+        else function(leaf)
+        for leaf, mark, in_pieces in zip(leaves, marks, cut, strict=True)
     )
+
+
+def in_pieces(tree: Any, around: bool = True) -> Any:
+    """Whether each leaf is in pieces over the workers of the outermost level."""
+
+    def visit(node):
+        if _is_ours(node):
+            fields = node._asdict().items()
+            return type(node)(
+                **{f: in_pieces(x, f in node.shared_fields) for f, x in fields}
+            )
+        found = around and is_in_pieces(node)
+        return jax.tree.map(lambda _: found, node)
+
+    return jax.tree.map(visit, tree, is_leaf=lambda x: _is_ours(x) or is_in_pieces(x))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _is_ours(x: Any) -> bool:
+    return hasattr(type(x), "shared_fields")
 
 
 def _check_levels(state: Any, levels: int) -> None:
     """Refuse more levels than there are states that hold another one."""
 
-    def depth(tree: Any) -> int:
-        def is_ours(x):
-            return hasattr(type(x), "shared_fields")
+    def is_level(x):
+        return _is_ours(x) or is_in_pieces(x)
 
-        ours = filter(is_ours, jax.tree.leaves(tree, is_leaf=is_ours))
-        return max((1 + depth(tuple(node)) for node in ours), default=0)
+    def own(node):
+        if is_in_pieces(node):
+            return ()
+        return [x for f, x in node._asdict().items() if f not in node.shared_fields]
+
+    def depth(tree: Any) -> int:
+        levels = filter(is_level, jax.tree.leaves(tree, is_leaf=is_level))
+        return max((1 + depth(own(node)) for node in levels), default=0)
 
     found = max(depth(state), 1)
     if not 1 <= levels <= found:
@@ -248,15 +328,13 @@ def _mark(
     this package holds it. `level` counts down to that which is asked for.
     """
 
-    def is_ours(x):
-        return hasattr(type(x), "shared_fields")
-
-    def is_leaf(x):
-        return is_ours(x) or isinstance(x, PartitionSpec)
-
     def visit(node):
-        if not is_ours(node):
-            return mark(replicated if around is None else around, node)
+        shared = replicated if around is None else around
+        if not _is_ours(node):
+            cut = is_in_pieces(node) and level == (-1 if around else 0)
+            return jax.tree.map(
+                lambda x: mark(shared and not (cut and jnp.ndim(x)), x), node
+            )
         equal = getattr(node, "counter_fields", ())
         if level == 0:
             equal = node.shared_fields
@@ -271,4 +349,4 @@ def _mark(
             }
         )
 
-    return jax.tree.map(visit, tree, is_leaf=is_leaf)
+    return jax.tree.map(visit, tree, is_leaf=lambda x: _is_ours(x) or is_in_pieces(x))

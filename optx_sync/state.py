@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.sharding import is_in_pieces
 from optx_sync.trees import is_masked
 
 
@@ -80,7 +81,8 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
 
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
-        `sync_replicas`.
+        `sync_replicas`, `GossipMetrics` for `gossip` and `noloco`, `CrossShardMetrics`
+        for `cross_shard` with an exchange that remembers or counts something.
 
     Raises:
         ValueError: There is no state in it that has metrics.
@@ -156,7 +158,9 @@ def slot(state: optax.OptState, name: str) -> Any:
 
 def _slots(node, path=()):
     """Path and tree of every slot: the last fields of nested NamedTuples."""
-    if hasattr(type(node), "named_slots"):
+    if is_in_pieces(node):
+        yield from _slots(node.tree, path)
+    elif hasattr(type(node), "named_slots"):
         for name, tree in node.named_slots().items():
             yield [*path, name], tree
     elif hasattr(node, "_fields") or _holds_states(node):

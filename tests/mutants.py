@@ -52,6 +52,10 @@ REFUSED = (
 )
 SYNC = ("tests/replicas/test_sync_replicas.py",)
 EXCHANGE = ("tests/exchange/test_laws.py",)
+ROBUST = ("tests/exchange/test_robust.py",)
+GOSSIP = ("tests/peers/test_gossip.py",)
+REFUSED_GOSSIP = ("tests/peers/test_gossip.py::test_refused",)
+SIMULATED_GOSSIP = ("tests/test_simulate_gossip.py",)
 COLLECTIVES = ("tests/test_collectives.py",)
 ROWS = ("tests/test_rows.py",)
 LAWS = ("tests/optimizers/test_laws.py",)
@@ -71,9 +75,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rows": (*ROWS, *LAWS),
     "collectives": (*COLLECTIVES, *SHARD),
     "exchange": (*EXCHANGE, *SHARD, *CENTER),
+    "robust": ROBUST,
     "optimizers": ("tests/optimizers/test_arguments.py", *LAWS, *GOLDEN),
     "replicas": (*SHARD, *SYNC),
     "center": CENTER,
+    "peers": (*GOSSIP, *SIMULATED_GOSSIP),
     "step": ("tests/test_step.py", *CENTER),
     "state": ("tests/test_state.py", "tests/test_slots.py"),
     "sharding": ("tests/test_sharding.py", "tests/test_state.py", *CENTER, *SYNC),
@@ -817,6 +823,169 @@ MUTANTS: dict[str, list[Mutant]] = {
             "apart = own.params - own.taken",
             "apart = own.params",
             LOCKSTEP,
+        ),
+    ],
+    "peers": [
+        Mutant(
+            "peers/graphs.py",
+            "share = 1 / (1 + len(others))",
+            "share = 1 / (2 + len(others))",
+        ),
+        Mutant(
+            "peers/graphs.py",
+            "        if n & (n - 1):\n",
+            "        if False:\n",
+            REFUSED_GOSSIP,
+        ),
+        Mutant("peers/graphs.py", "            own -= weights\n", ""),
+        Mutant(
+            "peers/graphs.py",
+            "        if len(reached) < n:\n",
+            "        if not reached:\n",
+            REFUSED_GOSSIP,
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "sent = [*where(weight > 0, sent, jax.tree.map(jnp.zeros_like, sent)), weight]",
+            "sent = [*sent, weight]",
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "got = where(mass > 0, got, jax.tree.leaves(own_x))",
+            "pass",
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "inner_met = where(broken, inner.init(landed), inner_met)",
+            "pass",
+        ),
+        Mutant(
+            "peers/gossip.py", "return global_step % rounds", "return global_step % 1"
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "return jax.random.randint(key, (), 0, rounds)",
+            "return jax.random.randint(key, (), 0, 1)",
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "return own.taken - own.params",
+            "return own.params - own.taken",
+        ),
+        Mutant(
+            "peers/gossip.py", "            if complete:\n", "            if False:\n"
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "if growth > 1 + 1e-3:",
+            "if growth > 1.2:",
+            REFUSED_GOSSIP,
+        ),
+        Mutant(
+            "peers/gossip.py",
+            "if dtype is not None and at_least_float32(dtype) != dtype:",
+            "if False:",
+            REFUSED_GOSSIP,
+        ),
+        Mutant("peers/gossip.py", "        check_params(params)\n", "", REFUSED_GOSSIP),
+        Mutant(
+            "peers/gossip.py",
+            "    places = kinds(sent)\n",
+            "    places = [[i] for i in range(len(sent))]\n",
+        ),
+        Mutant(
+            "center/formulas.py",
+            "    check_one_worker(state.local_step, state.center, params)\n",
+            "",
+            REFUSED_GOSSIP,
+        ),
+        Mutant(
+            "simulate/gossip.py",
+            "meets = due & (mate != place)",
+            "meets = due",
+            SIMULATED_GOSSIP,
+        ),
+        Mutant(
+            "simulate/gossip.py",
+            "            read=x,\n",
+            "            read=own.read,\n",
+            SIMULATED_GOSSIP,
+        ),
+        Mutant(
+            "simulate/gossip.py",
+            "(place == worker) & (mate == partner)",
+            "(place == worker)",
+            SIMULATED_GOSSIP,
+        ),
+    ],
+    "robust": [
+        Mutant(
+            "exchange/robust.py",
+            "low, high = jnp.maximum(n - 1, 0) // 2, n // 2",
+            "low, high = n // 2, n // 2",
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "cut = jnp.minimum(f, jnp.maximum(n - 1, 0) // 2)",
+            "cut = f",
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "nearest = jnp.arange(replicas) < n - wrong - 2",
+            "nearest = jnp.arange(replicas) < n - wrong - 1",
+        ),
+        Mutant("exchange/robust.py", "last = last * (1 + _EQUAL)", "last = last * 2"),
+        Mutant(
+            "exchange/robust.py", "fori_loop(1, steps, step", "fori_loop(1, 1, step"
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "finite = everyone.counts & jnp.isfinite(sizes)",
+            "finite = everyone.counts",
+        ),
+        Mutant(
+            "exchange/robust.py", "return jnp.clip(apart, -_FAR, _FAR)", "return apart"
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "limit = _median_over(norm, weight, axis_name)",
+            "limit = _median_over(norm, None, axis_name)",
+        ),
+        Mutant("exchange/robust.py", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
+        Mutant(
+            "exchange/robust.py",
+            "return _counted(total < 0, weight)",
+            "return _counted(total > 0, weight)",
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "return flag if weight is None else flag & _flag(weight)",
+            "return flag",
+        ),
+        Mutant(
+            "exchange/robust.py",
+            "    def outlier(tree, mean, axis_name, weight):\n        axes = axes_of_shards(tree, axis_name)\n        if",
+            "    def outlier(tree, mean, axis_name, weight):\n        axes = ()\n        if",
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "                contributed = jnp.zeros_like(contributed)\n",
+            "",
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "means, weight = like_grads(means), own > 0",
+            "means, weight = like_grads(means), own >= 0",
+        ),
+        Mutant(
+            "replicas/sync_replicas.py",
+            "weight = own.astype(jnp.float32)",
+            "weight = (own > 0).astype(jnp.float32)",
+        ),
+        Mutant(
+            "replicas/cross_shard.py",
+            'if grads != "local" and (keeps_state or not exchange.linear):',
+            'if grads != "local" and keeps_state:',
         ),
     ],
     "step": [

@@ -20,6 +20,7 @@ FLOORS = {
     "sharding": 2,
     "audit": 2,
     "checks": 3,
+    "elementwise": 3,
     "collectives": 3,
     "exchange": 4,
     "optimizers": 4,
@@ -42,6 +43,8 @@ GROUND = {
     "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
     "optimizers": {"optimizers/rule"},
     "center": {
+        "center/sharded",
+        "center/coded",
         "center/rule",
         "center/formulas",
         "center/fragments",

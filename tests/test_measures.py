@@ -56,7 +56,7 @@ def draw(steps, seed=0):
     )
 
 
-def everything():
+def everything() -> Any:
     """All wrappers that measure, side by side on the same gradients."""
     options: dict[str, Any] = {"communication_period": 1, "measure": True}
     sync: Any = oxs.sync_replicas
@@ -79,14 +79,16 @@ def everything():
     def init(params):
         return {name: tx.init(params) for name, tx in parts.items()}
 
-    def update(grads, state, params, *, weight, batch_size, contributes):
+    def update(updates, state, params=None, **given):
+        weight, batch_size = given["weight"], given["batch_size"]
+        contributes = given["contributes"]
         extra: dict[str, Any] = {
             "weighed": {"weight": weight, "batch_size": batch_size},
             "equal": {"batch_size": 5},
             "sync": {"batch_size": batch_size, "contributes": contributes},
         }
         after = {
-            name: tx.update(grads, state[name], params, **extra.get(name, {}))[1]
+            name: tx.update(updates, state[name], params, **extra.get(name, {}))[1]
             for name, tx in parts.items()
         }
         return jax.tree.map(jnp.zeros_like, params), after
@@ -287,8 +289,15 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
         assert communicated(build, extra, measure=True) == (calls, size + 4 * scalars)
 
 
+def test_a_state_can_be_donated():
+    for leaf in (leaves := jax.tree.leaves(everything().init(PARAMS))):
+        assert isinstance(leaf, jax.Array)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 def test_what_is_refused():
     eight_bits = oxs.exchange.quantized()
+    options: dict[str, Any]
     for options, message in (
         ({"grads": "averaged"}, "own gradients, but grads='averaged' says"),
         ({"grads": "summed"}, "own gradients, but grads='summed' says"),
@@ -332,3 +341,33 @@ def test_what_is_refused():
         )
     coded = oxs.local_sgd(SGD, AXIS, measure=True, exchange=eight_bits)
     assert oxs.metrics(coded.init(PARAMS)).agreement is None
+
+
+def test_shards_of_a_replica_are_one():
+    """Norms go over all shards where types tell which axes these lie along."""
+    grads = {"w": draw(1)["w"][0], "b": draw(1)["b"][0]}
+    tx: Any = oxs.cross_shard(SGD, AXIS, measure=True)
+    mesh = jax.make_mesh(
+        (WORKERS, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    specs = {"w": P(None, "model"), "b": P()}
+
+    def local(params, grads):
+        grads = oxs.unstack(grads)
+        return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
+
+    found = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, {"w": P(AXIS, None, "model"), "b": P(AXIS)}),
+            out_specs=P(),
+        )
+    )(PARAMS, grads)
+    vectors = flat(grads)
+    agreement, norm, noise, signal = reference(vectors, np.full(4, 0.25), np.ones(4))
+    expected = (noise / signal, agreement, norm, 0.1 * np.linalg.norm(vectors.mean(0)))
+    *measured, outliers = found
+    assert outliers is None
+    expected = np.array([*expected, 4])
+    np.testing.assert_allclose(np.array(measured), expected, rtol=1e-4)

@@ -32,10 +32,12 @@ from optx_sync.trees import (
 )
 
 
-def check_step(grads: Any, state: Any, params: Any, axis_name: AxisName) -> int:
+def check_step(
+    grads: Any, state: Any, params: Any, axis_name: AxisName, *, in_pieces: bool = False
+) -> int:
     """Refuse what does not fit a step of a worker; the number of workers.
 
-    `state` has the fields `local_step` and `center`.
+    `state` has the fields `local_step` and `center`, which may lie in pieces.
     """
     check_grads(grads, params)
     require_local(
@@ -47,7 +49,8 @@ def check_step(grads: Any, state: Any, params: Any, axis_name: AxisName) -> int:
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
-    check_one_worker(state.local_step, state.center, params)
+    center = () if in_pieces else state.center
+    check_one_worker(state.local_step, center, params)
     return axis_size(axis_name)
 
 
@@ -212,8 +215,24 @@ def absorb(
     """The center after the sum or mean of contributions: (center, outer state)."""
     if rule.outer is None:
         return jax.tree.map(lambda c, t: c + t.astype(c.dtype), center, total), outer
-    updates, outer = rule.outer.update(total, outer, center, **extra_args)
+    outer_tx = optax.with_extra_args_support(rule.outer)
+    updates, outer = outer_tx.update(total, outer, center, **extra_args)
     return optax.apply_updates(center, updates), outer
+
+
+def weigh_alone(rule: CenterRule, total: Any, at: Round) -> Any:
+    """The contribution of a worker that comes alone, as much of it as `weigh` says."""
+    if rule.weigh is None:
+        return total
+    # What a user writes of integers and numbers is a float.
+    with jax.numpy_dtype_promotion("standard"):
+        factor = jnp.asarray(rule.weigh(at))
+    if factor.ndim:
+        raise ValueError(
+            "weigh must return a scalar, of which a contribution is multiplied; got an "
+            f"array of shape {factor.shape}."
+        )
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), total)
 
 
 def take(

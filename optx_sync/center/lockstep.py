@@ -48,6 +48,7 @@ from optx_sync.center.rule import (
     check_rule,
     keeps_before,
 )
+from optx_sync.center.sharded import ShardedCenter, whole_center
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     ALONE,
@@ -70,6 +71,7 @@ from optx_sync.exchange.rule import (
 from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.measures import start as start_measured
 from optx_sync.resizing import Resizing, take_center
+from optx_sync.sharding import InPieces, is_in_pieces
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -94,6 +96,7 @@ class CenterOptions(TypedDict, total=False):
     accumulator_dtype: Any
     exchange: Exchange | None
     measure: bool
+    shard_center: bool
     fragments: Fragments | None
     delay: int | None
     keep_local: float | jax.Array | None
@@ -145,7 +148,8 @@ class CenterState(NamedTuple):
     steps_since_round: jax.Array  # int32[]
     global_step: jax.Array  # int32[], rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
-    center: optax.Params  # like the parameters, float32 for half precision
+    # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
+    center: optax.Params
     taken: Any  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
@@ -177,9 +181,12 @@ class CenterState(NamedTuple):
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center = self.center
-        for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
-            center = jax.tree.map(first_worker, center)
+        center: Any = self.center
+        if is_in_pieces(center):
+            center = whole_center(center, params)
+        else:
+            for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
+                center = jax.tree.map(first_worker, center)
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
             center,
@@ -200,8 +207,11 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
+            center: Any = self.center
+            if is_in_pieces(center):
+                center = whole_center(center, params)
             distance = _norm(
-                jax.tree.map(apart, self.center, params, is_leaf=is_masked), stacked
+                jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
             )
         names = "contribution_norm", "agreement", "update_norm", "contributors"
         found = {name: getattr(self.agreed, name, ()) for name in names}
@@ -235,7 +245,9 @@ class CenterState(NamedTuple):
 
     def resized_params(self, how: Resizing, params: Tree) -> Tree:
         """The parameters of another number of workers: see `oxs.resize`."""
-        return take_center(how, params, self.center, self.takes_center)
+        # Of several parts most are on their way at any time, and go on.
+        everyone = self.takes_center and isinstance(self.ages, tuple)
+        return take_center(how, params, self.center, everyone)
 
     def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
         """The state of another number of workers: see `oxs.resize`."""
@@ -246,7 +258,12 @@ class CenterState(NamedTuple):
                 f"its center: {steps} step(s) since the last round. Resize right after "
                 "a round of the outer rule."
             )
-        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+        accumulated = how.zeros(self.accumulated)
+        if not isinstance(self.ages, tuple):
+            accumulated = how.joined_by_zeros(self.accumulated)
+            if how.after < how.before:
+                how.loses("what leaving workers have learned since their parts met")
+        elif steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
             what = "have learned" if self.takes_center else "accumulated"
             how.loses(f"what workers {what} in {steps} step(s) since their last round")
         # A worker that goes a part of the way adds that part to the center.
@@ -261,7 +278,7 @@ class CenterState(NamedTuple):
         return self._replace(
             **shared,
             pending=pending,
-            accumulated=how.zeros(self.accumulated),
+            accumulated=accumulated,
             broken=how.zeros(self.broken),
             dropped=how.joined_by_zeros(self.dropped),
             exchange=of_exchange.tree(self.exchange, fresh.exchange),
@@ -311,6 +328,7 @@ def center_variable(
     accumulator_dtype: Any = None,
     exchange: Exchange | None = None,
     measure: bool = False,
+    shard_center: bool = False,
     # Not 1, 0 and 0: `optax.inject_hyperparams` would trace these.
     fragments: Fragments | None = None,
     delay: int | None = None,
@@ -399,6 +417,13 @@ def center_variable(
             how many contributed. One scalar more travels. (Of a worker that is sharded
             over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
             With fragments: of the part that met.
+        shard_center: Keep 1/N of the center and of the outer state on each worker,
+            instead of all of both. What the workers have is added up where it is
+            owned, and the new center is gathered: as many bytes as the all-reduce, and
+            fewer for half precision parameters. For rules whose workers take the
+            center, an `outer` that acts on each number alone, and the exchange
+            `all_reduce`. Center and outer state are `InPieces`, as in `cross_shard(...,
+            shard_state=True)`; `oxs.center_params` of all workers' state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
             the leaf or a sequence of ints for its rows along axis 0, such as
@@ -417,13 +442,20 @@ def center_variable(
     Raises:
         TypeError: An `inner` that is no transformation, a `rule` that is no
             `CenterRule`, a bad axis name, parameters that are not floating.
-        ValueError: A bad period or keyword; at the call, missing `params`, gradients
-            that autodiff has summed already or that do not match the parameters, an
-            axis that is not mapped or not of the rule's `num_workers`.
+        ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`, an
+            exchange or a keyword that needs the center whole; at the call, missing
+            `params`, gradients that autodiff has summed already or that do not match
+            the parameters, an axis that is not mapped or not of the rule's
+            `num_workers`.
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
     check_rule(rule, call)
+    if rule.weigh is not None:
+        raise ValueError(
+            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
+            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
+        )
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
@@ -456,6 +488,16 @@ def center_variable(
     between = None if known is None else steps_between(period, known, delay)
     streams = fragments != 1 or delay > 0
     _check_streams(streams, inner_state, inner_moved)
+    sharded: ShardedCenter | None = None
+    if shard_center:
+        keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
+        if streams or measure or keeps:
+            got = "measure=True" if measure else "fragments, delay or keep_local"
+            raise ValueError(
+                f"shard_center=True cannot be combined with {got}: between rounds no "
+                "worker holds more than its piece of the center. Leave one of them out."
+            )
+        sharded = ShardedCenter(rule, period, axis_name, exchange)
     # What a round does not change stays out of the conditional.
     state_of = CenterState if rule.take is None else SoftCenterState
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
@@ -512,8 +554,17 @@ def center_variable(
         within = inner.init(params)
         if inner_moved is None:
             _refuse_hidden_center(within)
-        start = start_placeholder if is_placeholder(center) else start_parts
-        ages, outer, pending, remembered = start(center)
+        placeholder = is_placeholder(center)
+        held: Any = center
+        if sharded is None:
+            start = start_placeholder if placeholder else start_parts
+            ages, outer, pending, remembered = start(center)
+        elif placeholder:
+            held, ages, pending, remembered = InPieces(center), (), (), ()
+            outer = () if rule.outer is None else InPieces(rule.outer.init(center))
+        else:
+            ages = pending = remembered = ()
+            held, outer = sharded.start(center)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
@@ -524,9 +575,9 @@ def center_variable(
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
             ages=ages,
-            center=center,
+            center=held,
             taken=start_center(params, dtype) if keeps_taken else (),
-            outer=vary_with(outer, center),
+            outer=vary_with(outer, center) if sharded is None else outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
             else vary_with(pending, center),
@@ -544,7 +595,11 @@ def center_variable(
 
     def apply(grads, state, params, *, meet=None, **extra_args):
         """One step that returns parameters: the driver of every center rule."""
-        workers = check_step(grads, state, params, axis_name)
+        workers = check_step(
+            grads, state, params, axis_name, in_pieces=sharded is not None
+        )
+        if sharded is not None:
+            sharded.check(state.center, params)
         _check_workers(rule, workers, axis_name)
         parts, between_exchanges, straight = plan(state.center)
         if streams:
@@ -598,24 +653,29 @@ def center_variable(
                 apart = jax.tree.map(jnp.subtract, own_x, now.center)
                 like = measured.distance_before_round
                 measured = MeasuredOwn(_norm(apart, like=like))
-            weight = None
-            if drop_nonfinite:
-                finite = ~broken & everywhere(
-                    is_finite(contribution), params, axis_name
-                )
-                weight = localize(finite.astype(jnp.float32), axis_name)
             now = now._replace(
                 accumulated=zeros_like(now.accumulated),
                 measured=measured,
-                weight=weight,
+                weight=weight_of(contribution),
             )
             return now, contribution, at
 
+        def weight_of(sent):
+            """0 where the worker is left out of a round; `None` where none can be."""
+            if not drop_nonfinite:
+                return None
+            finite = ~broken & everywhere(is_finite(sent), params, axis_name)
+            return localize(finite.astype(jnp.float32), axis_name)
+
+        def pushed_of(weight) -> Any:
+            """The workers that are in a round."""
+            if weight is None:
+                return workers
+            return reduce(weight, axis_name, reduction="sum")
+
         def agree(now: _Meeting, contribution):
             """What the center absorbs: (now, it, the workers in it)."""
-            weight, pushed = now.weight, workers
-            if weight is not None:
-                pushed = reduce(weight, axis_name, reduction="sum")
+            weight, pushed = now.weight, pushed_of(now.weight)
             brought = contribution, now.exchange, axis_name
             agreed = now.agreed
             if not measure:
@@ -672,7 +732,7 @@ def center_variable(
         def settle(now: _Meeting) -> _Meeting:
             """What else a round does to a worker; a broken one comes back whole."""
             inner_met, landed = now.inner, now.params
-            if drop_nonfinite:
+            if drop_nonfinite and sharded is None:  # There all take the center.
                 landed = where(now.weight > 0, landed, _rounded(now.center, landed))
             if inner_moved is not None:
                 inner_met = inner_moved(inner_met, x, landed)
@@ -689,6 +749,32 @@ def center_variable(
                     now.weight > 0, now.accumulated, zeros_like(now.accumulated)
                 ),
                 dropped=now.dropped + (now.weight == 0).astype(jnp.int32),
+            )
+
+        def meet_in_pieces(now: _Meeting, sharded: ShardedCenter) -> _Meeting:
+            """Both halves, where the center lies in pieces."""
+            at = Round(workers, static_period, steps)
+            sent = sharded.sent(now.params, now.accumulated, now.center, at)
+            sent = localize(sent, axis_name)
+            weight = weight_of(sent)
+            center, outer = sharded.meet(
+                now.center,
+                now.outer,
+                sent,
+                at,
+                weight=weight,
+                pushed=pushed_of(weight),
+                extra=_mean_extra_args(extra_args, axis_name, weight)
+                if rule.outer is inner
+                else {},
+            )
+            whole = sharded.whole(center, now.params)
+            return now._replace(
+                params=whole,
+                center=center,
+                outer=outer,
+                accumulated=zeros_like(now.accumulated),
+                weight=weight,
             )
 
         def meet_at_once(now: _Meeting, number: int) -> _Meeting:
@@ -747,6 +833,8 @@ def center_variable(
         if not delay:
 
             def whole_round(now):
+                if sharded is not None:
+                    return settle(meet_in_pieces(now, sharded))
                 fields = [*given, *taken]
                 return settle(in_turn(part, meet_at_once, now, fields, parts))
 
@@ -817,15 +905,19 @@ def center_variable(
 
     def moved(state, before, after):
         """The state once a rule around this one has moved the workers' parameters."""
-        center = state.center
+        center = state.center if sharded is None else state.center.tree
         change = jax.tree.map(
             jnp.subtract, as_center(after, center), as_center(before, center)
         )
         change = reduce(localize(change, axis_name), axis_name)
-        center, taken = (
-            jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
-            for tree in (center, state.taken)
-        )
+        taken = state.taken
+        if sharded is not None:
+            center = sharded.moved(state.center, change)
+        else:
+            center, taken = (
+                jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
+                for tree in (center, state.taken)
+            )
         within = state.inner
         if inner_moved is not None:
             within = inner_moved(within, before, after)

@@ -46,6 +46,17 @@ class Round(NamedTuple):
     # included. In `contribute` and `take` all of the period, or fewer where the caller
     # lets them meet early; in `penalty`, which is asked in every step, 1 ... period.
     steps: Any
+    # Of one contribution, where workers meet the center one by one:
+    # int32[], the others' rounds since this worker took the center; 0 in lockstep
+    staleness: Any = 0
+    # float32[], tokens or examples behind it, or steps where nobody counts them; `None`
+    # in lockstep
+    tokens: Any = None
+    num_pushed: Any = 1  # int32[], this worker's contributions, with this one
+
+
+# How much of a contribution the center absorbs, of what is known of it.
+Weigh: TypeAlias = Callable[[Round], Any]
 
 
 class CenterRule(NamedTuple):
@@ -69,6 +80,8 @@ class CenterRule(NamedTuple):
             the axis; `None`: any.
         check: `(communication_period) -> None`, raises for a period that the rule
             cannot work with; `None`: any.
+        weigh: `(at) -> factor` of a contribution, for workers that come one by one:
+            what `weigh=` of `oxs.simulate.asynchronous` and `oxs.runtime.run` sets.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -90,6 +103,7 @@ class CenterRule(NamedTuple):
     penalty: Callable[[Own, Round], Any] | None = None
     num_workers: int | None = None
     check: Callable[[Period], None] | None = None
+    weigh: Weigh | None = None
 
 
 class Reads(NamedTuple):
@@ -107,7 +121,7 @@ class Reads(NamedTuple):
 def reads(rule: CenterRule, communication_period: Period) -> Reads:
     """Which arrays the formulas of a rule read, found out by tracing them once."""
     period = None if callable(communication_period) else communication_period
-    at = Round(rule.num_workers or 2, period, np.int32(1))
+    at = Round(rule.num_workers or 2, period, np.int32(1), tokens=np.float32(1))
 
     def own(x: Any, s: Any, a: Any) -> Own:
         return Own(x, s, None if rule.accumulate is None else a)
@@ -142,6 +156,18 @@ def check_rule(rule: Any, call: str) -> None:
         raise TypeError(
             f"rule must be a CenterRule; got {rule!r}. Write for example {call}."
         )
+
+
+def weighed(rule: CenterRule, weigh: Any) -> CenterRule:
+    """The rule with `weigh=` of a run, if it is given; a TypeError for no function."""
+    if weigh is None:
+        return rule
+    if not callable(weigh):
+        raise TypeError(
+            f"weigh must be a function of a Round; got {weigh!r}. Write for example "
+            "weigh=lambda at: (1 + at.staleness) ** -0.5."
+        )
+    return rule._replace(weigh=weigh)
 
 
 def check_period(communication_period: Period) -> Period:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact mean over all replicas, by an all-reduce: the default of every wrapper."""
 
+import functools
 from typing import Any
 
 from optx_sync.collectives import check_sum_dtype, reduce_and_sum
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.pieces import scatter
+from optx_sync.exchange.rule import Code, Exchange
 
 
 def all_reduce(dtype: Any = None) -> Exchange:
@@ -55,10 +57,16 @@ def all_reduce(dtype: Any = None) -> Exchange:
     def meet(tree, state, axis_name, **options):
         return meet_and_sum(tree, state, axis_name, {}, **options)[:3]
 
+    def encode(x, state):
+        sent = x if dtype is None else x.astype(dtype)
+        return sent, x - sent.astype(x.dtype), state
+
     return Exchange(
         lambda tree: (),
         meet,
         takes_rows=True,
         takes_groups=True,
         meet_and_sum=meet_and_sum,
+        scatter=functools.partial(scatter, dtype=dtype),
+        code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

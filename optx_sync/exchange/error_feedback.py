@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optx_sync.collectives import localize, own_weight, weigh
 from optx_sync.exchange.pieces import require_meetable
-from optx_sync.exchange.rule import Exchange, check_exchange
+from optx_sync.exchange.rule import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, at_least_float32, round_to
 
 
@@ -149,7 +149,18 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         grown = _map(growth, tree, error, state.error)
         return mean, grown, ErrorFeedbackState(*localize((error, inner), axis_name))
 
-    return Exchange(init, meet)
+    if exchange.code is None:
+        return Exchange(init, meet)
+    inside = exchange.code
+
+    def encode(x, state):
+        wished = x + state.error * jnp.asarray(decay, x.dtype)
+        message, lost, inner = inside.encode(wished, state.exchange)
+        # Where the message is not finite neither is what it lost.
+        error = jnp.where(jnp.isfinite(lost), lost, state.error)
+        return message, lost, ErrorFeedbackState(error, inner)
+
+    return Exchange(init, meet, code=Code(encode, inside.decode))
 
 
 def _map(function, *trees):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tree as one flat buffer per dtype, cut into a piece for each replica; its bytes.
+"""Pieces: what replica i owns of every array; and buffers of all arrays as bytes.
 
-What exchanges in two hops stand on: replica i owns piece i of a buffer. `scatter` adds
-up what all replicas have of each piece, at its owner; `gather` gives every owner's
-piece to all. What is coded travels as bytes, because XLA widens narrow floating and
-integer dtypes on some platforms, and leaves bytes alone on all of them.
+What meets in two hops stands on this. `scatter` adds up at its owner what all replicas
+have of a piece, `gather` gives every owner's piece to all. An exchange that codes has
+one flat buffer per dtype instead, cut into a piece for each replica. What is coded
+travels as bytes, because XLA widens narrow floating and integer dtypes on some
+platforms, and leaves bytes alone on all of them.
 """
 
 import math
@@ -16,8 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.collectives import AxisName, axis_size, require_local, weigh
+from optx_sync.collectives import (
+    AxisName,
+    axis_index,
+    axis_size,
+    is_mapped,
+    kinds,
+    localize,
+    or_one,
+    own_weight,
+    reduce,
+    require_local,
+    weigh,
+)
 from optx_sync.exchange.rule import require_dense
+from optx_sync.sharding import InPieces, in_rows
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -83,15 +97,152 @@ def unflatten(layout: Layout, buffers: Sequence[jax.Array]) -> Tree:
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
-def scatter(buffer: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The sum over the replicas of this replica's piece of a buffer."""
-    padded = jnp.pad(buffer, (0, -buffer.size % axis_size(axis_name)))
-    return collectives.scatter_sum(padded, axis_name)
+def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """This replica's piece of every array of a tree that is equal on all, flat.
+
+    An array of n numbers has pieces of ceil(n / N), the last ones padded with zeros;
+    `axis_name=None`: one piece. Half precision becomes float32.
+    """
+    replicas = 1 if axis_name is None else axis_size(axis_name)
+
+    def piece(x):
+        dtype = at_least_float32(x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((-(-x.size // replicas),), dtype)
+        rows = in_rows(x.astype(dtype).reshape(-1), replicas)
+        if axis_name is None:
+            return rows[0]
+        return jax.lax.dynamic_index_in_dim(rows, axis_index(axis_name), keepdims=False)
+
+    return jax.tree.map(piece, tree)
 
 
-def gather(piece: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The buffer, padded as it was scattered, from the pieces of all replicas."""
-    return collectives.gather(piece, axis_name)
+def scatter(
+    tree: Tree, axis_name: AxisName, *, weight: Any = None, dtype: Any = None
+) -> Tree:
+    """The mean over the replicas of this replica's piece, cut as `cut` does it.
+
+    All arrays of one dtype travel in one reduce-scatter, half of an all-reduce; those
+    that are half precision in float32. `weight` and `dtype` are those of `reduce`.
+    """
+    replicas = axis_size(axis_name)
+    require_local(tree, axis_name)
+    divisor: Any = replicas
+    own = own_weight(weight, axis_name)
+    if own is not None:
+        # Normalised before they travel: a sum of token counts may overflow `dtype`.
+        own = own / or_one(reduce(own, axis_name, reduction="sum"))
+        divisor = 1
+
+    def send(rows):
+        wide = rows.dtype
+        narrow = dtype is not None and is_floating(wide)
+        sent = weigh(rows, own).astype(dtype if narrow else wide)
+        total = collectives.scatter_sum(sent.reshape(-1), axis_name).astype(wide)
+        return total / jnp.asarray(divisor, wide)
+
+    leaves, treedef = jax.tree.flatten(tree)
+    rows = [
+        in_rows(x.astype(at_least_float32(x.dtype)).reshape(-1), replicas)
+        for x in leaves
+    ]
+    return treedef.unflatten(_joined(send, rows))
+
+
+def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
+    """The arrays of which all replicas have pieces, equal on all of them.
+
+    All pieces of one dtype travel in one all-gather.
+
+    Args:
+        pieces: A tree of pieces as `cut` makes them; `None` where there is none.
+        like: A tree of the arrays whose shapes and dtypes they get, `None` where these
+            are the piece's own.
+        axis_name: The mapped axis.
+    """
+    replicas = axis_size(axis_name)
+
+    def send(rows):
+        # Bytes, because XLA may widen narrow floating dtypes.
+        words = {1: jnp.uint8, 2: jnp.uint16}.get(rows.dtype.itemsize)
+        sent = rows if words is None else jax.lax.bitcast_convert_type(rows, words)
+        whole = collectives.gather(sent.reshape(-1), axis_name)
+        if words is not None:
+            whole = jax.lax.bitcast_convert_type(whole, rows.dtype)
+        return whole.reshape(replicas, -1)
+
+    places, found = [], []
+    leaves, treedef = jax.tree.flatten(pieces, is_leaf=lambda x: x is None)
+    shapes = treedef.flatten_up_to(like)
+    for place, (piece, whole) in enumerate(zip(leaves, shapes, strict=True)):
+        if piece is None:
+            continue
+        if not piece.size:
+            leaves[place] = jnp.zeros(whole.shape, whole.dtype)
+            continue
+        places.append(place)
+        found.append(round_to(piece, whole.dtype).astype(whole.dtype)[None])
+    for place, whole in zip(places, _joined(send, found), strict=True):
+        shape = shapes[place].shape
+        leaves[place] = whole.reshape(-1)[: math.prod(shape)].reshape(shape)
+    return treedef.unflatten(leaves)
+
+
+def own_pieces(
+    init: Callable[[Tree], Any], tree: Tree, axis_name: AxisName
+) -> InPieces:
+    """`init` of this replica's pieces of a tree; of all of it where no axis is mapped.
+
+    Its arrays vary over the axis, its scalars do not.
+    """
+    if not is_mapped(axis_name):
+        return InPieces(init(cut(tree, None)))
+    state = init(cut(tree, axis_name))
+    return InPieces(
+        jax.tree.map(lambda x: localize(x, axis_name) if jnp.ndim(x) else x, state)
+    )
+
+
+def check_pieces(
+    state: InPieces, init: Callable[[Tree], Any], like: Tree, axis_name: AxisName
+) -> None:
+    """Refuse a state in pieces that are not those of this number of replicas."""
+    replicas = axis_size(axis_name)
+
+    def piece(x):
+        size = -(-x.size // replicas)
+        return jax.ShapeDtypeStruct((size,), at_least_float32(x.dtype))
+
+    wanted = jax.eval_shape(init, jax.tree.map(piece, like))
+    for (path, x), found in zip(
+        leaves_with_names(wanted), jax.tree.leaves(state.tree), strict=True
+    ):
+        if jnp.shape(found) != x.shape:
+            raise ValueError(
+                f"The state at {path} has shape {jnp.shape(found)}, but a piece for "
+                f"one of {replicas} replicas has {x.shape}. Start with "
+                "oxs.start_workers(tx, params, n), with oxs.stack(tx.init(params), n, "
+                "axes), or call init where the axis is mapped. Inside jax.shard_map "
+                "take the worker axis off, oxs.unstack(state, axes)."
+            )
+
+
+def _joined(
+    send: Callable[[jax.Array], jax.Array], rows: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`send` of arrays [rows, numbers] that are joined along axis 1, and cut again.
+
+    What it returns has their numbers along the last axis.
+    """
+    results: list[Any] = [None] * len(rows)
+    for places in kinds(rows):
+        widths = [rows[place].shape[1] for place in places]
+        sent = jnp.concatenate([rows[place] for place in places], axis=1)
+        moved = send(sent) if sent.size else sent[0]
+        parts = jnp.split(moved, np.cumsum(widths)[:-1], axis=-1)
+        for place, part in zip(places, parts, strict=True):
+            results[place] = part
+    return results
 
 
 def travel(
@@ -161,8 +312,9 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     if per == 1:
         return packed
     mask = np.uint8(2**bits - 1)
-    parts = [(packed >> np.uint8(bits * place)) & mask for place in range(per)]
-    return jnp.concatenate(parts, axis=-1)[..., :count]
+    places = np.arange(per, dtype=np.uint8).reshape(*[1] * (packed.ndim - 1), per, 1)
+    parts = (packed[..., None, :] >> (bits * places).astype(np.uint8)) & mask
+    return parts.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
 def to_bytes(x: jax.Array) -> jax.Array:

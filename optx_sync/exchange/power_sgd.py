@@ -10,7 +10,7 @@ import numpy as np
 
 from optx_sync.collectives import localize, own_weight, reduce, weigh
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.rule import Code, Exchange
 from optx_sync.trees import at_least_float32, leaves_with_names
 
 
@@ -127,7 +127,30 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             factors = jnp.where(jnp.isfinite(new), new, factors)
         return mean, lost, PowerSGDState(localize(factors, axis_name))
 
-    return Exchange(init, meet)
+    def encode(x, state):
+        size = size_of(x)
+        if size is None:
+            return x, jnp.zeros_like(x), state
+        rows, columns, used = size
+        matrix = x.reshape(rows, columns)
+        last = state.factors.reshape(columns, used).astype(x.dtype)
+        left = _orthonormal(matrix @ _orthonormal(last))
+        right = matrix.T @ left
+        message = jnp.concatenate([left.reshape(-1), right.reshape(-1)])
+        new = right.reshape(-1).astype(jnp.float32)
+        factors = jnp.where(jnp.isfinite(new), new, state.factors)
+        return message, x - decode(message, x), PowerSGDState(factors)
+
+    def decode(message, like):
+        size = size_of(like)
+        if size is None:
+            return message
+        rows, columns, used = size
+        left, right = jnp.split(message, [rows * used])
+        product = left.reshape(rows, used) @ right.reshape(columns, used).T
+        return product.reshape(like.shape)
+
+    return Exchange(init, meet, code=Code(encode, decode))
 
 
 def _orthonormal(matrix: jax.Array) -> jax.Array:

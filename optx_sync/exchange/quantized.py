@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means of codes of 8 or 4 bits with a scale per block, in two hops."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from optx_sync.exchange.pieces import (
     unflatten,
     unpack,
 )
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.rule import Code, Exchange
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -104,16 +105,20 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = [
-            jnp.sum(_decode(_read(row, codes, bits), bits, x.dtype), 0, keepdims=True)
+            jnp.sum(
+                _decode(_read(row, x.shape, bits), bits, x.dtype),
+                0,
+                keepdims=True,
+            )
             / divisor.astype(x.dtype)
-            for row, codes, x in zip(received, coded, own, strict=True)
+            for row, x in zip(received, own, strict=True)
         ]
         again = [_encode(mean, bits) for mean in means]
         back = [_message(codes, bits) for codes in again]
         gathered = travel(collectives.gather, back, axis_name)
         whole = [
-            _decode(_read(row, codes, bits), bits, mean.dtype).reshape(-1)
-            for row, codes, mean in zip(gathered, coded, means, strict=True)
+            _decode(_read(row, x.shape, bits), bits, x.dtype).reshape(-1)
+            for row, x in zip(gathered, own, strict=True)
         ]
         mine = jnp.arange(replicas)[:, None, None] == axis_index(axis_name)
         lost = []
@@ -127,7 +132,18 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         )
         return mean, lost, state
 
-    return Exchange(lambda tree: (), meet)
+    def encode(x, state):
+        coded = _encode(_in_blocks(x.reshape(-1), 1, block), bits)
+        lost = x.reshape(-1) - _decode(coded, bits, x.dtype).reshape(-1)[: x.size]
+        return _message(coded, bits)[0], lost.reshape(x.shape), state
+
+    def decode(message, like):
+        shape = _blocks(math.prod(like.shape), 1, block)
+        coded = _read(message[None], shape, bits)
+        whole = _decode(coded, bits, like.dtype).reshape(-1)
+        return whole[: math.prod(like.shape)].reshape(like.shape)
+
+    return Exchange(lambda tree: (), meet, code=Code(encode, decode))
 
 
 class _Coded(NamedTuple):
@@ -139,12 +155,16 @@ class _Coded(NamedTuple):
 
 def _in_blocks(buffer: jax.Array, replicas: int, block: int) -> jax.Array:
     """The buffer, padded, as [replicas, blocks, numbers of a block]."""
-    piece = -(-buffer.size // replicas)
+    shape = _blocks(buffer.size, replicas, block)
+    return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
+
+
+def _blocks(size: int, replicas: int, block: int) -> tuple[int, ...]:
+    """(replicas, blocks, numbers of a block) of a buffer."""
+    piece = -(-size // replicas)
     blocks = -(-piece // block)
     # Shorter blocks where few full ones would be mostly padding.
-    length = min(block, _up(-(-piece // blocks), 8))
-    padded = jnp.pad(buffer, (0, replicas * blocks * length - buffer.size))
-    return padded.reshape(replicas, blocks, length)
+    return replicas, blocks, min(block, _up(-(-piece // blocks), 8))
 
 
 def _up(number: int, multiple: int) -> int:
@@ -176,9 +196,9 @@ def _message(coded: _Coded, bits: int) -> jax.Array:
     return jnp.concatenate([codes, to_bytes(coded.scales.reshape(pieces, -1))], 1)
 
 
-def _read(messages: jax.Array, like: _Coded, bits: int) -> _Coded:
-    """What `_message` made a message of, which has the shapes of `like`."""
-    _, blocks, length = like.codes.shape
+def _read(messages: jax.Array, shape: tuple[int, ...], bits: int) -> _Coded:
+    """What `_message` made a message of, which has codes of this shape."""
+    _, blocks, length = shape
     octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
     codes = unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
     return _Coded(codes, from_bytes(scales, jnp.float32)[..., None])

@@ -45,6 +45,19 @@ class Meet(Protocol):
         ...
 
 
+class Code(NamedTuple):
+    """What one replica sends where it meets nobody: one array as a message, and back.
+
+    Asynchronous workers push one by one, so there is no mean; `oxs.runtime` sends the
+    message, and its server adds what it stands for.
+    """
+
+    # (array, what `init` made of it) -> (message, what is lost, state)
+    encode: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+    # (message, an array or shape of the kind that was coded) -> array
+    decode: Callable[[jax.Array, Any], jax.Array]
+
+
 class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
@@ -65,6 +78,11 @@ class Exchange(NamedTuple):
         meet_and_sum: `meet` of an exchange whose mean is the exact one, for measures:
             it takes a dictionary of scalars after `axis_name`, and returns their sums
             and the divisor of the mean as well.
+        code: What a worker pushes without lockstep; `None` where the exchange has no
+            meaning for one replica alone.
+        scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
+            mean of this replica's piece of every array, for a state in pieces; `None`
+            where the exchange cannot be halved.
 
     Example:
         The exact mean, written by hand:
@@ -91,6 +109,8 @@ class Exchange(NamedTuple):
     outlier: Callable[[Tree, Tree, AxisName, Any], jax.Array] | None = None
     # `(tree, state, axis_name, scalars, ...) -> (mean, lost, state, sums, divisor)`.
     meet_and_sum: Callable[..., tuple[Tree, Tree | None, Any, Any, Any]] | None = None
+    scatter: Callable[..., Tree] | None = None
+    code: Code | None = None
 
 
 def remembers(exchange: Exchange) -> bool:

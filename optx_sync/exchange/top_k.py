@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The largest numbers of each chunk, as positions and values."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from optx_sync.exchange.pieces import (
     unflatten,
     unpack,
 )
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.rule import Code, Exchange
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -128,7 +130,20 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         )
         return mean, lost, state
 
-    return Exchange(lambda tree: (), meet)
+    def encode(x, state):
+        rows = _in_chunks(x.reshape(-1), chunk)
+        message = _encode(rows, min(k, rows.shape[1]), bits)
+        lost = rows.reshape(-1)[: x.size].reshape(x.shape) - decode(message[0], x)
+        return message[0], lost, state
+
+    def decode(message, like):
+        size = math.prod(like.shape)
+        rows = _in_chunks(jnp.zeros(size, like.dtype), chunk)
+        positions, values = _decode(message[None], rows, min(k, rows.shape[1]), bits)
+        whole = _add(rows, positions[0], values[0]).reshape(-1)
+        return whole[:size].reshape(like.shape)
+
+    return Exchange(lambda tree: (), meet, code=Code(encode, decode))
 
 
 def _in_chunks(buffer: jax.Array, chunk: int) -> jax.Array:

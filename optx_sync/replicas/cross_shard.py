@@ -30,7 +30,9 @@ from optx_sync.collectives import (
     require_reduced,
     vary_like,
 )
+from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
@@ -51,7 +53,15 @@ from optx_sync.measures import (
     to_sum,
 )
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, explains_rows, is_gradient_leaf, is_slices
+from optx_sync.sharding import InPieces
+from optx_sync.trees import (
+    Tree,
+    cast_like,
+    explains_rows,
+    is_gradient_leaf,
+    is_placeholder,
+    is_slices,
+)
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -118,6 +128,7 @@ def cross_shard(
     group_assignment: GroupAssignment | None = None,
     grads: Grads = "local",
     exchange: Exchange | None = None,
+    shard_state: bool = False,
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -152,6 +163,19 @@ def cross_shard(
     collective and the others wait for it. Put it inside:
     `cross_shard(optax.apply_if_finite(...))` sees the same gradient everywhere.
 
+    With `shard_state=True` the state of `inner` takes 1/N of the memory (ZeRO-1).
+    Replica i owns piece i of every array: the gradients are added up where they are
+    owned, `inner` works on the piece, and the updates are gathered,
+
+        g_i = scatter(g)      u_i, state_i = inner(g_i, state_i, piece i of params)
+        updates = gather(u)
+
+    which sends as much as the all-reduce of the gradients, and half precision leaves
+    less. Numbers and slots are those of `inner` on whole arrays, of half precision
+    ones in float32. The state is an `InPieces`: stacked, `[N, k]` for an array of N k
+    numbers. `init` where the axis is mapped gives a replica its piece; outside it gives
+    whole arrays, flat, which `oxs.stack` and `oxs.start_workers` cut.
+
     Args:
         inner: The transformation that gets the reduced gradient.
         axis_name: The mapped axis, or a tuple of them.
@@ -168,6 +192,9 @@ def cross_shard(
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
             how often a replica was an outlier.
+        shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
+            act on each number alone, as `optax.adam` does; what does not is found out
+            by trying it. One that needs a norm may add it up itself, over `axis_name`.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -188,10 +215,11 @@ def cross_shard(
         TypeError: A missing axis name, an `inner` that is no transformation, integer
             gradients.
         ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that the
-            exchange does not take;
-            at the call, a gradient that has been reduced already, a weight that has no
-            meaning, an axis that is not mapped, gradients that do not match the
-            parameters.
+            exchange does not take; `shard_state` with groups, with an exchange that
+            cannot be halved, or with an `inner` that needs whole arrays;
+            at the call, a state of pieces for another number of replicas, a gradient
+            that has been reduced already, a weight that has no meaning, an axis that is
+            not mapped, gradients that do not match the parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -248,7 +276,24 @@ def cross_shard(
         require_exact(exchange)
         keeps_state = True
 
+    if shard_state:
+        if measure:
+            raise ValueError(
+                "shard_state=True cannot be combined with measure=True: no replica has "
+                "the whole mean before its update. Leave one of them out."
+            )
+        return _in_pieces(
+            inner,
+            axis_name,
+            exchange,
+            reduction=reduction,
+            grads=grads,
+            grouped=group_assignment is not None,
+            reduced_names=reduced_names,
+        )
+
     def reduced(updates, memory, outliers, measured, weight, batch_size):
+        _check_weight_argument(weight, reduction, grads)
         if grads == "local":
             return _exchanged(
                 updates,
@@ -261,12 +306,6 @@ def cross_shard(
                 weight=weight,
                 batch_size=batch_size,
                 group_assignment=group_assignment,
-            )
-        if weight is not None:
-            raise ValueError(
-                f"weight needs each replica's own gradient, but grads={grads!r} says "
-                "that they are reduced already. Use grads='local', with "
-                "oxs.localize(params, axis_name) before jax.grad."
             )
         require_reduced(updates, axis_name, grads)
         size = axis_size(axis_name)
@@ -315,7 +354,7 @@ def cross_shard(
             )
         state = vary_like(new_state, inner_state)
         if measure:
-            own = localize(jnp.float32(0), axis_name)
+            own = localize(now.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
             state = CrossShardState(memory, outliers, vary_like(now, measured), state)
@@ -373,6 +412,83 @@ def all_reduce_grads(
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def _in_pieces(
+    inner: optax.GradientTransformationExtraArgs,
+    axis_name: AxisName,
+    exchange: Exchange,
+    *,
+    reduction: Reduction,
+    grads: Grads,
+    grouped: bool,
+    reduced_names: tuple[str, ...],
+) -> optax.GradientTransformationExtraArgs:
+    """`cross_shard(..., shard_state=True)`."""
+    if grouped:
+        raise ValueError(
+            "shard_state=True cuts the state over all replicas of the axis and takes "
+            "no group_assignment. Use a mesh with an axis per group, and name that of "
+            "the replicas inside a group."
+        )
+    scatter = exchange.scatter
+    if scatter is None:
+        raise ValueError(
+            "shard_state=True needs an exchange that can stop half way, where each "
+            "replica has the sum of its piece; this one cannot. Use "
+            "oxs.exchange.all_reduce(), or leave shard_state=True out."
+        )
+    elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
+
+    def init(params):
+        check_params(params)
+        if is_placeholder(params):
+            return InPieces(inner.init(params))
+        elementwise.check(params)
+        return own_pieces(inner.init, params, axis_name)
+
+    def update(updates, state, params=None, *, weight=None, **extra_args):
+        check_grads(updates, params)
+        require_dense(updates, "shard_state=True")
+        _check_weight_argument(weight, reduction, grads)
+        like = updates if params is None else params
+        check_pieces(state, inner.init, like, axis_name)
+        extra_args = mean_extra_args(
+            extra_args, reduced_names, axis_name, weight=weight
+        )
+        replicas = axis_size(axis_name)
+        if grads == "local":
+            pieces = scatter(updates, axis_name, weight=weight)
+            factor = replicas if reduction == "sum" else 1
+        else:
+            require_reduced(updates, axis_name, grads)
+            pieces = cut(updates, axis_name)
+            summed = 1 if grads == "summed" else replicas
+            factor = summed if reduction == "sum" else summed / replicas
+        if factor != 1:
+            pieces = _map_values(lambda g: g * jnp.asarray(factor, g.dtype), pieces)
+        own_params = None if params is None else cut(params, axis_name)
+        new, inner_state = inner.update(pieces, state.tree, own_params, **extra_args)
+        new = gather(localize(new, axis_name), like, axis_name)
+        state = InPieces(vary_like(cast_like(inner_state, state.tree), state.tree))
+        return fill_missing(new, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_weight_argument(weight: Any, reduction: Reduction, grads: Grads) -> None:
+    """Refuse a weight that has no meaning."""
+    if weight is not None and grads != "local":
+        raise ValueError(
+            f"weight needs each replica's own gradient, but grads={grads!r} says "
+            "that they are reduced already. Use grads='local', with "
+            "oxs.localize(params, axis_name) before jax.grad."
+        )
+    if weight is not None and reduction == "sum":
+        raise ValueError(
+            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
+            "leave weight out, or pass reduction='mean'."
+        )
+
+
 def _exchanged(
     grads: Tree,
     memory: Any,
@@ -387,11 +503,6 @@ def _exchanged(
     group_assignment: GroupAssignment | None,
 ) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
-    if weight is not None and reduction == "sum":
-        raise ValueError(
-            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
-            "leave weight out, or pass reduction='mean'."
-        )
     require_local(grads, axis_name, "gradient")
     if weight is not None and not exchange.takes_weights:
         if jnp.result_type(weight) != jnp.bool_:
@@ -408,7 +519,8 @@ def _exchanged(
             grads, memory, axis_name, weight=weight, **groups
         )
     else:
-        own = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        # Over other axes along which gradients vary lie shards.
+        own = localize(measured.update_norm, axis_name)
         scalars = to_sum(
             square_sum(grads, own),
             axis_name,

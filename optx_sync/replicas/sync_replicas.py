@@ -391,7 +391,7 @@ def sync_replicas(
             exchange=own(exchange.init(params)),
             contributed=() if exchange.linear else own(jnp.zeros((), jnp.int32)),
             outliers=own(start_outliers(exchange)),
-            gathered=own(Gathered(*[jnp.float32(0)] * 2)) if measure else (),
+            gathered=own(Gathered(jnp.float32(0), jnp.float32(0))) if measure else (),
             measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
             averages=averages,
@@ -455,7 +455,8 @@ def sync_replicas(
         accumulated = state.accumulated + arrived
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
-        alone = localize(jnp.float32(0), axis_name)  # Shards lie along other axes.
+        # Over other axes along which gradients vary lie shards.
+        alone = localize(state.measured.update_norm, axis_name) if measure else None
 
         def gather(gathered) -> Any:
             """What has been gathered, this step's gradient included if it is used."""

@@ -26,6 +26,8 @@ class Push(NamedTuple):
     incarnation: int = 0  # what `join` said; 0: of a worker that has not joined
     seconds: float = 0.0  # how long the exchange before this one took
     lost: int = 0  # pushes that it was told are lost, since its last push
+    bytes: int = 0  # of all its arrays, on all servers
+    tokens: float = 1.0  # behind it, as the worker counts them
 
 
 class Reply(NamedTuple):
@@ -68,3 +70,4 @@ class Event(NamedTuple):
     shown: dict[str, float]  # what `Worker.step(grads, loss=...)` was given, of a push
     message: str = ""  # why, where something was refused or lost
     seconds: float = 0.0  # the worker's exchange before this one
+    bytes: int = 0  # of a push as it travelled, on all servers

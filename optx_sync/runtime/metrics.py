@@ -7,6 +7,7 @@ GAUGES = {
     "steps": "Steps of a worker",
     "rounds": "Pushes of a worker that were applied",
     "staleness": "The other workers' rounds between its last two",
+    "push_bytes": "Bytes of a worker's last push, to all servers",
 }
 COUNTERS = {
     "refused": "Pushes that were refused",
@@ -65,6 +66,6 @@ class Metrics:
                     self._seconds.observe(event.seconds, tags=tags)
         for worker, event in last.items():
             tags = {"worker": str(worker), "server": str(server)}
-            values = (event.local_step, event.round, event.staleness)
+            values = (event.local_step, event.round, event.staleness, event.bytes)
             for name, value in zip(GAUGES, values, strict=True):
                 self._gauges[name].set(value, tags=tags)

@@ -10,8 +10,15 @@ from typing import Any
 
 import optax
 
-from optx_sync.center.rule import Period, check_period
+from optx_sync.center.rule import (
+    Period,
+    Weigh,
+    check_period,
+    check_rule,
+    weighed,
+)
 from optx_sync.checks import check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.display import OF_EACH_SERVER, Display, History, log, state
 from optx_sync.runtime.messages import Event
@@ -42,11 +49,13 @@ def run(
     num_workers: int,
     num_servers: int = 1,
     communication_period: Period = 10,
+    exchange: Exchange | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     synchronous: bool = False,
     address: str | None = None,
     checkpoint_every: int = 100,
     replay: bool = False,
+    weigh: Weigh | None = None,
 ) -> tuple[Any, History]:
     """Train with workers that do not wait for each other, on this machine or a cluster.
 
@@ -83,6 +92,12 @@ def run(
         communication_period: Steps between a worker's rounds, an int or a schedule of
             its step (0-based). `SyncReplicas` has no use for it. What a worker has
             done since its last round when it ends is not pushed: `worker.flush()`.
+        exchange: How a worker codes what it pushes to a center, for example
+            `oxs.exchange.error_feedback(oxs.exchange.quantized(4))`: each array alone,
+            as bytes that the server decodes. `None`: whole arrays. What the code still
+            owes is kept by the worker, goes into no checkpoint, and is lost when the
+            worker dies or pulls. The center is taken whole. Not for `SyncReplicas`, nor
+            for rules whose contribution reads the center (elastic averaging).
         checkpoint_dir: Where servers save the center, and find it when they start: a
             folder that all machines see, or an address like `gs://bucket/run`.
         synchronous: All workers wait at the start until the last one is there.
@@ -91,6 +106,10 @@ def run(
         replay: Workers keep what they push until a checkpoint covers it, at most
             2 `checkpoint_every` pushes each, and send it again when a server died: then
             its death loses nothing. With center rules only.
+        weigh: `(at: Round) -> factor`, traced at the servers: how much of a push the
+            center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
+            many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
+            at.staleness) ** -0.5`. With center rules only.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -103,9 +122,12 @@ def run(
             checkpoint.
         TypeError: An argument of a wrong type.
         ValueError: Numbers out of range; several servers for `SyncReplicas`; `replay`
-            without checkpoints.
+            without checkpoints; an `exchange` that does not fit.
     """
-    way_of(agreement, num_workers, communication_period)
+    if weigh is not None:
+        check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
+        agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
+    way_of(agreement, num_workers, communication_period, exchange)
     check_period(communication_period)
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
@@ -124,13 +146,14 @@ def run(
             num_servers=num_servers,
             inner=inner,
             communication_period=communication_period,
+            exchange=exchange,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             replay=replay,
         )
         start = (
             worker_fn, connection, shapes, inner, agreement, num_workers,
-            communication_period, synchronous,
+            communication_period, exchange, synchronous,
         )  # fmt: skip
         with Display(num_workers) as display:
             events = _Events(connection, display)

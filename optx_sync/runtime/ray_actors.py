@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.rule import Period
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.messages import (
@@ -48,6 +49,7 @@ def start_servers(
     num_servers: int = 1,
     inner: optax.GradientTransformation | None = None,
     communication_period: Period = 10,
+    exchange: Exchange | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
     replay: bool = False,
@@ -61,6 +63,7 @@ def start_servers(
         num_servers: See `run`.
         inner: The optimizer that `SyncReplicas` applies.
         communication_period: See `run`.
+        exchange: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
         replay: See `run`.
@@ -75,7 +78,7 @@ def start_servers(
     """
     ray = import_ray()
     shapes = shapes_of(params)
-    way = way_of(agreement, num_workers, communication_period)
+    way = way_of(agreement, num_workers, communication_period, exchange)
     if num_servers != 1 and not way.splits:
         raise ValueError(
             "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
@@ -105,6 +108,7 @@ def start_servers(
             "num_workers": num_workers,
             "inner": inner if way.waits else None,
             "communication_period": communication_period,
+            "exchange": exchange,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
             "part": number,
@@ -458,7 +462,7 @@ class WorkerActor:
         """What became of it, "done", "refused" or "error", and what goes with that."""
         worker: Worker | None = None
         worker_fn, connection, params, inner, agreement, *settings = start
-        num_workers, communication_period, synchronous = settings
+        num_workers, communication_period, exchange, synchronous = settings
         try:
             worker = Worker(
                 connection,
@@ -468,6 +472,7 @@ class WorkerActor:
                 index=index,
                 num_workers=num_workers,
                 communication_period=communication_period,
+                exchange=exchange,
                 synchronous=synchronous,
             )
             worker_fn(worker)

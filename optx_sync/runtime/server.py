@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.rule import Period
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Held, by_path, check_saved
@@ -72,6 +73,7 @@ class Server:
         num_workers: N; workers have the numbers 0 to N - 1.
         inner: The optimizer that `SyncReplicas` applies; a rule has no use for it here.
         communication_period: The workers' period, which a rule may read.
+        exchange: What the workers code their pushes with; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
             server goes on from the last one that can be read.
@@ -95,12 +97,13 @@ class Server:
         num_workers: int,
         inner: optax.GradientTransformation | None = None,
         communication_period: Period = 10,
+        exchange: Exchange | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
         copy_replies: bool = True,
         part: int | None = None,
     ):
-        way = way_of(agreement, num_workers, communication_period)
+        way = way_of(agreement, num_workers, communication_period, exchange)
         if checkpoint_every < 1:
             raise ValueError(
                 f"checkpoint_every must be 1 or more; got {checkpoint_every}."
@@ -289,9 +292,10 @@ class Server:
         book, answer, actions = decision
         sizes: dict[str, float] = {}
         if any(action[0] == "stage" for action in actions) and push is not None:
-            problem, sizes = self._holder.expected.look(push.arrays)
+            problem, sizes, arrays = self._holder.expected.read(push.arrays)
             if problem:
                 return self._refuse(push, f"{problem} {_of(push)}"), None
+            push = push._replace(arrays=arrays)
         if isinstance(answer, Superseded | Refused) and push is not None:
             message = (
                 _superseded(push, answer)
@@ -354,7 +358,7 @@ class Server:
     def _apply(self, push: Push, sizes, book: Book) -> Reply | None:
         worker = push.worker
         staleness = self._holder.staleness(worker)
-        reply = self._holder.absorb(worker, push.arrays, push.steps, sizes)
+        reply = self._holder.absorb(worker, push, sizes)
         if reply is None:
             return None
         self._holder.release(self._left)
@@ -477,6 +481,7 @@ class Server:
                 shown=dict(push.shown) if push else {},
                 message=message,
                 seconds=push.seconds if push else 0.0,
+                bytes=push.bytes if push else 0,
             )
         )
 

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.coded import bytes_of
 from optx_sync.center.formulas import start_center
 from optx_sync.center.rule import Period, check_period
 from optx_sync.checks import check_grads, check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Own
 from optx_sync.runtime.messages import Joined, Push, Reply
@@ -57,6 +59,7 @@ class Worker:
         num_workers: As the server's.
         communication_period: Steps between rounds, an int or a schedule of the worker's
             step (0-based). `SyncReplicas` has no use for it.
+        exchange: As the server's; what its code remembers is lost with this worker.
         synchronous: Wait at the start until all workers have joined.
 
     Attributes:
@@ -100,10 +103,11 @@ class Worker:
         index: int,
         num_workers: int,
         communication_period: Period = 10,
+        exchange: Exchange | None = None,
         synchronous: bool = False,
     ):
         check_period(communication_period)
-        way = way_of(agreement, num_workers, communication_period)
+        way = way_of(agreement, num_workers, communication_period, exchange)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
         self.connection = connection
         self.index = index
@@ -125,11 +129,15 @@ class Worker:
         """The parameters to compute the next gradient at."""
         return self._own.params
 
-    def step(self, grads: Any, **what_to_show: Any) -> None:
+    def step(
+        self, grads: Any, *, tokens: float | None = None, **what_to_show: Any
+    ) -> None:
         """One step with a gradient at `params`, and an exchange if one is due.
 
         Args:
             grads: The gradient: like `params`; leaves may be `IndexedSlices` or `None`.
+            tokens: The tokens or examples behind the gradient, for `weigh` of a run
+                (`Round.tokens`). `None`: each step counts 1.
             **what_to_show: Numbers for the display and the history, such as `loss=`.
                 They are read at an exchange only.
 
@@ -142,6 +150,7 @@ class Worker:
         check_grads(grads, self._like)
         self.local_step += 1
         self._unpushed += 1
+        self._tokens += 1.0 if tokens is None else float(tokens)
         if self._own.step(grads, self.local_step - 1):
             self._exchange(what_to_show)
 
@@ -161,17 +170,20 @@ class Worker:
 
     def _exchange(self, what_to_show: dict[str, Any]) -> None:
         begin = time.perf_counter()
+        arrays = self._own.outgoing()
         reply = self.connection.push(
             Push(
                 worker=self.index,
                 round=self.rounds + 1,
-                arrays=self._own.outgoing(),
+                arrays=arrays,
                 steps=self._own.steps,
                 local_step=self.local_step,
                 shown={name: float(value) for name, value in what_to_show.items()},
                 incarnation=self.incarnation,
                 seconds=self._seconds,
                 lost=self._untold,
+                bytes=bytes_of(arrays),
+                tokens=self._tokens,
             )
         )
         self._untold = 0
@@ -183,6 +195,7 @@ class Worker:
         self.global_step = reply.global_step
         self._own.land(reply.arrays, self._place)
         self._unpushed = 0
+        self._tokens = 0.0
         self._seconds = time.perf_counter() - begin
 
     def _hear(self, reply: Reply) -> None:
@@ -205,6 +218,7 @@ class Worker:
         self.global_step: int = joined.global_step
         self.incarnation: int = joined.incarnation
         self._unpushed: int = 0
+        self._tokens: float = 0.0
         self._own.start(joined.arrays, self._place)
         return joined
 

@@ -7,6 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center.coded import (
+    bytes_of,
+    check_code,
+    decoded,
+    encoded,
+    message_shapes,
+    start_codes,
+)
 from optx_sync.center.formulas import (
     absorb,
     contributions,
@@ -17,6 +25,7 @@ from optx_sync.center.formulas import (
     start_accumulated,
     start_center,
     take,
+    weigh_alone,
     worker_params,
 )
 from optx_sync.center.fragments import (
@@ -34,11 +43,14 @@ from optx_sync.center.rule import (
     CenterRule,
     Period,
     Round,
+    Weigh,
     check_period,
     check_rule,
     keeps_before,
+    weighed,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import stack
 from optx_sync.simulate.replay import (
     GradFn,
@@ -58,9 +70,13 @@ class WorkerState(NamedTuple):
     inner: Any  # state of the workers' own optimizer
     taken: Any  # the center that it took last, or () where the rule does not ask
     accumulated: Any  # what it summed up since its last round, or ()
+    exchange: Any  # what the code of its pushes remembers, of each part, or ()
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
     rounds: jax.Array  # int32[], its rounds
+    # With parts [P], of each one.
+    tokens: jax.Array  # float32[], since its last round
+    seen: jax.Array  # int32[], the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
 
@@ -71,6 +87,7 @@ class _Meeting(NamedTuple):
     params: Any  # in the center's dtypes
     taken: Any
     accumulated: Any
+    exchange: Any
     inner: Any
     pending: Any
     center: Any
@@ -99,6 +116,7 @@ class AsynchronousRecord(NamedTuple):
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Any
     final: AsynchronousState  # after the last event
+    push_bytes: float  # bytes of one contribution, of the largest part, as it travels
 
 
 def asynchronous(
@@ -110,10 +128,13 @@ def asynchronous(
     *,
     num_workers: int,
     communication_period: Period = 10,
+    exchange: Exchange | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
     record: Record = None,
+    weigh: Weigh | None = None,
+    tokens: Any = None,
 ) -> AsynchronousRecord:
     """Workers that meet a center one by one, each at its own pace.
 
@@ -148,6 +169,10 @@ def asynchronous(
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
+        exchange: How a worker codes what it pushes: each array alone, with what
+            `oxs.exchange.error_feedback` remembers kept at the worker. `None`: whole.
+            The center is taken whole. Not for rules whose contribution reads the
+            center, as `elastic_rule` does.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part
             k mod P.
         delay: As in `center_variable`, in steps of the worker: it decides what it
@@ -159,6 +184,11 @@ def asynchronous(
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
             function of (params, center): its results are `recorded` instead. The
             counters are kept of every event.
+        weigh: `(at: Round) -> factor`, traced: of a contribution, from its `staleness`,
+            its `tokens` and how many its worker has pushed (`num_pushed`), for example
+            `lambda at: (1.0 + at.staleness) ** -0.5`.
+        tokens: [T], the tokens or examples behind the gradient of each event, for
+            `weigh`. `None`: each counts 1.
 
     Returns:
         An `AsynchronousRecord`.
@@ -166,10 +196,12 @@ def asynchronous(
     Raises:
         TypeError: An `inner` that is no transformation, a `rule` that is no
             `CenterRule`, `workers` that are no integers, numbers or a `record` of
-            the wrong type, gradients or parameters that are not floating.
+            the wrong type, gradients or parameters that are not floating, an
+            `exchange` that is none.
         ValueError: `workers` that name one outside of 0 ... N - 1 or are not
             one-dimensional, `num_workers` or a period below 1 or not the rule's,
-            gradients that do not match the parameters.
+            gradients that do not match the parameters, an `exchange` that has no code
+            for one worker alone, or a rule that it does not fit.
 
     Example:
         Two workers, the first one twice as fast:
@@ -203,9 +235,16 @@ def asynchronous(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
+    if weigh is not None and (fragments is not None or delay):
+        raise ValueError(
+            "weigh= is for contributions that land whole and at once; got fragments or "
+            "delay as well. Leave one of them out."
+        )
+    rule = weighed(rule, weigh)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
+    exchange = check_code(exchange, rule, period)
     static_period = None if callable(period) else period
     fragments, delay = check_fragments(fragments), check_delay(delay)
     keep_local = check_keep_local(keep_local)
@@ -215,16 +254,25 @@ def asynchronous(
     between = steps_between(period, parts.number, delay)
     buffer = Buffer(parts, center)
     workers = check_workers(workers, num_workers)
+    if tokens is not None and jnp.shape(tokens) != workers.shape:
+        raise ValueError(
+            f"tokens must hold a number for each of the {len(workers)} events; got "
+            f"shape {jnp.shape(tokens)}."
+        )
     # What the worker took last is its own business once the center has moved on: a rule
     # that takes the center whole may contribute the way from there.
     keeps_taken = rule.take is None or keeps_before(rule, period)
     shares_powers = rule.outer is inner
 
-    def work(number, place, own, center, outer):
+    def work(number, place, own, center, outer, global_step):
         """One event: what is the worker's, the center's, and whether they met."""
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
+        behind = jnp.float32(1)
+        if tokens is not None:
+            behind = jnp.asarray(tokens)[number].astype(jnp.float32)
+        behind = own.tokens + behind
 
         def at_of(steps):
             return Round(num_workers, static_period, steps)
@@ -244,13 +292,25 @@ def asynchronous(
         ages = own.ages if parts.number == 1 else own.ages + 1
 
         def contribute(now, number):
-            at = at_of(steps if parts.number == 1 else ages[number])
+            of_part = (own.seen, behind, steps)
+            if parts.number > 1:
+                of_part = (own.seen[number], behind[number], ages[number])
+            at = at_of(of_part[2])._replace(
+                staleness=global_step - of_part[0],
+                tokens=of_part[1],
+                num_pushed=own.rounds + 1,
+            )
             taken = now.taken if keeps_taken else now.center
             pushed = contributions(
                 rule, own_of(rule, now.params, taken, now.accumulated), now.center, at
             )
             if rule.mean_over == "workers":
                 pushed = divide(pushed, num_workers)
+            if exchange is not None:
+                messages, codes = encoded(exchange, pushed, now.exchange)
+                pushed = decoded(exchange, messages, pushed)
+                now = now._replace(exchange=codes)
+            pushed = weigh_alone(rule, pushed, at)
             now = now._replace(accumulated=zeros_like(now.accumulated))
             return now, pushed, at
 
@@ -258,7 +318,9 @@ def asynchronous(
             outer, own_inner, taken = now.outer, now.inner, now.taken
             if shares_powers:
                 outer = _with_powers(outer, own_inner)
-            after, outer = absorb(rule, now.center, outer, pushed)
+            after, outer = absorb(
+                rule, now.center, outer, pushed, num_workers=num_workers
+            )
             if shares_powers:
                 own_inner = _with_powers(own_inner, outer)
             if keeps_taken:
@@ -285,7 +347,16 @@ def asynchronous(
                 now,
             )
 
-        now = _Meeting(x, own.taken, accumulated, own_inner, own.pending, center, outer)
+        now = _Meeting(
+            params=x,
+            taken=own.taken,
+            accumulated=accumulated,
+            exchange=own.exchange,
+            inner=own_inner,
+            pending=own.pending,
+            center=center,
+            outer=outer,
+        )
         part, last = own.rounds % parts.number, (own.rounds - 1) % parts.number
         if delay:
             lands = (own.rounds > 0) & (own.steps_since_round < delay)
@@ -295,6 +366,7 @@ def asynchronous(
             now = where_due(
                 due, lambda now, number: land(*contribute(now, number)), now, part
             )
+        met = due
         if parts.number > 1:
             met = due & (jnp.arange(parts.number) == part)
             ages = jnp.where(met, jnp.zeros_like(ages), ages)
@@ -304,8 +376,11 @@ def asynchronous(
             inner=now.inner,
             taken=now.taken,
             accumulated=now.accumulated,
+            exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            tokens=jnp.where(met, 0.0, behind),
+            seen=jnp.where(met, global_step + 1, own.seen),
             rounds=own.rounds + rounds,
             ages=ages,
             pending=now.pending,
@@ -322,8 +397,9 @@ def asynchronous(
         own, center, outer, rounds = jax.lax.cond(
             place == worker,
             lambda *operands: work(number, place, *operands),
-            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
             *(row_of(state.workers, place), state.center, state.outer),
+            state.global_step,
         )
         state = AsynchronousState(
             workers=with_row(state.workers, place, own),
@@ -345,8 +421,13 @@ def asynchronous(
         inner=inner.init(params),
         taken=center if keeps_taken else (),
         accumulated=start_accumulated(rule, center),
+        exchange=()
+        if exchange is None
+        else parts.each(lambda part: start_codes(exchange, part), center),
         local_step=count,
         steps_since_round=count,
+        tokens=jnp.zeros(() if parts.number == 1 else parts.number, jnp.float32),
+        seen=jnp.zeros(() if parts.number == 1 else parts.number, jnp.int32),
         rounds=count,
         ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
         pending=Pending(buffer.zeros(), count, ()) if delay else (),
@@ -369,6 +450,12 @@ def asynchronous(
         global_step=global_steps,
         recorded=recorded,
         final=final,
+        push_bytes=float(
+            max(
+                bytes_of(message_shapes(exchange, parts.pick(center, part)))
+                for part in range(parts.number)
+            )
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from tests.benchmarks.reading import BENCHMARKS
 # What each script writes, and what must be met however short the run.
 PAGES = {
     "bench_async": {"bench_async": ()},
+    "bench_exchange": {"bench_exchange": ()},
     "bench_scale": {"bench_scale": ("bytes per round", "memory of a worker")},
     "bench_steps": {
         "bench_dense": (),
@@ -27,6 +28,7 @@ PAGES = {
             "every update of every run",
         )
     },
+    "reproduce_delayed_nesterov": {"reproduce_delayed_nesterov": ()},
     "reproduce_diloco": {"reproduce_diloco": ("bytes per step are exactly",)},
     "reproduce_elastic_averaging": {"reproduce_elastic_averaging": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},

@@ -81,8 +81,14 @@ def test_one_worker_is_the_replay(name, servers):
         "elastic": oxs.elastic_rule(learning_rate=0.1),
         "diloco": oxs.diloco_rule(),
     }
-    params = jax.tree.map(lambda p: np.float32(p + 0.5), PARAMS)
+    params = {
+        key: np.linspace(0.5, 2, p.size, dtype=np.float32).reshape(p.shape)
+        for key, p in PARAMS.items()
+    }
     steps, inner = 12, optax.sgd(0.1, momentum=0.9)
+    code = None
+    if name == "diloco":
+        code = oxs.exchange.error_feedback(oxs.exchange.quantized())
 
     def gradient(params, event):
         return jax.tree.map(lambda p: jnp.sin(jnp.float32(event)) + p, params)
@@ -93,15 +99,20 @@ def test_one_worker_is_the_replay(name, servers):
 
     center, history = runtime.run(
         train, params, inner, rules[name], num_workers=1, num_servers=servers,
-        communication_period=3,
+        communication_period=3, exchange=code,
     )  # fmt: skip
-    expected = asynchronous(
+    run = asynchronous(
         inner, rules[name], params, lambda worker, params, event: gradient(
             params, event
         ), np.zeros(steps, np.int32), num_workers=1, communication_period=3,
-    ).final.center  # fmt: skip
+        exchange=code,
+    )  # fmt: skip
+    expected = run.final.center
     assert isinstance(expected, dict)
     assert history.count("push") == 4 and history.averages is None
+    if code is not None:
+        sizes = {event.bytes for event in history.events if event.kind == "push"}
+        assert sizes == {run.push_bytes} == {2 * (8 + 4)}
     for key in center:
         np.testing.assert_allclose(
             center[key], np.asarray(expected[key]), rtol=2e-6, atol=2e-6
@@ -305,7 +316,7 @@ def test_nothing_is_lost_with_replay_and_parts_of_realistic_sizes(tmp_path):
     center, history = runtime.run(
         train, params, ONE, COUNT, num_workers=2, num_servers=2,
         communication_period=1, checkpoint_dir=tmp_path / "saved", checkpoint_every=5,
-        replay=True,
+        replay=True, exchange=oxs.exchange.all_reduce(jnp.bfloat16),
     )  # fmt: skip
     left = written(tmp_path)
     assert history.count("lost") == 1 and history.count("restored") == 2

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.coded import check_code, encoded, start_codes
 from optx_sync.center.formulas import (
     absorb,
     contributions,
@@ -19,11 +20,14 @@ from optx_sync.center.formulas import (
     start_accumulated,
     start_center,
     take,
+    weigh_alone,
     worker_params,
 )
 from optx_sync.center.rule import CenterRule, Period, Round, reads
+from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
+    ExpectedCodes,
     Variables,
     Way,
     arrays_of,
@@ -36,7 +40,7 @@ from optx_sync.runtime.agreements.contract import (
     own_buffers,
     tree_of,
 )
-from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import is_finite
 
 # Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
@@ -74,8 +78,14 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
     return Round(num_workers, period, jnp.int32(steps))
 
 
-def center_way(rule: CenterRule, num_workers: int, communication_period: Period) -> Way:
+def center_way(
+    rule: CenterRule,
+    num_workers: int,
+    communication_period: Period,
+    exchange: Exchange | None = None,
+) -> Way:
     """What server and workers do under a rule."""
+    exchange = check_code(exchange, rule, communication_period)
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for {rule.num_workers} workers, but there are "
@@ -85,9 +95,9 @@ def center_way(rule: CenterRule, num_workers: int, communication_period: Period)
         rule.check(communication_period)
     at = round_of(num_workers, communication_period, 1)
     return Way(
-        serve=lambda params, inner, copy: Center(params, rule, at, copy),
+        serve=lambda params, inner, copy: Center(params, rule, at, copy, exchange),
         work=lambda shapes, inner: OfCenter(
-            shapes, inner, rule, num_workers, communication_period
+            shapes, inner, rule, num_workers, communication_period, exchange
         ),
         names=traffic(rule, at).sends,
         splits=True,
@@ -103,7 +113,14 @@ class Center:
     not be finite can be thrown away.
     """
 
-    def __init__(self, params: Any, rule: CenterRule, at: Round, copy_replies: bool):
+    def __init__(
+        self,
+        params: Any,
+        rule: CenterRule,
+        at: Round,
+        copy_replies: bool,
+        exchange: Exchange | None = None,
+    ):
         center = start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule
@@ -111,6 +128,9 @@ class Center:
         self.copy_replies = copy_replies
         self.traffic: Traffic = traffic(rule, at)
         self.expected: Expected = Expected(self.traffic.sends, center)
+        if exchange is not None:
+            shapes = jax.eval_shape(lambda center: center, center)
+            self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
         self.global_step: int = 0
         # The center before a worker's last push, for a worker that did not hear of it.
         self.kept: dict[int, Arrays] = {}
@@ -119,7 +139,9 @@ class Center:
         # A contribution made at the server has not been divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
         self.keeps_before: bool = "before" in self.traffic.replies
-        self.adds: bool = rule.outer is None and not self.at_server
+        self.adds: bool = (
+            rule.outer is None and rule.weigh is None and not self.at_server
+        )
         self.outer: Any = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
@@ -141,11 +163,11 @@ class Center:
         else:
             self.center = {path: jnp.array(array) for path, array in center.items()}
 
-    def _next(self, center, outer, spare, spare_outer, sent, steps):
+    def _next(self, center, outer, spare, spare_outer, sent, known):
         given = (center, outer, sent)
         center = self.variables.tree(center)
+        at = self.at._replace(**known)
         if self.at_server:
-            at = self.at._replace(steps=steps)
             sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
             # The center stands for what the formula does not read and was not sent.
             own = own_of(
@@ -159,24 +181,31 @@ class Center:
                 total = divide(total, at.num_workers)
         else:
             total = self.variables.tree(sent["contribution"])
-        center, outer = absorb(self.rule, center, outer, total)
+        total = weigh_alone(self.rule, total, at)
+        center, outer = absorb(
+            self.rule, center, outer, total, num_workers=at.num_workers
+        )
         # A sum of squares is finite only if its terms are, and quicker than a look at
         # each of them.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
         return *own_buffers((self.variables.arrays(center), outer), given), squares
 
-    def absorb(
-        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
-    ) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """The next center, and what the worker gets back."""
         self._look_back()
-        before = self.center
+        before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
         spare = self.spare.pop() if self.spare else self._buffers()
         if not self.adds:
+            known = {
+                "steps": jnp.int32(push.steps),
+                "staleness": jnp.int32(self.staleness(worker)),
+                "tokens": jnp.float32(push.tokens),
+                "num_pushed": jnp.int32(push.round),
+            }
             center, outer, squares = self._step(
-                before, self.outer, spare, self.spare_outer, sent, jnp.int32(steps)
+                before, self.outer, spare, self.spare_outer, sent, known
             )
             self.spare_outer = outer
             # Where all is small nobody waits for this: the answer may be the center
@@ -279,6 +308,7 @@ class Center:
         """The rule's formulas by name, and the outer state."""
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
+        formulas += [] if rule.weigh is None else [rule.weigh]
         return described("center", formulas, self.outer)
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -314,8 +344,10 @@ class OfCenter:
         rule: CenterRule,
         num_workers: int,
         communication_period: Period,
+        exchange: Exchange | None = None,
     ):
         self.like: Any = shapes
+        self.exchange: Exchange | None = exchange
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.rule: CenterRule = rule
         self.period: Period = communication_period
@@ -337,6 +369,11 @@ class OfCenter:
         self.accumulated = start_accumulated(self.rule, self.taken)
         self.inner_state = self.inner.init(self.params)
         self.steps = 0
+        self.codes: Any = ()
+        if self.exchange is not None:
+            self.codes = start_codes(self.exchange, self.taken)
+        # What the code remembers once the push is applied: not if it is refused.
+        self.next_codes: Any = self.codes
 
     def place(self, place: Callable[[Any], Any]) -> None:
         """Lay everything out over devices."""
@@ -363,23 +400,29 @@ class OfCenter:
 
     def outgoing(self) -> dict[str, Arrays]:
         """What to push."""
-        sent = self._bring(
-            self.params, self.taken, self.accumulated, jnp.int32(self.steps)
+        sent, self.next_codes = self._bring(
+            self.params,
+            self.taken,
+            self.accumulated,
+            self.codes,
+            jnp.int32(self.steps),
         )
         return {name: arrays_of(tree) for name, tree in sent.items()}
 
-    def _run_bring(self, params, taken, accumulated, steps):
+    def _run_bring(self, params, taken, accumulated, codes, steps):
         x = self._wide(params)
         if self.traffic.sends != ("contribution",):
             fields = {"params": x, "taken": taken, "accumulated": accumulated}
-            return {name: fields[name] for name in self.traffic.sends}
+            return {name: fields[name] for name in self.traffic.sends}, codes
         at = self.at._replace(steps=steps)
         own = own_of(self.rule, x, taken, accumulated)
         # The formula does not read the center, so any array of its type will do.
         total = contributions(self.rule, own, x, at)
         if self.rule.mean_over == "workers":
             total = divide(total, at.num_workers)
-        return {"contribution": total}
+        if self.exchange is not None:
+            total, codes = encoded(self.exchange, total, codes)
+        return {"contribution": total}, codes
 
     def land(self, replied: dict[str, Arrays], place: Callable[[Any], Any]) -> None:
         """Take what came back."""
@@ -390,6 +433,7 @@ class OfCenter:
         else:
             self.taken = centers.get("after", self.taken)
         self.accumulated = jax.tree.map(jnp.zeros_like, self.accumulated)
+        self.codes = self.next_codes
         self.steps = 0
 
     def _run_take(self, params, centers, steps):

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.coded import decoded, message_shapes
+from optx_sync.exchange.rule import Exchange
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
@@ -23,9 +25,7 @@ class Held(Protocol):
     global_step: int
     expected: "Expected"
 
-    def absorb(
-        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
-    ) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Take what a worker sends; `None`, and nothing has changed, if it overflows.
 
         `sizes` are bounds of the arrays' elements, from `Expected.look`.
@@ -154,6 +154,10 @@ class Expected:
                 return problem, sizes
         return "", sizes
 
+    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+        """As `look`, and the arrays that were sent."""
+        return *self.look(sent), sent
+
     def _problem_of(self, name: str, arrays: Any, sizes: dict[str, float]) -> str:
         if not isinstance(arrays, dict):
             return f"{name} must be a dict from paths to arrays; got {type(arrays)}."
@@ -182,6 +186,32 @@ class Expected:
                 return f"{name} at {path} {problem}"
             sizes[path] = size
         return ""
+
+
+class ExpectedCodes(Expected):
+    """What a push of codes must look like: messages, and what they stand for."""
+
+    def __init__(self, names: tuple[str, ...], tree: Any, exchange: Exchange):
+        super().__init__(names, tree)
+        messages = message_shapes(exchange, tree)
+        self.messages: Expected = Expected(names, messages)
+        self.variables: Variables = Variables(tree)
+        self._decode = jax.jit(lambda messages: decoded(exchange, messages, tree))
+
+    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+        """See `Expected.read`; the arrays are decoded."""
+        problem, _ = self.messages.look(sent)
+        if problem:
+            return problem, {}, sent
+        arrays = {
+            name: self._arrays(self.variables.tree(messages))
+            for name, messages in sent.items()
+        }
+        return super().read(arrays)
+
+    def _arrays(self, messages: Any) -> Arrays:
+        found = self.variables.arrays(self._decode(messages))
+        return {path: np.asarray(array) for path, array in found.items()}
 
 
 def by_path(tree: Any) -> Arrays:

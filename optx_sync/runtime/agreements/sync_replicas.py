@@ -38,7 +38,7 @@ from optx_sync.runtime.agreements.contract import (
     numbered,
     tree_of,
 )
-from optx_sync.runtime.messages import Arrays, Reply
+from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import add_updates, is_finite
 
 
@@ -158,15 +158,13 @@ class Updates:
         )
         return after, is_finite(params)
 
-    def absorb(
-        self, worker: int, sent: dict[str, Arrays], steps: int, sizes: dict[str, float]
-    ) -> Reply | None:
+    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Accumulate a gradient or drop it, and update when there are enough."""
         used = self.local_steps[worker] >= self.global_step
         completes = self.count + 1 >= self.agreement.replicas_to_aggregate
         if used:
             grads = self.variables.tree(
-                {path: _as_grad(grad) for path, grad in sent["grads"].items()}
+                {path: _as_grad(grad) for path, grad in push.arrays["grads"].items()}
             )
             if completes:
                 after, finite = self._update(

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pushes in few bytes, where workers meet the center one by one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.center.rule import CenterRule, Period, reads
+from optx_sync.exchange.rule import Code, Exchange, check_exchange
+from optx_sync.trees import Tree, is_floating, leaves_with_names
+
+
+def check_code(
+    exchange: Exchange | None, rule: CenterRule, communication_period: Period
+) -> Exchange | None:
+    """`exchange=` without lockstep; refuse what has no meaning for one worker alone."""
+    if exchange is None:
+        return None
+    check_exchange(exchange, exchange)
+    if exchange.code is None:
+        raise ValueError(
+            "Workers that meet the center one by one push through an exchange that has "
+            "a code, such as oxs.exchange.quantized(), top_k() or error_feedback(...) "
+            "around one. This one compares or combines what several replicas have."
+        )
+    if reads(rule, communication_period).center:
+        raise ValueError(
+            "exchange= codes what a worker contributes, but the contribution of this "
+            "rule reads the center as it is when the push arrives, which the worker "
+            "does not know. Leave exchange out, or write the rule with own.taken."
+        )
+    return exchange
+
+
+def start_codes(exchange: Exchange, center: Tree) -> tuple[Any, ...]:
+    """What a worker remembers of each array: the state of its code."""
+    for path, leaf in leaves_with_names(center):
+        if leaf is not None and not is_floating(leaf.dtype):
+            raise TypeError(
+                f"exchange= codes real floating arrays, but the parameter at {path} "
+                f"has dtype {leaf.dtype}. Leave exchange out."
+            )
+    return tuple(exchange.init(x) for x in jax.tree.leaves(center))
+
+
+def encoded(
+    exchange: Exchange, tree: Tree, states: tuple[Any, ...]
+) -> tuple[Tree, tuple[Any, ...]]:
+    """(a tree of messages, the next states): each array is coded alone.
+
+    So that variables may go to several servers.
+    """
+    code = _code_of(exchange)
+    leaves, treedef = jax.tree.flatten(tree)
+    messages, after = [], []
+    for leaf, state in zip(leaves, states, strict=True):
+        message = leaf
+        if leaf.size:
+            message, _, state = code.encode(leaf, state)
+        messages.append(message)
+        after.append(state)
+    return treedef.unflatten(messages), tuple(after)
+
+
+def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
+    """The arrays that messages stand for, in the shapes and dtypes of `like`."""
+    code = _code_of(exchange)
+    return jax.tree.map(
+        lambda x, message: code.decode(message, x) if x.size else message,
+        like,
+        messages,
+    )
+
+
+def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:
+    """The messages of one push, as `jax.ShapeDtypeStruct`."""
+    if exchange is None:
+        return jax.eval_shape(lambda tree: tree, center)
+
+    def push(tree):
+        return encoded(exchange, tree, start_codes(exchange, tree))[0]
+
+    return jax.eval_shape(push, center)
+
+
+def bytes_of(tree: Tree) -> int:
+    """The bytes of arrays, or of what has their shapes."""
+    return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def _code_of(exchange: Exchange) -> Code:
+    if exchange.code is None:
+        raise ValueError("This exchange has no code.")
+    return exchange.code

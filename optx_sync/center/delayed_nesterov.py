@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delayed Nesterov: a momentum for centers that workers reach one by one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+
+from optx_sync.checks import check_count
+from optx_sync.trees import zeros_like
+
+
+class DelayedNesterovState(NamedTuple):
+    """State of `delayed_nesterov`."""
+
+    arrived: jax.Array  # int32[], contributions since the momentum moved
+    momentum: optax.Updates  # like the center
+    delayed: optax.Updates  # the sum of what has arrived since
+
+
+def delayed_nesterov(
+    learning_rate: float | jax.Array | optax.Schedule,
+    momentum: float | jax.Array = 0.9,
+    every: int | None = None,
+    c: float | jax.Array = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Nesterov momentum for asynchronous DiLoCo: the momentum waits for all workers.
+
+    Of contributions that arrive one by one Nesterov's momentum sees each of N workers
+    alone, and moves N times as often as it does of their mean. Here it moves with every
+    n-th arrival, n = `every`. With g what arrives, divided by the number of workers as
+    `diloco_rule` does, m the momentum, b its factor and r the learning rate:
+
+        n-th arrival:  m <- b m + (sum of the last n g)
+                       center <- center - r ((1 - c n + c) b m + g)
+        others:        center <- center - r (c b m + g)
+
+    With n = 1 it is `optax.sgd(r, b, nesterov=True)`. It is an outer optimizer,
+    `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))`, for `oxs.simulate.asynchronous`
+    and `oxs.runtime.run`.
+
+    Args:
+        learning_rate: r; a schedule counts arrivals.
+        momentum: b.
+        every: n. `None`: the number of workers where they come one by one, 1 in
+            lockstep, where they come together.
+        c: Which part of the momentum's step the others take; 0 to 1 / n.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        TypeError: An `every` that is no integer.
+        ValueError: An `every` below 1, a `momentum` or `c` outside of [0, 1].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> tx = oxs.delayed_nesterov(1.0, momentum=0.5, every=2)
+        >>> state = tx.init(jnp.zeros(()))
+        >>> for g in (1.0, 2.0, 4.0):
+        ...     updates, state = tx.update(jnp.float32(g), state)
+        ...     print(updates)
+        -1.0
+        -3.5
+        -4.0
+
+    References:
+        Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, arXiv
+        2401.09135.
+    """
+    if every is not None:
+        every = check_count("every", every, "Pass the number of workers, or None.")
+    for name, value in (("momentum", momentum), ("c", c)):
+        if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
+            raise ValueError(f"{name} must lie in [0, 1]; got {value}.")
+    rate = optax.scale_by_learning_rate(learning_rate)
+
+    def init(params):
+        state = DelayedNesterovState(
+            jnp.zeros((), jnp.int32), zeros_like(params), zeros_like(params)
+        )
+        return state, rate.init(params)
+
+    def update(updates, state, params=None, *, num_workers=1, **extra_args):
+        del extra_args
+        own, of_rate = state
+        number = every or num_workers
+        delayed = jax.tree.map(jnp.add, own.delayed, updates)
+        complete = own.arrived + 1 >= number
+        moved = jax.tree.map(
+            lambda m, d: jnp.where(complete, _times(momentum, m) + d, m),
+            own.momentum,
+            delayed,
+        )
+        delayed = jax.tree.map(
+            lambda d: jnp.where(complete, jnp.zeros_like(d), d), delayed
+        )
+        share = jnp.where(complete, 1 - c * number + c, c)
+        step = jax.tree.map(
+            lambda g, m: g + _times(share * momentum, m), updates, moved
+        )
+        arrived = jnp.where(complete, 0, own.arrived + 1)
+        step, of_rate = rate.update(step, of_rate, params)
+        return step, (DelayedNesterovState(arrived, moved, delayed), of_rate)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _times(factor: Any, x: jax.Array) -> jax.Array:
+    return jnp.asarray(factor, x.dtype) * x

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A center in pieces: each worker holds 1/N of it, and of the outer state.
+
+What the workers have is added up where it is owned, the owner makes the step of the
+center on its piece, and all workers gather the new center. With x_i the parameters of
+worker i, c_j the piece of the center that worker j owns and x_ij the piece of x_i:
+
+    r_j = sum_i x_ij / N      c_j <- outer(c_j, contribution of r_j)      x_i <- all c_j
+
+Between rounds nobody holds the whole center, so what travels is the parameters, and not
+how far they are from it: a rule whose contribution is affine in them gives the same
+mean. The two halves send what an all-reduce sends.
+"""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.center.formulas import absorb, as_center, contributions, own_of
+from optx_sync.center.rule import CenterRule, Own, Period, Round, reads
+from optx_sync.collectives import AxisName, check_axis_name, vary_like
+from optx_sync.elementwise import Elementwise
+from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
+from optx_sync.exchange.rule import Exchange
+from optx_sync.sharding import InPieces
+from optx_sync.trees import Tree, is_masked, where
+
+_OPTION = "shard_center=True"
+
+
+class ShardedCenter:
+    """What a round does where the center lies in pieces."""
+
+    def __init__(
+        self, rule: CenterRule, period: Period, axis_name: AxisName, exchange: Exchange
+    ):
+        """Refuse a rule or an exchange that needs the center whole."""
+        if not axis_name:
+            raise ValueError(
+                f"{_OPTION} shares a center out among workers, and with axis_name=None "
+                f"there is one. Leave {_OPTION} out."
+            )
+        if rule.penalty is not None or rule.take is not None:
+            formula = "penalty" if rule.penalty is not None else "take"
+            raise ValueError(
+                f"{_OPTION}: between rounds nobody holds the whole center, which this "
+                f"rule's `{formula}` reads, as that of elastic_average does. Leave "
+                f"{_OPTION} out, or choose a rule whose workers take the center: "
+                "local_sgd, diloco, agn."
+            )
+        if exchange.scatter is None:
+            raise ValueError(
+                f"{_OPTION} needs an exchange that can stop half way, where each "
+                "worker has the sum of its piece; this one cannot. (What is coded is "
+                "a difference from the whole center, which nobody holds.) Use "
+                f"oxs.exchange.all_reduce(), or leave {_OPTION} out."
+            )
+        self._rule, self._axis_name = rule, axis_name
+        self._scatter = exchange.scatter
+        read = reads(rule, period)
+        # A contribution that is the worker's alone travels itself.
+        self._alone = not (read.taken or read.center)
+        self._read = read
+        if not self._alone and not _is_affine(rule, period):
+            raise ValueError(
+                f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
+                "which is the mean of the contributions only where the formula is "
+                f"affine in them; this rule's is not. Leave {_OPTION} out."
+            )
+        self._elementwise = None
+        if rule.outer is not None:
+            self._elementwise = Elementwise(
+                optax.with_extra_args_support(rule.outer),
+                check_axis_name(axis_name),
+                _OPTION,
+                "the outer optimizer",
+            )
+
+    def start(self, center: Tree) -> tuple[InPieces, Any]:
+        """(center, outer state), from a whole center."""
+        pieces = own_pieces(lambda pieces: pieces, center, self._axis_name)
+        if self._rule.outer is None or self._elementwise is None:
+            return pieces, ()
+        self._elementwise.check(center)
+        return pieces, own_pieces(self._rule.outer.init, center, self._axis_name)
+
+    def check(self, center: InPieces, params: Tree) -> None:
+        """Refuse pieces for another number of workers."""
+        check_pieces(center, lambda pieces: pieces, params, self._axis_name)
+
+    def sent(
+        self, params: Tree, accumulated: Tree, center: InPieces, at: Round
+    ) -> Tree:
+        """What a worker sends, whole arrays: a contribution, or what it is made of."""
+        wide = as_center(params, center.tree)
+        if self._alone:
+            own = own_of(self._rule, wide, wide, accumulated)
+            return contributions(self._rule, own, wide, at)
+        return (
+            wide if self._read.params else (),
+            accumulated if self._read.accumulated else (),
+        )
+
+    def meet(
+        self,
+        center: InPieces,
+        outer: Any,
+        sent: Tree,
+        at: Round,
+        *,
+        weight: Any,
+        pushed: Any,
+        extra: dict[str, Any],
+    ) -> tuple[InPieces, Any]:
+        """The next center and outer state, from what all workers sent.
+
+        `weight` is 0 where this worker is left out; `pushed` is the number of workers
+        that are not.
+        """
+        now = center.tree
+        mean = self._scatter(sent, self._axis_name, weight=weight)
+        if not self._alone:
+            params, accumulated = mean
+            # The piece of the center stands for what the formula does not read.
+            own = own_of(
+                self._rule,
+                params if self._read.params else now,
+                now,
+                accumulated if self._read.accumulated else now,
+            )
+            mean = contributions(self._rule, own, now, at)
+        if self._rule.mean_over is None:
+            mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
+        before = outer.tree if isinstance(outer, InPieces) else outer
+        after, state = absorb(self._rule, now, before, mean, **extra)
+        if weight is not None:
+            after, state = where(pushed > 0, (after, state), (now, before))
+        next_outer = InPieces(state) if isinstance(outer, InPieces) else state
+        return vary_like((InPieces(after), next_outer), (center, outer))
+
+    def whole(self, center: InPieces, like: Tree) -> Tree:
+        """The center, gathered, in the shapes and dtypes of a tree."""
+        return gather(center.tree, like, self._axis_name)
+
+    def moved(self, center: InPieces, change: Tree) -> InPieces:
+        """The center once it has moved by a whole tree that is equal on all."""
+        own = cut(change, self._axis_name)
+        return InPieces(jax.tree.map(jnp.add, center.tree, own))
+
+
+def whole_center(center: InPieces, params: Tree) -> Tree:
+    """The center in one piece, from the pieces of all workers or as `init` makes it.
+
+    `params` are those of one worker, or of all with a worker axis in front.
+    """
+    pairs = [
+        (c, p)
+        for c, p in zip(
+            jax.tree.leaves(center.tree, is_leaf=is_masked),
+            jax.tree.leaves(params, is_leaf=is_masked),
+            strict=True,
+        )
+        if not is_masked(c)
+    ]
+    stacked = any(c.ndim > 1 for c, _ in pairs)
+    workers = pairs[0][0].shape[0] if stacked else 0
+
+    def fits(shape, c):
+        size = int(np.prod(shape))
+        return c.size == size or (stacked and c.shape[1] == -(-size // workers))
+
+    # With the worker axis first: stacked states come with stacked parameters.
+    for axes in (1, 0) if stacked else (0, 1):
+        counts = {p.shape[:axes] for _, p in pairs if p.ndim >= axes}
+        same = len(counts) <= 1 and (not axes or not stacked or counts == {(workers,)})
+        if same and all(p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs):
+            break
+    else:
+        raise ValueError(
+            "The state holds one piece of its center, or pieces for other parameters. "
+            "Ask for the center outside of the mapped function, of the state of all "
+            "workers together."
+        )
+
+    def join(c, p):
+        if is_masked(c):
+            return c
+        shape = p.shape[axes:]
+        return c.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+
+    return jax.tree.map(join, center.tree, params, is_leaf=is_masked)
+
+
+def _is_affine(rule: CenterRule, period: Period) -> bool:
+    """Whether the mean of contributions is the contribution of the means."""
+    numbers = np.random.default_rng(0)
+    x, a = (numbers.normal(size=(2, 2, 3)).astype(np.float32) for _ in range(2))
+    s = numbers.normal(size=(2, 3)).astype(np.float32)
+    steps = None if callable(period) else period
+    at = Round(rule.num_workers or 2, steps, np.int32(2))
+
+    def contribute(x, a):
+        accumulated = None if rule.accumulate is None else jnp.asarray(a)
+        own = Own(jnp.asarray(x), jnp.asarray(s), accumulated)
+        return rule.contribute(own, jnp.asarray(s), at)
+
+    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
+        try:
+            each = [contribute(x[i], a[i]) for i in range(2)]
+            of_means = contribute(x.mean(0), a.mean(0))
+            return np.allclose(of_means, (each[0] + each[1]) / 2, 1e-4, 1e-5)
+        except jax.errors.UnexpectedTracerError:
+            return True  # Its numbers are traced here; elsewhere they were not.

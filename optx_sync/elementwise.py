@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a transformation may work on pieces of arrays: it is tried, whole and cut."""
+
+from collections.abc import Callable
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync.trees import Tree, cast_like
+
+# What is tried: shapes of which the halves are not alike in anything but their size.
+_EXAMPLE = {
+    "matrix": jax.ShapeDtypeStruct((4, 4), np.float32),
+    "vector": jax.ShapeDtypeStruct((8,), np.float32),
+}
+# Sizes of the gradients, so that a threshold is passed; the last one brings a NaN.
+_SCALES = (1e-6, 1.0, 1e6, np.nan)
+_STEPS = 2
+
+
+class Elementwise:
+    """The check of one transformation that is to work on pieces.
+
+    It is tried at once on an example, in two steps with gradients of many sizes and a
+    NaN: on two flat halves, each on a replica of its own, it must do what it does on
+    the whole. One that treats parameters by their names, or does not work on the
+    example, is tried by `check` on the real ones in small.
+    """
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        axes: tuple[str, ...],
+        option: str,
+        who: str = "inner",
+    ):
+        """Try it on the example.
+
+        Args:
+            inner: The transformation.
+            axes: The axes along which the pieces lie. It may use them, to add up
+                what it needs of the whole.
+            option: What asks for pieces, as the user wrote it, for the message.
+            who: What the transformation is called, for the message.
+
+        Raises:
+            ValueError: It is not elementwise.
+        """
+        self._inner, self._axes = inner, axes
+        self._option, self._who = option, who
+        try:
+            self._clear = self._try(_EXAMPLE) and not self._names_leaves()
+        except (TypeError, ValueError, KeyError, AttributeError):
+            self._clear = False
+            if self._refused is not None:
+                raise
+
+    _refused: str | None = None
+
+    def check(self, params: Tree) -> None:
+        """Refuse what the example did not show, for these parameters.
+
+        Args:
+            params: A tree of arrays or `jax.ShapeDtypeStruct`.
+
+        Raises:
+            ValueError: It is not elementwise, or cannot be tried.
+        """
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
+        )
+        self._check_state(shapes)
+        if self._clear:
+            return
+        small = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                tuple(min(4 if axis else 6, n) for axis, n in enumerate(x.shape)),
+                np.float32,
+            ),
+            shapes,
+        )
+        try:
+            self._clear = self._try(small)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            if self._refused is not None:
+                raise
+            raise ValueError(
+                f"{self._option} needs to try {self._who} on small arrays, and that "
+                f"failed: {error} Leave {self._option} out."
+            ) from error
+
+    def _names_leaves(self) -> bool:
+        """Whether it leaves out or tells apart parameters, by name or otherwise."""
+
+        def picks(x):
+            return isinstance(x, optax.MaskedState | optax.transforms.PartitionState)
+
+        state = jax.eval_shape(self._inner.init, _EXAMPLE)
+        return any(map(picks, jax.tree.leaves(state, is_leaf=picks)))
+
+    def _check_state(self, shapes: Tree) -> None:
+        """Refuse a state whose arrays are not cut where the parameters are."""
+        flat, halves = (
+            jax.tree.map(
+                lambda x, parts=parts: jax.ShapeDtypeStruct(
+                    (-(-x.size // parts),), x.dtype
+                ),
+                shapes,
+            )
+            for parts in (1, 2)
+        )
+        whole, flat, halves = (
+            jax.eval_shape(self._inner.init, tree) for tree in (shapes, flat, halves)
+        )
+        same = jax.tree.structure(whole) == jax.tree.structure(flat)
+        for one, two, half in zip(
+            *map(jax.tree.leaves, (whole, flat, halves)), strict=False
+        ):
+            whole_number = two.ndim == 0 and one.ndim == 0
+            piece = two.ndim == 1 and two.size == one.size
+            piece = piece and half.shape == (-(-one.size // 2),)
+            same = same and (whole_number or piece)
+        if not same:
+            self._refuse("its state has arrays of other sizes than the parameters")
+
+    def _try(self, shapes: Tree) -> bool:
+        """Whole and cut, do the steps agree? Otherwise it is refused."""
+        with (
+            # Outside of what is traced and mapped here, and as Optax expects it.
+            jax.core.eval_context(),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
+            numbers = np.random.default_rng(0)
+
+            def draw(x, *steps):
+                drawn = numbers.normal(size=(*steps, *x.shape)).astype(np.float32)
+                # The second half is larger.
+                grows = np.linspace(0.5, 4.0, max(drawn[..., None].size, 1))
+                return drawn * grows[: drawn.size].reshape(drawn.shape)
+
+            params = jax.tree.map(draw, shapes)
+            grads = jax.tree.map(lambda x: draw(x, len(_SCALES), _STEPS), shapes)
+
+            def scaled(x):
+                for case, scale in enumerate(_SCALES):
+                    if np.isfinite(scale):
+                        x[case] *= scale
+                    elif x[case, 0].size:
+                        x[case, 0].reshape(-1)[0] = scale
+                return x.astype(np.float32)
+
+            params = jax.tree.map(lambda x: x.astype(np.float32), params)
+            grads = jax.tree.map(scaled, grads)
+            halves = (
+                jax.tree.map(lambda x: _halves(x, 0), params),
+                jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), grads),
+            )
+            whole = jax.tree.map(lambda x: x[None], (params, grads))
+            # It runs once: not worth the compiler's time.
+            run = jax.jit(
+                lambda *replicas: [self._steps(*inputs) for inputs in replicas],
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+            try:
+                whole, pieces = run(whole, halves)
+            except jax.errors.UnexpectedTracerError:
+                return True  # Its numbers are traced here; elsewhere they were not.
+        for one, two in zip(*map(jax.tree.leaves, (whole, pieces)), strict=True):
+            one = np.asarray(one)[0].reshape(len(_SCALES), _STEPS, -1)
+            two = np.moveaxis(np.asarray(two), 0, 2).reshape(len(_SCALES), _STEPS, -1)
+            two = two[..., : one.shape[-1]]
+            if not np.allclose(one, two, rtol=1e-4, atol=1e-12, equal_nan=True):
+                self._refuse("it does not act on each number alone")
+        return True
+
+    def _steps(self, params: Tree, grads: Tree) -> Tree:
+        """The updates [replicas, cases, steps, ...], from arrays [replicas, ...]."""
+        inner = self._inner
+
+        def one(params, grads):
+            def case(grads):
+                def step(state, grads):
+                    updates, new = inner.update(
+                        grads, state, params, value=jnp.float32(1)
+                    )
+                    return cast_like(new, state), updates
+
+                return jax.lax.scan(step, inner.init(params), grads, unroll=True)[1]
+
+            return jax.vmap(case)(grads)
+
+        # All replicas along the first axis, one along each of the others.
+        for axis in self._axes[1:]:
+            one = _along(one, axis)
+        return jax.vmap(one, axis_name=self._axes[0])(params, grads)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        raise ValueError(
+            f"{self._option} lets {self._who} see pieces of arrays, which is right for "
+            "transformations that act on each number alone, such as Adam; but with "
+            f"this one {reason}. Norms (clip_by_global_norm, LAMB), shapes (Adafactor, "
+            "Muon) and noise need whole arrays. Leave "
+            f"{self._option} out, or write a norm over all pieces: square sums of a "
+            "piece, added up by oxs.reduce(squares, axis_name, reduction='sum')."
+        )
+
+
+def _along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
+    """The function where an axis of size 1 is mapped."""
+    mapped = jax.vmap(function, axis_name=axis)
+
+    def alone(*trees):
+        result = mapped(*jax.tree.map(lambda x: x[None], trees))
+        return jax.tree.map(lambda x: x[0], result)
+
+    return alone
+
+
+def _halves(x: np.ndarray, axis: int) -> np.ndarray:
+    """The numbers behind `axis` axes as two flat halves [.., 2, k]."""
+    flat = x.reshape(*x.shape[:axis], -1)
+    spare = [(0, 0)] * axis + [(0, flat.shape[-1] % 2)]
+    return np.pad(flat, spare).reshape(*x.shape[:axis], 2, -1)

@@ -1,0 +1,54 @@
+"""A program of many workers, compiled and not run: what each holds, and sends.
+
+`python -m tests.center.sharded_memory 64 512` prints a line of JSON for each number.
+"""
+
+import json
+import sys
+
+import jax
+import optax
+
+import optx_sync as oxs
+from optx_sync import hlo
+
+FLOATS = 1 << 16
+
+
+def measured(workers, shard_center):
+    """Bytes of a worker's arguments, and of its collectives by kind."""
+    mesh = jax.make_mesh(
+        (workers,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    tx = oxs.diloco(
+        optax.sgd(0.1), "workers", communication_period=4, shard_center=shard_center
+    )
+    params = jax.ShapeDtypeStruct((FLOATS // 64, 64), "float32")
+    axes = oxs.state_axes(tx, params)
+    started = jax.eval_shape(
+        lambda p: oxs.start_workers(tx, p, workers)[:2],
+        params,
+    )
+    places = oxs.state_shardings(tx, params, mesh=mesh, axis_name="workers")
+    params, state = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        started,
+        places,
+    )
+
+    def step(params, state):
+        return oxs.apply_gradients(tx, params, state, params)
+
+    mapped = oxs.map_workers(
+        step, "workers", mesh=mesh, in_axes=(0, axes), out_axes=(0, axes)
+    )
+    compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state).compile()
+    sent = {row.kind: row.bytes for row in oxs.audit.collectives(compiled)}
+    return hlo.memory(compiled).arguments, hlo.memory(compiled).temporary, sent
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(map(int, sys.argv[1:])))
+    for number in map(int, sys.argv[1:]):
+        print(json.dumps([measured(number, sharded) for sharded in (True, False)]))

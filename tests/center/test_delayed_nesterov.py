@@ -1,0 +1,169 @@
+"""Delayed Nesterov, weights by staleness, late gradients: workers one by one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import Server, Worker
+
+GRADS = np.random.default_rng(0).normal(size=(14, 3)).astype(np.float32)
+
+
+def steps(tx, grads=GRADS, **extra) -> Any:
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    start = jnp.ones(3)
+    return jax.lax.scan(step, (start, tx.init(start)), grads)[1]
+
+
+def test_every_arrival_is_nesterov():
+    rate = optax.linear_schedule(0.7, 0.1, 10)
+    nesterov = steps(optax.sgd(rate, 0.9, nesterov=True))
+    for every in (1, None):
+        np.testing.assert_allclose(
+            steps(oxs.delayed_nesterov(rate, 0.9, every)), nesterov, rtol=0, atol=1e-6
+        )
+
+
+def test_the_momentum_waits():
+    """The published update, with sums and divisions as it has them."""
+    for c in (0.0, 0.1):
+        number, rate, factor = 4, 0.7, 0.9
+        x, m, d = np.ones(3), np.zeros(3), np.zeros(3)
+        found = steps(oxs.delayed_nesterov(rate, factor, c=c), num_workers=number)
+        for t, mean_part in enumerate(GRADS.astype(np.float64)):
+            g = number * mean_part  # as it comes from the worker, not yet divided
+            d = d + g
+            if (t + 1) % number == 0:
+                m, d = factor * m + d / number, np.zeros(3)
+                x = x - rate * ((1 - c * number + c) * factor * m + g / number)
+            else:
+                x = x - rate * (c * factor * m + g / number)
+            np.testing.assert_allclose(found[t], x, rtol=0, atol=2e-5)
+
+
+def weigh(at):
+    return (1.0 + at.staleness) ** -0.5 * at.tokens / 8 / at.num_pushed
+
+
+def test_weights_of_contributions():
+    """Two workers, in the simulation and at a server; tokens of each event."""
+    order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
+    tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
+    target = np.array([1.0, 3.0], np.float32)
+    rule = oxs.diloco_rule(oxs.delayed_nesterov(0.5, 0.9))
+    run = oxs.simulate.asynchronous(
+        optax.sgd(0.5),
+        rule,
+        jnp.zeros(()),
+        lambda worker, params, event: params - jnp.asarray(target)[worker],
+        jnp.asarray(order),
+        num_workers=2,
+        communication_period=2,
+        weigh=weigh,
+        tokens=tokens,
+        record="all",
+    )
+    # By hand.
+    x, taken, seen = np.zeros(2), np.zeros(2), [0, 0]
+    count, behind, pushed = [0, 0], np.zeros(2), [0, 0]
+    center, m, d, rounds, centers = 0.0, 0.0, 0.0, 0, []
+    for w, of_event in zip(order, tokens, strict=True):
+        x[w] -= 0.5 * (x[w] - target[w])
+        count[w], behind[w] = count[w] + 1, behind[w] + of_event
+        if count[w] == 2:
+            pushed[w] += 1
+            factor = (1 + rounds - seen[w]) ** -0.5 * behind[w] / 8 / pushed[w]
+            g = factor * (taken[w] - x[w]) / 2
+            d += g
+            rounds += 1
+            if rounds % 2 == 0:
+                m, d = 0.9 * m + d, 0.0
+                center -= 0.5 * (0.9 * m + g)
+            else:
+                center -= 0.5 * g
+            x[w] = taken[w] = center
+            count[w], behind[w], seen[w] = 0, 0.0, rounds
+        centers.append(center)
+    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
+
+    params = {"x": jnp.zeros(())}
+    settings: dict[str, Any] = {"num_workers": 2, "communication_period": 2}
+    server = Server(params, rule._replace(weigh=weigh), **settings)
+    workers = [
+        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
+        for w in range(2)
+    ]
+    for w, of_event in zip(order, tokens, strict=True):
+        grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
+        workers[w].step(grads, tokens=float(of_event))
+    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
+
+
+def test_late_gradients():
+    tx: Any = oxs.simulate.delayed(optax.sgd(0.1, 0.9), 3)
+    found = jax.jit(lambda: steps(tx))()
+    np.testing.assert_array_equal(found[:3], np.ones((3, 3)))
+    on_time = jax.jit(lambda: steps(optax.sgd(0.1, 0.9)))()
+    np.testing.assert_allclose(found[3:], on_time[:-3], rtol=1e-6)
+    same = steps(oxs.simulate.delayed(optax.sgd(0.1), 0))
+    np.testing.assert_array_equal(same, steps(optax.sgd(0.1)))
+
+
+def test_what_is_refused():
+    wrong: Any = oxs
+    for call, error, message in (
+        (lambda: wrong.delayed_nesterov(0.7, every=0), ValueError, "every must be 1"),
+        (lambda: wrong.delayed_nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
+        (lambda: wrong.delayed_nesterov(0.7, c=-1), ValueError, "c must lie in"),
+        (lambda: wrong.simulate.delayed(1, 1), TypeError, "inner must be an Optax"),
+        (
+            lambda: wrong.simulate.delayed(optax.sgd(1.0), -1),
+            ValueError,
+            "steps must be 0 or more",
+        ),
+        (
+            lambda: wrong.center_variable(
+                optax.sgd(1.0), oxs.diloco_rule()._replace(weigh=weigh), "workers"
+            ),
+            ValueError,
+            "in lockstep nobody is late",
+        ),
+        (
+            lambda: wrong.runtime.run(
+                print, GRADS, optax.sgd(1.0), 3, num_workers=1, weigh=weigh
+            ),
+            TypeError,
+            "rule must be a CenterRule",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+    def run(**options):
+        return wrong.simulate.asynchronous(
+            optax.sgd(0.5),
+            oxs.local_sgd_rule(),
+            jnp.zeros(()),
+            lambda worker, params, event: params,
+            [0, 1],
+            num_workers=2,
+            communication_period=1,
+            **options,
+        )
+
+    with pytest.raises(TypeError, match="weigh must be a function"):
+        run(weigh=0.5)
+    with pytest.raises(ValueError, match=r"weigh must return a scalar.*\(2,\)"):
+        run(weigh=lambda at: jnp.ones(2))
+    with pytest.raises(ValueError, match="tokens must hold a number for each of the 2"):
+        run(tokens=np.ones(3))

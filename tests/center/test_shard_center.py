@@ -1,0 +1,256 @@
+"""`shard_center=True`: the numbers of the whole center, in 1/N of the memory."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from orbax.checkpoint import StandardCheckpointer
+
+import optx_sync as oxs
+from tests import contexts
+from tests.center.sharded_memory import FLOATS, measured
+from tests.replicas.test_cross_shard import together
+
+AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
+# Sizes that divide nothing.
+PARAMS = {
+    "scalar": np.float32(0.5),
+    "matrix": np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3),
+    "empty": np.zeros((0, 3), np.float32),
+    "bfloat16": np.arange(4).astype(jnp.bfloat16),
+}
+INNER = optax.sgd(0.1, momentum=0.5)
+RULES = {
+    "local_sgd": lambda **more: oxs.local_sgd(
+        INNER, AXIS, communication_period=2, **more
+    ),
+    "diloco": lambda **more: oxs.diloco(
+        INNER, AXIS, communication_period=3, drop_nonfinite=True, **more
+    ),
+    "agn": lambda **more: oxs.agn(
+        INNER,
+        AXIS,
+        communication_period=3,
+        outer=oxs.optimizers.adam(0.01),
+        inner_state="average",
+        **more,
+    ),
+    "agn of the paper": lambda **more: oxs.agn(
+        INNER,
+        AXIS,
+        communication_period=2,
+        accumulate="updates",
+        reduction="sum",
+        **more,
+    ),
+}
+CASES = {
+    "vmap": tuple(RULES),
+    "shard_map": tuple(RULES),
+    "shard_map_axes": ("diloco",),
+    "shard_map_unchecked": ("diloco",),
+    "pmap": ("diloco",),
+    "islands": ("diloco", "agn"),
+}
+
+
+def inputs(steps=13):
+    rng = np.random.default_rng(0)
+
+    def drawn(param):
+        shape = (steps, REPLICAS, *param.shape)
+        return rng.normal(size=shape).astype(param.dtype)
+
+    grads = {name: jax.tree.map(drawn, PARAMS) for name in RULES}
+    grads["diloco"]["matrix"][4, 1, 2] = np.nan  # One worker is broken for a round.
+    grads["diloco"]["matrix"][7] = np.nan  # All are.
+    return {name: PARAMS for name in RULES}, grads
+
+
+@functools.cache
+def run(context, names, sharded):
+    params, grads = ({name: tree[name] for name in names} for tree in inputs())
+    transformations = {name: RULES[name](shard_center=sharded) for name in names}
+    tx = together(transformations)
+    name = names[0]
+    if context == "shard_map_axes":  # Specs are asked of one transformation.
+        tx, params, grads = transformations[name], params[name], grads[name]
+    history, state = contexts.replay(context, tx, params, grads)
+    if context == "shard_map_axes":
+        history, state = {name: history}, {name: state}
+    centers = {name: oxs.center_params(state[name], PARAMS) for name in names}
+    return history, centers, state
+
+
+@pytest.mark.parametrize("context", CASES)
+def test_the_numbers_are_those_of_a_whole_center(context):
+    history, centers, state = run(context, CASES[context], True)
+    whole, whole_centers, _ = run("vmap", tuple(RULES), False)
+    for name in CASES[context]:
+        # A sum of parameters rounds where one of differences would not; where such a
+        # sum is rounded to half precision that may be a step of that.
+        half = {"bfloat16": history[name].pop("bfloat16")}
+        expected = {leaf: whole[name][leaf] for leaf in PARAMS}
+        expected_half = {"bfloat16": expected.pop("bfloat16")}
+        contexts.assert_close(history[name], expected, 2e-6)
+        contexts.assert_close(half, expected_half, 2**-7)
+        assert np.array_equal(half["bfloat16"], expected_half["bfloat16"]) or (
+            np.mean(half["bfloat16"] != expected_half["bfloat16"]) < 0.05
+        )
+        history[name] |= half
+        found = jax.tree.map(lambda x: np.asarray(x, np.float32), centers[name])
+        wanted = jax.tree.map(lambda x: np.asarray(x, np.float32), whole_centers[name])
+        for leaf, x in found.items():
+            assert x.shape == PARAMS[leaf].shape
+            np.testing.assert_allclose(x, wanted[leaf], rtol=1e-2, atol=1e-5)
+    pieces = state["diloco"].center.tree["matrix"]
+    assert pieces.shape == (REPLICAS, -(-33 // REPLICAS))
+    assert oxs.slot(state["diloco"], "outer.trace")["matrix"].shape == pieces.shape
+    assert oxs.metrics(state["diloco"]).dropped.tolist() == [1, 2, 1, 1]
+
+
+def test_memory_and_bytes():
+    """N = 8 here, and 64 and 512 workers in a process that has so many devices."""
+    children = subprocess.run(
+        [sys.executable, "-m", "tests.center.sharded_memory", "64", "512"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=300,
+    )
+    assert children.returncode == 0, children.stderr
+    found = {8: [measured(8, sharded) for sharded in (True, False)]}
+    for workers, line in zip((64, 512), children.stdout.splitlines(), strict=True):
+        found[workers] = json.loads(line)
+    for workers, (pieces, whole) in found.items():
+        own = 4 * FLOATS  # its parameters; and its counters
+        assert pieces[0] - own - 2 * own // workers <= 64
+        assert whole[0] - 3 * own <= 64
+        assert pieces[1] <= whole[1]
+        assert whole[2] == {"all-reduce": own}
+        assert pieces[2] == {"reduce-scatter": own, "all-gather": own // workers}
+        # On a ring: (N-1)/N of the operand, N-1 times it, and twice (N-1)/N of it.
+        ring = (workers - 1) / workers
+        assert ring * own + (workers - 1) * (own // workers) == 2 * ring * own
+
+
+def start(tx: Any, workers: int) -> Any:
+    params, state, axes = oxs.start_workers(tx, {"w": jnp.linspace(-1, 1, 13)}, workers)
+    step = oxs.map_workers(
+        lambda params, state, grad: oxs.apply_gradients(
+            tx, {"w": params["w"] + grad}, state, params
+        ),
+        AXIS,
+        in_axes=(0, axes, 0),
+        out_axes=(0, axes),
+    )
+    return params, state, axes, jax.jit(step)
+
+
+def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
+    tx = oxs.diloco(
+        optax.sgd(0.1, momentum=0.9), AXIS, communication_period=2, shard_center=True
+    )
+    params, state, _, step = start(tx, 4)
+
+    def train(params, state, step, steps):
+        grads = jnp.linspace(-1, 1, params["w"].shape[0])
+        for _ in range(steps):
+            params, state = step(params, state, grads)
+        return params, state
+
+    params, state = train(params, state, step, 3)  # In the middle of a period.
+    shapes = jax.eval_shape(lambda: (params, state))
+    with StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "middle", (params, state))
+    with StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "middle", shapes)
+    for x, y in zip(
+        jax.tree.leaves(train(params, state, step, 4)),
+        jax.tree.leaves(train(*restored, step, 4)),
+        strict=True,
+    ):
+        assert np.array_equal(x, y)
+
+    # Three workers go on from the center and the outer state of four.
+    params, state = train(params, state, step, 1)
+    center = oxs.center_params(state, params)
+    more_params, more = oxs.resize(tx, params, state, 3)
+    assert np.array_equal(oxs.center_params(more, more_params)["w"], center["w"])
+    before, after = (oxs.slot(s, "outer.trace")["w"] for s in (state, more))
+    assert (before.shape, after.shape) == ((4, 4), (3, 5)) and np.abs(before).max() > 0
+    assert np.array_equal(before.reshape(-1)[:13], after.reshape(-1)[:13])
+    step = start(tx, 3)[3]
+    moved, more = train(more_params, more, step, 2)
+    assert np.abs(oxs.center_params(more, moved)["w"] - center["w"]).max() > 0.01
+
+
+def sharded(rule=oxs.local_sgd, **more):
+    return rule(INNER, AXIS, shard_center=True, **more)
+
+
+def curved(own, center, at):
+    return jnp.square(own.params - own.taken)
+
+
+def a_whole_state(params):
+    tx = sharded()
+    state = tx.init(params[0])
+    return jax.vmap(lambda p: tx.update(p, state, p), axis_name=AXIS)(params)
+
+
+REFUSED = {
+    "a penalty": (
+        lambda: sharded(oxs.elastic_average, moving_rate=0.1, rho=0.5),
+        "`penalty` reads",
+    ),
+    "a rule that takes a part": (
+        lambda: sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0), "`take` reads"
+    ),
+    "outer": (
+        lambda: sharded(oxs.diloco, outer=optax.chain(optax.clip_by_global_norm(1.0))),
+        "outer optimizer see pieces",
+    ),
+    "the inner one again": (
+        lambda: oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), "each number alone"
+    ),
+    "one worker": (
+        lambda: oxs.diloco(INNER, None, shard_center=True), "shares a center out"
+    ),
+    "codes": (lambda: sharded(exchange=oxs.exchange.quantized()), "half way"),
+    "feedback": (
+        lambda: sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k())),
+        "half way",
+    ),
+    "fragments": (lambda: sharded(fragments=2), "fragments, delay or keep_local"),
+    "keep_local": (lambda: sharded(keep_local=0.5), "fragments, delay or keep_local"),
+    "measure": (lambda: sharded(measure=True), "measure=True"),
+    "not affine": (
+        lambda: oxs.center_variable(
+            INNER, oxs.CenterRule(contribute=curved), AXIS, shard_center=True
+        ),
+        "affine",
+    ),
+    "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
+    "one piece": (
+        lambda: jax.vmap(
+            lambda p: oxs.center_params(sharded().init(p), p), axis_name=AXIS
+        )(jnp.ones((2, 5))),
+        "outside of the mapped function",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()

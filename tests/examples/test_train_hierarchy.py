@@ -1,0 +1,34 @@
+"""The example of two levels, run as a user runs it, on a mesh and simulated."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_hierarchy.py"
+
+
+def run(*options):
+    finished = subprocess.run(
+        [sys.executable, EXAMPLE, "--steps", "60", *options],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return [line.rstrip() for line in finished.stdout.splitlines()]
+
+
+def test_the_mesh_and_its_simulation_end_alike():
+    *sent, loss = run()
+    assert sorted(sent) == [
+        "over chips: 18,944 bytes",
+        "over pods: 18,944 bytes in a round",
+    ]
+    (simulated,) = run("--simulate")
+    values = [float(line.split()[-1]) for line in (loss, simulated)]
+    # Untrained it is 2.3; between the two programs lies rounding.
+    assert abs(values[0] - values[1]) < 1e-4 and values[0] < 0.3
+
+
+def test_it_is_short():
+    assert len(EXAMPLE.read_text().splitlines()) <= 60

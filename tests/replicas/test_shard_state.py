@@ -1,0 +1,317 @@
+"""`cross_shard(..., shard_state=True)`: a state in pieces, the numbers of the whole."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync import hlo
+from tests import contexts
+from tests.replicas.test_cross_shard import together, with_weight
+
+cross_shard: Any = oxs.cross_shard
+AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
+# Sizes that divide nothing.
+PARAMS = {
+    "scalar": np.float32(0.5),
+    "vector": np.linspace(-1, 1, 5, dtype=np.float32),
+    "matrix": np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3),
+    "empty": np.zeros((0, 3), np.float32),
+    "bfloat16": np.arange(4).astype(jnp.bfloat16),
+    "float16": np.zeros(3, np.float16),
+}
+# Half precision leaves take plain steps of whole numbers: what they hold is exact.
+LABELS = {name: "sgd" if "float16" in name else "adam" for name in PARAMS}
+
+
+def inner():
+    return optax.multi_transform(
+        {"adam": oxs.optimizers.adam(0.1), "sgd": optax.sgd(0.25, momentum=0.5)}, LABELS
+    )
+
+
+# name: (arguments, with weights)
+CASES = {
+    "mean": ({}, False),
+    "sum": ({"reduction": "sum"}, False),
+    "weighted": ({}, True),
+}
+
+
+def transformation(names, **more):
+    return together(
+        {
+            name: with_weight(
+                cross_shard(inner(), AXIS, **CASES[name][0], **more), CASES[name][1]
+            )
+            for name in names
+        }
+    )
+
+
+def inputs(steps=12):
+    rng = np.random.default_rng(0)
+
+    def drawn(name, param):
+        shape = (steps, REPLICAS, *param.shape)
+        if "float16" in name:
+            return 8 * rng.integers(-1, 2, shape).astype(param.dtype)
+        return rng.normal(size=shape).astype(np.float32)
+
+    grads = {name: drawn(name, param) for name, param in PARAMS.items()}
+    weight = 2.0 ** rng.integers(0, 3, (steps, REPLICAS)).astype(np.float32)
+    weight[:, 1:] = weight[:, :1]  # The weighted mean of whole numbers stays exact.
+    weight[3, 1:3] = 0
+    weight[4] = 0
+    broken = jax.tree.map(np.copy, grads)
+    for name, leaf in broken.items():
+        if "float16" not in name:  # They must leave no trace.
+            leaf[weight == 0] = np.nan
+    trees = {name: broken if CASES[name][1] else grads for name in CASES}
+    return {name: PARAMS for name in CASES}, trees, {"weight": weight}
+
+
+def only(names, tree):
+    return {name: tree[name] for name in names}
+
+
+@functools.cache
+def whole():
+    params, grads, extra = inputs()
+    return contexts.replay("vmap", transformation(CASES), params, grads, extra)[0]
+
+
+@pytest.mark.parametrize(
+    "context, names",
+    [
+        ("vmap", tuple(CASES)),
+        ("shard_map", tuple(CASES)),
+        ("shard_map_unchecked", ("mean",)),
+        ("pmap", ("mean",)),
+        ("islands", ("mean",)),
+    ],
+)
+def test_the_numbers_are_those_of_the_whole(context, names):
+    params, grads, extra = inputs()
+    history, state = contexts.replay(
+        context,
+        transformation(names, shard_state=True),
+        only(names, params),
+        only(names, grads),
+        extra,
+    )
+    for leaf in jax.tree.leaves(history):
+        assert np.array_equal(leaf, np.broadcast_to(leaf[:, :1], leaf.shape))
+    contexts.assert_close(history, only(names, whole()))
+    for name, param in PARAMS.items():
+        if LABELS[name] == "adam":
+            m = oxs.slot(state["mean"], "m")[name]
+            assert m.shape == (REPLICAS, -(-param.size // REPLICAS))
+
+
+def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_all():
+    """Under shard_map(check_vma=True), as most would write it."""
+
+    def schedule(count):
+        return 0.1 / (1.0 + count.astype(jnp.float32))
+
+    def clip(bound):
+        def update(updates, state, params=None):
+            leaves: Any = jax.tree.leaves(updates)
+            squares: Any = sum(jnp.sum(jnp.square(g)) for g in leaves)
+            if isinstance(axis := clip_axis, str):
+                squares = oxs.reduce(oxs.localize(squares, axis), axis, reduction="sum")
+            scale = jnp.minimum(1.0, bound / jnp.sqrt(squares))
+            return jax.tree.map(lambda g: g * scale, updates), state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    params = {name: jnp.asarray(PARAMS[name]) for name in ("vector", "matrix")}
+    batch = np.random.default_rng(0).normal(size=(REPLICAS, 11)).astype(np.float32)
+    mesh = contexts.mesh()
+    ends = {}
+    for sharded in (True, False):
+        clip_axis = AXIS if sharded else None
+        tx = cross_shard(
+            optax.chain(clip(0.1), optax.sgd(schedule, momentum=0.9)),
+            AXIS,
+            grads="summed",
+            shard_state=sharded,
+        )
+        axes = oxs.state_axes(tx, params, replicated=True)
+
+        def step(params, state, x, tx=tx):
+            def loss(params):
+                return jnp.sum(jnp.tanh(x @ params["matrix"])) * params["vector"].sum()
+
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        mapped = oxs.map_workers(
+            step, AXIS, mesh=mesh, in_axes=(None, axes, 0), out_axes=(None, axes)
+        )
+        now = params, oxs.stack(tx.init(params), REPLICAS, axes)
+        for _ in range(3):
+            now = jax.jit(mapped)(*now, batch)
+        ends[sharded] = now[0]
+        if sharded:
+            # A count is no piece: it is one for all. And `init` knows where it runs.
+            assert optax.tree_utils.tree_get(now[1], "count").shape == ()
+            there = oxs.map_workers(
+                tx.init, AXIS, mesh=mesh, in_axes=(None,), out_axes=axes
+            )(params)
+            assert jax.tree.map(jnp.shape, there) == jax.tree.map(jnp.shape, now[1])
+    contexts.assert_close(ends[True], ends[False])
+
+
+def test_bytes_and_memory():
+    """A reduce-scatter and an all-gather, and 1/N of Adam's state."""
+    params = {"w": jnp.zeros((64, 40)), "half": jnp.zeros(800, jnp.bfloat16)}
+    memory = {}
+    for sharded in (True, False):
+        tx = cross_shard(optax.adam(0.1), AXIS, shard_state=sharded)
+        axes = oxs.state_axes(tx, params, replicated=True)
+        state = oxs.stack(tx.init(params), REPLICAS, axes)
+
+        def update(grads, state, tx=tx):
+            return tx.update(grads, state)
+
+        step = jax.jit(
+            oxs.map_workers(
+                update,
+                AXIS,
+                mesh=contexts.mesh(),
+                in_axes=(0, axes),
+                out_axes=(None, axes),
+            ),
+            donate_argnums=1,
+        )
+        grads = oxs.stack(params, REPLICAS)
+        # Adam's own arithmetic with a count.
+        with jax.numpy_dtype_promotion("standard"):
+            compiled = step.lower(grads, state).compile()
+        memory[sharded] = hlo.memory(compiled).arguments
+        rows = {row.kind: 0 for row in oxs.audit.collectives(compiled)}
+        for row in oxs.audit.collectives(compiled):
+            rows[row.kind] += row.bytes
+        whole = 4 * (2560 + 800)
+        if sharded:
+            gathered = (4 * 2560 + 2 * 800) // REPLICAS
+            assert rows == {"reduce-scatter": whole, "all-gather": gathered}
+        else:
+            assert rows == {"all-reduce": whole}
+    gradients = 4 * 2560 + 2 * 800
+    state = 2 * 4 * (2560 + 800) // REPLICAS
+    assert memory[True] - gradients - state <= 64  # counters
+    assert memory[False] > gradients + 2 * (4 * 2560 + 2 * 800)
+
+
+def test_a_missing_gradient_and_another_number_of_replicas():
+    tx = cross_shard(oxs.optimizers.adagrad(0.1), AXIS, shard_state=True)
+    params = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
+    axes = oxs.state_axes(tx, params)
+
+    def train(state, replicas):
+        grads = jnp.tile(jnp.arange(7.0), (replicas, 1))
+
+        def step(grad, state):
+            return tx.update({"w": grad, "none": None}, state, params)
+
+        mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes), out_axes=(0, axes))
+        updates, state = jax.jit(mapped)(grads, state)
+        assert np.array_equal(updates["none"], np.zeros((replicas, 3)))
+        return updates["w"][0], state
+
+    first, state = train(oxs.stack(tx.init(params), 3, axes), 3)
+    state = oxs.resize(tx, oxs.stack(params, 3), state, 4)[1]
+    second, state = train(state, 4)
+    accumulated = oxs.slot(state, "accumulator")["w"]
+    assert accumulated.shape == (4, 2)
+    np.testing.assert_allclose(
+        accumulated.reshape(-1)[:7], 0.1 + 2 * np.square(np.arange(7.0)), rtol=1e-6
+    )
+    assert (np.abs(second)[1:] < np.abs(first)[1:]).all()
+
+
+def sharded(inner, **more):
+    return cross_shard(inner, AXIS, shard_state=True, **more)
+
+
+def a_whole_state(grads):
+    tx = sharded(optax.sgd(0.1, momentum=0.9))
+    state = tx.init(jnp.zeros(5))
+    return jax.vmap(lambda grads: tx.update(grads, state), axis_name=AXIS)(grads)
+
+
+def a_row(values):
+    tx = sharded(optax.sgd(0.1))
+    return tx.update(oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values), ())
+
+
+def needs(name):
+    def update(updates, state, params=None, **extra_args):
+        return updates * extra_args[name], state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+NORM = optax.normalize_by_update_norm()
+REFUSED = {
+    "clip": (lambda: sharded(optax.clip_by_global_norm(1.0)), "each number alone"),
+    "lamb": (lambda: sharded(optax.lamb(0.1)), "Leave shard_state=True out"),
+    "guard": (lambda: sharded(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
+    "factors of what is large": (
+        lambda: sharded(optax.scale_by_factored_rms()).init(jnp.zeros((128, 128))),
+        "other sizes",
+    ),
+    "a part": (
+        lambda: sharded(optax.masked(NORM, {"w": True})).init({"w": jnp.ones(5)}),
+        "alone",
+    ),
+    "no way to try": (
+        lambda: sharded(needs("curvature")).init(jnp.ones(5)),
+        "small arrays",
+    ),
+    "groups": (
+        lambda: sharded(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]]),
+        "mesh with an axis per group",
+    ),
+    "codes": (
+        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.quantized()),
+        "half way",
+    ),
+    "median": (
+        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.median()),
+        "half way",
+    ),
+    "rows": (
+        lambda: jax.vmap(a_row, axis_name=AXIS)(jnp.ones((2, 1, 3))), "row-sparse"
+    ),
+    "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_hyperparameters_may_be_traced():
+    make = optax.inject_hyperparams(
+        lambda learning_rate: sharded(optax.sgd(learning_rate, momentum=0.9))
+    )
+    tx = make(learning_rate=0.5)
+    state = tx.init(jnp.zeros(3))
+    axes = oxs.state_axes(tx, jnp.zeros(3))
+    step = jax.jit(
+        oxs.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
+    )
+    updates, _ = step(jnp.ones((2, 3)), oxs.stack(state, 2, axes))
+    assert np.array_equal(updates, np.full((2, 3), -0.5))

@@ -1,0 +1,192 @@
+"""Pushes in few bytes: what travels, what is owed, and that a run is its simulation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.center.coded import (
+    bytes_of,
+    decoded,
+    encoded,
+    message_shapes,
+    start_codes,
+)
+from optx_sync.center.formulas import start_center
+from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
+from optx_sync.simulate import asynchronous
+
+exchange = oxs.exchange
+PARAMS = {
+    "matrix": jnp.linspace(-1, 1, 70 * 30).reshape(70, 30),
+    "vector": jnp.linspace(0, 2, 300),
+    "scalar": jnp.float32(0.5),
+    "empty": jnp.zeros((0, 3)),
+    "half": jnp.ones(5, jnp.bfloat16),
+}
+WHOLE = 4 * (2100 + 300 + 1 + 5)
+# (exchange, the bytes of a push: blocks of 256 numbers and fewer, chunks of 4096.)
+CODES = {
+    "whole": (exchange.all_reduce(), WHOLE),
+    "bfloat16": (exchange.all_reduce(jnp.bfloat16), WHOLE // 2),
+    "8 bit": (
+        exchange.quantized(),
+        (9 * 240 + 9 * 4) + (2 * 152 + 2 * 4) + (8 + 4) * 2,
+    ),
+    "4 bit": (
+        exchange.quantized(bits=4),
+        (9 * 120 + 9 * 4) + (2 * 76 + 2 * 4) + (4 + 4) * 2,
+    ),
+    "top-k": (
+        exchange.top_k(8, 512),
+        (2 + 4) * 8 * 5 + (2 + 4) * 8 + (1 + 4) * 1 + (1 + 4) * 5,
+    ),
+    "2 bit": (
+        exchange.top_k(32, 512, bits=2),
+        (32 * 2 + 8 + 16) * 5 + (32 * 2 + 8 + 16) + (1 + 1 + 16) + (5 + 2 + 16),
+    ),
+    "power": (exchange.power_sgd(rank=2), 4 * (2 * 100 + 300 + 1 + 5)),
+}
+
+
+def gradient(params, event):
+    def at(p):
+        wave = jnp.sin(jnp.arange(p.size, dtype=jnp.float32) + event)
+        return p + wave.reshape(p.shape).astype(p.dtype)
+
+    return jax.tree.map(at, params)
+
+
+def test_what_is_lost_is_known_and_fed_back():
+    center = start_center(PARAMS)
+    fed = {name: exchange.error_feedback(code) for name, (code, _) in CODES.items()}
+
+    def push_twice(tree):
+        found = {}
+        for name, code in fed.items():
+            states = start_codes(code, tree)
+            arrived = jax.tree.map(jnp.zeros_like, tree)
+            messages = ()
+            for _ in range(2):
+                messages, states = encoded(code, tree, states)
+                part = decoded(code, messages, tree)
+                arrived = jax.tree.map(jnp.add, arrived, part)
+            found[name] = arrived, states, messages
+        return found
+
+    program = jax.jit(push_twice)
+    for name, (arrived, states, messages) in program(center).items():
+        assert (
+            bytes_of(messages)
+            == CODES[name][1]
+            == bytes_of(message_shapes(CODES[name][0], center))
+        )
+        owed = jax.tree.leaves([state.error for state in states])
+        for x, total, error in zip(
+            *map(jax.tree.leaves, (center, arrived)), owed, strict=True
+        ):
+            np.testing.assert_allclose(total + error, 2 * x, rtol=1e-5, atol=1e-5)
+        assert any(error.any() for error in owed) == (name != "whole")
+
+
+def test_a_run_is_its_simulation():
+    """Two workers, one of them twice as fast."""
+    code = exchange.error_feedback(exchange.quantized())
+    rule, inner, order = oxs.diloco_rule(), optax.sgd(0.05), [0, 0, 1] * 8
+    params = {name: PARAMS[name] for name in ("matrix", "scalar")}
+    settings: Any = {"num_workers": 2, "communication_period": 2, "exchange": code}
+    server = Server(params, rule, **settings)
+    workers = [Worker(server, params, inner, rule, index=i, **settings) for i in (0, 1)]
+    for event, i in enumerate(order):
+        workers[i].step(gradient(workers[i].params, jnp.float32(event)))
+    run = asynchronous(
+        inner,
+        rule,
+        params,
+        lambda worker, params, event: gradient(params, event.astype(jnp.float32)),
+        jnp.array(order),
+        record=len(order),
+        **settings,
+    )
+    for name, expected in run.final.center.items():
+        np.testing.assert_allclose(
+            server.center()[name], expected, rtol=1e-4, atol=1e-5
+        )
+    pushes = [event for event in server.events()[1] if event.kind == "push"]
+    assert len(pushes) == 12
+    assert {event.bytes for event in pushes} == {run.push_bytes}
+    assert run.push_bytes < 0.27 * 4 * 2101
+
+
+def test_all_that_was_sent_in_has_arrived_or_is_owed():
+    """The center adds up what it decodes; a refused push changes no error."""
+    count = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+    params = {"w": jnp.zeros(40)}
+    code = exchange.error_feedback(exchange.quantized(bits=4))
+    settings: Any = {"num_workers": 1, "communication_period": 1, "exchange": code}
+    server = Server(params, count, **settings)
+    worker = Worker(server, params, optax.sgd(1.0), count, index=0, **settings)
+    rng = np.random.default_rng(0)
+    sent, owed = np.zeros(40), np.zeros(40)
+
+    def error() -> Any:
+        own: Any = worker._own
+        return own.codes[0].error
+
+    for step in range(30):
+        before = np.asarray(worker.params["w"])
+        grad = rng.normal(size=40).astype(np.float32)
+        if step == 11:
+            owed = error()
+            with pytest.raises(PushRefused, match=r"\['w'\] holds a NaN"):
+                worker.step({"w": jnp.full(40, jnp.nan)})
+            assert np.array_equal(owed, error())
+            worker.pull()
+            # A worker that starts anew owes nothing: what was owed is lost.
+            assert not error().any()
+            sent -= owed
+            before = np.asarray(worker.params["w"])
+        worker.step({"w": jnp.asarray(grad)})
+        sent += (before - grad) - before
+        owed = error()
+        np.testing.assert_allclose(
+            server.center()["w"] + owed, sent, atol=1e-4, rtol=1e-5
+        )
+    assert np.abs(owed).max() > 0.01
+
+
+def test_refused():
+    wrong = {
+        "bits of the wrong size": np.zeros(3, np.uint8),
+        "no codes": np.zeros(40, np.float32),
+    }
+    rule, code = oxs.local_sgd_rule(), exchange.quantized()
+    settings: Any = {"num_workers": 1, "exchange": code}
+    server = Server({"w": jnp.zeros(40)}, rule, **settings)
+    for array in wrong.values():
+        with pytest.raises(PushRefused, match=r"\['w'\] must have"):
+            server.push(Push(0, 1, {"contribution": {"['w']": array}}))
+
+    def start(agreement: Any, code: Any, params: Any = PARAMS):
+        return Server(params, agreement, num_workers=1, exchange=code)
+
+    elastic = oxs.elastic_rule(moving_rate=0.1, rho=0.0)
+    cases: dict[str, tuple[Any, Any, Any, Any]] = {
+        "reads the center": (elastic, code, PARAMS, ValueError),
+        "one by one": (rule, exchange.median(), PARAMS, ValueError),
+        "SyncReplicas may drop": (SyncReplicas(1), code, PARAMS, ValueError),
+        "real floating": (rule, code, jnp.zeros(2, jnp.complex64), TypeError),
+        "oxs.exchange": (rule, 0.5, PARAMS, TypeError),
+    }
+    for message, (agreement, given, params, error) in cases.items():
+        with pytest.raises(error, match=message):
+            start(agreement, given, params)
+    with pytest.raises(ValueError, match="reads the center"):
+        asynchronous(
+            optax.sgd(0.1), elastic, PARAMS, lambda *_: PARAMS, [0], num_workers=1,
+            exchange=code,
+        )  # fmt: skip
