@@ -1,11 +1,12 @@
 """The figures of torchft's own regression test of DiLoCo with two fragments.
 
 Source: meta-pytorch/torchft, `test_fixtures/`, the files of `diloco_regression_test`,
-`DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0`, `_1`, `_2`, `_4` and `_5`. Two
-replicas, two layers of one weight that start at 1, gradients of 2, inner rate 1, outer
-rate 2. Each layer meets every six steps, the first one three steps ahead of the second;
-with a delay it sets out a step earlier, and arrives when it does without one. Of the
-global parameters a replica takes 1 - mix, of its own mix.
+`DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0`, `_1`, `_2`, `_4` and `_5`; `_3`,
+a delay of 1 and a mix of 0, is worked out by hand. Two replicas, two layers of one
+weight that start at 1, gradients of 2, inner rate 1, outer rate 2. Each layer meets
+every six steps, the first one three steps ahead of the second; with a delay it sets out
+a step earlier, and arrives when it does without one. Of the global parameters a replica
+takes 1 - mix, of its own mix.
 """
 
 from typing import Any
@@ -36,6 +37,12 @@ RECORDED: dict[tuple[int, float], Any] = {
         [1, 1, -23, -23, -35],
     ),
     (0, 1.0): (ALONE, ALONE, [1, -11, -11, -23, -23], [1, 1, -23, -23, -23]),
+    (1, 0.0): (
+        [1, -1, -3, *range(-7, -18, -2), *range(-27, -38, -2), -47],
+        [1, -1, -3, -5, -7, -9, *range(-19, -30, -2), *range(-39, -46, -2)],
+        [1, -7, -7, -27, -27, -47],
+        [1, 1, -19, -19, -39, -39],
+    ),
     (1, 0.5): (
         [1, -1, -3, *range(-6, -17, -2), *np.arange(-21.5, -32, -2), -35.75],
         [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
