@@ -57,7 +57,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings(5000, 50, 4, tuple(EXCHANGES))
-SHORT = Settings(50, 1, 1, (EXACT, "4 bit", "top 2 %", "top 2 %, no feedback"))
+SHORT = Settings(50, 1, 1, (EXACT, "4 bit"))
 
 
 def method_of(name):
