@@ -41,6 +41,12 @@ def step(params, state, rows):
     return params, state, oxs.reduce(loss, "data")
 
 
+def numbers_of(state):
+    """What has been measured by name, in the order of the table."""
+    found = oxs.metrics(state)._asdict()
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def find_writer(folder) -> Any:
     """A writer of TensorBoard files, or None."""
     for name in ("tensorboardX", "torch.utils.tensorboard"):
@@ -59,7 +65,7 @@ def main(steps, logs):
     state, writer = tx.init(params), find_writer(logs)
     run = jax.vmap(step, (None, None, 0), None, axis_name="data")
     run = jax.jit(run, donate_argnums=(0, 1))
-    table = Table("step", "loss", *oxs.metrics(state)._fields)
+    table = Table("step", "loss", *numbers_of(state))
     batches = np.random.default_rng(0).integers(
         len(labels), size=(steps, REPLICAS, BATCH)
     )
@@ -68,7 +74,7 @@ def main(steps, logs):
             params, state, loss = run(params, state, rows)
             if number % 10:
                 continue
-            found = {"loss": loss, **oxs.metrics(state)._asdict()}
+            found = {"loss": loss, **numbers_of(state)}
             table.add_row(str(number), *(f"{value:.3g}" for value in found.values()))
             if writer is not None:
                 for name, value in found.items():

@@ -69,9 +69,11 @@ class Measures(NamedTuple):
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""
-    asked = (exact, True, True, True, noise, noise)
     # An array for each: a buffer can be donated once.
-    return Measured(*(jnp.zeros((), jnp.float32) if of else () for of in asked))
+    zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
+    measured = Measured(*zeros)
+    measured = measured if exact else measured._replace(agreement=())
+    return measured if noise else measured._replace(noise=(), signal=())
 
 
 def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:

@@ -32,7 +32,7 @@ def resize(
     joiners: Joiners = "mean",
     replicated: bool = False,
     strict: bool = False,
-) -> tuple[Tree, optax.OptState]:
+) -> tuple[Tree, Any]:
     """Go on with another number of workers: the parameters and state of `n` of them.
 
     For the state of any transformation, with wrappers of this package anywhere in it,
@@ -40,7 +40,7 @@ def resize(
     workers leave, where there are more the new ones come last. What becomes of what:
 
         shared by all workers (center, outer state, counters)    stays as it is
-        parameters of a rule that takes the center               the center
+        parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
@@ -52,7 +52,9 @@ def resize(
     moments are never 0 with a count above 0. Right after a round
     (`oxs.metrics(state).steps_since_round == 0`) nothing that was learned is lost with
     a rule that takes the center. In the middle of one, what workers learned and
-    accumulated since the last is dropped with a warning, or refused with `strict`.
+    accumulated since the last is dropped with a warning, or refused with `strict`. With
+    `fragments` most parts are in the middle of a round at any time: survivors keep what
+    they have, and what leavers have learned since is what is dropped.
 
     It works on the host, on whole arrays. Place the result as `oxs.state_shardings`
     says. The number of workers also stands in the transformation where `moving_rate` or

@@ -1,5 +1,6 @@
 """Another number of workers: what stays to the bit, what joiners get, what is lost."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -18,6 +19,7 @@ NOISY = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1, momentum=0.9))
 OWES = oxs.exchange.error_feedback(oxs.exchange.power_sgd(1))
 CASES: dict[str, Any] = {
     "diloco": oxs.diloco(ADAM, AXIS, measure=True, drop_nonfinite=True),
+    "fragments": oxs.agn(optax.sgd(0.1), AXIS, fragments=2, delay=1),
     "chain": optax.chain(optax.clip(1.0), oxs.diloco(ADAM, AXIS)),
     "masked": optax.masked(oxs.local_sgd(ADAM, AXIS), {"w": True, "b": False}),
     "agn": oxs.agn(optax.adam(0.1), AXIS),
@@ -90,6 +92,13 @@ def shared_of(state):
     return found
 
 
+def drops(name):
+    """What leaves in the middle of a round takes something along."""
+    if name == "fragments":
+        return pytest.warns(UserWarning, match="leaving workers have learned since")
+    return contextlib.nullcontext()
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_laws(name, stacked):
@@ -97,7 +106,8 @@ def test_laws(name, stacked):
     tx = CASES[name]
     params, state = trained(tx, stacked)
     equal(oxs.resize(tx, params, state, N), (params, state))
-    fewer, fewer_state = oxs.resize(tx, params, state, 3)
+    with drops(name):
+        fewer, fewer_state = oxs.resize(tx, params, state, 3)
     _, more_state = oxs.resize(tx, fewer, fewer_state, N)
     axes = None if stacked else oxs.state_axes(tx, PARAMS)
     for of, workers in ((fewer_state, 3), (more_state, N)):
@@ -137,16 +147,17 @@ def test_where_parameters_go():
                 np.testing.assert_array_equal(resized["b"][:kept], params["b"][:kept])
             else:
                 equal(resized["b"], oxs.stack(center["b"], n))
-    for name in ("elastic", "gossip", "plain"):
+    for name in ("elastic", "gossip", "plain", "fragments"):
         tx = CASES[name]
         params, state = trained(tx)
         resized, new = oxs.resize(tx, params, state, 11)
         equal(jax.tree.map(lambda x: x[:N], resized), params)
         expected = np.asarray(params["w"], np.float64).mean(0)
-        if name == "elastic":
+        if name in ("elastic", "fragments"):
             expected = np.asarray(new.center["w"])
         np.testing.assert_allclose(resized["w"][9], expected, rtol=1e-6)
-        fewer, _ = oxs.resize(tx, params, state, 2)
+        with drops(name):
+            fewer, _ = oxs.resize(tx, params, state, 2)
         equal(fewer, jax.tree.map(lambda x: x[:2], params))
     # Equal replicas stay equal, to the bit.
     tx = CASES["plain"]
@@ -194,6 +205,7 @@ def test_four_go_on_as_four_from_that_center():
     params, state, _ = run(*oxs.start_workers(tx, one, N)[:2], target)
     resized = oxs.resize(tx, params, state, 4)
     found = run(*resized, target[:4])
+    fresh: Any
     started, fresh, _ = oxs.start_workers(tx, oxs.center_params(state, one), 4)
     equal(started, resized[0])
     fresh = fresh._replace(
@@ -277,6 +289,7 @@ def test_random_keys_are_no_numbers():
         return updates, state
 
     tx = oxs.local_sgd(optax.GradientTransformation(init, update), AXIS)
+    state: Any
     params, state, _ = oxs.start_workers(tx, PARAMS, 2)
     _, new = oxs.resize(tx, params, state, 5)
     first = state.inner["key"][0]

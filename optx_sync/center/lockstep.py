@@ -245,7 +245,9 @@ class CenterState(NamedTuple):
 
     def resized_params(self, how: Resizing, params: Tree) -> Tree:
         """The parameters of another number of workers: see `oxs.resize`."""
-        return take_center(how, params, self.center, self.takes_center)
+        # Of several parts most are on their way at any time, and go on.
+        everyone = self.takes_center and isinstance(self.ages, tuple)
+        return take_center(how, params, self.center, everyone)
 
     def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
         """The state of another number of workers: see `oxs.resize`."""
@@ -256,7 +258,12 @@ class CenterState(NamedTuple):
                 f"its center: {steps} step(s) since the last round. Resize right after "
                 "a round of the outer rule."
             )
-        if steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+        accumulated = how.zeros(self.accumulated)
+        if not isinstance(self.ages, tuple):
+            accumulated = how.joined_by_zeros(self.accumulated)
+            if how.after < how.before:
+                how.loses("what leaving workers have learned since their parts met")
+        elif steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
             what = "have learned" if self.takes_center else "accumulated"
             how.loses(f"what workers {what} in {steps} step(s) since their last round")
         # A worker that goes a part of the way adds that part to the center.
@@ -271,7 +278,7 @@ class CenterState(NamedTuple):
         return self._replace(
             **shared,
             pending=pending,
-            accumulated=how.zeros(self.accumulated),
+            accumulated=accumulated,
             broken=how.zeros(self.broken),
             dropped=how.joined_by_zeros(self.dropped),
             exchange=of_exchange.tree(self.exchange, fresh.exchange),
@@ -851,10 +858,9 @@ def center_variable(
                     for x in (after, before)
                 )
                 kept = where(lands, kept, known_before)
-                remembered = _with_row(
-                    state.exchange, last, kept.pop("exchange"), parts
-                )
-                now = now._replace(exchange=(), **kept)
+                remembered = kept.pop("exchange")
+                remembered = _with_row(state.exchange, last, remembered, parts)
+                now = now._replace(**kept, exchange=())
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay

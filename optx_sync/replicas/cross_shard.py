@@ -354,7 +354,7 @@ def cross_shard(
             )
         state = vary_like(new_state, inner_state)
         if measure:
-            own = localize(measured.update_norm, axis_name)
+            own = localize(now.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
             state = CrossShardState(memory, outliers, vary_like(now, measured), state)

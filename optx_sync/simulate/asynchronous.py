@@ -74,6 +74,7 @@ class WorkerState(NamedTuple):
     local_step: jax.Array  # int32[], its steps
     steps_since_round: jax.Array  # int32[]
     rounds: jax.Array  # int32[], its rounds
+    # With parts [P], of each one.
     tokens: jax.Array  # float32[], since its last round
     seen: jax.Array  # int32[], the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
@@ -274,14 +275,7 @@ def asynchronous(
         behind = own.tokens + behind
 
         def at_of(steps):
-            return Round(
-                num_workers,
-                static_period,
-                steps,
-                staleness=global_step - own.seen,
-                tokens=behind,
-                num_pushed=own.rounds + 1,
-            )
+            return Round(num_workers, static_period, steps)
 
         updates, own_inner, accumulated = local_step(
             inner,
@@ -298,7 +292,14 @@ def asynchronous(
         ages = own.ages if parts.number == 1 else own.ages + 1
 
         def contribute(now, number):
-            at = at_of(steps if parts.number == 1 else ages[number])
+            of_part = (own.seen, behind, steps)
+            if parts.number > 1:
+                of_part = (own.seen[number], behind[number], ages[number])
+            at = at_of(of_part[2])._replace(
+                staleness=global_step - of_part[0],
+                tokens=of_part[1],
+                num_pushed=own.rounds + 1,
+            )
             taken = now.taken if keeps_taken else now.center
             pushed = contributions(
                 rule, own_of(rule, now.params, taken, now.accumulated), now.center, at
@@ -365,6 +366,7 @@ def asynchronous(
             now = where_due(
                 due, lambda now, number: land(*contribute(now, number)), now, part
             )
+        met = due
         if parts.number > 1:
             met = due & (jnp.arange(parts.number) == part)
             ages = jnp.where(met, jnp.zeros_like(ages), ages)
@@ -377,9 +379,9 @@ def asynchronous(
             exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            tokens=jnp.where(met, 0.0, behind),
+            seen=jnp.where(met, global_step + 1, own.seen),
             rounds=own.rounds + rounds,
-            tokens=jnp.where(due, 0.0, behind),
-            seen=jnp.where(due, global_step + 1, own.seen),
             ages=ages,
             pending=now.pending,
         )
@@ -424,9 +426,9 @@ def asynchronous(
         else parts.each(lambda part: start_codes(exchange, part), center),
         local_step=count,
         steps_since_round=count,
+        tokens=jnp.zeros(() if parts.number == 1 else parts.number, jnp.float32),
+        seen=jnp.zeros(() if parts.number == 1 else parts.number, jnp.int32),
         rounds=count,
-        tokens=jnp.zeros((), jnp.float32),
-        seen=count,
         ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
         pending=Pending(buffer.zeros(), count, ()) if delay else (),
     )

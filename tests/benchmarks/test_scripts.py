@@ -34,6 +34,9 @@ PAGES = {
     "reproduce_few_bytes": {"reproduce_few_bytes": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
     "reproduce_peers": {"reproduce_peers": ("a round sends the parameters once",)},
+    "reproduce_streaming": {
+        "reproduce_streaming": ("streaming sends as many bytes", "with H=P one part")
+    },
     "reproduce_robust": {
         "reproduce_robust": (
             "shuffled: with one replica of 8 that sends -10 g or 1e6 g the mean",

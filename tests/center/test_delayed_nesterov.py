@@ -14,7 +14,7 @@ from optx_sync.runtime import Server, Worker
 GRADS = np.random.default_rng(0).normal(size=(14, 3)).astype(np.float32)
 
 
-def steps(tx, grads=GRADS, **extra):
+def steps(tx, grads=GRADS, **extra) -> Any:
     def step(carry, grad):
         params, state = carry
         updates, state = tx.update(grad, state, params, **extra)
@@ -40,7 +40,7 @@ def test_the_momentum_waits():
         number, rate, factor = 4, 0.7, 0.9
         x, m, d = np.ones(3), np.zeros(3), np.zeros(3)
         found = steps(oxs.delayed_nesterov(rate, factor, c=c), num_workers=number)
-        for t, mean_part in enumerate(np.float64(GRADS)):
+        for t, mean_part in enumerate(GRADS.astype(np.float64)):
             g = number * mean_part  # as it comes from the worker, not yet divided
             d = d + g
             if (t + 1) % number == 0:
@@ -75,7 +75,7 @@ def test_weights_of_contributions():
     )
     # By hand.
     x, taken, seen = np.zeros(2), np.zeros(2), [0, 0]
-    count, behind, pushed = [0, 0], [0.0, 0.0], [0, 0]
+    count, behind, pushed = [0, 0], np.zeros(2), [0, 0]
     center, m, d, rounds, centers = 0.0, 0.0, 0.0, 0, []
     for w, of_event in zip(order, tokens, strict=True):
         x[w] -= 0.5 * (x[w] - target[w])
@@ -105,7 +105,7 @@ def test_weights_of_contributions():
     ]
     for w, of_event in zip(order, tokens, strict=True):
         grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
-        workers[w].step(grads, tokens=of_event)
+        workers[w].step(grads, tokens=float(of_event))
     np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
 
 
