@@ -48,16 +48,26 @@ Make = Callable[[int], optax.GradientTransformation]
 def cases() -> dict[str, Make]:
     """What is compiled, for a number of workers."""
     inner, rule, exchange = optax.adamw(1e-3), oxs.local_sgd, oxs.exchange
-    period = {"communication_period": PERIOD}
-    every = {
+    period: dict[str, Any] = {"communication_period": PERIOD}
+    parts = {"fragments": PERIOD, "delay": 1, "keep_local": 0.5}
+    every: dict[str, Make] = {
         "cross_shard": lambda n: oxs.cross_shard(inner, AXIS),
         "sync_replicas": lambda n: oxs.sync_replicas(inner, AXIS, n),
         "sync_replicas, accumulating": lambda n: oxs.sync_replicas(inner, AXIS, 2 * n),
         "local_sgd": lambda n: rule(inner, AXIS, **period),
         "diloco": lambda n: oxs.diloco(inner, AXIS, **period),
+        "diloco in 4 parts, a step later": lambda n: oxs.diloco(
+            inner, AXIS, **period, **parts
+        ),
         "agn": lambda n: oxs.agn(optax.sgd(0.1), AXIS, **period),
         "elastic_average": lambda n: oxs.elastic_average(
             inner, AXIS, rho=0.0, **period
+        ),
+        "cross_shard, state in pieces": lambda n: oxs.cross_shard(
+            inner, AXIS, shard_state=True
+        ),
+        "diloco, center in pieces": lambda n: oxs.diloco(
+            inner, AXIS, shard_center=True, **period
         ),
         "gossip on a ring": lambda n: oxs.gossip(inner, AXIS, **period),
         "noloco": lambda n: oxs.noloco(inner, AXIS, **period),
