@@ -52,7 +52,8 @@ def one_size(page: Report, numbers: int) -> dict[str, tuple[float, ...]]:
     scale = jax.jit(lambda x: x * 1.000001)
     calls, counts, sizes = {"copy": lambda: scale(x)}, {}, {}
     for name, exchange in CODES.items():
-        code, state = exchange.code, exchange.init(x)
+        code: Any = exchange.code
+        state = exchange.init(x)
         encode = jax.jit(lambda x, state, code=code: code.encode(x, state)[::2])
         decode = jax.jit(lambda message, code=code: code.decode(message, x))
         message = encode(x, state)[0]

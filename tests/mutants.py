@@ -53,6 +53,8 @@ REFUSED = (
 SYNC = ("tests/replicas/test_sync_replicas.py",)
 EXCHANGE = ("tests/exchange/test_laws.py",)
 ROBUST = ("tests/exchange/test_robust.py",)
+PIECES = ("tests/replicas/test_shard_state.py", "tests/center/test_shard_center.py")
+CODED = ("tests/runtime/test_coded.py",)
 GOSSIP = ("tests/peers/test_gossip.py",)
 REFUSED_GOSSIP = ("tests/peers/test_gossip.py::test_refused",)
 SIMULATED_GOSSIP = ("tests/test_simulate_gossip.py",)
@@ -76,6 +78,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "collectives": (*COLLECTIVES, *SHARD),
     "exchange": (*EXCHANGE, *SHARD, *CENTER),
     "robust": ROBUST,
+    "pieces": (*PIECES, *CODED),
     "optimizers": ("tests/optimizers/test_arguments.py", *LAWS, *GOLDEN),
     "replicas": (*SHARD, *SYNC),
     "center": CENTER,
@@ -744,8 +747,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "accumulated=zeros_like(now.accumulated),",
-            "accumulated=now.accumulated,",
+            "accumulated=zeros_like(now.accumulated),\n                measured",
+            "accumulated=now.accumulated,\n                measured",
             CENTER_LAWS,
         ),
         Mutant(
@@ -918,6 +921,36 @@ MUTANTS: dict[str, list[Mutant]] = {
             SIMULATED_GOSSIP,
         ),
     ],
+    "pieces": [
+        Mutant(
+            "exchange/pieces.py",
+            "return total / jnp.asarray(divisor, wide)",
+            "return total",
+        ),
+        Mutant(
+            "elementwise.py",
+            "if not np.allclose(one, two, rtol=1e-4, atol=1e-12, equal_nan=True):",
+            "if False:",
+        ),
+        Mutant(
+            "center/sharded.py",
+            "mean = self._scatter(sent, self._axis_name, weight=weight)",
+            "mean = self._scatter(sent, self._axis_name)",
+            PIECES[1:],
+        ),
+        Mutant(
+            "resizing.py",
+            "x.reshape(-1)[: one.size] if flag else x",
+            "x.reshape(-1)[-one.size :] if flag else x",
+            PIECES[1:],
+        ),
+        Mutant(
+            "runtime/agreements/center.py",
+            "sent, self.next_codes = self._bring(",
+            "sent, self.codes = self._bring(",
+            CODED,
+        ),
+    ],
     "robust": [
         Mutant(
             "exchange/robust.py",
@@ -1027,8 +1060,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     "sharding": [
         Mutant(
             "sharding.py",
-            "mark(replicated if around is None else around, node)",
-            "mark(bool(around), node)",
+            "shared = replicated if around is None else around",
+            "shared = bool(around)",
             SYNC,
         ),
         Mutant(
@@ -1045,10 +1078,10 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "sharding.py",
-            "else PartitionSpec(axis, *spec)",
-            "else PartitionSpec(axis)",
+            "lambda spec, axis=axis: PartitionSpec(axis, *spec)",
+            "lambda spec, axis=axis: PartitionSpec(axis)",
         ),
-        Mutant("sharding.py", "shared=jnp.copy)", "shared=lambda x: x)"),
+        Mutant("sharding.py", "shared=jnp.copy,", "shared=lambda x: x,"),
         Mutant("sharding.py", "if jnp.ndim(x) == 0:", "if False:"),
         Mutant(
             "sharding.py",

@@ -31,6 +31,7 @@ PAGES = {
     "reproduce_delayed_nesterov": {"reproduce_delayed_nesterov": ()},
     "reproduce_diloco": {"reproduce_diloco": ("bytes per step are exactly",)},
     "reproduce_elastic_averaging": {"reproduce_elastic_averaging": ()},
+    "reproduce_few_bytes": {"reproduce_few_bytes": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
     "reproduce_peers": {"reproduce_peers": ("a round sends the parameters once",)},
     "reproduce_streaming": {

@@ -172,10 +172,10 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
     with StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "middle", (params, state))
     with StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "middle", shapes)
+        restored: Any = checkpointer.restore(tmp_path / "middle", shapes)
     for x, y in zip(
         jax.tree.leaves(train(params, state, step, 4)),
-        jax.tree.leaves(train(*restored, step, 4)),
+        jax.tree.leaves(train(restored[0], restored[1], step, 4)),
         strict=True,
     ):
         assert np.array_equal(x, y)
