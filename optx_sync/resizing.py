@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
-from optx_sync.sharding import state_axes
+from optx_sync.sharding import is_in_pieces, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -43,6 +43,7 @@ def resize(
         parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
+        in pieces (`shard_state`, `shard_center`)                cut anew
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
         moments and counts                     mean, of integers the maximum
         error feedback                         what leavers owe is shared out
@@ -78,7 +79,7 @@ def resize(
         TypeError: `n` is no integer.
         ValueError: `n` below 1; a state that is not of `tx` or has no worker axis; with
             `strict` one in the middle of a round; center rules in each other in the
-            middle of a round; a state in pieces (`shard_state`, `shard_center`).
+            middle of a round.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -179,9 +180,22 @@ class Resizing:
 
         return jax.tree.map(visit, tree, fresh, is_leaf=_is_node)
 
-    def equal(self, tree: Tree) -> Tree:
-        """What all workers share."""
-        return jax.tree.map(lambda x: _repeat(x[0], self.after), tree)
+    def equal(self, tree: Tree, fresh: Tree) -> Tree:
+        """What all workers share, each of them as a whole or in pieces."""
+
+        def visit(node, fresh):
+            if is_in_pieces(node):
+                return node.resized(self, fresh)
+            return _repeat(node[0], self.after)
+
+        return jax.tree.map(visit, tree, fresh, is_leaf=is_in_pieces)
+
+    def cut_anew(self, pieces: np.ndarray, like: Any) -> np.ndarray:
+        """Pieces `[N, k]` of an array of as many numbers as `like`, flat."""
+        if not like.ndim:
+            return _repeat(pieces[0], self.after)
+        whole = pieces.reshape(-1)[: like.size]
+        return np.pad(whole, (0, -like.size % self.after)).reshape(self.after, -1)
 
     def zeros(self, tree: Tree) -> Tree:
         """Nothing, for everyone."""
@@ -296,11 +310,17 @@ def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in _nodes(state)]
     stacked = any(jnp.ndim(counter) for counter in counters)
+    cut = jax.tree.map(
+        lambda node: jax.tree.map(lambda _: is_in_pieces(node), node),
+        state,
+        is_leaf=is_in_pieces,
+    )
     found = []
-    for (path, x), one, mark in zip(
+    for (path, x), one, mark, in_pieces in zip(
         jax.tree_util.tree_leaves_with_path(state),
         jax.tree.leaves(like),
         treedef.flatten_up_to(axes),
+        jax.tree.leaves(cut),
         strict=True,
     ):
         more = jnp.ndim(x) - one.ndim
@@ -312,12 +332,12 @@ def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
                 "workers, as oxs.start_workers gives it; with replicas whose parameters"
                 " have no worker axis pass replicated=True."
             )
-        if jnp.shape(x)[more:] != one.shape or more >= has_axis + _worker_axes(state):
+        other = jnp.shape(x)[more:] != one.shape and not in_pieces
+        if other or more >= has_axis + _worker_axes(state):
             raise ValueError(
                 f"The state at {path_name(path)} has shape {jnp.shape(x)}, which is "
                 f"none of workers with {one.shape} each. Pass the parameters and state "
-                "of one run. (A state in pieces, of shard_state or shard_center, has "
-                "no other number of workers yet.)"
+                "of one run."
             )
         found.append(has_axis)
     return found
@@ -339,6 +359,13 @@ def _say(lost: list[str], strict: bool) -> None:
 def take_center(how: Resizing, params: Tree, center: Tree, everyone: bool) -> Tree:
     """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
     first = 0 if everyone else min(how.before, how.after)
+
+    if is_in_pieces(center):
+        center = jax.tree.map(
+            lambda x, p: x.reshape(-1)[: p[0].size].reshape(1, *p.shape[1:]),
+            center.tree,
+            params,
+        )
 
     def place(c, p):
         if is_masked(c):

@@ -35,6 +35,10 @@ class InPieces(NamedTuple):
 
     tree: Any
 
+    def resized(self, how: Any, fresh: "InPieces") -> "InPieces":
+        """The same arrays in the pieces of another number of workers: `oxs.resize`."""
+        return InPieces(jax.tree.map(how.cut_anew, self.tree, fresh.tree))
+
 
 def is_in_pieces(x: Any) -> bool:
     """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""

@@ -269,7 +269,8 @@ class CenterState(NamedTuple):
         # A worker that goes a part of the way adds that part to the center.
         of_exchange = how if self.takes_center else how.of_sums()
         shared = {
-            field: how.equal(getattr(self, field)) for field in self.shared_fields
+            field: how.equal(getattr(self, field), getattr(fresh, field))
+            for field in self.shared_fields
         }
         pending = shared.pop("pending", self.pending)
         if isinstance(pending, Outgoing):
