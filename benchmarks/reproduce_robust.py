@@ -16,7 +16,6 @@ from reproduce_peers import WORKERS, accuracy_of, initial, loss_of, percent, spl
 
 import optx_sync as oxs
 
-FULL, SHORT = {"steps": 640, "seeds": 3}, {"steps": 48, "seeds": 2}
 RULES = {
     "mean": oxs.exchange.all_reduce(),
     'clipped("median")': oxs.exchange.clipped("median"),
@@ -26,6 +25,8 @@ RULES = {
     "median()": oxs.exchange.median(),
     "sign_majority()": oxs.exchange.sign_majority(),
 }
+FULL = {"steps": 640, "seeds": 3, "rules": tuple(RULES)}
+SHORT = {"steps": 24, "seeds": 2, "rules": ("mean", 'clipped("median")', "median()")}
 LIES = ((0, 1.0), (1, -10.0), (2, -10.0), (1, 1e6))  # how many, times their gradient
 NONE, ONE, TWO, SPIKE = range(len(LIES))
 
@@ -59,6 +60,7 @@ def train(name: str):
 
 def study(page, settings):
     steps, seeds = settings["steps"], range(settings["seeds"])
+    rules = settings["rules"]
     page.text("seeds", **settings)
     starts = jax.tree.map(lambda *x: jnp.stack(x), *map(initial, seeds))
     lies = np.ones((len(LIES), WORKERS), np.float32)
@@ -71,14 +73,14 @@ def study(page, settings):
         test, rows = (jnp.asarray(np.stack(x)) for x in zip(*drawn, strict=True))
         return tuple(map(np.asarray, train(name)(test, rows, starts, lies)))
 
-    cells = [(name, by_label) for by_label in (False, True) for name in RULES]
+    cells = [(name, by_label) for by_label in (False, True) for name in rules]
     every = dict(zip(cells, each("training", one, cells), strict=True))
     found = {cell: accuracy for cell, (accuracy, _) in every.items()}  # [seed, lie]
     for by_label, key in ((False, "shuffled"), (True, "sorted")):
-        rows = [[name, *map(percent, found[name, by_label].T)] for name in RULES]
+        rows = [[name, *map(percent, found[name, by_label].T)] for name in rules]
         page.table(key, rows)
-    counted = {name: every[name, False][1] for name in RULES}  # [seed, lie, replica]
-    counts = [name for name in RULES if RULES[name].outlier is not None]
+    counted = {name: every[name, False][1] for name in rules}  # [seed, lie, replica]
+    counts = [name for name in rules if RULES[name].outlier is not None]
     page.table(
         "outliers",
         [
@@ -92,7 +94,7 @@ def study(page, settings):
             for name in counts
         ],
     )
-    robust = [name for name in RULES if name != "mean"]
+    robust = [name for name in rules if name != "mean"]
     points = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
 
     def said(values):
@@ -122,7 +124,7 @@ def study(page, settings):
         Panel(
             "replicas of 8 that send -10 g",
             "accuracy",
-            [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in list(RULES)[:6]],
+            [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]],
             title=title,
             ylim=(0, 1),
         )

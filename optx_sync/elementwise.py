@@ -53,7 +53,7 @@ class Elementwise:
         self._option, self._who = option, who
         try:
             self._clear = self._try(_EXAMPLE) and not self._names_leaves()
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        except (TypeError, ValueError, KeyError, AttributeError):
             self._clear = False
             if self._refused is not None:
                 raise

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
-from optx_sync.sharding import is_in_pieces, state_axes
+from optx_sync.sharding import in_pieces, in_rows, is_in_pieces, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -43,7 +43,6 @@ def resize(
         parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
-        in pieces (`shard_state`, `shard_center`)                cut anew
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
         moments and counts                     mean, of integers the maximum
         error feedback                         what leavers owe is shared out
@@ -107,11 +106,17 @@ def resize(
             "transformation to go on with, built like the one that made the state."
         )
     axes = state_axes(tx, one, replicated=replicated)
-    has_axis = _has_axis(state, like, axes)
+    cut = [
+        flag and x.ndim > 0
+        for flag, x in zip(
+            jax.tree.leaves(in_pieces(like)), jax.tree.leaves(like), strict=True
+        )
+    ]
+    has_axis = _has_axis(state, like, axes, cut)
     sizes = {
         x.shape[0]
-        for x, there in zip(jax.tree.leaves(state), has_axis, strict=True)
-        if there
+        for x, there, flag in zip(jax.tree.leaves(state), has_axis, cut, strict=True)
+        if there or flag
     }
     if not replicated:
         sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
@@ -124,7 +129,12 @@ def resize(
     if n == before:
         return jax.tree.map(jnp.copy, (params, state))
     how = Resizing(before, n, joiners)
-    whole, treedef = jax.tree.flatten(state)
+    leaves, treedef = jax.tree.flatten(state)
+    # Pieces are put together: flat and whole they are shared by all workers.
+    whole = [
+        x.reshape(-1)[: one.size] if flag else x
+        for x, one, flag in zip(leaves, jax.tree.leaves(like), cut, strict=True)
+    ]
     stacked = treedef.unflatten(
         _on_host(x) if there else _repeat(_on_host(x), before)
         for x, there in zip(whole, has_axis, strict=True)
@@ -143,8 +153,8 @@ def resize(
     resized = how.tree(stacked, fresh)
     _say(how.lost, strict)
     leaves = [
-        x if there else x[0]
-        for x, there in zip(jax.tree.leaves(resized), has_axis, strict=True)
+        in_rows(x[0], n) if flag else x if there else x[0]
+        for x, there, flag in zip(jax.tree.leaves(resized), has_axis, cut, strict=True)
     ]
     if replicated:
         new_params = jax.tree.map(lambda x: x[0], new_params)
@@ -180,22 +190,9 @@ class Resizing:
 
         return jax.tree.map(visit, tree, fresh, is_leaf=_is_node)
 
-    def equal(self, tree: Tree, fresh: Tree) -> Tree:
-        """What all workers share, each of them as a whole or in pieces."""
-
-        def visit(node, fresh):
-            if is_in_pieces(node):
-                return node.resized(self, fresh)
-            return _repeat(node[0], self.after)
-
-        return jax.tree.map(visit, tree, fresh, is_leaf=is_in_pieces)
-
-    def cut_anew(self, pieces: np.ndarray, like: Any) -> np.ndarray:
-        """Pieces `[N, k]` of an array of as many numbers as `like`, flat."""
-        if not like.ndim:
-            return _repeat(pieces[0], self.after)
-        whole = pieces.reshape(-1)[: like.size]
-        return np.pad(whole, (0, -like.size % self.after)).reshape(self.after, -1)
+    def equal(self, tree: Tree) -> Tree:
+        """What all workers share."""
+        return jax.tree.map(lambda x: _repeat(x[0], self.after), tree)
 
     def zeros(self, tree: Tree) -> Tree:
         """Nothing, for everyone."""
@@ -304,25 +301,29 @@ def _worker_axes(state: Any) -> int:
     return max(1, *(getattr(node, "worker_axes", 1) for node in _nodes(state)), 1)
 
 
-def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
+def _has_axis(state: Any, like: Any, axes: Any, cut: list[bool]) -> list[bool]:
     """Whether each leaf of a state has the worker axis."""
     treedef = jax.tree.structure(like)
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in _nodes(state)]
     stacked = any(jnp.ndim(counter) for counter in counters)
-    cut = jax.tree.map(
-        lambda node: jax.tree.map(lambda _: is_in_pieces(node), node),
-        state,
-        is_leaf=is_in_pieces,
-    )
     found = []
-    for (path, x), one, mark, in_pieces in zip(
+    for (path, x), one, mark, flag in zip(
         jax.tree_util.tree_leaves_with_path(state),
         jax.tree.leaves(like),
         treedef.flatten_up_to(axes),
-        jax.tree.leaves(cut),
+        cut,
         strict=True,
     ):
+        if flag:
+            if x.ndim != 2 or x.shape[1] != -(-one.size // x.shape[0]):
+                raise ValueError(
+                    f"The state at {path_name(path)} has shape {jnp.shape(x)}, which "
+                    f"is none of {one.size} numbers in pieces, one for each worker. "
+                    "Pass the parameters and state of one run."
+                )
+            found.append(False)
+            continue
         more = jnp.ndim(x) - one.ndim
         has_axis = stacked or mark is not None
         if more < has_axis:
@@ -332,8 +333,7 @@ def _has_axis(state: Any, like: Any, axes: Any) -> list[bool]:
                 "workers, as oxs.start_workers gives it; with replicas whose parameters"
                 " have no worker axis pass replicated=True."
             )
-        other = jnp.shape(x)[more:] != one.shape and not in_pieces
-        if other or more >= has_axis + _worker_axes(state):
+        if jnp.shape(x)[more:] != one.shape or more >= has_axis + _worker_axes(state):
             raise ValueError(
                 f"The state at {path_name(path)} has shape {jnp.shape(x)}, which is "
                 f"none of workers with {one.shape} each. Pass the parameters and state "
@@ -358,14 +358,14 @@ def _say(lost: list[str], strict: bool) -> None:
 
 def take_center(how: Resizing, params: Tree, center: Tree, everyone: bool) -> Tree:
     """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
-    first = 0 if everyone else min(how.before, how.after)
-
     if is_in_pieces(center):
         center = jax.tree.map(
-            lambda x, p: x.reshape(-1)[: p[0].size].reshape(1, *p.shape[1:]),
+            lambda c, p: c if is_masked(c) else c.reshape(how.before, *p.shape[1:]),
             center.tree,
             params,
+            is_leaf=is_masked,
         )
+    first = 0 if everyone else min(how.before, how.after)
 
     def place(c, p):
         if is_masked(c):

@@ -35,35 +35,15 @@ class InPieces(NamedTuple):
 
     tree: Any
 
-    def resized(self, how: Any, fresh: "InPieces") -> "InPieces":
-        """The same arrays in the pieces of another number of workers: `oxs.resize`."""
-        return InPieces(jax.tree.map(how.cut_anew, self.tree, fresh.tree))
-
 
 def is_in_pieces(x: Any) -> bool:
     """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
     return isinstance(x, InPieces)
 
 
-def put_together(state: Any, like: Any) -> Any:
-    """A stacked state whose pieces are whole again, flat as `tx.init` makes them.
-
-    Args:
-        state: The state of N workers, pieces `[N, k]`.
-        like: The same state as `tx.init(params)` makes it, of arrays or shapes.
-    """
-
-    def join(x, like):
-        return x.reshape(-1)[: like.size] if like.ndim else x.reshape(-1)[0]
-
-    return jax.tree.map(
-        lambda node, like: (
-            jax.tree.map(join, node, like) if is_in_pieces(node) else node
-        ),
-        state,
-        like,
-        is_leaf=is_in_pieces,
-    )
+def in_rows(x: Any, n: int) -> Any:
+    """A flat array, padded, as a piece for each of n workers: `[n, k]`."""
+    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
 
 
 def state_axes(
@@ -223,7 +203,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     def cut(x):
         if not jnp.ndim(x):
             return repeat(x)
-        return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
+        return in_rows(x, n)
 
     return _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
 
@@ -277,7 +257,7 @@ def _map(
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
     cut = [False] * len(leaves)
     if pieces is not None:
-        cut = jax.tree.leaves(_to_be_cut(tree))
+        cut = jax.tree.leaves(in_pieces(tree))
     return treedef.unflatten(
         shared(leaf)
         if mark is None
@@ -288,14 +268,14 @@ def _map(
     )
 
 
-def _to_be_cut(tree: Any, around: bool = True) -> Any:
+def in_pieces(tree: Any, around: bool = True) -> Any:
     """Whether each leaf is in pieces over the workers of the outermost level."""
 
     def visit(node):
         if _is_ours(node):
             fields = node._asdict().items()
             return type(node)(
-                **{f: _to_be_cut(x, f in node.shared_fields) for f, x in fields}
+                **{f: in_pieces(x, f in node.shared_fields) for f, x in fields}
             )
         found = around and is_in_pieces(node)
         return jax.tree.map(lambda _: found, node)

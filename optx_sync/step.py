@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`apply_gradients`: one optimizer step that returns parameters."""
 
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -167,15 +168,21 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
     return begin + _steps(period, begin) <= step + 1
 
 
-@functools.lru_cache(maxsize=1024)
 def _begin_of_period(period: optax.Schedule, step: int) -> int:
     """The step in which the period began to which this step belongs."""
-    begin = 0
-    while (after := begin + _steps(period, begin)) <= step:
-        begin = after
-    return begin
+    begins = _begins(period)
+    while (after := begins[-1] + _steps(period, begins[-1])) <= step:
+        begins.append(after)
+    return begins[bisect.bisect(begins, step) - 1]
 
 
+@functools.lru_cache(maxsize=64)
+def _begins(period: optax.Schedule) -> list[int]:
+    """The steps in which a period begins, as far as they have been asked for."""
+    return [0]
+
+
+@functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, as `is_due` compares it."""
     length = float(jax.device_get(period(begin)))

@@ -20,7 +20,8 @@ from optx_sync.center.rule import Period
 from optx_sync.collectives import localize, vary_like, varying_axes
 from optx_sync.trees import Tree, path_name
 
-Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], int | Sequence[int]]
+Part: TypeAlias = int | Sequence[int] | np.ndarray
+Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], Part]
 Rows: TypeAlias = slice | np.ndarray
 Meeting = TypeVar("Meeting", bound=Any)
 
@@ -58,7 +59,7 @@ class _Strided(NamedTuple):
 
     number: int
 
-    def __call__(self, path: tuple[Any, ...], leaf: Any) -> int | Sequence[int]:
+    def __call__(self, path: tuple[Any, ...], leaf: Any) -> Part:
         for key in path:
             place = getattr(key, "idx", None)
             if place is None:

@@ -269,8 +269,7 @@ class CenterState(NamedTuple):
         # A worker that goes a part of the way adds that part to the center.
         of_exchange = how if self.takes_center else how.of_sums()
         shared = {
-            field: how.equal(getattr(self, field), getattr(fresh, field))
-            for field in self.shared_fields
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
         }
         pending = shared.pop("pending", self.pending)
         if isinstance(pending, Outgoing):
@@ -859,10 +858,9 @@ def center_variable(
                     for x in (after, before)
                 )
                 kept = where(lands, kept, known_before)
-                remembered = _with_row(
-                    state.exchange, last, kept.pop("exchange"), parts
-                )
-                now = now._replace(exchange=(), **kept)
+                remembered = kept.pop("exchange")
+                remembered = _with_row(state.exchange, last, remembered, parts)
+                now = now._replace(**kept, exchange=())
             else:
                 summed = state.pending
                 lands &= state.steps_since_round < delay

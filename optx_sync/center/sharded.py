@@ -39,6 +39,11 @@ class ShardedCenter:
         self, rule: CenterRule, period: Period, axis_name: AxisName, exchange: Exchange
     ):
         """Refuse a rule or an exchange that needs the center whole."""
+        if not axis_name:
+            raise ValueError(
+                f"{_OPTION} shares a center out among workers, and with axis_name=None "
+                f"there is one. Leave {_OPTION} out."
+            )
         if rule.penalty is not None or rule.take is not None:
             formula = "penalty" if rule.penalty is not None else "take"
             raise ValueError(

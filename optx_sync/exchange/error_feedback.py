@@ -156,8 +156,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     def encode(x, state):
         wished = x + state.error * jnp.asarray(decay, x.dtype)
         message, lost, inner = inside.encode(wished, state.exchange)
-        arrived = jnp.isfinite(lost) & jnp.isfinite(inside.decode(message, x))
-        error = jnp.where(arrived, lost, state.error)
+        # Where the message is not finite neither is what it lost.
+        error = jnp.where(jnp.isfinite(lost), lost, state.error)
         return message, lost, ErrorFeedbackState(error, inner)
 
     return Exchange(init, meet, code=Code(encode, inside.decode))

@@ -31,7 +31,7 @@ from optx_sync.collectives import (
     weigh,
 )
 from optx_sync.exchange.rule import require_dense
-from optx_sync.sharding import InPieces
+from optx_sync.sharding import InPieces, in_rows
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -109,7 +109,7 @@ def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
         dtype = at_least_float32(x.dtype)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((-(-x.size // replicas),), dtype)
-        rows = _rows(x.astype(dtype), replicas)
+        rows = in_rows(x.astype(dtype).reshape(-1), replicas)
         if axis_name is None:
             return rows[0]
         return jax.lax.dynamic_index_in_dim(rows, axis_index(axis_name), keepdims=False)
@@ -142,7 +142,10 @@ def scatter(
         return total / jnp.asarray(divisor, wide)
 
     leaves, treedef = jax.tree.flatten(tree)
-    rows = [_rows(x.astype(at_least_float32(x.dtype)), replicas) for x in leaves]
+    rows = [
+        in_rows(x.astype(at_least_float32(x.dtype)).reshape(-1), replicas)
+        for x in leaves
+    ]
     return treedef.unflatten(_joined(send, rows))
 
 
@@ -222,11 +225,6 @@ def check_pieces(
                 "axes), or call init where the axis is mapped. Inside jax.shard_map "
                 "take the worker axis off, oxs.unstack(state, axes)."
             )
-
-
-def _rows(x: jax.Array, replicas: int) -> jax.Array:
-    """An array, padded, as one row for each replica."""
-    return jnp.pad(x.reshape(-1), (0, -x.size % replicas)).reshape(replicas, -1)
 
 
 def _joined(
@@ -314,8 +312,9 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     if per == 1:
         return packed
     mask = np.uint8(2**bits - 1)
-    parts = [(packed >> np.uint8(bits * place)) & mask for place in range(per)]
-    return jnp.concatenate(parts, axis=-1)[..., :count]
+    places = np.arange(per, dtype=np.uint8).reshape(*[1] * (packed.ndim - 1), per, 1)
+    parts = (packed[..., None, :] >> (bits * places).astype(np.uint8)) & mask
+    return parts.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
 def to_bytes(x: jax.Array) -> jax.Array:

@@ -135,8 +135,7 @@ class OwnCenterState(NamedTuple):
     def resized(self, how: Resizing, fresh: "OwnCenterState") -> "OwnCenterState":
         """The state of another number of workers: see `oxs.resize`."""
         shared = {
-            field: how.equal(getattr(self, field), getattr(fresh, field))
-            for field in self.shared_fields
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
         }
         return self._replace(
             **shared,

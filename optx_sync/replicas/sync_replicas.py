@@ -183,18 +183,18 @@ class SyncReplicasState(NamedTuple):
         if waiting:
             how.loses(f"{waiting} gradient(s) accumulated for the next update")
         return self._replace(
-            global_step=how.equal(self.global_step, fresh.global_step),
+            global_step=how.equal(self.global_step),
             accumulated=how.zeros(self.accumulated),
             accumulator=how.zeros(self.accumulator),
-            outcome=how.equal(self.outcome, fresh.outcome) * 0 - 1,
+            outcome=how.equal(self.outcome) * 0 - 1,
             outcome_counts=how.joined_by_zeros(self.outcome_counts),
             exchange=how.of_sums().tree(self.exchange, fresh.exchange),
             contributed=how.zeros(self.contributed),
             outliers=how.joined_by_zeros(self.outliers),
             gathered=how.zeros(self.gathered),
-            measured=how.equal(self.measured, fresh.measured),
-            inner=how.equal(self.inner, fresh.inner),
-            averages=how.equal(self.averages, fresh.averages),
+            measured=how.equal(self.measured),
+            inner=how.equal(self.inner),
+            averages=how.equal(self.averages),
         )
 
     def averaged_params(self, params: Tree) -> Tree:

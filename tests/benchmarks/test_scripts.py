@@ -12,6 +12,7 @@ from tests.benchmarks.reading import BENCHMARKS
 # What each script writes, and what must be met however short the run.
 PAGES = {
     "bench_async": {"bench_async": ()},
+    "bench_exchange": {"bench_exchange": ()},
     "bench_scale": {"bench_scale": ("bytes per round", "memory of a worker")},
     "bench_steps": {
         "bench_dense": (),
@@ -32,6 +33,9 @@ PAGES = {
     "reproduce_elastic_averaging": {"reproduce_elastic_averaging": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
     "reproduce_peers": {"reproduce_peers": ("a round sends the parameters once",)},
+    "reproduce_streaming": {
+        "reproduce_streaming": ("streaming sends as many bytes", "with H=P one part")
+    },
     "reproduce_robust": {
         "reproduce_robust": (
             "shuffled: with one replica of 8 that sends -10 g or 1e6 g the mean",

@@ -1,6 +1,7 @@
 """Parts that meet one after the other, delayed: numbers, programs, refusals."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def test_the_other_rules_in_one_context():
     check("vmap_axes", OTHERS)
 
 
-GRID = {
+GRID: dict[int, list[tuple[Any, int, int]]] = {
     3: [(1, 6, 0), (1, 6, 6), (3, 6, 1), (4, 8, 2), (unequal, 6, 0), (unequal, 3, 1)],
     8: [(1, 6, 1), (3, 6, 0), (3, 6, 2), (4, 8, 1), (4, 4, 1), (unequal, 6, 1)],
 }
@@ -188,13 +189,17 @@ def test_diloco_for_all_shares_that_workers_keep(workers):
         return "sgd" if number % 3 == 0 else "nesterov"
 
     def all_runs(keep):
-        return [run(*one, outer_of(i), keep) for i, one in enumerate(GRID[workers])]
+        return [
+            run(fragments, period, delay, outer_of(i), keep)
+            for i, (fragments, period, delay) in enumerate(GRID[workers])
+        ]
 
-    found = jax.jit(jax.vmap(all_runs))(np.float32(KEPT))
+    found = jax.jit(jax.vmap(all_runs))(np.array(KEPT, np.float32))
     for i, one in enumerate(GRID[workers]):
         for row, keep in enumerate(KEPT):
             params, center = jax.tree.map(lambda x, row=row: x[row], found[i])
-            _, arguments = case("diloco", *one, keep, outer_of(i))
+            fragments, period, delay = one
+            _, arguments = case("diloco", fragments, period, delay, keep, outer_of(i))
             expected = reference.in_fragments(
                 x0=flat(PARAMS, 0), grads=flat(grads, 2), inner=NUMPY_INNER, **arguments
             )
@@ -289,11 +294,11 @@ class Stream:
         mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes))
         self.step = jax.jit(mapped)
 
-    def start(self):
+    def start(self) -> tuple[Any, Any]:
         """Parameters and state."""
         return oxs.start_workers(self.tx, self.params, 2)[:2]
 
-    def run(self, carry, steps, broken=()):
+    def run(self, carry, steps, broken=()) -> tuple[Any, Any]:
         """The carry after these steps; (step, worker) whose gradient is NaN."""
         for number in steps:
             rng = np.random.default_rng(number)
@@ -384,7 +389,7 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     params = {"a": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
     axes = oxs.state_axes(tx, params)
     state = oxs.stack(tx.init(params), 3, axes)
-    own = oxs.stack(params, 3)
+    own: Any = oxs.stack(params, 3)
 
     @functools.partial(
         jax.vmap, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS
@@ -405,7 +410,7 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     step = jax.jit(step)
     for number in range(4):
         own, state = step(own, state, grads(number))
-    center = oxs.center_params(state, own)
+    center: Any = oxs.center_params(state, own)
     # The first part landed in step 2 and 4; that of the second is on its way.
     assert center["a"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(own["a"], oxs.stack(center["a"], 3))
@@ -467,7 +472,7 @@ def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
         assert set(axes.pending.values) == {0} and axes.ages is None
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
     "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
     "fragments=True": ({"fragments": True}, TypeError, "static int or a function"),
@@ -491,7 +496,8 @@ REFUSED = {
 def test_bad_arguments_are_refused_at_construction(name):
     arguments, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        oxs.local_sgd(INNER, AXIS, **{"communication_period": 10, **arguments})
+        make: Any = oxs.local_sgd
+        make(INNER, AXIS, **{"communication_period": 10, **arguments})
 
 
 REFUSED_PARTS = {

@@ -194,7 +194,10 @@ def test_one_broken_step_keeps_a_worker_out_until_the_round(rule):
     without = jax.tree.map(lambda g: g[:, :3], grads)
     expected, _ = replay(RULES[rule](optax.sgd(0.1), communication_period=4), without)
     for name in PARAMS:
-        np.testing.assert_array_equal(history[name][:, :3][:4], expected[name][:4])
+        # Other programs, a weighted mean and a plain one: the last bit may differ.
+        np.testing.assert_allclose(
+            history[name][:, :3][:4], expected[name][:4], rtol=3e-7
+        )
         for t in (1, 2):
             np.testing.assert_array_equal(history[name][t, 3], history[name][0, 3])
     assert oxs.metrics(state).dropped.tolist() == [0, 0, 0, 1]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ import pytest
 from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
-from optx_sync.sharding import put_together
 from tests import contexts
 from tests.center.sharded_memory import FLOATS, measured
 from tests.replicas.test_cross_shard import together
@@ -80,8 +80,8 @@ def run(context, names, sharded):
     params, grads = ({name: tree[name] for name in names} for tree in inputs())
     transformations = {name: RULES[name](shard_center=sharded) for name in names}
     tx = together(transformations)
+    name = names[0]
     if context == "shard_map_axes":  # Specs are asked of one transformation.
-        (name,) = names
         tx, params, grads = transformations[name], params[name], grads[name]
     history, state = contexts.replay(context, tx, params, grads)
     if context == "shard_map_axes":
@@ -127,10 +127,9 @@ def test_memory_and_bytes():
         timeout=300,
     )
     assert children.returncode == 0, children.stderr
-    found = dict(
-        zip((64, 512), map(json.loads, children.stdout.split("\n")), strict=False)
-    )
-    found[8] = [measured(8, sharded) for sharded in (True, False)]
+    found = {8: [measured(8, sharded) for sharded in (True, False)]}
+    for workers, line in zip((64, 512), children.stdout.splitlines(), strict=True):
+        found[workers] = json.loads(line)
     for workers, (pieces, whole) in found.items():
         own = 4 * FLOATS  # its parameters; and its counters
         assert pieces[0] - own - 2 * own // workers <= 64
@@ -143,7 +142,7 @@ def test_memory_and_bytes():
         assert ring * own + (workers - 1) * (own // workers) == 2 * ring * own
 
 
-def start(tx, workers):
+def start(tx: Any, workers: int) -> Any:
     params, state, axes = oxs.start_workers(tx, {"w": jnp.linspace(-1, 1, 13)}, workers)
     step = oxs.map_workers(
         lambda params, state, grad: oxs.apply_gradients(
@@ -182,18 +181,16 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
         assert np.array_equal(x, y)
 
     # Three workers go on from the center and the outer state of four.
+    params, state = train(params, state, step, 1)
     center = oxs.center_params(state, params)
-    whole = put_together(state, jax.eval_shape(tx.init, center))
-    fresh = tx.init(center)._replace(outer=whole.outer, global_step=state.global_step)
-    assert jax.tree.map(jnp.shape, fresh.outer.tree[0].trace) == {"w": (13,)}
-    _, _, axes, step = start(tx, 3)
-    more = oxs.stack(fresh, 3, axes)
-    params = oxs.stack(center, 3)
-    assert np.array_equal(oxs.center_params(more, params)["w"], center["w"])
-    trace = oxs.slot(more, "outer.trace")["w"]
-    assert np.array_equal(trace.reshape(-1)[:13], oxs.slot(whole, "outer.trace")["w"])
-    moved = oxs.center_params(train(params, more, step, 2)[1], params)
-    assert np.abs(moved["w"] - center["w"]).max() > 0.01
+    more_params, more = oxs.resize(tx, params, state, 3)
+    assert np.array_equal(oxs.center_params(more, more_params)["w"], center["w"])
+    before, after = (oxs.slot(s, "outer.trace")["w"] for s in (state, more))
+    assert (before.shape, after.shape) == ((4, 4), (3, 5)) and np.abs(before).max() > 0
+    assert np.array_equal(before.reshape(-1)[:13], after.reshape(-1)[:13])
+    step = start(tx, 3)[3]
+    moved, more = train(more_params, more, step, 2)
+    assert np.abs(oxs.center_params(more, moved)["w"] - center["w"]).max() > 0.01
 
 
 def sharded(rule=oxs.local_sgd, **more):
@@ -224,6 +221,9 @@ REFUSED = {
     ),
     "the inner one again": (
         lambda: oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), "each number alone"
+    ),
+    "one worker": (
+        lambda: oxs.diloco(INNER, None, shard_center=True), "shares a center out"
     ),
     "codes": (lambda: sharded(exchange=oxs.exchange.quantized()), "half way"),
     "feedback": (

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from tests.exchange.meeting import AXIS, mapped, placed
+from tests.exchange.meeting import AXIS, auto_mesh, mapped, placed
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
 power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
@@ -49,6 +49,29 @@ def test_bytes_of_codes(context, bits, most):
     assert set(found) == {"all-to-all", "all-gather"}
     sent = sum(RING[kind] * size for kind, size in found.items())
     assert sent <= most * RING["all-reduce"] * 4 * NUMBERS
+
+
+def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
+    """XLA gathers a worker's codes on each of its shards where their axis is its own.
+
+    A sharding constraint does not keep it from that. Where the program is manual over
+    the shards' axis too, a shard codes and sends what it has.
+    """
+    exchange, mesh = quantized(), auto_mesh((REPLICAS, 2), (AXIS, "inside"))
+    tree = {name: TREE[name] for name in ("matrix", "half")}
+    specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
+
+    def meet(tree):
+        mean = exchange.meet(oxs.unstack(tree), (), AXIS)[0]
+        return jax.tree.map(lambda x: x[None], mean)
+
+    mapped_by_hand = jax.jit(
+        jax.shard_map(meet, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    )
+    found = {row.kind: row.bytes for row in oxs.audit.collectives(mapped_by_hand, tree)}
+    own = (300 * 33 + 500) // REPLICAS  # numbers of a piece of a shard
+    for kind, pieces in (("all-to-all", REPLICAS), ("all-gather", 1)):
+        assert own * pieces <= found[kind] <= 1.04 * own * pieces
 
 
 def test_bytes_of_the_largest_and_of_factors():

@@ -179,11 +179,10 @@ def in_fragments(
     slots, outer_slots = start(x), outer[0](c) if outer else None
     total, summed = np.zeros_like(x), np.zeros(parts, int)
     out = np.zeros((workers, 1), bool)
-    since, exchanges, pending = 0, 0, None
+    since, exchanges, pending = 0, 0, ()
     history, centers = [], []
 
-    def land(x, c, outer_slots):
-        of, arrived, came = pending
+    def land(x, c, outer_slots, of, arrived, came):
         new = c
         if rule == "elastic":
             new = c + arrived
@@ -207,9 +206,9 @@ def in_fragments(
         x = np.where(out, x, x + update)
         total = total + grad
         since, summed = since + 1, summed + 1
-        if pending is not None and (since == delay or since == between):
-            x, c, outer_slots = land(x, c, outer_slots)
-            pending = None
+        if pending and (since == delay or since == between):
+            x, c, outer_slots = land(x, c, outer_slots, *pending)
+            pending = ()
         if since == between:
             part = exchanges % parts
             of = owner == part
@@ -227,8 +226,8 @@ def in_fragments(
             total = np.where(of, F(0), total)
             summed[part] = 0
             if not delay:
-                x, c, outer_slots = land(x, c, outer_slots)
-                pending = None
+                x, c, outer_slots = land(x, c, outer_slots, *pending)
+                pending = ()
             x, slots, total = (
                 np.where(out, value, now)
                 for value, now in ((c, x), (F(0), slots), (F(0), total))

@@ -70,6 +70,7 @@ def test_what_is_lost_is_known_and_fed_back():
         for name, code in fed.items():
             states = start_codes(code, tree)
             arrived = jax.tree.map(jnp.zeros_like, tree)
+            messages = ()
             for _ in range(2):
                 messages, states = encoded(code, tree, states)
                 part = decoded(code, messages, tree)
@@ -130,23 +131,28 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed():
     server = Server(params, count, **settings)
     worker = Worker(server, params, optax.sgd(1.0), count, index=0, **settings)
     rng = np.random.default_rng(0)
-    sent = np.zeros(40)
+    sent, owed = np.zeros(40), np.zeros(40)
+
+    def error() -> Any:
+        own: Any = worker._own
+        return own.codes[0].error
+
     for step in range(30):
         before = np.asarray(worker.params["w"])
         grad = rng.normal(size=40).astype(np.float32)
         if step == 11:
-            owed = worker._own.codes[0].error
+            owed = error()
             with pytest.raises(PushRefused, match=r"\['w'\] holds a NaN"):
                 worker.step({"w": jnp.full(40, jnp.nan)})
-            assert np.array_equal(owed, worker._own.codes[0].error)
+            assert np.array_equal(owed, error())
             worker.pull()
             # A worker that starts anew owes nothing: what was owed is lost.
-            assert not worker._own.codes[0].error.any()
+            assert not error().any()
             sent -= owed
             before = np.asarray(worker.params["w"])
         worker.step({"w": jnp.asarray(grad)})
         sent += (before - grad) - before
-        owed = worker._own.codes[0].error
+        owed = error()
         np.testing.assert_allclose(
             server.center()["w"] + owed, sent, atol=1e-4, rtol=1e-5
         )

@@ -32,6 +32,18 @@ TRANSFORMATIONS: Any = {
     "diloco": oxs.diloco(
         optax.sgd(0.1, 0.9), AXIS, communication_period=3, drop_nonfinite=True
     ),
+    "diloco in pieces": oxs.diloco(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=3, shard_center=True
+    ),
+    "cross_shard in pieces": oxs.cross_shard(
+        oxs.optimizers.adagrad(0.1), AXIS, shard_state=True
+    ),
+    "coded": oxs.local_sgd(
+        optax.sgd(0.1),
+        AXIS,
+        communication_period=3,
+        exchange=oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
+    ),
 }
 ONE = {
     "w": jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32).reshape(3, 4),
