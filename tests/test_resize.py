@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.sharding import put_together
 
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -165,34 +164,6 @@ def test_where_parameters_go():
     one = jax.tree.map(lambda x: x * 0.1, PARAMS)
     params, state = oxs.stack((one, tx.init(one)), 3)
     equal(oxs.resize(tx, params, state, 7), oxs.stack((one, tx.init(one)), 7))
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_pieces_are_cut_anew(stacked):
-    """A sharded center, and a sharded inner state: whole they are what they were."""
-    for tx in (
-        oxs.diloco(ADAM, AXIS, shard_center=True),
-        oxs.cross_shard(ADAM, AXIS, shard_state=True),
-    ):
-        state: Any
-        params, state = trained(tx, stacked)
-        fewer, state_of_three = oxs.resize(tx, params, state, 3)
-        _, back = oxs.resize(tx, fewer, state_of_three, N)
-        like = tx.init(PARAMS)
-        whole = [put_together(s, like) for s in (state, state_of_three, back)]
-        for found in whole[1:]:
-            for name in ("center", "outer"):
-                if hasattr(found, name):
-                    equal(getattr(found, name), getattr(whole[0], name))
-                else:
-                    equal(found, whole[0])
-        axes = None if stacked else oxs.state_axes(tx, PARAMS)
-        right = jax.eval_shape(lambda tx=tx, a=axes: oxs.stack(tx.init(PARAMS), 3, a))
-        shapes = jax.tree.map(jnp.shape, state_of_three)
-        assert shapes == jax.tree.map(lambda x: x.shape, right)
-        if hasattr(state, "center"):
-            center = oxs.center_params(state, oxs.unstack(params))
-            equal(fewer, oxs.stack(center, 3))
 
 
 def test_what_is_owed_is_shared_out():
