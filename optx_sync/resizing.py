@@ -43,6 +43,7 @@ def resize(
         parameters of a rule that takes the center whole         the center
         parameters of others                   survivors keep theirs; joiners begin at
                                                the center, without one at the mean
+        in pieces (`shard_state`, `shard_center`)                cut anew
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
         moments and counts                     mean, of integers the maximum
         error feedback                         what leavers owe is shared out
