@@ -71,7 +71,7 @@ def median() -> Exchange:
     (n - 1) // 2 of n replicas, whatever they send: a NaN or infinity too.
 
     Where nobody lies it is not the mean: on shards that do not look alike (sorted by
-    label, say) the rules by coordinate cost 10 to 20 points of accuracy.
+    label, say) the rules by coordinate cost 20 points of accuracy and more.
 
     Returns:
         The exchange. It is not linear, and takes a weight as a flag: 0 leaves a replica
