@@ -685,7 +685,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             LOCKSTEP,
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/state.py",
             '"center", "taken", "outer", "agreed", *summed)',
             '"center", "outer", "agreed", *summed)',
             LOCKSTEP,
@@ -786,13 +786,13 @@ MUTANTS: dict[str, list[Mutant]] = {
             "    if isinstance(due, str):\n",
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/state.py",
             "c = jnp.expand_dims(c, range(p.ndim - c.ndim))",
             "c = jnp.expand_dims(c, range(0))",
             ("tests/test_state.py",),
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/state.py",
             "jnp.array(c, p.dtype, copy=True)",
             "jnp.asarray(c, p.dtype)",
             ("tests/test_state.py",),
