@@ -22,7 +22,7 @@ from tests import test_properties as properties  # isort: skip
 
 def main():
     """Rounds of all properties."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Tries properties on new cases.")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", choices=properties.PROPERTIES, default=None)
@@ -30,6 +30,7 @@ def main():
     seed = random.randrange(2**32) if options.seed is None else options.seed
     start = time.monotonic()
     names = [options.only] if options.only else list(properties.PROPERTIES)
+    name = ""
     try:
         while time.monotonic() - start < options.seconds:
             for name in names:
