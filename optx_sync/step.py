@@ -107,7 +107,8 @@ def apply_gradients(
         >>> oxs.apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)[0]
         Array([0.5, 0. ], dtype=float32)
     """
-    if params is None and grads is not None:
+    # `None` is a tree, too: its gradients are None.
+    if params is None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise ValueError(
             "A step returns parameters and so needs them; got params=None. Call "
             "apply_gradients(tx, grads, state, params)."

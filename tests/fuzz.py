@@ -11,6 +11,7 @@ import random
 import sys
 import time
 import traceback
+import warnings
 
 import tests.conftest  # noqa: F401 # sets up JAX, before it starts
 
@@ -28,6 +29,7 @@ def main():
     parser.add_argument("--only", choices=properties.PROPERTIES, default=None)
     options = parser.parse_args()
     seed = random.randrange(2**32) if options.seed is None else options.seed
+    warnings.simplefilter("error")
     start = time.monotonic()
     names = [options.only] if options.only else list(properties.PROPERTIES)
     name = ""

@@ -298,7 +298,7 @@ REFUSED = {
         lambda: jax.vmap(a_row, axis_name=AXIS)(jnp.ones((2, 1, 3))), "row-sparse"
     ),
     "integers": (
-        lambda: jax.vmap(an_integer, axis_name=AXIS)(jnp.ones((2, 3))), "has dtype int32"
+        lambda: jax.vmap(an_integer, axis_name=AXIS)(jnp.ones((2, 3))), "dtype int32"
     ),
     "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
 }  # fmt: skip
