@@ -691,6 +691,7 @@ def refuse(kind, message, call):
         (ValueError, "a decay in .0, 1.", (2, {"variable_averages": "0.9"})),
         (ValueError, "there is no average", (2, {"variables_to_average": True})),
         (ValueError, "must be a floating dtype", (2, {"accumulator_dtype": "int32"})),
+        (TypeError, "must be a floating dtype; got 0", (2, {"accumulator_dtype": 0})),
     ],
 )
 def test_refused_at_construction(kind, message, arguments):
