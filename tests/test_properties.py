@@ -427,7 +427,8 @@ def program(case, context):
 
 def refusal(function, *args):
     """(result, None) or (None, message); a refusal must be one of ours."""
-    filtering = jax.config.jax_traceback_filtering
+    flags: dict[str, Any] = jax.config.values
+    filtering = flags["jax_traceback_filtering"]
     jax.config.update("jax_traceback_filtering", "off")
     try:
         return function(*args), None
