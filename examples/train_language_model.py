@@ -12,7 +12,6 @@ momentum. Codes are of whole leaves: each of a worker's shards sends them all.
 
 import argparse
 import pydoc_data.topics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import rich
+import rich.progress
+import rich.table
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
-from rich.progress import track
-from rich.table import Table
 
 import optx_sync as oxs
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # stand for accelerators, 4 in a pod
-PERIOD, EVERY, BATCH, CONTEXT, WIDTH, LAYERS = 20, 20, 8, 64, 64, 4
+PERIOD, BATCH, CONTEXT, WIDTH, LAYERS = 20, 8, 64, 64, 4
 HALF: Any = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
 adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.float32)
 inner, seldom = oxs.cross_shard(adam, "data"), {"communication_period": PERIOD}
@@ -52,7 +50,7 @@ alphabet, codes = np.unique(list(text), return_inverse=True)
 held_out = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
 NAMES = ("pods", "data", "shards")
 mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
-layout = NamedSharding(mesh, P(*NAMES))  # of a batch
+jax.set_mesh(mesh)
 
 
 class _Block(nnx.Module):
@@ -85,30 +83,27 @@ class _Transformer(nnx.Module):
 def run(name, options, table, plot):
     """Train under one strategy: a row of the table, a line of the picture."""
     graph, start = nnx.split(_Transformer(nnx.Rngs(options.seed)))
-    tx, keep = STRATEGIES[name], jax.lax.with_sharding_constraint
+    tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
 
-    def place(x):
-        spec = P(*[None] * x.shape.index(WIDTH), "shards")
-        return jax.device_put(x, NamedSharding(mesh, spec))
+    def halve(x):
+        return jax.device_put(x, P(*[None] * x.shape.index(WIDTH), "shards"))
 
-    def loss_of(params, text):
+    def loss_of(params, text):  # XLA gathers parameters and cuts the batch
+        params, text = place(params, P()), place(text, P("shards"))
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(nnx.merge(graph, params)(text[:, :-1]), text[:, 1:]).mean()
 
-    def loss_of_shards(params, text):  # XLA gathers parameters and cuts the batch
-        return loss_of(keep(params, P()), keep(text, P("shards")))
-
     def step(params, state, text):
         """One replica's step: of the others it knows the names of two axes."""
-        _, grads = oxs.value_and_grad(loss_of_shards, axis_name="data")(params, text)
+        _, grads = oxs.value_and_grad(loss_of, axis_name="data")(params, text)
         return oxs.apply_gradients(tx, grads, state, params)
 
     def batch(number):
         rng = np.random.default_rng((options.seed, number))
         at = rng.integers(held_out.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
-        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], layout)
+        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
 
-    start = jax.tree.map(place, nnx.as_pure(start))
+    start = jax.tree.map(halve, nnx.as_pure(start))
     *now, axes = oxs.start_workers(tx, start, 2, mesh=mesh, axis_name="pods")
     places = tuple(jax.tree.map(lambda x: x.sharding, now))
     own: Any = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
@@ -116,30 +111,35 @@ def run(name, options, table, plot):
     pod = oxs.map_workers(step, "data", mesh=mesh, **equal)
     pods: Any = oxs.map_workers(pod, "pods", mesh=mesh, **own)
     pods = jax.jit(pods, donate_argnums=(0, 1), out_shardings=places)
-    pods, sent = pods.lower(*now, batch(0)).compile(), Counter()
+    pods, sent = (
+        pods.lower(*now, batch(0)).compile(),
+        dict.fromkeys(np.ndindex(2, 2), 0),
+    )
     for row in oxs.audit.collectives(pods):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
         sent[far, row.conditional] += 4 * row.bytes
     folder = Path(options.out).resolve() / f"{name} {options.seed}"
-    losses = np.zeros(1000, np.float32)  # one for each evaluation
     with ocp.CheckpointManager(folder) as manager:
-        if done := manager.latest_step() or 0:
+        done = manager.latest_step() or 0
+        losses = [0.0] * (done // options.every)
+        if done:
             as_now = ocp.args.StandardRestore((now, losses))
             now, losses = manager.restore(done, args=as_now)
             print(f"{name} goes on from step {done}")
-        for number in track(range(done + 1, options.steps + 1), f"{name:14}"):
+        for number in rich.progress.track(
+            range(done + 1, options.steps + 1), f"{name:14}"
+        ):
             now = list(jax.block_until_ready(pods(*now, batch(number))))
-            if number % EVERY == 0:
+            if number % options.every == 0:
                 loss = jax.jit(loss_of)(oxs.mean_params(now[0]), held_out)
-                losses[number // EVERY - 1] = loss  # of the mean of the pods
-                manager.save(number, args=ocp.args.StandardSave((now, losses.copy())))
-    losses = losses[: options.steps // EVERY]
+                losses.append(float(loss))  # of the mean of the pods
+                manager.save(number, args=ocp.args.StandardSave((now, losses)))
     near, far = (sent[f, False] + sent[f, True] / PERIOD for f in (False, True))
     turns = LAYERS if name == "streaming" else 1  # a part meets in each
     sizes = (near, far, sent[True, False] + sent[True, True] / turns)
     times = (f"{8e3 * far / speed:.3g} ms" for speed in (1e9, 1e11))
     table.add_row(name, f"{losses[-1]:.3f}", *(f"{x:,.0f}" for x in sizes), *times)
-    x = far * EVERY * np.arange(1, len(losses) + 1)
+    x = far * options.every * np.arange(1, len(losses) + 1)
     (line,) = plot.plot(x, losses, marker=".")
     plot.text(x[-1], losses[-1], f" {name}", color=line.get_color(), va="center")
 
@@ -147,12 +147,15 @@ def run(name, options, table, plot):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="How pods agree, and what it costs.")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=20, help="evaluate and save")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--out", default="language_model", help="a folder")
     options, figure = parser.parse_args(), Figure((7, 4.2), layout="constrained")
     titles = ("loss", "in a pod", "between pods", "at once", "1 Gbit/s", "100 Gbit/s")
-    table = Table("pods agree by", *titles, caption="bytes of a pod and time, per step")
+    table = rich.table.Table(
+        "pods agree by", *titles, caption="bytes of a pod and time, per step"
+    )
     plot = figure.subplots(subplot_kw={"xscale": "log"})
     plot.set(xlabel="bytes that a pod sent to the other", ylabel="held-out loss")
     for name in options.only:
