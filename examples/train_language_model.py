@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import rich.progress
-import rich.table
+import rich
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
+from rich.progress import track
+from rich.table import Table
 
 import optx_sync as oxs
 
@@ -36,18 +37,17 @@ HALF: Any = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
 adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.float32)
 inner, seldom = oxs.cross_shard(adam, "data"), {"communication_period": PERIOD}
 bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-layer_of = lambda path, x: range(LAYERS) if path[0].key == "layers" else 0  # noqa: E731
-stream: Any = {"fragments": layer_of, "delay": 1, "keep_local": 0.5, **seldom}
+stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1, "keep_local": 0.5}
 STRATEGIES = {
     "data parallel": oxs.cross_shard(oxs.cross_shard(adam, "pods"), "data"),
     "DiLoCo": oxs.diloco(inner, "pods", **seldom),
-    "streaming": oxs.diloco(inner, "pods", exchange=bits4, **stream),
+    "streaming": oxs.diloco(inner, "pods", exchange=bits4, **stream, **seldom),
     "sharded center": oxs.diloco(inner, "pods", shard_center=True, **seldom),
     "NoLoCo": oxs.noloco(inner, "pods", **seldom),
 }
 text = "\n".join(pydoc_data.topics.topics.values())
 alphabet, codes = np.unique(list(text), return_inverse=True)
-held_out = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
+unseen = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
 NAMES = ("pods", "data", "shards")
 mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
 jax.set_mesh(mesh)
@@ -69,15 +69,13 @@ class _Block(nnx.Module):
 
 class _Transformer(nnx.Module):
     def __init__(self, rngs):
-        self.tokens = nnx.Embed(len(alphabet), WIDTH, **HALF, rngs=rngs)
-        self.places = nnx.Embed(CONTEXT, WIDTH, **HALF, rngs=rngs)
+        self.table = nnx.Embed(len(alphabet), WIDTH, **HALF, rngs=rngs)
         self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(_Block))(rngs)
         self.norm = nnx.RMSNorm(WIDTH, **HALF, rngs=rngs)
 
-    def __call__(self, tokens):
-        x = self.tokens(tokens) + self.places(jnp.arange(CONTEXT))
-        x, _ = nnx.scan(lambda x, layer: (layer(x), None))(x, self.layers)
-        return self.tokens.attend(self.norm(x))
+    def __call__(self, tokens):  # no positions: the mask tells them
+        layers = nnx.scan(lambda x, layer: (layer(x), None))
+        return self.table.attend(self.norm(layers(self.table(tokens), self.layers)[0]))
 
 
 def run(name, options, table, plot):
@@ -85,25 +83,22 @@ def run(name, options, table, plot):
     graph, start = nnx.split(_Transformer(nnx.Rngs(options.seed)))
     tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
 
-    def halve(x):
-        return jax.device_put(x, P(*[None] * x.shape.index(WIDTH), "shards"))
-
     def loss_of(params, text):  # XLA gathers parameters and cuts the batch
         params, text = place(params, P()), place(text, P("shards"))
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(nnx.merge(graph, params)(text[:, :-1]), text[:, 1:]).mean()
 
     def step(params, state, text):
-        """One replica's step: of the others it knows the names of two axes."""
         _, grads = oxs.value_and_grad(loss_of, axis_name="data")(params, text)
         return oxs.apply_gradients(tx, grads, state, params)
 
     def batch(number):
         rng = np.random.default_rng((options.seed, number))
-        at = rng.integers(held_out.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
+        at = rng.integers(unseen.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
         return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
 
-    start = jax.tree.map(halve, nnx.as_pure(start))
+    spec = jax.tree.map(lambda x: P(*[None] * x.shape.index(WIDTH), "shards"), start)
+    start = nnx.as_pure(jax.device_put(start, spec))
     *now, axes = oxs.start_workers(tx, start, 2, mesh=mesh, axis_name="pods")
     places = tuple(jax.tree.map(lambda x: x.sharding, now))
     own: Any = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
@@ -111,32 +106,25 @@ def run(name, options, table, plot):
     pod = oxs.map_workers(step, "data", mesh=mesh, **equal)
     pods: Any = oxs.map_workers(pod, "pods", mesh=mesh, **own)
     pods = jax.jit(pods, donate_argnums=(0, 1), out_shardings=places)
-    pods, sent = (
-        pods.lower(*now, batch(0)).compile(),
-        dict.fromkeys(np.ndindex(2, 2), 0),
-    )
+    pods, sent = pods.lower(*now, batch(0)).compile(), [[0, 0], [0, 0]]
     for row in oxs.audit.collectives(pods):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
-        sent[far, row.conditional] += 4 * row.bytes
+        sent[far][row.conditional] += 4 * row.bytes
     folder = Path(options.out).resolve() / f"{name} {options.seed}"
     with ocp.CheckpointManager(folder) as manager:
-        done = manager.latest_step() or 0
-        losses = [0.0] * (done // options.every)
+        done, losses = manager.latest_step() or 0, []
         if done:
-            as_now = ocp.args.StandardRestore((now, losses))
-            now, losses = manager.restore(done, args=as_now)
+            like = ocp.args.StandardRestore((now, [0.0] * (done // options.every)))
+            now, losses = manager.restore(done, args=like)
             print(f"{name} goes on from step {done}")
-        for number in rich.progress.track(
-            range(done + 1, options.steps + 1), f"{name:14}"
-        ):
+        for number in track(range(done + 1, options.steps + 1), name):
             now = list(jax.block_until_ready(pods(*now, batch(number))))
             if number % options.every == 0:
-                loss = jax.jit(loss_of)(oxs.mean_params(now[0]), held_out)
-                losses.append(float(loss))  # of the mean of the pods
+                losses.append(float(jax.jit(loss_of)(oxs.mean_params(now[0]), unseen)))
                 manager.save(number, args=ocp.args.StandardSave((now, losses)))
-    near, far = (sent[f, False] + sent[f, True] / PERIOD for f in (False, True))
+    near, far = (always + seldom / PERIOD for always, seldom in sent)
     turns = LAYERS if name == "streaming" else 1  # a part meets in each
-    sizes = (near, far, sent[True, False] + sent[True, True] / turns)
+    sizes = (near, far, sent[1][0] + sent[1][1] / turns)
     times = (f"{8e3 * far / speed:.3g} ms" for speed in (1e9, 1e11))
     table.add_row(name, f"{losses[-1]:.3f}", *(f"{x:,.0f}" for x in sizes), *times)
     x = far * options.every * np.arange(1, len(losses) + 1)
@@ -153,9 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", default="language_model", help="a folder")
     options, figure = parser.parse_args(), Figure((7, 4.2), layout="constrained")
     titles = ("loss", "in a pod", "between pods", "at once", "1 Gbit/s", "100 Gbit/s")
-    table = rich.table.Table(
-        "pods agree by", *titles, caption="bytes of a pod and time, per step"
-    )
+    table = Table("pods agree by", *titles, caption="bytes of a pod and time, per step")
     plot = figure.subplots(subplot_kw={"xscale": "log"})
     plot.set(xlabel="bytes that a pod sent to the other", ylabel="held-out loss")
     for name in options.only:
