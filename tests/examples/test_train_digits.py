@@ -23,6 +23,8 @@ ROUNDS = {
     "agn": STEPS // 10,
     "local_sgd": STEPS // 10,
     "diloco": STEPS // 20,
+    "streaming diloco": STEPS // 5,
+    "gossip": STEPS // 10,
 }
 
 
@@ -75,7 +77,10 @@ def test_replicas_train_as_one_device_does(table):
 def test_only_rounds_are_paid_for(table, name):
     rounds, sent = (int(cell.replace(",", "")) for cell in table[name][2:4])
     assert rounds == ROUNDS[name]
-    assert sent == rounds * EXCHANGE
+    if name == "streaming diloco":  # a fourth, in 4 bits: there, and what comes back
+        assert 0.1 < sent / (rounds * EXCHANGE / 4) < 0.2
+    else:
+        assert sent == rounds * EXCHANGE
 
 
 def test_draws_a_picture(demo):
@@ -83,6 +88,6 @@ def test_draws_a_picture(demo):
     assert printed.endswith(f"\nwrote {picture}\n")
     image = imread(picture)[..., :3]
     assert image.shape == (675, 1200, 3)
-    # A line for each strategy that sends: in the legend alone a colour has 238 pixels.
+    # A line for each strategy that sends: in a label a colour has few pixels.
     for colour in rcParams["axes.prop_cycle"].by_key()["color"][: len(ROUNDS) - 1]:
         assert np.isclose(image, to_rgb(colour), atol=0.02).all(-1).sum() > 700

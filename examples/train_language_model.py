@@ -1,0 +1,150 @@
+"""A language model across pods: what a way to agree costs, in bytes and in loss.
+
+    python examples/train_language_model.py --steps 200 --seed 0
+
+A small transformer (NNX, scanned layers, bfloat16 parameters) learns the documentation
+that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. Over
+"shards" XLA gathers parameters, over "data" gradients meet in every step, and how the
+"pods" agree is one line of STRATEGIES. Started again, it goes on from its checkpoints.
+Refused, and so no line: shard_center with codes or fragments, NoLoCo under DiLoCo's
+momentum. Codes are of whole leaves: each of a worker's shards sends them all.
+"""
+
+import argparse
+import pydoc_data.topics
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import rich
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from rich.progress import track
+from rich.table import Table
+
+import optx_sync as oxs
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)  # stand for accelerators, 4 in a pod
+PERIOD, BATCH, CONTEXT, WIDTH, LAYERS = 20, 8, 64, 64, 4
+HALF: Any = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
+adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.float32)
+inner, seldom = oxs.cross_shard(adam, "data"), {"communication_period": PERIOD}
+bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
+stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1, "keep_local": 0.5}
+STRATEGIES = {
+    "data parallel": oxs.cross_shard(oxs.cross_shard(adam, "pods"), "data"),
+    "DiLoCo": oxs.diloco(inner, "pods", **seldom),
+    "streaming": oxs.diloco(inner, "pods", exchange=bits4, **stream, **seldom),
+    "sharded center": oxs.diloco(inner, "pods", shard_center=True, **seldom),
+    "NoLoCo": oxs.noloco(inner, "pods", **seldom),
+}
+text = "\n".join(pydoc_data.topics.topics.values())
+alphabet, codes = np.unique(list(text), return_inverse=True)
+unseen = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
+NAMES = ("pods", "data", "shards")
+mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
+jax.set_mesh(mesh)
+
+
+class _Block(nnx.Module):
+    def __init__(self, rngs):
+        bare: Any = {"use_bias": False, "rngs": rngs, **HALF}
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, **bare)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **bare)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **bare)
+        self.one, self.two = (nnx.RMSNorm(WIDTH, **HALF, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.one(x), mask=mask, decode=False)
+        return x + self.down(nnx.gelu(self.up(self.two(x))))
+
+
+class _Transformer(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(len(alphabet), WIDTH, **HALF, rngs=rngs)
+        self.layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(_Block))(rngs)
+        self.norm = nnx.RMSNorm(WIDTH, **HALF, rngs=rngs)
+
+    def __call__(self, tokens):  # no positions: the mask tells them
+        layers = nnx.scan(lambda x, layer: (layer(x), None))
+        return self.table.attend(self.norm(layers(self.table(tokens), self.layers)[0]))
+
+
+def run(name, options, table, plot):
+    """Train under one strategy: a row of the table, a line of the picture."""
+    graph, start = nnx.split(_Transformer(nnx.Rngs(options.seed)))
+    tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
+
+    def loss_of(params, text):  # XLA gathers parameters and cuts the batch
+        params, text = place(params, P()), place(text, P("shards"))
+        entropy = optax.softmax_cross_entropy_with_integer_labels
+        return entropy(nnx.merge(graph, params)(text[:, :-1]), text[:, 1:]).mean()
+
+    def step(params, state, text):
+        _, grads = oxs.value_and_grad(loss_of, axis_name="data")(params, text)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    def batch(number):
+        rng = np.random.default_rng((options.seed, number))
+        at = rng.integers(unseen.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
+        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
+
+    spec = jax.tree.map(lambda x: P(*[None] * x.shape.index(WIDTH), "shards"), start)
+    start = nnx.as_pure(jax.device_put(start, spec))
+    *now, axes = oxs.start_workers(tx, start, 2, mesh=mesh, axis_name="pods")
+    places = tuple(jax.tree.map(lambda x: x.sharding, now))
+    own: Any = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    equal: Any = {"in_axes": (None, None, 0), "out_axes": None}  # over "data"
+    pod = oxs.map_workers(step, "data", mesh=mesh, **equal)
+    pods: Any = oxs.map_workers(pod, "pods", mesh=mesh, **own)
+    pods = jax.jit(pods, donate_argnums=(0, 1), out_shardings=places)
+    pods, sent = pods.lower(*now, batch(0)).compile(), [[0, 0], [0, 0]]
+    for row in oxs.audit.collectives(pods):
+        far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
+        sent[far][row.conditional] += 4 * row.bytes
+    folder = Path(options.out).resolve() / f"{name} {options.seed}"
+    with ocp.CheckpointManager(folder) as manager:
+        done, losses = manager.latest_step() or 0, []
+        if done:
+            like = ocp.args.StandardRestore((now, [0.0] * (done // options.every)))
+            now, losses = manager.restore(done, args=like)
+            print(f"{name} goes on from step {done}")
+        for number in track(range(done + 1, options.steps + 1), name):
+            now = list(jax.block_until_ready(pods(*now, batch(number))))
+            if number % options.every == 0:
+                losses.append(float(jax.jit(loss_of)(oxs.mean_params(now[0]), unseen)))
+                manager.save(number, args=ocp.args.StandardSave((now, losses)))
+    near, far = (always + seldom / PERIOD for always, seldom in sent)
+    turns = LAYERS if name == "streaming" else 1  # a part meets in each
+    sizes = (near, far, sent[1][0] + sent[1][1] / turns)
+    times = (f"{8e3 * far / speed:.3g} ms" for speed in (1e9, 1e11))
+    table.add_row(name, f"{losses[-1]:.3f}", *(f"{x:,.0f}" for x in sizes), *times)
+    x = far * options.every * np.arange(1, len(losses) + 1)
+    (line,) = plot.plot(x, losses, marker=".")
+    plot.text(x[-1], losses[-1], f" {name}", color=line.get_color(), va="center")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="How pods agree, and what it costs.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=20, help="evaluate and save")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
+    parser.add_argument("--out", default="language_model", help="a folder")
+    options, figure = parser.parse_args(), Figure((7, 4.2), layout="constrained")
+    titles = ("loss", "in a pod", "between pods", "at once", "1 Gbit/s", "100 Gbit/s")
+    table = Table("pods agree by", *titles, caption="bytes of a pod and time, per step")
+    plot = figure.subplots(subplot_kw={"xscale": "log"})
+    plot.set(xlabel="bytes that a pod sent to the other", ylabel="held-out loss")
+    for name in options.only:
+        run(name, options, table, plot)
+    figure.savefig(f"{options.out}/loss.png", dpi=130)
+    rich.print(table)

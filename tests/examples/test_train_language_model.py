@@ -1,0 +1,58 @@
+"""The language model across pods, run as a user runs it, stopped and resumed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_language_model.py"
+
+
+def run(folder, options):
+    """What the example prints: lines, and the cells of the table by strategy."""
+    finished = subprocess.run(
+        [sys.executable, EXAMPLE, *options, "--every", "1", "--out", folder],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "130"}
+        # What one run has compiled, the next one reads.
+        | {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
+        | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    rows = re.findall("^│ (.*) │$", finished.stdout, re.M)
+    cells = [re.split(r"\s*│\s*", row) for row in rows]
+    return finished.stdout, {name: rest for name, *rest in cells}
+
+
+@pytest.mark.slow
+def test_it_resumes_and_tells_what_it_sends(tmp_path):
+    options = ["--steps", "2", "--only", "data parallel", "DiLoCo"]
+    _, whole = run(tmp_path / "out", options)
+    for name in whole:
+        shutil.rmtree(tmp_path / "out" / f"{name} 0" / "2")
+    printed, resumed = run(tmp_path / "out", options)
+    assert printed.count("goes on from step 1") == 2
+    assert resumed == whole and list(whole) == ["data parallel", "DiLoCo"]
+    for loss, *_ in whole.values():
+        assert 4 < float(loss) < 6  # All characters alike would be log(103) = 4.6.
+    sent = {
+        name: [int(cell.replace(",", "")) for cell in cells[1:4]]
+        for name, cells in whole.items()
+    }
+    inside, far, peak = sent["data parallel"]
+    assert inside > 0 and far == peak
+    # The same parameters, once in 20 steps; beside it nothing leaves the pod.
+    assert sent["DiLoCo"][2] == peak
+    assert abs(sent["DiLoCo"][1] - far / 20) <= 1
+    assert imread(tmp_path / "out" / "loss.png").shape == (546, 910, 4)
+
+
+def test_it_is_one_short_file():
+    assert len(EXAMPLE.read_text().splitlines()) <= 150
