@@ -13,7 +13,7 @@ RUN := $(VENV)/bin
 # with threads to spare it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test mutants lint format bench reproduce faults tpu docs clean
+.PHONY: demo test fuzz mutants lint format bench reproduce faults tpu docs clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -46,6 +46,11 @@ lint: $(VENV)/test-installed
 
 test: lint
 	$(RUN)/python -m pytest -n 2 --dist loadfile
+
+# Tries what must hold for any input on new random cases, until stopped; prints how many,
+# and the smallest that fails. SECONDS=3600 stops after an hour.
+fuzz: $(VENV)/test-installed
+	$(RUN)/python -m tests.fuzz $(if $(filter command line environment,$(origin SECONDS)),--seconds $(SECONDS))
 
 # Breaks the library in 200 places, in a copy, and says which of them no test noticed.
 # ROOM="center state" tries only these rooms.

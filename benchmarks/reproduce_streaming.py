@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings(5000, 50, 10, 50, 4)
-SHORT = Settings(60, 2, 5, 10, 2)
+SHORT = Settings(20, 2, 5, 10, 1)
 
 
 def variants(settings):

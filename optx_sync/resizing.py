@@ -166,10 +166,12 @@ class Resizing:
     """From how many workers to how many, and what becomes of arrays `[N, ...]`."""
 
     def __init__(self, before: int, after: int, joiners: Joiners):
-        self.before, self.after, self.joiners = before, after, joiners
+        self.before: int = before
+        self.after: int = after
+        self.joiners: Joiners = joiners
         self.lost: list[str] = []
         # Under a mean what one replica owes counts as a share of all of them.
-        self.owed_scale = after / before
+        self.owed_scale: float = after / before
 
     def of_sums(self) -> "Resizing":
         """The same where contributions are added up: what is owed stays as it is."""

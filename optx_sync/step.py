@@ -94,8 +94,8 @@ def apply_gradients(
         The parameters and the state after the step.
 
     Raises:
-        ValueError: A chain in which something stands after a center rule, or after
-            `sync_replicas` with averages; what `tx` itself refuses.
+        ValueError: No `params`; a chain in which something stands after a center rule,
+            or after `sync_replicas` with averages; what `tx` itself refuses.
         TypeError: Row-sparse gradients that `tx` does not take.
 
     Example:
@@ -107,6 +107,12 @@ def apply_gradients(
         >>> oxs.apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)[0]
         Array([0.5, 0. ], dtype=float32)
     """
+    # `None` is a tree, too: its gradients are None.
+    if params is None and jax.tree.structure(grads) != jax.tree.structure(params):
+        raise ValueError(
+            "A step returns parameters and so needs them; got params=None. Call "
+            "apply_gradients(tx, grads, state, params)."
+        )
     if isinstance(tx, _DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)

@@ -79,7 +79,13 @@ def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
     """`accumulator_dtype=` of a wrapper as a dtype; a ValueError if not floating."""
     if dtype is None:
         return None
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"accumulator_dtype must be a floating dtype; got {dtype!r}. Pass for "
+            "example jnp.float32, or None."
+        ) from None
     if not is_floating(dtype):
         raise ValueError(
             f"accumulator_dtype must be a floating dtype; got {dtype}. Pass for "

@@ -83,7 +83,17 @@ def map_workers(
         @functools.wraps(fun)
         def simulated(*args: Any, **kwargs: Any) -> Any:
             _check_arguments(args, kwargs, in_axes, None, axes)
-            return mapped(*args, **kwargs)
+            try:
+                return mapped(*args, **kwargs)
+            except ValueError as error:
+                # Only `jax.vmap` knows; the words are its own.
+                if "mapped output" not in str(error):
+                    raise
+                raise ValueError(
+                    "A result of map_workers has None in out_axes, equal on all "
+                    "workers, but is computed from what is each worker's own. Give it "
+                    f"axis 0, or let the workers agree with oxs.reduce(x, {axes!r})."
+                ) from error
 
         return simulated
     workers = _size_along(mesh, axes)
@@ -352,6 +362,12 @@ def _check_arguments(
         if size != workers:
             what = f"{where} has shape {jnp.shape(leaf)}, of {size} workers"
             raise ValueError(_wrong_number(what, axes, workers))
+    if workers is None:
+        raise ValueError(
+            "No argument of map_workers holds an array that has axis 0 in in_axes, so "
+            "nothing tells how many workers there are. Pass one, for example "
+            "jnp.arange(8), or a mesh."
+        )
     return marks
 
 

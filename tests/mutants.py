@@ -522,8 +522,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "state = own(inner.init(own(params, axis_name)), axis_name)",
-            "state = inner.init(params)",
+            "            state = own(state, axis_name)\n",
+            "            pass\n",
         ),
         Mutant(
             "replicas/cross_shard.py",
@@ -684,7 +684,12 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return total.astype(grad.dtype)",
             LOCKSTEP,
         ),
-        Mutant("center/lockstep.py", '            "taken",\n', "", LOCKSTEP),
+        Mutant(
+            "center/state.py",
+            '"center", "taken", "outer", "agreed", *summed)',
+            '"center", "outer", "agreed", *summed)',
+            LOCKSTEP,
+        ),
         Mutant(
             "center/lockstep.py",
             "            state.taken if keeps_taken else state.center,\n",
@@ -723,20 +728,20 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "                new_x = where(finite, new_x, center)\n",
-            "                pass\n",
+            "landed = where(now.weight > 0, landed, _rounded(now.center, landed))\n",
+            "pass\n",
             CENTER_LAWS,
         ),
         Mutant(
             "center/lockstep.py",
-            "                inner_met = where(finite, inner_met, inner.init(landed))\n",
-            "",
+            "inner=where(now.weight > 0, inner_met, inner.init(landed)),\n",
+            "inner=inner_met,\n",
             CENTER_LAWS,
         ),
         Mutant(
             "center/lockstep.py",
-            "dropped = dropped + (~finite).astype(jnp.int32)",
-            "dropped = dropped + finite.astype(jnp.int32)",
+            "dropped=now.dropped + (now.weight == 0).astype(jnp.int32),",
+            "dropped=now.dropped + (now.weight != 0).astype(jnp.int32),",
             CENTER_LAWS,
         ),
         Mutant(
@@ -753,14 +758,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "_average(inner_met, axis_name, weight)",
+            "_average(inner_met, axis_name, now.weight)",
             "_average(inner_met, axis_name, None)",
             LOCKSTEP,
         ),
         Mutant(
             "center/lockstep.py",
-            "inner_met = inner.init(landed)\n            if",
-            "pass\n            if",
+            "                inner_met = inner.init(landed)\n",
+            "                pass\n",
             LOCKSTEP,
         ),
         Mutant(
@@ -781,19 +786,19 @@ MUTANTS: dict[str, list[Mutant]] = {
             "    if isinstance(due, str):\n",
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/state.py",
             "c = jnp.expand_dims(c, range(p.ndim - c.ndim))",
             "c = jnp.expand_dims(c, range(0))",
             ("tests/test_state.py",),
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/state.py",
             "jnp.array(c, p.dtype, copy=True)",
             "jnp.asarray(c, p.dtype)",
             ("tests/test_state.py",),
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/formulas.py",
             '    require_varying(state.center, params, axis_name, "center")\n',
             "",
         ),
@@ -898,7 +903,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/formulas.py",
-            "    check_one_worker(state.local_step, state.center, params)\n",
+            "    check_one_worker(state.local_step, center, params)\n",
             "",
             REFUSED_GOSSIP,
         ),
@@ -1029,8 +1034,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "step.py",
-            "while (after := begin + _steps(period, begin)) <= step:",
-            "while (after := begin + _steps(period, begin)) < step:",
+            "while (after := begins[-1] + _steps(period, begins[-1])) <= step:",
+            "while (after := begins[-1] + _steps(period, begins[-1])) < step:",
         ),
         Mutant("step.py", "np.ceil(length)", "np.floor(length)"),
         Mutant(
@@ -1092,8 +1097,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     "simulate": [
         Mutant(
             "simulate/asynchronous.py",
-            "own_taken = after if rule.take is None else center",
-            "own_taken = after",
+            "taken = after if rule.take is None else now.center",
+            "taken = after",
             SIMULATED_CENTER,
         ),
         Mutant(
@@ -1116,7 +1121,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "accumulated = zeros_like(accumulated)",
+            "now = now._replace(accumulated=zeros_like(now.accumulated))",
             "pass",
             SIMULATED_CENTER,
         ),

@@ -48,6 +48,7 @@ GROUND = {
         "center/rule",
         "center/formulas",
         "center/fragments",
+        "center/state",
         "center/lockstep",
     },
     "peers": {"peers/graphs", "center/rule", "center/formulas"},

@@ -170,6 +170,13 @@ def test_apply_gradients_of_any_transformation():
     chex.assert_trees_all_equal(got, optax.apply_updates(PARAMS, updates))
 
 
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), oxs.local_sgd(optax.sgd(0.1), None)])
+def test_a_step_needs_the_parameters(tx):
+    for params in ([], [jnp.ones(2)]):
+        with pytest.raises(ValueError, match="got params=None"):
+            oxs.apply_gradients(tx, params, tx.init(params), None)
+
+
 def test_sync_replicas_gives_parameters_directly():
     """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
     tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)

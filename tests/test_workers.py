@@ -246,7 +246,7 @@ REFUSED = {
     ),
     "a result that is not equal": (
         lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, out_axes=None)(EIGHT[:4]),
-        "out_axes",
+        "of map_workers has None in out_axes, equal on all",
     ),
 }
 
@@ -266,6 +266,7 @@ def test_meshes_and_parameters_that_do_not_fit():
     for call, message in (
         (lambda: oxs.map_workers(same, "pods", mesh=mesh), "no axis 'pods'; its axes"),
         (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
+        (lambda: oxs.map_workers(same, AXIS)({}), "nothing tells how many workers"),
         (
             lambda: oxs.start_workers(tx, PARAMS, 3, mesh=mesh, axis_name=AXIS),
             "3 workers, but the mesh has 2 positions",

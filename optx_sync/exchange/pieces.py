@@ -37,6 +37,7 @@ from optx_sync.trees import (
     at_least_float32,
     is_floating,
     leaves_with_names,
+    path_name,
     round_to,
 )
 
@@ -215,12 +216,14 @@ def check_pieces(
 
     wanted = jax.eval_shape(init, jax.tree.map(piece, like))
     for (path, x), found in zip(
-        leaves_with_names(wanted), jax.tree.leaves(state.tree), strict=True
+        jax.tree_util.tree_leaves_with_path(wanted),
+        jax.tree.leaves(state.tree),
+        strict=True,
     ):
         if jnp.shape(found) != x.shape:
             raise ValueError(
-                f"The state at {path} has shape {jnp.shape(found)}, but a piece for "
-                f"one of {replicas} replicas has {x.shape}. Start with "
+                f"The state at {path_name(path)} has shape {jnp.shape(found)}, but "
+                f"a piece for one of {replicas} replicas has {x.shape}. Start with "
                 "oxs.start_workers(tx, params, n), with oxs.stack(tx.init(params), n, "
                 "axes), or call init where the axis is mapped. Inside jax.shard_map "
                 "take the worker axis off, oxs.unstack(state, axes)."

@@ -128,7 +128,12 @@ def start_outliers(exchange: Exchange) -> Any:
 
 
 def count_outlier(
-    exchange: Exchange, tree: Tree, mean: Tree, axis_name: AxisName, weight: Any, so_far
+    exchange: Exchange,
+    tree: Tree,
+    mean: Tree,
+    axis_name: AxisName,
+    weight: Any,
+    so_far: Any,
 ) -> Any:
     """The count, one more if what this replica sent lies far from the result."""
     if exchange.outlier is None:

@@ -23,7 +23,9 @@ def check_averages(variable_averages: Any) -> None:
         return
     if isinstance(variable_averages, jax.core.Tracer):
         return
-    if jnp.shape(variable_averages) != () or not 0 <= variable_averages <= 1:
+    number = isinstance(variable_averages, int | float | np.number | jax.Array)
+    scalar = number and jnp.shape(variable_averages) == ()
+    if not scalar or not 0 <= variable_averages <= 1:
         raise ValueError(
             "variable_averages must be a decay in [0, 1], or a schedule of the global "
             f"step that returns one; got {variable_averages!r}. Pass for example 0.999."

@@ -59,8 +59,10 @@ from optx_sync.trees import (
     cast_like,
     explains_rows,
     is_gradient_leaf,
+    is_inexact,
     is_placeholder,
     is_slices,
+    leaves_with_names,
 )
 
 Grads = Literal["local", "summed", "averaged"]
@@ -450,6 +452,7 @@ def _in_pieces(
         require_dense(updates, "shard_state=True")
         _check_weight_argument(weight, reduction, grads)
         like = updates if params is None else params
+        _require_floating(updates, like)
         check_pieces(state, inner.init, like, axis_name)
         extra_args = mean_extra_args(
             extra_args, reduced_names, axis_name, weight=weight
@@ -472,6 +475,18 @@ def _in_pieces(
         return fill_missing(new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _require_floating(grads: Any, params: Any) -> None:
+    """Refuse integer parameters that have a gradient: updates get their dtype."""
+    found = dict(leaves_with_names(params))
+    for path, grad in leaves_with_names(grads):
+        if grad is not None and not is_inexact(jnp.result_type(found[path])):
+            raise TypeError(
+                f"The parameter at {path} has dtype {found[path].dtype}; with "
+                "shard_state=True what has a gradient must be floating. Leave it out "
+                "with optax.masked, or pass None as its gradient."
+            )
 
 
 def _check_weight_argument(weight: Any, reduction: Reduction, grads: Grads) -> None:

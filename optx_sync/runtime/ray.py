@@ -194,7 +194,7 @@ def _end(connection: RayConnection, events: "_Events", params: Any) -> tuple:
     try:
         connection.checkpoint()
         center, averages = connection.center(params), connection.averages()
-        events.collect(wait=True)
+        events.collect_the_rest()
     except BaseException as error:
         error.center, error.history = None, History(events.seen, None)  # type: ignore
         raise
@@ -209,8 +209,9 @@ def _carry(
     try:
         connection.checkpoint()
         center, averages = connection.center(params), connection.averages()
+        events.collect_the_rest()
     except Exception as other:
-        log.warning("The center cannot be had any more: %s", other)
+        log.warning("The center or its history cannot be had any more: %s", other)
     try:
         error.center, error.history = center, History(events.seen, averages)  # type: ignore
     except AttributeError:
@@ -459,6 +460,11 @@ class _Events:
             if event.kind == "join":
                 self.joins[event.worker] = self.joins.get(event.worker, 0) + 1
         self._tell(new)
+
+    def collect_the_rest(self) -> None:
+        """Take all that there is: what had been asked for before may lack the end."""
+        self.collect(wait=True)
+        self.collect(wait=True)
 
     def _tell(self, new: list[Event]) -> None:
         self.seen += new

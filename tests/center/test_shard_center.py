@@ -117,6 +117,19 @@ def test_the_numbers_are_those_of_a_whole_center(context):
     assert oxs.metrics(state["diloco"]).dropped.tolist() == [1, 2, 1, 1]
 
 
+def test_a_parameter_that_is_none():
+    tx = oxs.local_sgd(optax.sgd(0.5), "w", communication_period=1, shard_center=True)
+    params, state, axes = oxs.start_workers(tx, {"a": None, "b": jnp.zeros(3)}, 2)
+
+    def step(params, state, grads):
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    mapped = oxs.map_workers(step, "w", in_axes=(0, axes, 0), out_axes=(0, axes))
+    params, state = jax.jit(mapped)(params, state, {"a": None, "b": jnp.ones((2, 3))})
+    center = oxs.center_params(state, params)
+    assert center["a"] is None and np.array_equal(center["b"], np.full(3, -0.5))
+
+
 def test_memory_and_bytes():
     """N = 8 here, and 64 and 512 workers in a process that has so many devices."""
     children = subprocess.run(

@@ -253,6 +253,11 @@ def a_row(values):
     return tx.update(oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values), ())
 
 
+def an_integer(grads):
+    tx = sharded(optax.sgd(0.1))
+    return tx.update(grads, tx.init(grads), jnp.arange(3))
+
+
 def needs(name):
     def update(updates, state, params=None, **extra_args):
         return updates * extra_args[name], state
@@ -292,6 +297,9 @@ REFUSED = {
     "rows": (
         lambda: jax.vmap(a_row, axis_name=AXIS)(jnp.ones((2, 1, 3))), "row-sparse"
     ),
+    "integers": (
+        lambda: jax.vmap(an_integer, axis_name=AXIS)(jnp.ones((2, 3))), "dtype int32"
+    ),
     "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
 }  # fmt: skip
 
@@ -299,7 +307,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 

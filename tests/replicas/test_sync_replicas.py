@@ -687,8 +687,11 @@ def refuse(kind, message, call):
         (ValueError, r"to_aggregate must be 1 or more, and below 2\*\*31", (2**31,)),
         (ValueError, r"below 2\*\*31; got", (2, {"total_num_replicas": 10**10})),
         (ValueError, "a decay in .0, 1.", (2, {"variable_averages": 1.5})),
+        (ValueError, "a decay in .0, 1.", (2, {"variable_averages": ()})),
+        (ValueError, "a decay in .0, 1.", (2, {"variable_averages": "0.9"})),
         (ValueError, "there is no average", (2, {"variables_to_average": True})),
         (ValueError, "must be a floating dtype", (2, {"accumulator_dtype": "int32"})),
+        (TypeError, "must be a floating dtype; got 0", (2, {"accumulator_dtype": 0})),
     ],
 )
 def test_refused_at_construction(kind, message, arguments):

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a center rule, and what it says of itself."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.formulas import holds_center
+from optx_sync.center.fragments import Outgoing, Pending
+from optx_sync.center.sharded import whole_center
+from optx_sync.measures import square_sum
+from optx_sync.resizing import Resizing, take_center
+from optx_sync.sharding import is_in_pieces
+from optx_sync.trees import Tree, first_worker, is_masked
+
+
+class MeasuredOwn(NamedTuple):
+    """What `measure=True` keeps of a worker's own last round; 0 before the first."""
+
+    distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
+
+    def named_slots(self) -> dict[str, Tree]:
+        """None of these is an array for each parameter."""
+        return {}
+
+
+class CenterMetrics(NamedTuple):
+    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent.
+
+    Shapes are those of one worker; of a stacked state what is a worker's own has the
+    worker axis in front, [N].
+    """
+
+    rounds: jax.Array  # int32[], rounds so far, those without this worker included
+    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
+    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: jax.Array
+    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    # None where `metrics` was not given the parameters.
+    distance: jax.Array | None
+    # Of the last round, with `measure=True`; otherwise None. But for the distance they
+    # are equal on all workers.
+    distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
+    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
+    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
+    update_norm: jax.Array | None  # float32[], of what the center moved
+    contributors: jax.Array | None  # float32[], workers that were not left out
+    # int32[], rounds in which its contribution lay far from the others', with a robust
+    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    outliers: jax.Array | None
+    # With more than one fragment; otherwise None.
+    last_fragment: jax.Array | None  # int32[], which one met last; -1 before the first
+    fragment_ages: jax.Array | None  # int32[P], steps since each one met
+
+
+class CenterState(NamedTuple):
+    """State of `center_variable`; `shared_fields` are equal on all workers."""
+
+    local_step: jax.Array  # int32[], steps of a worker
+    steps_since_round: jax.Array  # int32[]
+    global_step: jax.Array  # int32[], rounds
+    ages: Any  # int32[P], steps since each fragment met, or () where there is one
+    # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
+    center: optax.Params
+    taken: Any  # the center before the last round, or () where no formula reads it
+    # State of the rule's outer transformation, or (); a tuple, one for each fragment.
+    outer: optax.OptState
+    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
+    accumulated: Any  # what the worker summed up since the last round, or ()
+    broken: Any  # bool[], it has not been finite since the last round, or ()
+    dropped: jax.Array  # int32[], rounds that left this worker out
+    exchange: Any  # what the exchange remembers, of each fragment, or ()
+    outliers: Any  # int32[], rounds in which it was an outlier, or ()
+    measured: Any  # `MeasuredOwn`, of the last round, or ()
+    agreed: Any  # `Measured`, of the last round, or ()
+    inner: optax.OptState
+
+    @property
+    def shared_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on all workers."""
+        summed = ("pending",) if isinstance(self.pending, Pending) else ()
+        return (*self.counter_fields, "center", "taken", "outer", "agreed", *summed)
+
+    @property
+    def counter_fields(self) -> tuple[str, ...]:
+        """The fields that are equal on the workers of all levels of nested rules."""
+        return ("local_step", "steps_since_round", "global_step", "ages")
+
+    @property
+    def stands_last(self) -> bool:
+        """Whether nothing may stand after it in a chain."""
+        return True
+
+    def center_params(self, params: Tree) -> Tree:
+        """The center in the structure and dtypes of `params`: `oxs.center_params`."""
+        center: Any = self.center
+        if is_in_pieces(center):
+            center = whole_center(center, params)
+        else:
+            for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
+                center = jax.tree.map(first_worker, center)
+        return jax.tree.map(
+            lambda c, p: p if is_masked(c) else jnp.array(c, p.dtype, copy=True),
+            center,
+            params,
+            is_leaf=is_masked,
+        )
+
+    def metrics(self, params: Tree | None) -> CenterMetrics:
+        """A worker's counters, and with `params` its distance from the center."""
+        distance = None
+        if params is not None:
+            stacked = jnp.ndim(self.dropped)  # worker axes in front
+
+            def apart(c, p):
+                if is_masked(c):
+                    return c
+                # Where it is one for all, it has not all of the axes.
+                c = jnp.expand_dims(c, range(p.ndim - c.ndim))
+                return p.astype(c.dtype) - c
+
+            center: Any = self.center
+            if is_in_pieces(center):
+                center = whole_center(center, params)
+            distance = norm_of(
+                jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
+            )
+        names = "contribution_norm", "agreement", "update_norm", "contributors"
+        found = {name: getattr(self.agreed, name, ()) for name in names}
+        found["outliers"] = self.outliers
+        last = ages = None
+        if not isinstance(self.ages, tuple):
+            ages = self.ages
+            last = jnp.where(
+                self.global_step > 0, (self.global_step - 1) % ages.shape[-1], -1
+            )
+        return CenterMetrics(
+            self.global_step,
+            self.steps_since_round,
+            self.dropped,
+            distance,
+            self.measured[0] if self.measured else None,
+            last_fragment=last,
+            fragment_ages=ages,
+            **{k: None if isinstance(x, tuple) else x for k, x in found.items()},
+        )
+
+    @property
+    def worker_axes(self) -> int:
+        """How many worker axes parameters have in front."""
+        return jnp.ndim(self.dropped)
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return True
+
+    def resized_params(self, how: Resizing, params: Tree) -> Tree:
+        """The parameters of another number of workers: see `oxs.resize`."""
+        # Of several parts most are on their way at any time, and go on.
+        everyone = self.takes_center and isinstance(self.ages, tuple)
+        return take_center(how, params, self.center, everyone)
+
+    def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
+        """The state of another number of workers: see `oxs.resize`."""
+        steps = int(jnp.ravel(self.steps_since_round)[0])
+        if steps and holds_center(self.inner):
+            raise ValueError(
+                "There is a center rule inside of this one, and workers are not at "
+                f"its center: {steps} step(s) since the last round. Resize right after "
+                "a round of the outer rule."
+            )
+        accumulated = how.zeros(self.accumulated)
+        if not isinstance(self.ages, tuple):
+            accumulated = how.joined_by_zeros(self.accumulated)
+            if how.after < how.before:
+                how.loses("what leaving workers have learned since their parts met")
+        elif steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
+            what = "have learned" if self.takes_center else "accumulated"
+            how.loses(f"what workers {what} in {steps} step(s) since their last round")
+        # A worker that goes a part of the way adds that part to the center.
+        of_exchange = how if self.takes_center else how.of_sums()
+        shared = {
+            field: how.equal(getattr(self, field)) for field in self.shared_fields
+        }
+        pending = shared.pop("pending", self.pending)
+        if isinstance(pending, Outgoing):
+            how.loses("what workers contributed to the sum of the next step")
+            pending = how.zeros(pending)
+        return self._replace(
+            **shared,
+            pending=pending,
+            accumulated=accumulated,
+            broken=how.zeros(self.broken),
+            dropped=how.joined_by_zeros(self.dropped),
+            exchange=of_exchange.tree(self.exchange, fresh.exchange),
+            outliers=how.joined_by_zeros(self.outliers),
+            measured=how.joined_by_zeros(self.measured),
+            inner=how.own(self.inner, fresh.inner),
+        )
+
+
+class SoftCenterState(CenterState):
+    """State of a rule whose workers take a part of the way to the center."""
+
+    __slots__ = ()
+
+    @property
+    def takes_center(self) -> bool:
+        """Whether workers take the center whole."""
+        return False
+
+
+def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
+    """float32, the norm over all leaves, for each place along the worker axes."""
+    return jnp.sqrt(square_sum(tree, like, stacked))

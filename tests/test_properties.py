@@ -1,0 +1,666 @@
+"""What holds for any tree, any workers and any options, drawn at random.
+
+`make test` tries a few cases, the same ones every time; `make fuzz` (tests/fuzz.py)
+tries others until it is stopped.
+"""
+
+import collections
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from optx_sync.exchange.error_feedback import ErrorFeedbackState
+from tests.exchange.meeting import AXIS, auto_mesh, mapped
+
+CONTEXTS = ("vmap", "shard_map", "shard_map_unchecked")
+OURS = os.path.dirname(oxs.__file__)
+# Cases that were tried and those that were refused, by property: for tests/fuzz.py.
+TRIED: collections.Counter[str] = collections.Counter()
+
+# What stands in a case by its name, so that a case can be read.
+exchange = oxs.exchange
+EXCHANGES: dict[str, oxs.exchange.Exchange] = {
+    "all_reduce()": exchange.all_reduce(),
+    "all_reduce(bfloat16)": exchange.all_reduce(jnp.bfloat16),
+    "quantized()": exchange.quantized(),
+    "quantized(4, 7)": exchange.quantized(4, 7),
+    "top_k(2, 50)": exchange.top_k(2, 50),
+    "top_k(3, 5, 2)": exchange.top_k(3, 5, 2),
+    "power_sgd()": exchange.power_sgd(),
+    "power_sgd(2, 1)": exchange.power_sgd(2, 1),
+    "error_feedback(all_reduce())": exchange.error_feedback(exchange.all_reduce()),
+    "error_feedback(quantized(4), 0.5)": exchange.error_feedback(
+        exchange.quantized(4), 0.5
+    ),
+    "error_feedback(top_k(1, 4))": exchange.error_feedback(exchange.top_k(1, 4)),
+    "error_feedback(power_sgd())": exchange.error_feedback(exchange.power_sgd()),
+    "median()": exchange.median(),
+    "trimmed_mean(1)": exchange.trimmed_mean(1),
+    "sign_majority()": exchange.sign_majority(),
+    "geometric_median(2)": exchange.geometric_median(2),
+    "krum(1)": exchange.krum(1),
+    "krum(0, 2)": exchange.krum(0, 2),
+    "adasum()": exchange.adasum(),
+    "clipped(0.5)": exchange.clipped(0.5),
+    "clipped('median')": exchange.clipped("median"),
+    "clipped(1.0, quantized())": exchange.clipped(1.0, exchange.quantized()),
+}
+CODED = ("quantized", "top_k", "power", "sign", "krum")  # Rounding can flip a choice.
+NAMED: dict[str, Any] = {
+    **EXCHANGES,
+    "schedule": lambda step: 1 + step // 2,
+    "strided(2)": oxs.strided(2),
+    "strided(3)": oxs.strided(3),
+    "last row": lambda _, leaf: (
+        [*[0] * (leaf.shape[0] - 1), 1] if leaf.shape and leaf.shape[0] else 0
+    ),
+    "ring()": oxs.graphs.ring(),
+    "torus(2, 2)": oxs.graphs.torus(2, 2),
+    "exponential()": oxs.graphs.exponential(),
+    "hypercube()": oxs.graphs.hypercube(),
+    "random_pairs()": oxs.graphs.random_pairs(),
+    "grid(2)": oxs.graphs.grid(2),
+    "metropolis": oxs.graphs.metropolis([(0, 1), (1, 2)]),
+    "sgd": optax.sgd(0.5),
+    # The inner ones are ours: of a gradient None Optax's momentum forgets the trace.
+    "momentum": oxs.optimizers.momentum(0.5, 0.5),
+    "optax momentum": optax.sgd(0.5, momentum=0.5),
+    # Optax's own promotes dtypes, which tests/conftest.py forbids.
+    "adam": oxs.optimizers.adam(0.1),
+    "adagrad": oxs.optimizers.adagrad(0.1),
+    "delayed": oxs.delayed_nesterov(0.5, every=2),
+    "half": lambda step: 0.5,
+    "jnp.float32": jnp.float32,
+    "jnp.bfloat16": jnp.bfloat16,
+}
+
+CENTER = {
+    "communication_period": [2, 1, 3, 4, "schedule"],
+    "inner_state": ["keep", "average", "reset"],
+    "drop_nonfinite": [False, True],
+    "accumulator_dtype": [None, "jnp.float32", "jnp.bfloat16"],
+    "measure": [False, True],
+    "shard_center": [False, True],
+    "fragments": [1, 2, 3, "strided(2)", "last row"],
+    "delay": [0, 1, 2],
+    "keep_local": [0.0, 0.5, 1.0],
+    "exchange": list(EXCHANGES),
+}
+OUTER = {"outer": ["sgd", "optax momentum", "adam", "delayed"]}
+# The options that are drawn, the first value the simplest.
+OPTIONS: dict[str, dict[str, list]] = {
+    "cross_shard": {
+        "reduction": ["mean", "sum"],
+        "group_assignment": ["groups"],
+        "exchange": list(EXCHANGES),
+        "shard_state": [False, True],
+        "measure": [False, True],
+    },
+    "sync_replicas": {
+        "replicas_to_aggregate": [1, 2, 3, 5],
+        "variable_averages": [None, 0.5, "half"],
+        "drop_nonfinite": [False, True],
+        "accumulator_dtype": [None, "jnp.float32", "jnp.bfloat16"],
+        "exchange": list(EXCHANGES),
+        "measure": [False, True],
+    },
+    "local_sgd": CENTER,
+    "diloco": {**CENTER, **OUTER},
+    "agn": {
+        **CENTER,
+        **OUTER,
+        "accumulate": ["gradients", "updates"],
+        "reduction": ["mean", "sum"],
+    },
+    "elastic_average": {**CENTER, "moving_rate": [0.25, 1.0], "rho": [0.0, 0.5]},
+    "gossip": {
+        "graph": [
+            "ring()",
+            "random_pairs()",
+            "exponential()",
+            "hypercube()",
+            "torus(2, 2)",
+            "grid(2)",
+            "metropolis",
+        ],
+        "communication_period": [1, 2, 3, "schedule"],
+        "outer": OUTER["outer"],
+        "seed": [0, 1],
+        "drop_nonfinite": [False, True],
+        "accumulator_dtype": [None, "jnp.float32"],
+    },
+    "noloco": {
+        "communication_period": [1, 2, 3],
+        "outer": OUTER["outer"],
+        "seed": [0, 1],
+        "drop_nonfinite": [False, True],
+    },
+}
+REQUIRED = ("communication_period", "replicas_to_aggregate", "moving_rate")
+# What no option takes, or few do.
+JUNK = [0, -1, 2.5, "nonsense", True, float("nan"), (), 2**31, "sgd", "ring()"]
+
+
+class Pair(NamedTuple):
+    """A container with names of fields."""
+
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter, and what its gradient is: "array", "rows" or "none"."""
+
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    grad: str = "array"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run of a wrapper."""
+
+    wrapper: str
+    options: dict[str, Any]
+    tree: Any
+    workers: int = 1
+    steps: int = 1
+    inner: str = "sgd"
+    axis_name: str | None = AXIS
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    direct: bool = True
+    seed: int = 0
+    nonfinite: bool = False
+    wrong: str | None = None  # what does not fit in the gradients
+
+
+SHAPES = [(), (3,), (0,), (1,), (0, 3), (2, 0), (2, 3), (5, 2), (1, 1), (17,)]
+SHAPES += [(2, 2, 2), (8, 8)]
+
+
+def leaves(dtypes):
+    return st.builds(
+        Leaf,
+        st.sampled_from(SHAPES),
+        st.sampled_from(dtypes),
+        st.sampled_from(["array"] * 4 + ["none", "rows"]),
+    )
+
+
+def trees(dtypes=("float32", "float32", "bfloat16", "float16")):
+    """Nested containers of leaves, among them `None`."""
+    return st.recursive(
+        leaves(dtypes) | st.none(),
+        lambda inside: (
+            st.lists(inside, max_size=3)
+            | st.dictionaries(st.sampled_from("abc"), inside, max_size=3)
+            | st.builds(Pair, inside, inside)
+            | st.tuples(inside)
+        ),
+        max_leaves=5,
+    )
+
+
+def options(wrapper):
+    named = {k: st.sampled_from(v) for k, v in OPTIONS[wrapper].items()}
+    # A few of them at a time: nearly all that is combined with all is refused.
+    others = [name for name in named if name not in REQUIRED]
+    return st.lists(st.sampled_from(others), max_size=3, unique=True).flatmap(
+        lambda few: st.fixed_dictionaries(
+            {name: s for name, s in named.items() if name in (*REQUIRED, *few)}
+        )
+    )
+
+
+@st.composite
+def cases(draw, junk=False):
+    """Runs of all wrappers; with `junk` also those that make no sense."""
+    wrapper = draw(st.sampled_from(list(OPTIONS)))
+    chosen = draw(options(wrapper))
+    workers = draw(st.sampled_from([2, 1, 3, 4, 8]))
+    if chosen.get("group_assignment") == "groups":
+        order = draw(st.permutations(range(workers)))
+        size = draw(st.integers(1, workers))
+        chosen["group_assignment"] = [
+            list(order[i : i + size]) for i in range(0, workers, size)
+        ]
+    wrong, dtypes = None, ("float32", "float32", "bfloat16", "float16")
+    if junk:
+        if draw(st.integers(0, 3)) == 3:
+            name = draw(st.sampled_from(list(OPTIONS[wrapper])))
+            chosen[name] = draw(st.sampled_from(JUNK))
+        wrong = draw(
+            st.sampled_from(
+                [None] * 6 + ["missing", "shape", "dtype", "integer", "no params"]
+            )
+        )
+        dtypes = (*dtypes, "int32")
+    extra = {}
+    if wrapper not in ("cross_shard", "sync_replicas"):
+        meet = draw(st.sampled_from([None, None, True, False, "traced"]))
+        extra = {} if meet is None else {"meet": meet}
+    elif wrapper == "sync_replicas":
+        extra = draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "contributes": st.sampled_from(["traced", True, False]),
+                    "gradient_step": st.sampled_from([0, "traced"]),
+                },
+            )
+        )
+    if chosen.get("measure"):
+        extra |= draw(
+            st.fixed_dictionaries({}, optional={"batch_size": st.sampled_from([3])})
+        )
+    centered = wrapper in ("local_sgd", "diloco", "agn", "elastic_average")
+    alone = centered and draw(st.integers(0, 7)) == 7
+    return Case(
+        wrapper,
+        chosen,
+        draw(trees(dtypes)),
+        workers,
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from(["sgd", "momentum", "adam", "adagrad"])),
+        None if alone else AXIS,
+        extra,
+        draw(st.booleans()),
+        draw(st.integers(0, 9)),
+        draw(st.sampled_from([False, False, True])),
+        wrong,
+    )
+
+
+def is_leaf(x):
+    return isinstance(x, Leaf)
+
+
+def transformation(case):
+    keywords = {
+        name: NAMED.get(value, value) if isinstance(value, str) else value
+        for name, value in case.options.items()
+    }
+    positional = [keywords.pop(k) for k in ("replicas_to_aggregate",) if k in keywords]
+    wrapper: Callable = getattr(oxs, case.wrapper)
+    return wrapper(NAMED[case.inner], case.axis_name, *positional, **keywords)
+
+
+def one_params(case):
+    rng = np.random.default_rng(case.seed)
+
+    def param(leaf):
+        return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(param, case.tree, is_leaf=is_leaf)
+
+
+def all_grads(case):
+    """Gradients [N, T, ...]; with a NaN or infinity in places if asked for."""
+    rng = np.random.default_rng(case.seed + 1)
+    lead = (case.workers, case.steps)
+
+    def grad(leaf):
+        dtype = "float32" if leaf.dtype == "int32" else leaf.dtype
+        dtype = {"dtype": "bfloat16", "integer": "int32"}.get(case.wrong or "", dtype)
+        shape = (*leaf.shape, 2) if case.wrong == "shape" else leaf.shape
+        if leaf.grad == "none":
+            return None
+        if leaf.grad == "rows" and leaf.shape:
+            rows = min(3, leaf.shape[0])
+            indices = rng.integers(0, max(1, leaf.shape[0]), (*lead, rows))
+            values = rng.normal(size=(*lead, rows, *leaf.shape[1:]))
+            return oxs.IndexedSlices(
+                jnp.asarray(indices, jnp.int32), jnp.asarray(values, dtype)
+            )
+        x = rng.normal(size=lead + shape)
+        if case.nonfinite:
+            where = rng.integers(0, case.workers), rng.integers(0, case.steps)
+            x[where] = rng.choice([np.nan, np.inf])
+        return jnp.asarray(x, dtype)
+
+    grads = jax.tree.map(grad, case.tree, is_leaf=is_leaf)
+    if case.wrong == "missing" and isinstance(grads, dict | list | tuple) and grads:
+        grads = list(grads.values() if isinstance(grads, dict) else grads)[1:]
+    return grads
+
+
+def extras(case):
+    """Static extra arguments, traced ones [N, T], and those equal on all [T]."""
+    rng = np.random.default_rng(case.seed + 2)
+    static = {k: v for k, v in case.extra.items() if v != "traced"}
+    traced, equal = {}, {}
+    for name in sorted(set(case.extra) - set(static)):
+        draws = rng.integers(0, 2, (case.workers, case.steps))
+        dtype = jnp.int32 if name == "gradient_step" else jnp.bool_
+        if name == "meet":
+            equal[name] = jnp.asarray(draws[0], dtype)
+        else:
+            traced[name] = jnp.asarray(draws, dtype)
+    return static, traced, equal
+
+
+def steps_of(case, tx, static):
+    """T steps of one worker: the parameters after each of them, and the state."""
+
+    def run(worker, params, state, grads, traced, equal):
+        del worker  # Of trees without arrays it tells how many workers there are.
+
+        def step(carry, now):
+            params, state = carry
+            grads, traced, equal = now
+            extra = {**static, **traced, **equal}
+            given = None if case.wrong == "no params" else params
+            if case.direct:
+                new, state = oxs.apply_gradients(tx, grads, state, given, **extra)
+            else:
+                updates, state = tx.update(grads, state, given, **extra)
+                # Optax adds wide updates to half precision by promotion.
+                with jax.numpy_dtype_promotion("standard"):
+                    new = optax.apply_updates(params, updates)
+            return (new, state), new
+
+        (_, state), history = jax.lax.scan(
+            step, (params, state), (grads, traced, equal), length=case.steps
+        )
+        return history, state
+
+    return run
+
+
+def program(case, context):
+    """A function of arrays, and the arrays."""
+    tx = transformation(case)
+    static, traced, equal = extras(case)
+    run = steps_of(case, tx, static)
+    params, state, axes = oxs.start_workers(tx, one_params(case), case.workers)
+    if case.axis_name is None:  # It does not know of the others, if there are any.
+        axes = jax.tree.map(lambda _: 0, state)
+        state = oxs.stack(tx.init(one_params(case)), case.workers)
+    args = (jnp.arange(case.workers), params, state, all_grads(case), traced, equal)
+    if context == "vmap":
+        within: Callable = oxs.map_workers(
+            run, AXIS, in_axes=(0, 0, axes, 0, 0, None), out_axes=(0, axes)
+        )
+    elif context == "shard_map":
+        within = oxs.map_workers(
+            run,
+            AXIS,
+            mesh=auto_mesh((case.workers,), (AXIS,)),
+            in_axes=(0, 0, axes, 0, 0, None),
+            out_axes=(0, axes),
+        )
+    else:
+
+        def local(worker, params, state, grads, traced, equal):
+            params, grads, traced = oxs.unstack((params, grads, traced))
+            state = oxs.unstack(state, axes)
+            history, state = run(worker, params, state, grads, traced, equal)
+            return oxs.stack(history, 1), oxs.stack(state, 1, axes)
+
+        specs = jax.tree.map(
+            lambda axis: P() if axis is None else P(AXIS),
+            axes,
+            is_leaf=lambda x: x is None,
+        )
+        within = jax.shard_map(
+            local,
+            mesh=auto_mesh((case.workers,), (AXIS,)),
+            in_specs=(P(AXIS), P(AXIS), specs, P(AXIS), P(AXIS), P()),
+            out_specs=(P(AXIS), specs),
+            check_vma=False,
+        )
+    return within, args
+
+
+def refusal(function, *args):
+    """(result, None) or (None, message); a refusal must be one of ours."""
+    flags: dict[str, Any] = jax.config.values
+    filtering = flags["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        return function(*args), None
+    except (ValueError, TypeError) as error:
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        said = (raised.line or "").startswith("raise")
+        if said and raised.filename.startswith(OURS):
+            return None, str(error)
+        raise
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+
+
+def traced(case, context):
+    """(types of the arguments, types of the results) of a run."""
+    within, args = program(case, context)
+    # A step that changes the structure or types of its state is an error of `scan`.
+    return types(args), types(jax.eval_shape(within, *args))
+
+
+def check_input(case):
+    """A run is traced in all contexts and keeps its types, or is refused by us."""
+    TRIED["input"] += 1
+    found = {}
+    for context in CONTEXTS:
+        result, message = refusal(traced, case, context)
+        if result is None:
+            found[context] = message
+            continue
+        (_, params, before, *_), (history, after) = result
+        assert after == before, context
+        over_time = jax.tree.map(
+            lambda x: Type((x.shape[0], case.steps, *x.shape[1:]), x.dtype), params
+        )
+        assert history == over_time, context
+        found[context] = history, after
+    refused = {isinstance(x, str) for x in found.values()}
+    assert len(refused) == 1, found
+    TRIED["input, refused"] += refused == {True}
+    if refused == {False}:
+        assert found["vmap"] == found["shard_map"], found
+        assert found["vmap"] == found["shard_map_unchecked"], found
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """What an array is."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def types(tree):
+    return jax.tree.map(lambda x: Type(x.shape, x.dtype), tree)
+
+
+def check_answer(case):
+    """A run has one answer in all contexts."""
+    TRIED["answer"] += 1
+    _, message = refusal(traced, case, CONTEXTS[0])
+    if message is not None:
+        TRIED["answer, refused"] += 1
+        hypothesis.reject()
+    answers = []
+    for context in CONTEXTS:
+        within, args = program(case, context)
+        history, state = jax.jit(within)(*args)
+        answers.append(jax.device_get((history, state)))
+    coded = any(code in str(case.options.get("exchange")) for code in CODED)
+    for context, answer in zip(CONTEXTS[1:], answers[1:], strict=True):
+        assert_same(answer, answers[0], context, coded)
+
+
+def assert_same(actual, expected, message, coded=False):
+    """Trees of arrays, to rounding in their dtypes; with codes all but a few of them.
+
+    A code is an integer: a value between two of them can go either way.
+    """
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        where = message, jax.tree_util.keystr(path), a, e
+        assert a.shape == e.shape and a.dtype == e.dtype, where
+        half = jnp.issubdtype(e.dtype, jnp.floating) and e.dtype.itemsize == 2
+        relative = 4 * float(jnp.finfo(e.dtype).eps) if half else 3e-5
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        finite = np.isfinite(e)
+        assert np.array_equal(np.isfinite(a), finite), where
+        scale = max(1.0, np.abs(e[finite]).max(initial=0))
+        error = np.abs(np.where(finite, a, 0) - np.where(finite, e, 0)) / scale
+        wrong = np.count_nonzero(error > relative)
+        assert wrong <= (1 + e.size // 8 if coded else 0), where
+        assert error.max(initial=0) <= (1 if coded else relative), where
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Rounds of an exchange, between replicas with weights."""
+
+    exchange: str
+    tree: Any
+    weights: list[list[float]]  # of replica and round; an empty list: none
+    workers: int
+    rounds: int
+    seed: int = 0
+    nonfinite: bool = False  # in what has weight 0
+
+
+@st.composite
+def meetings(draw):
+    workers = draw(st.sampled_from([2, 1, 3, 4, 8]))
+    rounds = draw(st.integers(1, 3))
+    weight = st.sampled_from([1.0, 0.0, 2.0, 0.25, 3.0])
+    row = st.lists(weight, min_size=rounds, max_size=rounds)
+    weights = st.lists(row, min_size=workers, max_size=workers)
+    return Meeting(
+        draw(st.sampled_from(list(EXCHANGES))),
+        draw(trees()),
+        draw(st.just([]) | weights),
+        workers,
+        rounds,
+        draw(st.integers(0, 9)),
+        draw(st.booleans()),
+    )
+
+
+def check_law(meeting):
+    """mean * sum_i w_i == sum_i (w_i x_i - lost_i), equal on all replicas."""
+    TRIED["law"] += 1
+    exchange = EXCHANGES[meeting.exchange]
+    rng = np.random.default_rng(meeting.seed)
+    lead = meeting.workers, meeting.rounds
+    weights = np.asarray(meeting.weights or np.ones(lead), np.float32)
+    if not exchange.takes_weights:
+        weights = (weights > 0).astype(np.float32)
+
+    def values(leaf):
+        x = rng.normal(size=lead + leaf.shape) * 10.0 ** rng.integers(-3, 3)
+        if meeting.nonfinite:
+            x[weights == 0] = np.nan
+        return jnp.asarray(x, leaf.dtype)
+
+    tree = jax.tree.map(values, meeting.tree, is_leaf=is_leaf)
+    like = jax.tree.map(lambda x: x[0, 0], tree)
+
+    def run(tree, weights):
+        def one(state, now):
+            tree, weight = now
+            given = {"weight": weight} if meeting.weights else {}
+            mean, lost, state = exchange.meet(tree, state, AXIS, **given)
+            return state, (mean, lost)
+
+        state = oxs.localize(exchange.init(like), AXIS)
+        state, results = jax.lax.scan(one, state, (tree, weights))
+        return *results, state
+
+    answers = []
+    for context in CONTEXTS:
+        within = mapped(context, run, meeting.workers)
+        _, message = refusal(jax.eval_shape, within, tree, weights)
+        if message is not None:
+            TRIED["law, refused"] += 1
+            assert not answers, (context, message)
+            hypothesis.reject()
+        mean, lost, state = jax.device_get(within(tree, weights))
+        answers.append((mean, lost, state))
+        assert jax.tree.structure(mean) == jax.tree.structure(tree)
+        owed = [None] * len(jax.tree.leaves(mean))
+        if lost is not None:
+            assert jax.tree.structure(lost) == jax.tree.structure(tree)
+            owed = jax.tree.leaves(lost)
+        for x, m, owes in zip(
+            jax.tree.leaves(jax.device_get(tree)),
+            jax.tree.leaves(mean),
+            owed,
+            strict=True,
+        ):
+            assert m.dtype == x.dtype and m.shape == x.shape, context
+            m = np.asarray(m, np.float64)
+            assert np.array_equal(m, np.broadcast_to(m[:1], m.shape)), (context, m)
+            assert np.isfinite(m).all(), (context, m)
+            if not exchange.linear:
+                continue
+            w = weights.reshape(lead + (1,) * (m.ndim - 2)).astype(np.float64)
+            sent = w * np.where(w > 0, np.asarray(x, np.float64), 0)
+            exact = owes is None
+            owes = np.zeros(m.shape) if exact else np.asarray(owes, np.float64)
+            eps = 1e-6
+            if exact:
+                eps = max(eps, 2 * float(jnp.finfo(x.dtype).eps))
+                eps = 0.03 if "bfloat16" in meeting.exchange else eps
+            if isinstance(state, ErrorFeedbackState):
+                continue  # It sends what it owes besides: see below.
+            error = np.abs(m[0] * w.sum(0) - (sent - owes).sum(0))
+            size = (np.abs(sent) + np.abs(owes)).sum(0).max(initial=0)
+            assert (error <= eps * size).all(), (context, error, size, m, owes)
+    coded = any(code in meeting.exchange for code in CODED)
+    for context, answer in zip(CONTEXTS[1:], answers[1:], strict=True):
+        assert_same(answer[0], answers[0][0], context, coded)
+
+
+# A property: what it is tried on, and what must hold of it.
+PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "input": (cases(junk=True), check_input),
+    "law": (meetings(), check_law),
+    "answer": (cases(), check_answer),
+}
+# Enough for the budget of the suite; the same cases in every run.
+EXAMPLES = {"input": 12, "law": 6, "answer": 4}
+
+
+def case_of(name, **settings):
+    """A property as a function without arguments."""
+    strategy, check = PROPERTIES[name]
+
+    def holds(case):
+        check(case)
+
+    wrapped = hypothesis.given(strategy)(holds)
+    health_checks: Any = hypothesis.HealthCheck
+    return hypothesis.settings(
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=set(hypothesis.Phase) - {hypothesis.Phase.explain},
+        suppress_health_check=list(health_checks),
+        **settings,
+    )(wrapped)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_holds_for_any_case(name):
+    case_of(name, derandomize=True, max_examples=EXAMPLES[name])()
