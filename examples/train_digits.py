@@ -169,13 +169,13 @@ axis.set(xscale="log", xlabel=f"bytes that each of {WORKERS} workers sent")
 axis.set(yscale="logit", ylabel="validation accuracy", ylim=(ticks[0], ticks[-1]))
 axis.set_yticks(ticks, [f"{tick:.0%}" for tick in ticks])
 axis.grid(alpha=0.3)
-axis.margins(x=0.15)
-height = -1.0
-for reached, sent, name, color in sorted(ends):  # labels, one above the other
+axis.set_xlim(right=10 * axis.get_xlim()[1])  # room for labels
+heights = {}  # of labels at the same end, one above the other
+for reached, sent, name, color in sorted(ends):
     place = axis.transAxes.inverted().transform(axis.transData.transform((1, reached)))
-    height = max(place[1], height + 0.05)
-    across = axis.get_xaxis_transform()
-    axis.text(sent, height, f"  {name}", color=color, va="center", transform=across)
+    heights[sent] = max(place[1], heights.get(sent, -1) + 0.05)
+    where = {"transform": axis.get_xaxis_transform(), "va": "center"}
+    axis.text(sent, heights[sent], f"  {name}", color=color, **where)
 figure.savefig(options.out, dpi=150)
 Console().print(table)
 print(f"wrote {options.out}")
