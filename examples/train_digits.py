@@ -162,7 +162,7 @@ with Progress() as progress:
             (line,) = axis.plot(sent, smooth, marker="o", markevery=[-1])
             ends.append((smooth[-1], sent[-1], name, line.get_color()))
         else:  # nothing has no place on a logarithmic axis
-            axis.axhline(smooth[-1], color="grey", linestyle="--")
+            axis.axhline(float(smooth[-1]), color="grey", linestyle="--")
             ends.append((smooth[-1], 4e4, name, "grey"))
 ticks = [0.5, 0.7, 0.8, 0.9, 0.95, 0.98]
 axis.set(xscale="log", xlabel=f"bytes that each of {WORKERS} workers sent")

@@ -6,8 +6,7 @@ A small transformer (NNX, scanned layers, bfloat16 parameters) learns the docume
 that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. Over
 "shards" XLA gathers parameters, over "data" gradients meet in every step, and how the
 "pods" agree is one line of STRATEGIES. Started again, it goes on from its checkpoints.
-Refused, and so no line: shard_center with codes or fragments, NoLoCo under DiLoCo's
-momentum. Codes are of whole leaves: each of a worker's shards sends them all.
+Refused, so no line: shard_center with codes or fragments. Each shard sends all codes.
 """
 
 import argparse
@@ -35,7 +34,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # stand for accelerators, 4 in a po
 PERIOD, BATCH, CONTEXT, WIDTH, LAYERS = 20, 8, 64, 64, 4
 HALF: Any = {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}
 adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.float32)
-inner, seldom = oxs.cross_shard(adam, "data"), {"communication_period": PERIOD}
+inner = oxs.cross_shard(adam, "data")
+seldom: Any = {"communication_period": PERIOD}
 bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
 stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1, "keep_local": 0.5}
 STRATEGIES = {
