@@ -22,7 +22,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", WORKERS)
 
 # Images are arrays from here on, and the number of devices must be known before.
-from digits import LABELS, accuracy_of, initial, loss_of  # noqa: E402
+from digits import LABELS, accuracy_of, initial, loss_of  # noqa: E402 # starts JAX
 
 AXIS, POINTS = "workers", 32
 FULL = {"steps": 640, "seeds": 3}

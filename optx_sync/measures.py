@@ -54,19 +54,6 @@ class Measured(NamedTuple):
         return {}
 
 
-class Measures(NamedTuple):
-    """What `oxs.metrics` reads of `cross_shard(measure=True)`, equal on all replicas.
-
-    Of the last step, but for the noise scale, which is a ratio of moving averages.
-    """
-
-    noise_scale: jax.Array  # float32[], in examples; below 0 while |G|^2 is not known
-    agreement: jax.Array  # float32[], the mean cosine of two replicas' gradients
-    contribution_norm: jax.Array  # float32[], of their norms the root mean square
-    update_norm: jax.Array  # float32[], of what `inner` made of the mean
-    contributors: jax.Array  # float32[], replicas of a weight above 0
-
-
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""
     # An array for each: a buffer can be donated once.
@@ -88,9 +75,16 @@ def noise_scale(measured: Measured) -> jax.Array:
     return measured.noise / or_one(measured.signal)
 
 
-def measures(measured: Measured) -> Measures:
-    """What is measured as `oxs.metrics` says it."""
-    return Measures(noise_scale(measured), *measured[:4])
+def measures(measured: Any) -> dict[str, Any]:
+    """The fields of metrics that tell what is measured; `None` each where nothing is.
+
+    Of the last exchange, but for the noise scale, which is a ratio of moving averages.
+    """
+    names = "agreement", "contribution_norm", "update_norm", "contributors"
+    if not isinstance(measured, Measured):
+        return dict.fromkeys(("noise_scale", *names))
+    found = {name: getattr(measured, name) for name in names}
+    return {"noise_scale": noise_scale(measured), **found}
 
 
 def square_sum(tree: Tree, like: Any = None, stacked: int = 0) -> jax.Array:

@@ -195,3 +195,17 @@ def add_updates(params: Tree, updates: Tree) -> Tree:
     """`optax.apply_updates`, which adds in the wider dtype even where JAX is strict."""
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates)
+
+
+def row_of(tree: Any, place: Any) -> Any:
+    """The row of a traced number of stacked arrays."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
+    )
+
+
+def with_row(tree: Any, place: Any, row: Any) -> Any:
+    """The stacked arrays with another row."""
+    return jax.tree.map(
+        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
+    )

@@ -14,7 +14,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-import jax  # noqa: E402
+import jax  # noqa: E402 # reads what stands above
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -624,8 +624,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("replicas/averages.py", "if not selected or not", "if not", SYNC),
         Mutant(
             "replicas/averages.py",
-            "!= () or not 0 <= variable_averages <= 1:",
-            "!= ():",
+            "if not scalar or not 0 <= variable_averages <= 1:",
+            "if not scalar:",
             SYNC,
         ),
     ],

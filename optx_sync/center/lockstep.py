@@ -28,7 +28,6 @@ from optx_sync.center.fragments import (
     Fragments,
     Outgoing,
     Pending,
-    Whole,
     check_delay,
     check_fragments,
     check_keep_local,
@@ -71,7 +70,6 @@ from optx_sync.exchange.rule import (
 )
 from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.measures import start as start_measured
-from optx_sync.sharding import InPieces
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     add_updates,
@@ -80,7 +78,9 @@ from optx_sync.trees import (
     is_floating,
     is_inexact,
     is_placeholder,
+    row_of,
     where,
+    with_row,
     zeros_like,
 )
 
@@ -354,14 +354,10 @@ def center_variable(
         within = inner.init(params)
         if inner_moved is None:
             _refuse_hidden_center(within)
-        placeholder = is_placeholder(center)
         held: Any = center
         if sharded is None:
-            start = start_placeholder if placeholder else start_parts
+            start = start_placeholder if is_placeholder(center) else start_parts
             ages, outer, pending, remembered = start(center)
-        elif placeholder:
-            held, ages, pending, remembered = InPieces(center), (), (), ()
-            outer = () if rule.outer is None else InPieces(rule.outer.init(center))
         else:
             ages = pending = remembered = ()
             held, outer = sharded.start(center)
@@ -645,7 +641,9 @@ def center_variable(
             remembered = ()
             if straight:
                 # In no conditional, and of the state alone: it runs beside the step.
-                memory = _row(state.exchange, last, parts)
+                memory = state.exchange
+                if parts.number > 1:
+                    memory = row_of(memory, last)
                 values, at_steps, weight = state.pending
                 before = now._replace(
                     exchange=memory, weight=weight if drop_nonfinite else None
@@ -659,7 +657,8 @@ def center_variable(
                 )
                 kept = where(lands, kept, known_before)
                 remembered = kept.pop("exchange")
-                remembered = _with_row(state.exchange, last, remembered, parts)
+                if parts.number > 1:
+                    remembered = with_row(state.exchange, last, remembered)
                 now = now._replace(**kept, exchange=())
             else:
                 summed = state.pending
@@ -841,9 +840,10 @@ def _either(
 
     The conditional carries no others, and there is none where `due` is known.
     """
-    fields -= {"weight"}  # It is asked for no more.
     quiet = {
-        field: getattr(now, field) for field in _Meeting._fields if field in fields
+        field: getattr(now, field)
+        for field in _Meeting._fields
+        if field in fields and field != "weight"  # It is asked for no more.
     }
 
     def changed(quiet):
@@ -853,23 +853,6 @@ def _either(
     if isinstance(due, bool):
         return now._replace(**(changed(quiet) if due else quiet))
     return now._replace(**jax.lax.cond(due, changed, lambda quiet: quiet, quiet))
-
-
-def _row(tree: Any, place: Any, parts: Whole) -> Any:
-    """One part's of what is stacked for all of them, as it is where there is one."""
-    if parts.number == 1:
-        return tree
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
-    )
-
-
-def _with_row(tree: Any, place: Any, row: Any, parts: Whole) -> Any:
-    if parts.number == 1:
-        return row
-    return jax.tree.map(
-        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
-    )
 
 
 def _rounded(tree: Any, like: Any) -> Any:

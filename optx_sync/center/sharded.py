@@ -27,7 +27,7 @@ from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import InPieces
-from optx_sync.trees import Tree, is_masked, where
+from optx_sync.trees import Tree, is_masked, is_placeholder, where
 
 _OPTION = "shard_center=True"
 
@@ -82,6 +82,11 @@ class ShardedCenter:
 
     def start(self, center: Tree) -> tuple[InPieces, Any]:
         """(center, outer state), from a whole center."""
+        if is_placeholder(center):
+            outer = self._rule.outer
+            return InPieces(center), (
+                () if outer is None else InPieces(outer.init(center))
+            )
         pieces = own_pieces(lambda pieces: pieces, center, self._axis_name)
         if self._rule.outer is None or self._elementwise is None:
             return pieces, ()

@@ -43,7 +43,6 @@ from optx_sync.exchange.rule import (
     start_outliers,
 )
 from optx_sync.measures import (
-    Measured,
     check_batch_size,
     like_params,
     measure_of,
@@ -112,11 +111,8 @@ class CrossShardState(NamedTuple):
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
-        found: Any = (
-            measures(measured) if isinstance(measured, Measured) else [None] * 5
-        )
         return CrossShardMetrics(
-            *found,
+            **measures(measured),
             outliers=None if isinstance(counts, tuple) else counts,
         )
 

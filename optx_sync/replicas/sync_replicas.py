@@ -168,7 +168,7 @@ class SyncReplicasState(NamedTuple):
         return SyncReplicasMetrics(
             *last,
             counts=self.outcome_counts,
-            **({} if self.measured == () else measures(self.measured)._asdict()),
+            **measures(self.measured),
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 

@@ -57,10 +57,8 @@ from optx_sync.simulate.replay import (
     Record,
     check_workers,
     replay,
-    row_of,
-    with_row,
 )
-from optx_sync.trees import zeros_like
+from optx_sync.trees import row_of, with_row, zeros_like
 
 
 class WorkerState(NamedTuple):

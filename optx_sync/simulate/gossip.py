@@ -17,9 +17,8 @@ from optx_sync.simulate.replay import (
     Record,
     check_workers,
     replay,
-    row_of,
-    with_row,
 )
+from optx_sync.trees import row_of, with_row
 
 # A worker's step between its meetings is that of a rule which sums nothing up.
 _ALONE = CenterRule(contribute=lambda own, center, at: own.params)

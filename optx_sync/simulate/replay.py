@@ -91,17 +91,3 @@ def check_record(record: Any) -> int | None:
         "Pass None, 'all', every how many events to keep, or a function of parameters "
         "and averages (or center).",
     )
-
-
-def row_of(tree: Any, place: Any) -> Any:
-    """One worker's part of stacked trees."""
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
-    )
-
-
-def with_row(tree: Any, place: Any, row: Any) -> Any:
-    """The stacked trees with another part for one worker."""
-    return jax.tree.map(
-        lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
-    )
