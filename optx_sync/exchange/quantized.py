@@ -162,17 +162,17 @@ def _up(number: int, multiple: int) -> int:
 
 def _scales(x: jax.Array, bits: int) -> jax.Array:
     """float32[pieces, blocks, 1], a NaN where a number of the block is not finite."""
-    # XLA's maximum of floats may pass over a NaN. Without their sign, floats have the
-    # order of their bits, and infinity and NaN come last.
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    # Of rows that are long XLA on processors takes the maximum in three loops.
-    short = x.reshape(*x.shape[:-1], -1, math.gcd(x.shape[-1], 8))
-    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(short), unsigned)
-    largest = jnp.max(magnitudes, axis=(-2, -1))[..., None]
-    top = 2 ** (bits - 1) - 1
-    scales = jax.lax.bitcast_convert_type(largest, x.dtype) / top
-    scales = scales.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
+    # XLA on processors makes one loop, of the maximum of a long row alone three.
+    largest, finite = jax.lax.reduce(
+        (jnp.abs(x), jnp.isfinite(x)),
+        (np.zeros((), x.dtype), np.True_),
+        lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
+        (x.ndim - 1,),
+    )
+    scales = (largest / (2 ** (bits - 1) - 1)).astype(jnp.float32)
+    finite = finite & jnp.isfinite(scales)
+    return jnp.where(finite, scales, jnp.nan)[..., None]
 
 
 def _steps(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
@@ -191,13 +191,13 @@ def _lost(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """uint8[pieces, bytes]: the codes and scales of each piece."""
     pieces, per, top = len(x), 8 // bits, 2 ** (bits - 1) - 1
-    # A byte holds codes of blocks that lie far apart, so that all are contiguous. It is
-    # their sum along an axis: slices of what is computed XLA does not vectorise.
+    # A byte holds codes of blocks that lie far apart, so that all are contiguous. They
+    # are joined along an axis: slices of what is computed XLA does not vectorise.
     apart = (of.reshape(pieces, per, -1, of.shape[-1]) for of in (x, scales))
     q = _steps(*apart, bits)
     # What a NaN is as an integer depends on the platform; its scale says it is there.
     codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
-    places = (bits * np.arange(per, dtype=np.uint8))[:, None, None]
+    places = (bits * np.arange(per, dtype=np.uint8)).reshape(1, per, 1, 1)
     codes = jnp.bitwise_or.reduce(codes << places, axis=1)
     scales = to_bytes(scales.reshape(pieces, -1))
     return jnp.concatenate([codes.reshape(pieces, -1), scales], 1)
