@@ -358,14 +358,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("replicas/cross_shard.py", "if not exchange.takes_groups:", "if False:"),
         Mutant(
             "exchange/quantized.py",
-            "second = jnp.where(mine, second * total.astype(x.dtype), 0.0)",
-            "second = jnp.where(mine, second, 0.0)",
+            "_lost(mean, second, bits) * total.astype(x.dtype)",
+            "_lost(mean, second, bits)",
             EXCHANGE,
         ),
         Mutant(
             "exchange/quantized.py",
-            "divisor = jnp.where(finite & (scale > 0), scale, 1.0)",
-            "divisor = scale",
+            "divisor = jnp.where(scales > 0, scales, 1.0)",
+            "divisor = scales",
             EXCHANGE,
         ),
         Mutant(
