@@ -1,6 +1,6 @@
 """A language model across pods: what a way to agree costs, in bytes and in loss.
 
-    python examples/train_language_model.py --steps 200 --seeds 0 1 2
+    python examples/train_language_model.py --steps 160 --seeds 0 1 2
 
 A small transformer (NNX, scanned layers, bfloat16 parameters) learns the documentation
 that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. Over
@@ -126,7 +126,7 @@ def run(name, seed, options):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="How pods agree, and what it costs.")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=20, help="evaluate and save")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
