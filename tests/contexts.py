@@ -31,7 +31,7 @@ CONTEXTS = (
 )
 
 # Compiler options for a program whose fusions, copies and bytes are asked for: what
-# tests/conftest.py changed is set back to what users have.
+# tests/conftest.py changed of that is set back to what users have.
 AS_USERS_COMPILE: Any = {"xla_backend_optimization_level": 3}
 if "fusion_emitters" in os.environ["XLA_FLAGS"]:
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
