@@ -33,7 +33,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
+COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -32,6 +32,7 @@ PAGES = {
     "reproduce_few_bytes": {"reproduce_few_bytes": ()},
     "reproduce_ftrl": {"reproduce_ftrl": ()},
     "reproduce_peers": {"reproduce_peers": ("a round sends the parameters once",)},
+    "reproduce_qsr": {"reproduce_qsr": ()},
     "reproduce_streaming": {
         "reproduce_streaming": ("streaming sends as many bytes", "with H=P one part")
     },

@@ -57,11 +57,13 @@ def test_one_row_per_strategy(table):
 def test_every_strategy_learns(table, name):
     # Chance is 10 %. AGN's center makes one step per round and comes last.
     least = 88 if name == "agn" else 93
-    assert float(table[name][0].removesuffix("%")) >= least
+    mean, half_the_range = table[name][0].split("% ± ")
+    assert float(mean) >= least
+    assert 0 < float(half_the_range) < 3  # seeds differ
 
 
 def test_replicas_train_as_one_device_does(table):
-    one, eight = (float(table[n][0][:-1]) for n in ("one device", "cross_shard"))
+    one, eight = (float(table[n][0][:4]) for n in ("one device", "cross_shard"))
     # Same batches, other order of summation: at most two of 360 images differ.
     assert abs(one - eight) < 0.7
 
