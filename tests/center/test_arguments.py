@@ -20,11 +20,13 @@ PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(2)}
 
 
 def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
-    """One eager step of equal workers."""
-    state = tx.init(PARAMS)
-    return jax.vmap(lambda _: tx.update(grads, state, params), axis_name=axis_name)(
-        jnp.arange(workers)
-    )
+    """One step of equal workers, traced and not run."""
+
+    def one(_):
+        return tx.update(grads, tx.init(PARAMS), params)
+
+    mapped = jax.vmap(one, axis_name=axis_name, axis_size=workers)
+    return jax.eval_shape(mapped, jnp.arange(workers))
 
 
 @pytest.mark.parametrize(
