@@ -88,7 +88,7 @@ def steps_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]
         DIRECT: by_hand.direct(case, *given),
     }
     if not case.replicated and gradients != "given":
-        steps[VMAP] = by_hand.under_vmap(case, *given)
+        steps[VMAP] = by_hand.under_vmap(case.tx(workers), *given)
     if name == SUMS:
         steps[MULTI_STEPS] = by_peers.multi_steps(*given)
     if name in by_peers.OUTERS and HAS_DRJAX:

@@ -12,13 +12,14 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
+COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -111,11 +112,22 @@ def listed(names: Iterable[Any], values: Iterable[Any], form: str = "{} {:.2f}")
     return ", ".join(form.format(*pair) for pair in zip(names, values, strict=True))
 
 
-def each(what: str, function: Callable, items: Iterable[Any], threads: int = 1) -> list:
-    """The results in order, with a bar; several at a time where threads are given."""
+def threads() -> ThreadPoolExecutor:
+    """A thread for each core."""
+    return ThreadPoolExecutor(os.cpu_count() or 1)
+
+
+def processes() -> ProcessPoolExecutor:
+    """A process for each core."""
+    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+
+
+def each(what: str, function: Callable, items: Iterable[Any], pool: Any = None) -> dict:
+    """{item: result}, with a bar; in order, or several at a time in a pool."""
     items = list(items)
-    with ThreadPoolExecutor(threads) as pool:
-        return list(track(pool.map(function, items), what, total=len(items)))
+    with pool or ThreadPoolExecutor(1) as pool:
+        found = track(pool.map(function, items), what, total=len(items))
+        return dict(zip(items, found, strict=True))
 
 
 class Line(NamedTuple):

@@ -77,7 +77,7 @@ def step_times(page, draws, seeds):
 
     size = len(LAWS), seeds
     found = each("drawing times", one, np.ndindex(size))
-    found = np.reshape(found, (*size, -1))
+    found = np.reshape([*found.values()], (*size, -1))
     means, carried, longer = np.split(found, [ALL, found.shape[-1] - 1], axis=-1)
     of = f"{longer.sum():.0f} of {longer.size * ALL * draws:,} draws, b = 0 to 20"
     page.criterion("longer", not longer.any(), f"longer in {of}")
@@ -155,7 +155,7 @@ def training(page, seeds, spares, updates, target):
         return [*np.ravel(found), wrong]
 
     size = len(spares), len(LAWS), seeds
-    found = np.array(each("training", one, np.ndindex(size)))
+    found = np.array([*each("training", one, np.ndindex(size)).values()])
     of = f"{found[:, -1].sum():.0f} of {len(found) * updates * MACHINES:,} gradients"
     page.criterion("first", not found[:, -1].any(), f"{of} otherwise")
     # [validation or test, time or count, law, b, seed, rate]

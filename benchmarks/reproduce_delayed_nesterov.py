@@ -106,13 +106,7 @@ def runs_of(outer, settings):
 
 def study(page, settings):
     """Train everything, and write down what was found."""
-    found = dict(
-        zip(
-            OUTERS,
-            each("Training", functools.partial(runs_of, settings=settings), OUTERS),
-            strict=True,
-        )
-    )
+    found = each("Training", functools.partial(runs_of, settings=settings), OUTERS)
     rows = [
         (
             name,

@@ -6,7 +6,6 @@ python benchmarks/reproduce_elastic_averaging.py --quick   # short
 
 import functools
 import itertools
-import os
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import DOWNPOUR, LABELS, accuracy_of, loss_of
-from report import Line, Panel, each, listed, reproduce
+from report import Line, Panel, each, listed, reproduce, threads
 
 import optx_sync as oxs
 
@@ -227,7 +226,7 @@ def study(page, settings):
     one = functools.partial(cells_of, steps=steps, seeds=seeds, rates=rates)
     # The longest ones first; a run keeps one core busy.
     plan = list(itertools.product(sorted(numbers)[::-1], METHODS))
-    found = each("simulating", one, plan, os.cpu_count() or 1)
+    found = each("simulating", one, plan, threads()).values()
     cells = {key: cell for of_method in found for key, cell in of_method.items()}
     tables(page, cells, rates)
     criteria(page, cells, rates, numbers)

@@ -74,7 +74,7 @@ def study(page, settings):
         return tuple(map(np.asarray, train(name)(test, rows, starts, lies)))
 
     cells = [(name, by_label) for by_label in (False, True) for name in rules]
-    every = dict(zip(cells, each("training", one, cells), strict=True))
+    every = each("training", one, cells)
     found = {cell: accuracy for cell, (accuracy, _) in every.items()}  # [seed, lie]
     for by_label, key in ((False, "shuffled"), (True, "sorted")):
         rows = [[name, *map(percent, found[name, by_label].T)] for name in rules]

@@ -382,13 +382,10 @@ def test_gradient_is_the_dense_one(dtype, compiled):
     np.testing.assert_array_equal(grads["embedding"].indices[:4], [0, 3, 7, 8])
     got = grads["embedding"].to_dense(ROWS)
     for a, b in ((got, want["embedding"]), (grads["dense"], want["dense"])):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(
-                np.asarray(a, np.float32), np.asarray(b, np.float32), tolerance, 1e-7
-            ),
-            a,
-            b,
-        )
+        for a, b in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+            # An entry is a sum: two programs round it as its largest terms are.
+            np.testing.assert_allclose(a, b, tolerance, 1e-6 * np.abs(b).max())
 
 
 def test_gradients_of_a_frequent_id_add_up_in_float32():

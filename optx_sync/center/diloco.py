@@ -5,11 +5,8 @@ from typing import Unpack
 
 import optax
 
-from optx_sync.center.lockstep import (
-    CenterOptions,
-    center_variable,
-    spells_out_options,
-)
+from optx_sync.center.lockstep import center_variable
+from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName

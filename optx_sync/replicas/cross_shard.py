@@ -56,7 +56,7 @@ from optx_sync.sharding import InPieces
 from optx_sync.trees import (
     Tree,
     cast_like,
-    explains_rows,
+    explains_inner,
     is_gradient_leaf,
     is_inexact,
     is_placeholder,
@@ -346,7 +346,7 @@ def cross_shard(
         updates, memory, outliers, now = reduced(
             updates, memory, outliers, measured, weight, batch_size
         )
-        with explains_rows(updates):
+        with explains_inner(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )

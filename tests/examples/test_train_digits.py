@@ -1,9 +1,6 @@
 """The demo, run as a user runs it, for fewer steps."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,8 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
 STEPS = 200
@@ -32,16 +31,10 @@ ROUNDS = {
 def demo(tmp_path_factory):
     """What the demo printed, and where it put the picture."""
     picture = tmp_path_factory.mktemp("demo") / "picture.png"
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", str(STEPS), "--out", picture],
-        env={**os.environ, "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"},
-        cwd=picture.parent,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+    printed = scripts.run(
+        EXAMPLE, "--steps", STEPS, "--out", picture, folder=picture.parent
     )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout, picture
+    return printed, picture
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,31 @@
 """The language model across pods, run as a user runs it, stopped and resumed."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_language_model.py"
 
 
 def run(folder, options):
     """What the example prints: lines, and the cells of the table by strategy."""
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, *options, "--every", "1", "--out", folder],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "130"}
+    printed = scripts.run(
+        EXAMPLE,
+        *options,
+        *("--every", 1, "--out", folder),
         # What one run has compiled, the next one reads.
-        | {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
-        | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+        JAX_COMPILATION_CACHE_DIR=str(folder.parent / "compiled"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.0,
+        COLUMNS=130,
     )
-    assert finished.returncode == 0, finished.stderr
-    rows = re.findall("^│ (.*) │$", finished.stdout, re.M)
+    rows = re.findall("^│ (.*) │$", printed, re.M)
     cells = [re.split(r"\s*│\s*", row) for row in rows]
-    return finished.stdout, {name: rest for name, *rest in cells}
+    return printed, {name: rest for name, *rest in cells}
 
 
 @pytest.mark.slow
