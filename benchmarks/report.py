@@ -117,9 +117,10 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1)
 
 
-def processes() -> ProcessPoolExecutor:
-    """A process for each core."""
-    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+def processes(several: bool = True) -> ProcessPoolExecutor:
+    """A process for each core, or one."""
+    number = os.cpu_count() if several else 1
+    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"))
 
 
 def each(what: str, function: Callable, items: Iterable[Any], pool: Any = None) -> dict:
