@@ -3,9 +3,8 @@
     python benchmarks/faults.py                  # a table that covers all: 40 minutes
     python benchmarks/faults.py --quick          # a few cells, seconds each
     python benchmarks/faults.py --only diloco --seconds 20
+    python benchmarks/faults.py --resume         # goes on with a table that was ended
     python benchmarks/faults.py --all            # the whole product: four hours
-
-An interrupt (Ctrl-C) ends the table, and what there is of it is written.
 
 Every push marks a place of its own in the center, on every server, and the worker
 writes down which of its steps have returned. *Lost*: a step has returned, and the
@@ -17,6 +16,7 @@ faults, for their memory, and every order of the protocol's events.
 
 import collections
 import itertools
+import json
 import os
 import pathlib
 import random
@@ -327,16 +327,22 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
     ]  # fmt: skip
 
 
-def under_fire(page: Any, cells: list[Cell], seconds: float) -> None:
+def under_fire(page: Any, cells: list[Cell], seconds: float, resume: bool) -> None:
     """Run the cells, and judge them."""
     rows, begin = [], time.time()
     titles = page.words["tables"]["faults"][1].split(" | ")
+    # The rows so far, for `--resume`.
+    known = page.folder / "faults.rows"
+    lines = known.read_text().splitlines() if resume and known.exists() else []
+    done = {tuple(row[:5]): row for row in map(json.loads, lines)}
+    known.write_text("".join(f"{line}\n" for line in lines))
     for number, cell in enumerate(cells, 1):
-        try:
-            rows.append(run_cell(cell, seconds))
-        except KeyboardInterrupt:
-            print(f"Stopped: {len(rows)} of {len(cells)} runs.", flush=True)
-            break
+        row = done.get((*cell[:4], "yes" if cell.replay else ""))
+        if row is None:
+            row = run_cell(cell, seconds)
+            with known.open("a") as out:
+                out.write(f"{json.dumps(row)}\n")
+        rows.append(row)
         line = ", ".join(
             f"{title} {what}" for title, what in zip(titles, rows[-1], strict=True)
         )
@@ -352,7 +358,7 @@ def under_fire(page: Any, cells: list[Cell], seconds: float) -> None:
         bad = [f"{one['agreement']}, {one['faults']}" for one in those if one[key] != 0]
         page.nowhere(key, bad, f"0 in {len(those)} runs")
     bad = [one["ended"] for one in found if one["ended"] != "yes"]
-    page.nowhere("ended", bad, f"{len(found)} of {len(cells)}")
+    page.nowhere("ended", bad, f"{len(found)} of {len(found)}")
 
 
 class Quiet(NamedTuple):
@@ -447,6 +453,7 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell")
     parser.add_argument("--only", default="", help="cells whose text contains this")
+    parser.add_argument("--resume", action="store_true", help="go on with a table")
     parser.add_argument("--all", action="store_true", help="the whole product")
     parser.add_argument("--pushes", type=int, default=10_000, help="for the memory")
     options = parser.parse_args()
@@ -467,12 +474,13 @@ def main():
         object_store_memory=4 * 1024**3,
     )
     for part in (
-        lambda: under_fire(page, cells, seconds),
+        lambda: under_fire(page, cells, seconds, options.resume),
         lambda: many_pushes(page, pushes),
         lambda: every_order(page, options.quick),
     ):
         part()
         page.save()  # What has been found is there if the next one fails.
+    (page.folder / "faults.rows").unlink()
     ray.shutdown()
 
 
