@@ -15,6 +15,7 @@ from optx_sync.exchange.pieces import (
     from_bytes,
     layout_of,
     narrowed,
+    pack,
     require_meetable,
     to_bytes,
     travel,
@@ -89,7 +90,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         layout, replicas = layout_of(tree), axis_size(axis_name)
         weight = own_weight(weight, axis_name)
         own = [
-            _in_blocks(weigh(buffer, weight), replicas, block, bits)
+            _in_blocks(weigh(buffer, weight), replicas, block)
             for buffer in flatten(tree)
         ]
         scales = [_scales(x, bits) for x in own]
@@ -127,31 +128,30 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         return mean, lost, state
 
     def encode(x, state):
-        own = _in_blocks(x.reshape(-1), 1, block, bits)
+        own = _in_blocks(x.reshape(-1), 1, block)
         scales = _scales(own, bits)
         lost = _lost(own, scales, bits).reshape(-1)[: x.size]
         return _message(own, scales, bits)[0], lost.reshape(x.shape), state
 
     def decode(message, like):
         size = math.prod(like.shape)
-        shape = _blocks(size, 1, block, bits)
+        shape = _blocks(size, 1, block)
         whole = _read(message[None], shape, bits, like.dtype).reshape(-1)
         return whole[:size].reshape(like.shape)
 
     return Exchange(lambda tree: (), meet, code=Code(encode, decode))
 
 
-def _in_blocks(buffer: jax.Array, replicas: int, block: int, bits: int) -> jax.Array:
+def _in_blocks(buffer: jax.Array, replicas: int, block: int) -> jax.Array:
     """The buffer, padded, as [replicas, blocks, numbers of a block]."""
-    shape = _blocks(buffer.size, replicas, block, bits)
+    shape = _blocks(buffer.size, replicas, block)
     return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
 
 
-def _blocks(size: int, replicas: int, block: int, bits: int) -> tuple[int, ...]:
+def _blocks(size: int, replicas: int, block: int) -> tuple[int, ...]:
     """(replicas, blocks, numbers of a block) of a buffer."""
     piece = -(-size // replicas)
-    # A byte holds codes of as many blocks as fit.
-    blocks = _up(-(-piece // block), 8 // bits)
+    blocks = -(-piece // block)
     # Shorter blocks where few full ones would be mostly padding.
     return replicas, blocks, min(block, _up(-(-piece // blocks), 8))
 
@@ -162,17 +162,17 @@ def _up(number: int, multiple: int) -> int:
 
 def _scales(x: jax.Array, bits: int) -> jax.Array:
     """float32[pieces, blocks, 1], a NaN where a number of the block is not finite."""
-    # XLA's maximum of floats may pass over a NaN. Without their sign, floats have the
-    # order of their bits, and infinity and NaN come last.
-    unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    # Of rows that are long XLA on processors takes the maximum in three loops.
-    short = x.reshape(*x.shape[:-1], -1, math.gcd(x.shape[-1], 8))
-    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(short), unsigned)
-    largest = jnp.max(magnitudes, axis=(-2, -1))[..., None]
-    top = 2 ** (bits - 1) - 1
-    scales = jax.lax.bitcast_convert_type(largest, x.dtype) / top
-    scales = scales.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
+    # XLA on processors makes one loop, of the maximum of a long row alone three.
+    largest, finite = jax.lax.reduce(
+        (jnp.abs(x), jnp.isfinite(x)),
+        (np.zeros((), x.dtype), np.True_),
+        lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
+        (x.ndim - 1,),
+    )
+    scales = (largest / (2 ** (bits - 1) - 1)).astype(jnp.float32)
+    finite = finite & jnp.isfinite(scales)
+    return jnp.where(finite, scales, jnp.nan)[..., None]
 
 
 def _steps(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
@@ -190,17 +190,12 @@ def _lost(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 
 def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """uint8[pieces, bytes]: the codes and scales of each piece."""
-    pieces, per, top = len(x), 8 // bits, 2 ** (bits - 1) - 1
-    # A byte holds codes of blocks that lie far apart, so that all are contiguous. It is
-    # their sum along an axis: slices of what is computed XLA does not vectorise.
-    apart = (of.reshape(pieces, per, -1, of.shape[-1]) for of in (x, scales))
-    q = _steps(*apart, bits)
+    pieces, top = len(x), 2 ** (bits - 1) - 1
+    q = _steps(x, scales, bits)
     # What a NaN is as an integer depends on the platform; its scale says it is there.
     codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
-    places = (bits * np.arange(per, dtype=np.uint8))[:, None, None]
-    codes = jnp.bitwise_or.reduce(codes << places, axis=1)
-    scales = to_bytes(scales.reshape(pieces, -1))
-    return jnp.concatenate([codes.reshape(pieces, -1), scales], 1)
+    packed = pack(codes.reshape(pieces, -1), bits)
+    return jnp.concatenate([packed, to_bytes(scales.reshape(pieces, -1))], 1)
 
 
 def _read(
