@@ -33,13 +33,17 @@ def diloco(
     communication_period: Period = 500,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers train on their own; what they moved is an outer optimizer's gradient.
+    r"""Workers train on their own; what they moved is an outer optimizer's gradient.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
 
-        d = sum_i (c - x_i) / N
-        c <- one step of `outer` on c with the gradient d        x_i <- c
+    .. math::
+
+        d &= \frac{1}{N} \sum_i (c - x_i) \\
+        c &\leftarrow \text{outer}(c, d), \qquad x_i \leftarrow c
+
+    where outer(c, d) is one step of `outer` on c with the gradient d.
 
     (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
     parameters land within one ulp of the larger of the two values.)

@@ -84,7 +84,7 @@ def elastic_average(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers with parameters of their own, pulled elastically to a center (EASGD).
+    r"""Workers with parameters of their own, pulled elastically to a center (EASGD).
 
     In every step, with s the center at the worker's last exchange, before the pushes
     of that round:
@@ -94,7 +94,10 @@ def elastic_average(
     and after it, every `communication_period` steps, with a the moving rate and c the
     center:
 
-        x_i <- x_i - a (x_i - c)        c <- c + sum_i a (x_i - c)
+    .. math::
+
+        x_i \leftarrow x_i - a (x_i - c), \qquad
+        c \leftarrow c + \sum_i a (x_i - c)
 
     An exchange conserves the sum of all workers' parameters and the center. Momentum
     inside, `optax.sgd(lr, momentum=0.9, nesterov=True)`, makes it EAMSGD.

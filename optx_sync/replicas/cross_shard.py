@@ -130,12 +130,15 @@ def cross_shard(
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Reduce the gradients of all replicas in every step, then apply `inner`.
+    r"""Reduce the gradients of all replicas in every step, then apply `inner`.
 
     For the gradient g_i of replica i, with N replicas (of the group) and weights w_i:
 
-        mean: g = sum_i g_i / N      weighted: g = sum_i w_i g_i / sum_i w_i
-        sum:  g = sum_i g_i          updates = inner(g)
+    .. math::
+
+        \text{mean:}\quad g &= \frac{1}{N} \sum_i g_i, \qquad
+            \text{weighted:}\quad g = \frac{\sum_i w_i g_i}{\sum_i w_i} \\
+        \text{sum:}\quad g &= \sum_i g_i, \qquad \text{updates} = \text{inner}(g)
 
     The original is TensorFlow's `CrossShardOptimizer`. It scales the *loss* by 1/N for
     a mean; here the gradient is scaled, so that what comes before in a chain, such as
