@@ -271,7 +271,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
         local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
     )
     with pytest.raises(ValueError, match=r"already summed .*oxs.stack\(params, n\)"):
-        run(PARAMS, jnp.ones(contexts.REPLICAS))
+        jax.eval_shape(run, PARAMS, jnp.ones(contexts.REPLICAS))
 
 
 def test_a_refused_call_leaves_the_state_as_it_was():
