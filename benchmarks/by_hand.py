@@ -69,8 +69,10 @@ def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
     return optax.apply_updates(params, updates), state
 
 
-def where_due(due: jax.Array, exchange: Callable, *operands: Tree) -> Any:
-    """The exchange where it is due, else nothing."""
+def where_due(due: Any, exchange: Callable, *operands: Tree) -> Any:
+    """The exchange where it is due, else nothing; a conditional if a program asks."""
+    if isinstance(due, bool):
+        return exchange(*operands) if due else operands
     return lax.cond(due, exchange, lambda *operands: operands, *operands)
 
 
@@ -269,8 +271,25 @@ def on_mesh(
     return step_of(mapped, mesh, start, specs, params)
 
 
-def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
-    """The step written by hand; `gradient(params, batch)` is that of one worker."""
+def whole_round(step: Callable, period: int) -> Callable:
+    """A round as one program: steps that are known to be quiet, and one that meets."""
+
+    def run(carry, batch):
+        def quiet(carry, _):
+            return step(carry, batch, False), None
+
+        return step(lax.scan(quiet, carry, length=period - 1)[0], batch, True)
+
+    return run
+
+
+def by_hand(
+    case: Case, params: Tree, workers: int, gradient: Callable, whole: bool = False
+) -> Step:
+    """The step written by hand; `gradient(params, batch)` is that of one worker.
+
+    With `whole` it is a whole round, all steps with the same batch.
+    """
     one = case.replicated
 
     def start(params):
@@ -278,17 +297,18 @@ def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
         params = copy(params) if one else oxs.stack(params, workers)
         return params, oxs.stack(mine, workers), shared, jnp.zeros((), jnp.int32)
 
-    def step(carry, batch):
+    def step(carry, batch, due=None):
         params, mine, shared, count = carry
         params = params if one else own(params)
         grads = gradient(varying(params) if one else params, batch)
         count = count + 1
-        due = count % case.period == 0
+        due = count % case.period == 0 if due is None else due
         params, mine, shared = case.step(params, own(mine), shared, due, grads)
         return params if one else kept(params), kept(mine), shared, count
 
     specs = (P() if one else P(AXIS), P(AXIS), P(), P())
-    return on_mesh(step, workers, start, specs, params)
+    program = whole_round(step, case.period) if whole else step
+    return on_mesh(program, workers, start, specs, params)
 
 
 def with_library(
@@ -297,6 +317,7 @@ def with_library(
     workers: int,
     gradient: Callable,
     apply: Callable | None = None,
+    whole: bool = False,
 ) -> Step:
     """The library's optimizer under `shard_map`, by `update` or another step."""
     apply = apply or _update
@@ -307,21 +328,25 @@ def with_library(
         state = oxs.stack(tx.init(params), workers, axes)
         return copy(params) if one else oxs.stack(params, workers), state
 
-    def step(carry, batch):
+    def step(carry, batch, meet=None):
         params, state = carry
         params = oxs.localize(params, AXIS) if one else oxs.unstack(params)
         grads = gradient(params, batch)
         params = carry[0] if one else params
-        params, state = apply(tx, grads, oxs.unstack(state, axes), params)
+        known = {} if meet is None else {"meet": meet}
+        params, state = apply(tx, grads, oxs.unstack(state, axes), params, **known)
         return params if one else oxs.stack(params, 1), oxs.stack(state, 1, axes)
 
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
-    return on_mesh(step, workers, start, (P() if one else P(AXIS), specs), params)
+    program = whole_round(step, case.period) if whole else step
+    return on_mesh(program, workers, start, (P() if one else P(AXIS), specs), params)
 
 
-def direct(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+def direct(
+    case: Case, params: Tree, workers: int, gradient: Callable, whole: bool = False
+) -> Step:
     """The library's optimizer by `apply_gradients`, which returns parameters."""
-    return with_library(case, params, workers, gradient, oxs.apply_gradients)
+    return with_library(case, params, workers, gradient, oxs.apply_gradients, whole)
 
 
 def _update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:

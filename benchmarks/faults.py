@@ -3,6 +3,7 @@
     python benchmarks/faults.py                  # a table that covers all: 40 minutes
     python benchmarks/faults.py --quick          # a few cells, seconds each
     python benchmarks/faults.py --only diloco --seconds 20
+    python benchmarks/faults.py --resume         # goes on with a table that was ended
     python benchmarks/faults.py --all            # the whole product: four hours
 
 Every push marks a place of its own in the center, on every server, and the worker
@@ -15,6 +16,7 @@ faults, for their memory, and every order of the protocol's events.
 
 import collections
 import itertools
+import json
 import os
 import pathlib
 import random
@@ -65,8 +67,8 @@ RULES: dict[str, Any] = {
     "3 of 4": runtime.SyncReplicas(3),
     "6 of 4": runtime.SyncReplicas(6),
 }
-# What a run may take beside the time in which it is shot at.
-PATIENCE_SECONDS = 240
+# What a run may take to end after the last fault.
+PATIENCE_SECONDS = 180
 
 
 class Cell(NamedTuple):
@@ -153,7 +155,8 @@ def program(folder: pathlib.Path, seconds: float, cell: Cell):
 
     def train(worker):
         log = folder / f"worker_{worker.index}.log"
-        (folder / "begin").touch()
+        if not (folder / "begin").exists():
+            (folder / "begin").touch()
         until = (folder / "begin").stat().st_ctime + seconds
         lines = log.read_text().splitlines() if log.exists() else []
         place = sum(line.startswith("try") for line in lines)
@@ -224,11 +227,6 @@ def shoot(
     return shots
 
 
-def too_long(*_: Any) -> None:
-    """What the alarm does."""
-    raise TimeoutError(f"not ended {PATIENCE_SECONDS} seconds after the last fault")
-
-
 class Ack(NamedTuple):
     """A step that has returned."""
 
@@ -293,8 +291,15 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
     )
     begin, ended = time.time(), "yes"
     center, history = None, runtime.History([], None)
-    signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds + PATIENCE_SECONDS, 30)
+
+    def look(*_):
+        if (folder / "begin").exists():
+            last_fault = (folder / "begin").stat().st_ctime + seconds
+            if time.time() > last_fault + PATIENCE_SECONDS:
+                raise TimeoutError("not ended long after the last fault")
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 10, 10)
     killer.start()
     try:
         center, history = runtime.run(
@@ -322,12 +327,34 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
     ]  # fmt: skip
 
 
-def under_fire(page: Any, cells: list[Cell], seconds: float) -> None:
+class Known:
+    """Rows that have been measured, in a file: a run goes on where one was ended."""
+
+    def __init__(self, path: pathlib.Path, resume: bool):
+        self.path = path
+        if not resume:
+            path.write_text("")
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = {json.dumps(key): rows for key, rows in map(json.loads, lines)}
+
+    def get(self, key: list[Any], measure: Any) -> list[list[Any]]:
+        """The rows under this name; measured now if there are none."""
+        name = json.dumps(key)
+        if name not in self.rows:
+            self.rows[name] = measure()
+            with self.path.open("a") as out:
+                out.write(f"{json.dumps([key, self.rows[name]])}\n")
+        return self.rows[name]
+
+
+def under_fire(page: Any, known: Known, cells: list[Cell], seconds: float) -> None:
     """Run the cells, and judge them."""
     rows, begin = [], time.time()
     titles = page.words["tables"]["faults"][1].split(" | ")
     for number, cell in enumerate(cells, 1):
-        rows.append(run_cell(cell, seconds))
+        rows += known.get(
+            ["faults", *cell, seconds], lambda cell=cell: [run_cell(cell, seconds)]
+        )
         line = ", ".join(
             f"{title} {what}" for title, what in zip(titles, rows[-1], strict=True)
         )
@@ -342,6 +369,8 @@ def under_fire(page: Any, cells: list[Cell], seconds: float) -> None:
     ):  # fmt: skip
         bad = [f"{one['agreement']}, {one['faults']}" for one in those if one[key] != 0]
         page.nowhere(key, bad, f"0 in {len(those)} runs")
+    idle = [f"{one['agreement']}, {one['faults']}" for one in found if not one["acked"]]
+    page.nowhere("acked", idle, f"{sum(one['acked'] or 0 for one in found):,} in all")
     bad = [one["ended"] for one in found if one["ended"] != "yes"]
     page.nowhere("ended", bad, f"{len(found)} of {len(found)}")
 
@@ -366,61 +395,70 @@ def resident(pid: int) -> float:
     return int(found.stdout) / 1024
 
 
-def many_pushes(page: Any, pushes: int) -> None:
+def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
+    """What servers and a worker hold at these numbers of pushes."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="pushes"))
+    params = {f"part_{k}": np.zeros(250, np.float32) for k in range(quiet.servers)}
+
+    def train(worker):
+        grads = {name: np.full(250, 1e-3, np.float32) for name in params}
+        servers = [s.pid.remote() for s in worker.connection.servers]
+        pids = [*ray.get(servers), os.getpid()]
+        while worker.local_step < pushes // WORKERS:
+            worker.step(grads)
+            if worker.index == 0 and worker.local_step * WORKERS in marks:
+                line = " ".join(str(resident(pid)) for pid in pids)
+                with (folder / "resident").open("a") as out:
+                    out.write(f"{line}\n")
+
+    saves: Any = {}
+    if quiet.saves:
+        saves = {"checkpoint_dir": folder / "saved"}
+        saves["replay"] = required(quiet.rule) == 1
+    _, history = runtime.run(
+        train, params, optax.sgd(1.0), RULES[quiet.rule], num_workers=WORKERS,
+        num_servers=quiet.servers, communication_period=1, **saves,
+    )  # fmt: skip
+    lines = (folder / "resident").read_text().splitlines()
+    shutil.rmtree(folder, ignore_errors=True)
+    name = f"{quiet.rule}, {quiet.servers} server{'s' * (quiet.servers > 1)}"
+    name += ", checkpoints" * quiet.saves + ", replay" * saves.get("replay", False)
+    print(f"{name}: {history.count('push'):,} pushes", flush=True)
+    who = [*(f"server {k}" for k in range(quiet.servers)), "worker 0"]
+    found = np.array([line.split() for line in lines], float)
+    return [[name, *row] for row in zip(who, *found.tolist(), strict=True)]
+
+
+def many_pushes(page: Any, known: Known, pushes: int) -> None:
     """How much memory servers and a worker have after so many pushes."""
-    marks = [pushes // 10, pushes // 2, pushes]
-    rows, grown = [], {}
+    marks, rows = [pushes // 10, pushes // 2, pushes], []
     for quiet in QUIET:
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="pushes"))
-        params = {f"part_{k}": np.zeros(250, np.float32) for k in range(quiet.servers)}
-
-        def train(worker, folder=folder, params=params):
-            grads = {name: np.full(250, 1e-3, np.float32) for name in params}
-            servers = [s.pid.remote() for s in worker.connection.servers]
-            pids = [*ray.get(servers), os.getpid()]
-            while worker.local_step < pushes // WORKERS:
-                worker.step(grads)
-                if worker.index == 0 and worker.local_step * WORKERS in marks:
-                    line = " ".join(str(resident(pid)) for pid in pids)
-                    with (folder / "resident").open("a") as out:
-                        out.write(f"{line}\n")
-
-        saves: Any = {}
-        if quiet.saves:
-            saves = {"checkpoint_dir": folder / "saved"}
-            saves["replay"] = quiet.rule in ("local_sgd", "diloco")
-        _, history = runtime.run(
-            train, params, optax.sgd(1.0), RULES[quiet.rule], num_workers=WORKERS,
-            num_servers=quiet.servers, communication_period=1, **saves,
-        )  # fmt: skip
-        lines = (folder / "resident").read_text().splitlines()
-        found = np.array([line.split() for line in lines], float)
-        name = f"{quiet.rule}, {quiet.servers} server{'s' * (quiet.servers > 1)}"
-        name += ", checkpoints" * quiet.saves + ", replay" * saves.get("replay", False)
-        for who, of_one in zip(
-            [f"server {k}" for k in range(quiet.servers)] + ["worker 0"], found.T,
-            strict=True,
-        ):  # fmt: skip
-            rows.append([name, who, *(f"{one:.1f}" for one in of_one)])
-            grown[f"{name}, {who}"] = of_one[-1] - of_one[0]
-        shutil.rmtree(folder, ignore_errors=True)
-        print(f"{name}: {history.count('push'):,} pushes", flush=True)
+        rows += known.get(
+            ["pushes", *quiet, pushes],
+            lambda quiet=quiet: residents(quiet, pushes, marks),
+        )
     page.table("pushes", rows, first=marks[0], second=marks[1], third=marks[2])
+    grown = {f"{name}, {who}": last - first for name, who, first, _, last in rows}
     most = max(grown, key=grown.__getitem__)
     page.criterion("pushes", grown[most] < 5, f"{grown[most]:.1f} MB at most ({most})")
 
 
-def every_order(page: Any, quick: bool) -> None:
+def explored(order: tuple[int, ...]) -> list[list[Any]]:
+    """Go through every order of events."""
+    workers, servers, replay, rounds, deaths, losses = order
+    begin = time.time()
+    worlds, ends = Explorer(*order).explore()
+    seconds = round(time.time() - begin, 1)
+    print(f"{worlds:,} worlds in {seconds:.0f} s", flush=True)
+    sides = [workers, servers, rounds, deaths, losses, "yes" if replay else ""]
+    return [[*sides, worlds, ends, seconds]]
+
+
+def every_order(page: Any, known: Known, quick: bool) -> None:
     """How many worlds the protocol can come to, and that none is bad."""
     rows = []
-    for workers, servers, replay, rounds, deaths, losses in ORDERS[: 2 if quick else 9]:
-        begin = time.time()
-        explorer = Explorer(workers, servers, replay, rounds, deaths, losses)
-        worlds, ends = explorer.explore()
-        seconds = time.time() - begin
-        rows.append([workers, servers, rounds, deaths, losses, "yes" if replay else ""])
-        rows[-1] += [worlds, ends, round(seconds, 1)]
-        print(f"{worlds:,} worlds in {seconds:.0f} s", flush=True)
+    for order in ORDERS[: 2 if quick else None]:
+        rows += known.get(["orders", *order], lambda order=order: explored(order))
     page.table("orders", rows)
     # It raises where one is bad.
     page.criterion("orders", True, f"{sum(row[6] for row in rows):,} worlds")
@@ -438,6 +476,7 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell")
     parser.add_argument("--only", default="", help="cells whose text contains this")
+    parser.add_argument("--resume", action="store_true", help="go on with a table")
     parser.add_argument("--all", action="store_true", help="the whole product")
     parser.add_argument("--pushes", type=int, default=10_000, help="for the memory")
     options = parser.parse_args()
@@ -457,14 +496,13 @@ def main():
         log_to_driver=False,
         object_store_memory=4 * 1024**3,
     )
-    for part in (
-        lambda: under_fire(page, cells, seconds),
-        lambda: many_pushes(page, pushes),
-        lambda: every_order(page, options.quick),
-    ):
-        part()
-        page.save()  # What has been found is there if the next one fails.
+    known = Known(page.folder / "faults.rows", options.resume)
+    under_fire(page, known, cells, seconds)
+    many_pushes(page, known, pushes)
     ray.shutdown()
+    every_order(page, known, options.quick)
+    page.save()
+    known.path.unlink()
 
 
 if __name__ == "__main__":

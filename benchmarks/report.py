@@ -18,6 +18,7 @@ import platform
 import statistics
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -248,7 +249,10 @@ class Report:
         """Write a picture beside the page, and show it there."""
         file = f"{self._name}{'_' if key else ''}{key}.png"
         caption = self.words["pictures"][key or "picture"].format(**values)
-        figure_of(panels, columns).savefig(self.folder / file, dpi=110)
+        with warnings.catch_warnings():
+            # The best place for a legend takes a second to find on a busy machine.
+            warnings.filterwarnings("ignore", "Creating legend", UserWarning)
+            figure_of(panels, columns).savefig(self.folder / file, dpi=110)
         self._page.append(f"![{caption}]({file})\n\n*{caption}*")
 
     def save(self) -> None:

@@ -20,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 
 BATCH, LEARNING_RATE, MOVING_RATE, TEST, POINTS = 32, 1e-3, 0.05, 360, 100
 FULL = {"workers": (10, 20, 40), "periods": (10, 20, 40), "batches": 16_000, "seeds": 5}
-SHORT = {"workers": (10,), "periods": (10, 20), "batches": 400, "seeds": 1}
+SHORT = {"workers": (10,), "periods": (5, 10), "batches": 200, "seeds": 1}
 RULES = {
     # The paper's form: the commit is the mean of the worker's own updates.
     "AGN": oxs.agn_rule(None, accumulate="updates"),

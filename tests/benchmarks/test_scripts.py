@@ -43,8 +43,8 @@ PAGES = {
     },
 }
 
-# Programs that run for longer than they take to compile: optimised, as users do.
-LONG_LOOPS = ("reproduce_backup_workers", "reproduce_ftrl")
+# A program that runs for longer than it takes to compile: optimised, as users do.
+LONG_LOOPS = ("reproduce_ftrl",)
 
 
 def test_no_script_is_forgotten():

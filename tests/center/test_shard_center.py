@@ -93,16 +93,15 @@ def run(context, names, sharded):
 @pytest.mark.parametrize("context", CASES)
 def test_the_numbers_are_those_of_a_whole_center(context):
     history, centers, state = run(context, CASES[context], True)
-    whole, whole_centers, _ = run("vmap", tuple(RULES), False)
+    whole, whole_centers, _ = run(context, CASES[context], False)
     for name in CASES[context]:
         # A sum of parameters rounds where one of differences would not; where such a
-        # sum is rounded to half precision that may be a step of that, and of the
-        # next one.
+        # sum is rounded to half precision that may be a step of that.
         half = {"bfloat16": history[name].pop("bfloat16")}
         expected = {leaf: whole[name][leaf] for leaf in PARAMS}
         expected_half = {"bfloat16": expected.pop("bfloat16")}
         contexts.assert_close(history[name], expected, 2e-6)
-        contexts.assert_close(half, expected_half, 2**-6)
+        contexts.assert_close(half, expected_half, 2**-7)
         assert np.array_equal(half["bfloat16"], expected_half["bfloat16"]) or (
             np.mean(half["bfloat16"] != expected_half["bfloat16"]) < 0.05
         )

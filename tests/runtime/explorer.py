@@ -1,13 +1,15 @@
 """Goes through every order of the protocol's events, with the code that runs."""
 
+import array
 import functools
 import itertools
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optx_sync.runtime import protocol
-from optx_sync.runtime.protocol import Book, Client, Entry, Name, Request
+from optx_sync.runtime.protocol import Book, Client, Entry, Name
 
 EVERY = 2  # pushes between cuts
 # Epochs of servers that start are far apart, as their clocks make them.
@@ -35,9 +37,16 @@ class World(NamedTuple):
 
     servers: tuple[int, ...]
     programs: tuple[int, ...]
-    late: tuple[tuple[int, Request, type], ...]  # by a worker that has died since
+    late: int  # what a worker sent that has died since
     deaths: int  # that may still come
     losses: int  # of an answer
+
+
+def packed(world):
+    """A world, short."""
+    servers, programs, *rest = world
+    things = (*servers, *programs, *rest)
+    return struct.pack(f"{len(things)}i", *things)
 
 
 class Table:
@@ -127,7 +136,7 @@ class Explorer:
 
     def __init__(self, workers, servers, replay, rounds=3, deaths=1, losses=1):
         self.replay, self.rounds = replay, rounds
-        self.machines, self.programs = Table(), Table()
+        self.machines, self.programs, self.lates = Table(), Table(), Table()
         machines = tuple(boot(0, workers, (), k == 0) for k in range(servers))
         programs = []
         for w in range(workers):
@@ -137,7 +146,7 @@ class Explorer:
         self.first = World(
             tuple(map(self.machines.number, machines)),
             tuple(map(self.programs.number, programs)),
-            (),
+            self.lates.number(()),
             deaths,
             losses,
         )
@@ -187,16 +196,17 @@ class Explorer:
                         yield World(there, programs, late, deaths, 0)
                 heard = self.hear(program, k, answer)
                 yield World(there, put(programs, w, heard), late, deaths, losses)
-        for n, (k, *request) in enumerate(late):
+        sent = self.lates.things[late]
+        for n, (k, *request) in enumerate(sent):
             machine, _ = self.deliver(servers[k], *request)
-            rest = (*late[:n], *late[n + 1 :])
+            rest = self.lates.number((*sent[:n], *sent[n + 1 :]))
             yield World(put(servers, k, machine), programs, rest, deaths, losses)
         if not deaths:
             return
         for w, program in enumerate(programs):
             if sent := self.wants(program):
                 new = put(programs, w, self.dies(program))
-                yield World(servers, new, sent, 0, losses)
+                yield World(servers, new, self.lates.number(sent), 0, losses)
         for k, machine in enumerate(servers):
             new = put(servers, k, self.restarts(machine, k == 0))
             yield World(new, programs, late, 0, losses)
@@ -227,7 +237,7 @@ class Explorer:
         What follows then differs only in when cuts are made, and nobody goes back to
         one: a single order stands for all.
         """
-        if world.deaths or world.losses or world.late:
+        if world.deaths or world.losses or self.lates.things[world.late]:
             return False
         books = [self.machines.things[number].book for number in world.servers]
         clients = [self.programs.things[number].client for number in world.programs]
@@ -246,8 +256,9 @@ class Explorer:
 
         Of each it is seen that there is a way to an end: no order of events hangs.
         """
-        numbers, worlds = {self.first: 0}, {0: self.first}
-        ends, edges = [], []
+        # A world is kept as bytes: there are millions.
+        numbers, worlds = {packed(self.first): 0}, {0: self.first}
+        ends, edges = [], array.array("i")
         for number in itertools.count():
             if number == len(numbers):
                 break
@@ -260,13 +271,13 @@ class Explorer:
                 continue
             for there in self.following(here):
                 new = len(numbers)
-                next_ = numbers.setdefault(there, new)
+                next_ = numbers.setdefault(packed(there), new)
                 if next_ == new:
                     worlds[new] = there
-                edges += (next_, number)
+                edges.extend((next_, number))
         reached = np.zeros(len(numbers), bool)
         reached[ends] = True
-        to, from_ = np.array(edges).reshape(-1, 2).T
+        to, from_ = np.frombuffer(edges, np.int32).reshape(-1, 2).T
         count = 0
         while count != (count := int(reached.sum())):
             reached[from_[reached[to]]] = True
