@@ -35,9 +35,12 @@ def delayed_nesterov(
 
     .. math::
 
-        \text{n-th arrival:}\quad m &\leftarrow b m + \text{the sum of the last n } g \\
-        \text{center} &\leftarrow \text{center} - r ((1 - c n + c) b m + g) \\
-        \text{others:}\quad \text{center} &\leftarrow \text{center} - r (c b m + g)
+        m &\leftarrow b m + \text{the sum of the last } n \; g, \quad\text{then} \\
+        x &\leftarrow x - r ((1 - c n + c) b m + g)
+            \quad\text{at an n-th arrival} \\
+        x &\leftarrow x - r (c b m + g) \quad\text{at the others}
+
+    with x the center.
 
     With n = 1 it is `optax.sgd(r, b, nesterov=True)`. It is an outer optimizer,
     `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))`, for `oxs.simulate.asynchronous`

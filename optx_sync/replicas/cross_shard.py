@@ -136,9 +136,11 @@ def cross_shard(
 
     .. math::
 
-        \text{mean:}\quad g &= \frac{1}{N} \sum_i g_i, \qquad
-            \text{weighted:}\quad g = \frac{\sum_i w_i g_i}{\sum_i w_i} \\
-        \text{sum:}\quad g &= \sum_i g_i, \qquad \text{updates} = \text{inner}(g)
+        g &= \frac{1}{N} \sum_i g_i \quad\text{(mean)} \\
+        g &= \frac{\sum_i w_i g_i}{\sum_i w_i} \quad\text{(weighted mean)} \\
+        g &= \sum_i g_i \quad\text{(sum)}
+
+    and the updates are those of `inner` for g.
 
     The original is TensorFlow's `CrossShardOptimizer`. It scales the *loss* by 1/N for
     a mean; here the gradient is scaled, so that what comes before in a chain, such as
