@@ -58,6 +58,9 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog):
         "worker 1 died: killed for memory",
     ]
     assert "and 4 more" in summary(12, {}, [])
+    # A worker that dies has not pushed for some time: the center is further on.
+    late = summary(2, pushes, [*pushes.values(), event("lost", 1, 2)])
+    assert late.startswith("center: step 6;")
 
 
 def test_metrics_tell_what_the_servers_tell(monkeypatch):

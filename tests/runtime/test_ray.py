@@ -289,13 +289,24 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
 def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
     required, tmp_path
 ):
-    """Worker 3 makes its first step when the others have made theirs."""
+    """Worker 3 makes its first step when the others have made theirs.
+
+    Without a backup they wait for its gradient. Then the server dies: what it had from
+    them comes again.
+    """
 
     def train(worker):
         mine = tmp_path / f"others.{worker.index}"
         if worker.index == 3:
             while len(list(tmp_path.glob("others.*"))) < 3:
                 time.sleep(0.05)
+            server, seen = worker.connection.servers[0], set()
+            while required == 4 and len(seen) < 3:
+                _, events = ray.get(server.events.remote("", 0))
+                seen |= {event.worker for event in events if event.kind == "push"}
+                time.sleep(0.02)
+            if required == 4:
+                os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
             worker.step(DOWN)
             (tmp_path / "late.3").write_text(json.dumps([worker.used]))
         while worker.global_step < 6:
@@ -304,15 +315,19 @@ def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
             worker.step(DOWN)
         if required == 4 and worker.index < 3:
             worker.step(DOWN)  # Worker 3 has ended, and nobody waits for it.
-        mine.write_text(json.dumps(worker.global_step))
+        mine.write_text(json.dumps(worker.lost))
 
     center, history = runtime.run(
         train, PARAMS, ONE, SyncReplicas(required, total_num_replicas=4),
         num_workers=4, synchronous=True,
+        checkpoint_dir=tmp_path / "saved" if required == 4 else None,
     )  # fmt: skip
     # With a backup its first gradient is six updates old; without, part of the first.
-    assert written(tmp_path)["late.3"] == [required == 4]
+    left = written(tmp_path)
+    assert left.pop("late.3") == [required == 4]
+    assert set(left.values()) == {0} and len(left) == 4
     assert history.count("dropped") >= (required == 3)
+    assert history.count("restored") == (required == 4)
     updates = history.events[-1].global_step
     assert updates >= 6 and np.all(center["w"] == updates)
     assert history.count("push") >= required * updates
