@@ -1,15 +1,20 @@
 """Workers and servers that are killed, on a local Ray: what is lost, twice or torn.
 
-    python benchmarks/faults.py                  # every cell for a minute: an hour
+    python benchmarks/faults.py                  # a table that covers all: 40 minutes
     python benchmarks/faults.py --quick          # a few cells, seconds each
-    python benchmarks/faults.py --seconds 20 --only diloco
+    python benchmarks/faults.py --only diloco --seconds 20
+    python benchmarks/faults.py --resume         # goes on with a table that was ended
+    python benchmarks/faults.py --all            # the whole product: four hours
 
-Every push marks a slot of its own in the center, on every server, and the worker writes
-down which of its steps have returned. *Lost*: a step has returned, and the center lacks
-it. *Told*: how many pushes workers were told are lost. *Twice*: a slot holds more than
-one push. *Torn*: servers differ. *Ended*: the run returned by itself.
+Every push marks a place of its own in the center, on every server, and the worker
+writes down which of its steps have returned. *Lost*: a step has returned, and the
+center lacks it. *Beyond*: lost, and no server that went back to its last checkpoint
+explains it. *Untold*: lost before the eyes of a worker that went on and was not told.
+*Twice*: a place holds more than one push. *Torn*: servers differ. Then two runs without
+faults, for their memory, and every order of the protocol's events.
 """
 
+import collections
 import itertools
 import json
 import os
@@ -17,6 +22,8 @@ import pathlib
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -28,112 +35,172 @@ os.environ.setdefault(
     "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
 )
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+# Ray's processes would otherwise yield to whatever else the machine does.
+os.environ["RAY_worker_niceness"] = "0"
 
 import jax
 import numpy as np
 import optax
 import ray
 import report
-from rich.progress import track
 
 import optx_sync as oxs
 from optx_sync import runtime
 
-WORKERS, CPUS, SLOTS = 4, 2, 8192
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from tests.runtime.explorer import Explorer
+
+WORKERS, CPUS = 4, 2
 EVERY = 20  # pushes between checkpoints
+# A place is a digit to the base 4 of a number, so many digits in each: exact in float32
+# whatever a push is divided by, and a parameter of 1 kB has places for a minute.
+DIGITS, NUMBERS = 8, 512
+# Floats of a server's part.
 SIZES = {"1 kB": 250, "150 kB": 37_500, "1.2 MB": 300_000, "100 MB": 25_000_000}
+# Seconds between deaths of workers and of servers, 0: none.
+FAULTS = {"workers": (3, 0), "servers": (0, 6), "both": (10, 10)}
+RULES: dict[str, Any] = {
+    "local_sgd": oxs.local_sgd_rule(),
+    "diloco": oxs.diloco_rule(optax.sgd(1.0)),
+    "agn": oxs.agn_rule(optax.sgd(1.0)),
+    "elastic": oxs.elastic_rule(moving_rate=0.25, rho=0.0),
+    "3 of 4": runtime.SyncReplicas(3),
+    "6 of 4": runtime.SyncReplicas(6),
+}
+# What a run may take to end after the last fault.
+PATIENCE_SECONDS = 180
 
 
 class Cell(NamedTuple):
     """One run under fire."""
 
     rule: str
-    servers: int
+    faults: str
     size: str
-    workers_every: float  # seconds between deaths, 0: none
-    servers_every: float
+    servers: int
     replay: bool = False
 
 
-def rule_of(name: str) -> Any:
-    """An agreement under which a gradient of -1 marks a slot."""
-    return {
-        "local_sgd": lambda: oxs.local_sgd_rule(),
-        "diloco": lambda: oxs.diloco_rule(optax.sgd(1.0)),
-        "agn": lambda: oxs.agn_rule(optax.sgd(1.0)),
-        "elastic": lambda: oxs.elastic_rule(moving_rate=0.25, rho=0.0),
-        "3 of 4": lambda: runtime.SyncReplicas(3),
-        "6 of 4": lambda: runtime.SyncReplicas(6),
-    }[name]()
-
-
-# A covering set: each rule, number of servers, size and schedule, and the pairs that
-# failed before.
+# Every fault with every agreement, every fault with every size, every size with one
+# and with two servers; then `replay`.
 CELLS = [
-    Cell("local_sgd", 1, "1 kB", 3, 0),
-    Cell("local_sgd", 2, "150 kB", 3, 0),
-    Cell("local_sgd", 2, "1.2 MB", 0, 6),
-    Cell("local_sgd", 2, "150 kB", 0, 6, True),
-    Cell("local_sgd", 1, "100 MB", 0, 10),
-    Cell("local_sgd", 2, "100 MB", 10, 10),
-    Cell("diloco", 1, "150 kB", 0, 6),
-    Cell("diloco", 2, "1.2 MB", 10, 10),
-    Cell("diloco", 2, "150 kB", 0, 6, True),
-    Cell("agn", 1, "1.2 MB", 10, 10),
-    Cell("agn", 2, "1 kB", 0, 6, True),
-    Cell("elastic", 1, "150 kB", 3, 0),
-    Cell("elastic", 2, "1.2 MB", 0, 6),
-    Cell("3 of 4", 1, "150 kB", 3, 0),
-    Cell("3 of 4", 1, "1.2 MB", 10, 10),
-    Cell("6 of 4", 1, "1 kB", 0, 6),
-    Cell("6 of 4", 1, "150 kB", 10, 10),
+    Cell("local_sgd", "workers", "1 kB", 2),
+    Cell("local_sgd", "servers", "150 kB", 2),
+    Cell("local_sgd", "both", "100 MB", 1),
+    Cell("diloco", "workers", "150 kB", 2),
+    Cell("diloco", "servers", "1.2 MB", 1),
+    Cell("diloco", "both", "1 kB", 2),
+    Cell("agn", "workers", "1.2 MB", 1),
+    Cell("agn", "servers", "100 MB", 2),
+    Cell("agn", "both", "150 kB", 1),
+    Cell("elastic", "workers", "100 MB", 1),
+    Cell("elastic", "servers", "150 kB", 2),
+    Cell("elastic", "both", "1.2 MB", 2),
+    Cell("3 of 4", "workers", "150 kB", 1),
+    Cell("3 of 4", "servers", "1 kB", 1),
+    Cell("3 of 4", "both", "1.2 MB", 1),
+    Cell("6 of 4", "workers", "1 kB", 1),
+    Cell("6 of 4", "servers", "1.2 MB", 1),
+    Cell("6 of 4", "both", "150 kB", 1),
+    Cell("local_sgd", "servers", "150 kB", 2, True),
+    Cell("diloco", "servers", "1.2 MB", 1, True),
+    Cell("agn", "both", "1 kB", 2, True),
 ]
+SHORT = [CELLS[3], CELLS[18], CELLS[13]]
 
 
-def program(folder: pathlib.Path, seconds: float, sizes: dict[str, int]):
-    """A worker that marks slots until the time is over; the first one begins it."""
+def every_cell() -> list[Cell]:
+    """The whole product, less what is refused."""
+    product = itertools.product(RULES, FAULTS, SIZES, (1, 2), (False, True))
+    return [
+        Cell(*cell)
+        for cell in product
+        if cell[0] not in ("3 of 4", "6 of 4") or cell[3:] == (1, False)
+    ]
+
+
+def required(rule: str) -> int:
+    """The gradients that an update needs."""
+    return {"3 of 4": 3, "6 of 4": 6}.get(rule, 1)
+
+
+class Ledger:
+    """Where in a part which push of which worker leaves its mark."""
+
+    def __init__(self, cell: Cell):
+        # The pull of elastic averaging is not linear: a push has a number alone.
+        self.digits: int = 1 if cell.rule == "elastic" else DIGITS
+        self.numbers: int = min(NUMBERS, SIZES[cell.size] // WORKERS)
+        self.places: int = self.numbers * self.digits
+
+    def mark(self, worker: int, place: int) -> tuple[int, float]:
+        """Where, and the gradient there."""
+        number, digit = divmod(place, self.digits)
+        return worker * self.numbers + number, -WORKERS * 4.0**digit
+
+    def read(self, part: Any, cell: Cell) -> Any:
+        """How many pushes lie in the places, [worker, place]."""
+        book = np.asarray(part[: WORKERS * self.numbers], np.float64)
+        book = book.reshape(WORKERS, self.numbers, 1)
+        if cell.rule == "elastic":
+            return (book[:, :, 0] != 0).astype(int)
+        one = 1.0 if cell.rule in ("local_sgd", "diloco") else WORKERS
+        whole = np.rint(book * required(cell.rule) / one).astype(int)
+        return (whole // 4 ** np.arange(self.digits) % 4).reshape(WORKERS, -1)
+
+
+def program(folder: pathlib.Path, seconds: float, cell: Cell):
+    """A worker that makes marks until the time is over; the first one begins it."""
+    ledger = Ledger(cell)
 
     def train(worker):
-        own = folder / f"worker_{worker.index}"
-        log = own.with_suffix(".log")
-        own.with_suffix(".pid").write_text(str(os.getpid()))
-        try:
-            with (folder / "begin").open("x") as file:
-                file.write(str(time.time()))
-            begin = time.time()
-        except FileExistsError:
-            begin = (folder / "begin").stat().st_mtime
-        until = begin + seconds
+        log = folder / f"worker_{worker.index}.log"
+        if not (folder / "begin").exists():
+            (folder / "begin").touch()
+        until = (folder / "begin").stat().st_ctime + seconds
         lines = log.read_text().splitlines() if log.exists() else []
-        slot = sum(line.startswith("try") for line in lines)
-        zeros = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
-        told = looked = 0.0
+        place = sum(line.startswith("try") for line in lines)
+        grads = {
+            f"part_{k}": np.zeros(SIZES[cell.size], np.float32)
+            for k in range(cell.servers)
+        }
+        told = 0
         with log.open("a", buffering=1) as out:
-            while time.time() < until and slot < SLOTS:
-                grads = dict(zeros)
-                for name in sizes:
-                    if name.startswith("ledger"):
-                        mark = np.zeros((WORKERS, SLOTS), np.float32)
-                        mark[worker.index, slot] = -WORKERS
-                        grads[name] = mark.reshape(-1)
-                out.write(f"try {slot}\n")
+            while time.time() < until and place < ledger.places:
+                where, mark = ledger.mark(worker.index, place)
+                for grad in grads.values():
+                    grad[where] = mark
+                out.write(f"try {place}\n")
                 worker.step(grads)
+                now = f"{worker.incarnation} {time.time()}"
                 if worker.used:
-                    out.write(f"ack {slot} {worker.incarnation}\n")
+                    out.write(f"ack {place} {now} {worker.global_step}\n")
                 if worker.lost > told:
-                    out.write(f"told {int(worker.lost - told)}\n")
+                    out.write(f"told {worker.lost - told} {now}\n")
                     told = worker.lost
-                slot += 1
-                if time.time() > looked + 2 and worker.index == 0:
-                    pids = [s.pid.remote() for s in worker.connection.servers]
-                    found, _ = ray.wait(pids, num_returns=len(pids), timeout=1)
-                    if len(found) == len(pids):
-                        names = json.dumps(ray.get(pids))
-                        (folder / "servers.pids").write_text(names)
-                    looked = time.time()
-                time.sleep(0.02)
+                for grad in grads.values():
+                    grad[where] = 0.0
+                place += 1
+                time.sleep(max(0.02, seconds / ledger.places))
 
     return train
+
+
+def processes(kind: str) -> list[int]:
+    """This run's workers or servers, and nobody else's."""
+    table = subprocess.run(
+        ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    children, names = collections.defaultdict(list), {}
+    for line in table.stdout.splitlines():
+        pid, parent, *words = line.split()
+        children[int(parent)].append(int(pid))
+        names[int(pid)] = words[0] if words else ""
+    ours = [os.getpid()]
+    for pid in ours:
+        ours += children[pid]
+    actor = {"workers": "ray::WorkerActor", "servers": "ray::ServerActor"}[kind]
+    return [pid for pid in ours if names.get(pid, "").startswith(actor)]
 
 
 def shoot(
@@ -141,7 +208,7 @@ def shoot(
 ) -> dict[str, int]:
     """Kill as the schedule says; how many of which."""
     rng, shots = random.Random(0), {"workers": 0, "servers": 0}
-    due = {"workers": cell.workers_every, "servers": cell.servers_every}
+    due = dict(zip(shots, FAULTS[cell.faults], strict=True))
     while not (folder / "begin").exists():
         if stop.wait(0.1):
             return shots
@@ -151,84 +218,257 @@ def shoot(
             if not every or time.time() - begin < next_[kind]:
                 continue
             next_[kind] += every
-            if kind == "workers":
-                files = sorted(folder.glob("*.pid"))
-                pids = [int(f.read_text() or 0) for f in files]
-            else:
-                file = folder / "servers.pids"
-                pids = json.loads(file.read_text()) if file.exists() else []
-            if pids and (pid := rng.choice(pids)):
+            if pids := processes(kind):
                 try:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(rng.choice(pids), signal.SIGKILL)
                     shots[kind] += 1
                 except ProcessLookupError:
                     pass
     return shots
 
 
+class Ack(NamedTuple):
+    """A step that has returned."""
+
+    place: int
+    incarnation: int
+    time: float
+    step: int  # the server's, as the worker heard it
+
+
+def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[int]:
+    """Acked, lost, beyond, untold, twice and torn."""
+    ledger = Ledger(cell)
+    parts = [ledger.read(center[f"part_{k}"], cell) for k in range(cell.servers)]
+    back = [e for e in history.events if e.kind == "restored"]
+    waits = cell.rule in ("3 of 4", "6 of 4")
+    acked, lost, beyond, untold = 0, 0, 0, 0
+    for index in range(WORKERS):
+        log = folder / f"worker_{index}.log"
+        acks: dict[int, list[Ack]] = collections.defaultdict(list)
+        told: collections.Counter[int] = collections.Counter()
+        for line in log.read_text().splitlines() if log.exists() else []:
+            kind, *rest = line.split()
+            if kind == "ack" and len(rest) == 4:
+                ack = Ack(int(rest[0]), int(rest[1]), float(rest[2]), int(rest[3]))
+                acks[ack.incarnation].append(ack)
+            elif kind == "told" and len(rest) == 3:
+                told[int(rest[1])] += int(rest[0])
+        for incarnation, own in acks.items():
+            acked += len(own)
+            should = 0
+            for ack in own:
+                if parts[0][index, ack.place]:
+                    continue
+                lost += 1
+                # A gradient of SyncReplicas may be of the update after this step.
+                why = [
+                    e.time
+                    for e in back
+                    if e.time > ack.time
+                    and e.global_step - waits < ack.step
+                    and ack.step <= e.global_step + EVERY + 2 * WORKERS
+                ]
+                beyond += not why
+                should += any(own[-1].time > when for when in why[:1])
+            untold += max(should - told[incarnation], 0)
+    # At the end so many gradients wait for an update that does not come.
+    waiting = min(beyond, required(cell.rule) - 1)
+    twice = int((parts[0] > 1).sum())
+    torn = sum(int((a != b).sum()) for a, b in itertools.pairwise(parts))
+    return [acked, lost - waiting, beyond - waiting, untold, twice, torn]
+
+
 def run_cell(cell: Cell, seconds: float) -> list[Any]:
     """A row of the table."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="faults"))
-    ballast = SIZES[cell.size] // cell.servers
-    sizes = {}
-    for number in range(cell.servers):
-        sizes[f"ballast_{number}"] = ballast
-        sizes[f"ledger_{number}"] = WORKERS * SLOTS
-    params = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+    params = {
+        f"part_{k}": np.zeros(SIZES[cell.size], np.float32) for k in range(cell.servers)
+    }
     stop, shots = threading.Event(), {}
     killer = threading.Thread(
         target=lambda: shots.update(shoot(folder, cell, seconds, stop)), daemon=True
     )
-    begin, ended, said = time.time(), "yes", ""
+    begin, ended = time.time(), "yes"
+    center, history = None, runtime.History([], None)
+
+    def look(*_):
+        if (folder / "begin").exists():
+            last_fault = (folder / "begin").stat().st_ctime + seconds
+            if time.time() > last_fault + PATIENCE_SECONDS:
+                raise TimeoutError("not ended long after the last fault")
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 10, 10)
     killer.start()
-    center: Any = None
     try:
-        center, _ = runtime.run(
-            program(folder, seconds, sizes), params, optax.sgd(1.0), rule_of(cell.rule),
+        center, history = runtime.run(
+            program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
             num_workers=WORKERS, num_servers=cell.servers, communication_period=1,
             checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
             replay=cell.replay,
         )  # fmt: skip
     except Exception as error:
-        ended, said = "raised", f"{type(error).__name__}: {error}"[:60]
+        ended = f"{type(error).__name__}: {error}"[:60]
         center = getattr(error, "center", None)
+        history = getattr(error, "history", history)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         stop.set()
         killer.join()
-    acked, gone, twice, torn, told = 0, 0, 0, 0, 0
+    found: list[Any] = [""] * 6
     if center is not None:
-        books = [
-            center[f"ledger_{n}"].reshape(WORKERS, SLOTS) for n in range(cell.servers)
-        ]
-        for index in range(WORKERS):
-            log = folder / f"worker_{index}.log"
-            for line in log.read_text().splitlines() if log.exists() else []:
-                kind, number, *_ = line.split()
-                told += int(number) if kind == "told" else 0
-                if kind == "ack":
-                    acked += 1
-                    gone += books[0][index, int(number)] == 0
-        whole = max(float(np.abs(book).max()) for book in books)
-        if cell.rule != "elastic":  # Its pull marks a slot little by little.
-            twice = int(sum((book > 1.5 * _one(cell)).sum() for book in books[:1]))
-        torn = int(
-            sum(((a != 0) != (b != 0)).sum() for a, b in itertools.pairwise(books))
-        )
-        said = said or ("" if np.isfinite(whole) else "not finite")
+        found = judge(cell, folder, center, history)
     shutil.rmtree(folder, ignore_errors=True)
     return [
-        cell.rule, cell.servers, cell.size, "yes" if cell.replay else "",
-        shots.get("workers", 0), shots.get("servers", 0), acked, int(gone), told,
-        twice, torn, f"{ended} {said}".strip(), round(time.time() - begin),
+        cell.rule, cell.faults, cell.size, cell.servers, "yes" if cell.replay else "",
+        shots.get("workers", 0), shots.get("servers", 0), *found, ended,
+        round(time.time() - begin),
     ]  # fmt: skip
 
 
-def _one(cell: Cell) -> float:
-    """What a push leaves in its slot."""
-    if cell.rule in ("local_sgd", "diloco"):
-        return 1.0
-    required = {"3 of 4": 3, "6 of 4": 6}.get(cell.rule, 1)
-    return WORKERS / required
+class Known:
+    """Rows that have been measured, in a file: a run goes on where one was ended."""
+
+    def __init__(self, path: pathlib.Path, resume: bool):
+        self.path = path
+        if not resume:
+            path.write_text("")
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = {json.dumps(key): rows for key, rows in map(json.loads, lines)}
+
+    def get(self, key: list[Any], measure: Any) -> list[list[Any]]:
+        """The rows under this name; measured now if there are none."""
+        name = json.dumps(key)
+        if name not in self.rows:
+            self.rows[name] = measure()
+            with self.path.open("a") as out:
+                out.write(f"{json.dumps([key, self.rows[name]])}\n")
+        return self.rows[name]
+
+
+def under_fire(page: Any, known: Known, cells: list[Cell], seconds: float) -> None:
+    """Run the cells, and judge them."""
+    rows, begin = [], time.time()
+    titles = page.words["tables"]["faults"][1].split(" | ")
+    for number, cell in enumerate(cells, 1):
+        rows += known.get(
+            ["faults", *cell, seconds], lambda cell=cell: [run_cell(cell, seconds)]
+        )
+        line = ", ".join(
+            f"{title} {what}" for title, what in zip(titles, rows[-1], strict=True)
+        )
+        minutes = (time.time() - begin) / 60
+        print(f"{number} of {len(cells)}, {minutes:.1f} minutes: {line}", flush=True)
+    page.table("faults", rows)
+    found = [dict(zip(titles, row, strict=True)) for row in rows]
+    whole = [one for one in found if one["replay"] and not one["workers killed"]]
+    for key, those in (
+        ("beyond", found), ("untold", found), ("lost", whole), ("twice", found),
+        ("torn", found),
+    ):  # fmt: skip
+        bad = [f"{one['agreement']}, {one['faults']}" for one in those if one[key] != 0]
+        page.nowhere(key, bad, f"0 in {len(those)} runs")
+    idle = [f"{one['agreement']}, {one['faults']}" for one in found if not one["acked"]]
+    page.nowhere("acked", idle, f"{sum(one['acked'] or 0 for one in found):,} in all")
+    bad = [one["ended"] for one in found if one["ended"] != "yes"]
+    page.nowhere("ended", bad, f"{len(found)} of {len(found)}")
+
+
+class Quiet(NamedTuple):
+    """A run without faults, for its memory."""
+
+    rule: str
+    servers: int
+    saves: bool  # checkpoints, and workers that keep what they push
+
+
+QUIET = [Quiet("local_sgd", 1, False), Quiet("diloco", 2, True)]
+QUIET += [Quiet("3 of 4", 1, True)]
+
+
+def resident(pid: int) -> float:
+    """Megabytes of memory that a process has."""
+    found = subprocess.run(
+        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True
+    )
+    return int(found.stdout) / 1024
+
+
+def residents(quiet: Quiet, pushes: int, marks: list[int]) -> list[list[Any]]:
+    """What servers and a worker hold at these numbers of pushes."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="pushes"))
+    params = {f"part_{k}": np.zeros(250, np.float32) for k in range(quiet.servers)}
+
+    def train(worker):
+        grads = {name: np.full(250, 1e-3, np.float32) for name in params}
+        servers = [s.pid.remote() for s in worker.connection.servers]
+        pids = [*ray.get(servers), os.getpid()]
+        while worker.local_step < pushes // WORKERS:
+            worker.step(grads)
+            if worker.index == 0 and worker.local_step * WORKERS in marks:
+                line = " ".join(str(resident(pid)) for pid in pids)
+                with (folder / "resident").open("a") as out:
+                    out.write(f"{line}\n")
+
+    saves: Any = {}
+    if quiet.saves:
+        saves = {"checkpoint_dir": folder / "saved"}
+        saves["replay"] = required(quiet.rule) == 1
+    _, history = runtime.run(
+        train, params, optax.sgd(1.0), RULES[quiet.rule], num_workers=WORKERS,
+        num_servers=quiet.servers, communication_period=1, **saves,
+    )  # fmt: skip
+    lines = (folder / "resident").read_text().splitlines()
+    shutil.rmtree(folder, ignore_errors=True)
+    name = f"{quiet.rule}, {quiet.servers} server{'s' * (quiet.servers > 1)}"
+    name += ", checkpoints" * quiet.saves + ", replay" * saves.get("replay", False)
+    print(f"{name}: {history.count('push'):,} pushes", flush=True)
+    who = [*(f"server {k}" for k in range(quiet.servers)), "worker 0"]
+    found = np.array([line.split() for line in lines], float)
+    return [[name, *row] for row in zip(who, *found.tolist(), strict=True)]
+
+
+def many_pushes(page: Any, known: Known, pushes: int) -> None:
+    """How much memory servers and a worker have after so many pushes."""
+    marks, rows = [pushes // 10, pushes // 2, pushes], []
+    for quiet in QUIET:
+        rows += known.get(
+            ["pushes", *quiet, pushes],
+            lambda quiet=quiet: residents(quiet, pushes, marks),
+        )
+    page.table("pushes", rows, first=marks[0], second=marks[1], third=marks[2])
+    grown = {f"{name}, {who}": last - first for name, who, first, _, last in rows}
+    most = max(grown, key=grown.__getitem__)
+    page.criterion("pushes", grown[most] < 5, f"{grown[most]:.1f} MB at most ({most})")
+
+
+def explored(order: tuple[int, ...]) -> list[list[Any]]:
+    """Go through every order of events."""
+    workers, servers, replay, rounds, deaths, losses = order
+    begin = time.time()
+    worlds, ends = Explorer(*order).explore()
+    seconds = round(time.time() - begin, 1)
+    print(f"{worlds:,} worlds in {seconds:.0f} s", flush=True)
+    sides = [workers, servers, rounds, deaths, losses, "yes" if replay else ""]
+    return [[*sides, worlds, ends, seconds]]
+
+
+def every_order(page: Any, known: Known, quick: bool) -> None:
+    """How many worlds the protocol can come to, and that none is bad."""
+    rows = []
+    for order in ORDERS[: 2 if quick else None]:
+        rows += known.get(["orders", *order], lambda order=order: explored(order))
+    page.table("orders", rows)
+    # It raises where one is bad.
+    page.criterion("orders", True, f"{sum(row[6] for row in rows):,} worlds")
+
+
+# Workers, servers, replay, rounds, deaths, lost messages.
+ORDERS = [
+    (1, 2, 0, 3, 1, 1), (1, 2, 8, 3, 1, 1), (2, 1, 0, 3, 1, 1), (2, 2, 0, 2, 1, 0),
+    (2, 2, 0, 2, 0, 1),
+]  # fmt: skip
 
 
 def main():
@@ -236,28 +476,33 @@ def main():
     parser = report.arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell")
     parser.add_argument("--only", default="", help="cells whose text contains this")
+    parser.add_argument("--resume", action="store_true", help="go on with a table")
+    parser.add_argument("--all", action="store_true", help="the whole product")
+    parser.add_argument("--pushes", type=int, default=10_000, help="for the memory")
     options = parser.parse_args()
-    cells = [cell for cell in CELLS if options.only in str(cell)]
-    seconds = options.seconds
+    cells, seconds, pushes = CELLS, options.seconds, options.pushes
+    if options.all:
+        cells = every_cell()
     if options.quick:
-        cells, seconds = [CELLS[1], CELLS[3], CELLS[13]], 15.0
+        cells, seconds, pushes = SHORT, 15.0, 400
+    cells = [cell for cell in cells if options.only in str(cell)]
     values = {"workers": WORKERS, "cpus": CPUS, "every": EVERY, "seconds": seconds}
     page = report.Report("faults", options, **values)
+    if cells == CELLS:
+        page.text("chosen")
     ray.init(
         num_cpus=CPUS,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=4 * 1024**3,
     )
-    rows, titles = [], page.words["tables"]["faults"][1].split(" | ")
-    for cell in track(cells, description="under fire"):
-        rows.append(run_cell(cell, seconds))
-        print(dict(zip(titles, rows[-1], strict=True)), flush=True)
+    known = Known(page.folder / "faults.rows", options.resume)
+    under_fire(page, known, cells, seconds)
+    many_pushes(page, known, pushes)
     ray.shutdown()
-    page.table("faults", rows)
-    met = all(row[9] == 0 and row[10] == 0 and row[11] == "yes" for row in rows)
-    page.criterion("faults", met, f"{len(rows)} runs", "see the table")
+    every_order(page, known, options.quick)
     page.save()
+    known.path.unlink()
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def study(page, settings):
         return np.asarray(train(METHODS[name], steps)(test, rows, starts))
 
     cells = [(name, by_label) for by_label in (False, True) for name in METHODS]
-    found = dict(zip(cells, each("training", one, cells), strict=True))
+    found = each("training", one, cells)
     sent = {name: bytes_of_round(method) for name, method in METHODS.items()}
     size = sum(x.nbytes for x in jax.tree.leaves(initial(0)))
     rows = []

@@ -52,7 +52,7 @@ def study(page, settings):
         return np.asarray(train(tried[name][0], steps)(test, rows, starts))
 
     cells = [(name, by_label) for by_label in (False, True) for name in tried]
-    found = dict(zip(cells, each("training", one, cells), strict=True))
+    found = each("training", one, cells)
     last = {cell: curve[:, -1, 0] for cell, curve in found.items()}
 
     def over(name, other, by_label):

@@ -69,7 +69,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         >>> def mean(x):
         ...     return exchange.meet(x, exchange.init(x), "pods")[0]
         >>> x = jnp.array([[127.0, 40.2, 0.0, 8.0], [127.0, 40.4, 0.0, 4.0]])
-        >>> jax.vmap(mean, axis_name="pods")(x)[0].tolist()
+        >>> jax.jit(jax.vmap(mean, axis_name="pods"))(x)[0].tolist()
         [127.0, 40.0, 0.0, 6.0]
 
     References:

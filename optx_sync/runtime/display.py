@@ -104,8 +104,7 @@ def line(event: Event) -> str:
 
 def summary(num_workers: int, last: dict[int, Event], seen: list[Event]) -> str:
     """How all workers stand, in a line."""
-    step = seen[-1].global_step if seen else 0
-    parts = [f"center: step {step}"]
+    parts = [f"center: step {center_step(seen)}"]
     for worker in range(min(num_workers, SHOWN_WORKERS)):
         event = last.get(worker)
         if event is None:
@@ -119,6 +118,11 @@ def summary(num_workers: int, last: dict[int, Event], seen: list[Event]) -> str:
     if num_workers > SHOWN_WORKERS:
         parts.append(f"and {num_workers - SHOWN_WORKERS} more")
     return "; ".join(parts)
+
+
+def center_step(seen: list[Event]) -> int:
+    """Where the center is, by the servers; a death has the step of the last push."""
+    return next((e.global_step for e in reversed(seen) if e.kind != "lost"), 0)
 
 
 def state(worker: int, seen: list[Event]) -> str:
@@ -135,8 +139,7 @@ def table(num_workers: int, last: dict[int, Event], seen: list[Event]) -> Any:
     from rich.table import Table
 
     names = sorted({name for event in last.values() for name in event.shown})
-    step = seen[-1].global_step if seen else 0
-    shown = Table(title=f"center: step {step}")
+    shown = Table(title=f"center: step {center_step(seen)}")
     for name in ("worker", "steps", "rounds", "staleness", "lost", *names):
         shown.add_column(name, justify="right")
     for worker in range(num_workers):

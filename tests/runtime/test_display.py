@@ -3,10 +3,12 @@
 import io
 import logging
 
+from ray.util import metrics as ray_metrics
 from rich.console import Console
 
 from optx_sync.runtime import Event, History
 from optx_sync.runtime.display import Display, summary, table
+from optx_sync.runtime.metrics import Metrics
 
 
 def event(kind, worker, step, rounds=0, **shown):
@@ -56,3 +58,38 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog):
         "worker 1 died: killed for memory",
     ]
     assert "and 4 more" in summary(12, {}, [])
+    # A worker that dies has not pushed for some time: the center is further on.
+    late = summary(2, pushes, [*pushes.values(), event("lost", 1, 2)])
+    assert late.startswith("center: step 6;")
+
+
+def test_metrics_tell_what_the_servers_tell(monkeypatch):
+    """What Ray's own are told; the guide says where they can be looked up."""
+    told = {}
+
+    def listen(kind, method):
+        def hear(metric, value, tags):
+            key = (metric.info["name"], tags["worker"], tags["server"])
+            told.setdefault(key, []).append(value)
+
+        monkeypatch.setattr(kind, method, hear)
+
+    listen(ray_metrics.Counter, "inc")
+    listen(ray_metrics.Gauge, "set")
+    listen(ray_metrics.Histogram, "observe")
+    metrics = Metrics()
+    push = event("push", 0, 6, 3)._replace(seconds=0.25, bytes=80)
+    counted = ("refused", "retry", "dropped", "lost", "restored", "unsaved")
+    metrics.add(0, [push._replace(round=2), push, event("rolled_back", 0, 7)])
+    metrics.add(1, [event(kind, 2, 0) for kind in counted])
+    of_worker = {name: values for (name, *of), values in told.items() if of[0] == "0"}
+    assert of_worker == {
+        "optx_sync_steps": [30],
+        "optx_sync_rounds": [3],
+        "optx_sync_staleness": [2],
+        "optx_sync_push_bytes": [80],
+        "optx_sync_exchange_seconds": [0.25, 0.25],
+        "optx_sync_lost_pushes_total": [2],
+    }
+    for kind in counted:
+        assert told[f"optx_sync_{kind}_total", "2", "1"] == [1]

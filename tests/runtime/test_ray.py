@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from typing import Any
 
 import jax
@@ -75,20 +76,12 @@ def written(directory: pathlib.Path) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in directory.glob("*.*")}
 
 
-@pytest.mark.parametrize(("name", "servers"), [("elastic", 1), ("diloco", 2)])
-def test_one_worker_is_the_replay(name, servers):
-    rules = {
-        "elastic": oxs.elastic_rule(learning_rate=0.1),
-        "diloco": oxs.diloco_rule(),
-    }
+def one_worker_is_the_replay(rule, servers, code=None):
     params = {
         key: np.linspace(0.5, 2, p.size, dtype=np.float32).reshape(p.shape)
         for key, p in PARAMS.items()
     }
     steps, inner = 12, optax.sgd(0.1, momentum=0.9)
-    code = None
-    if name == "diloco":
-        code = oxs.exchange.error_feedback(oxs.exchange.quantized())
 
     def gradient(params, event):
         return jax.tree.map(lambda p: jnp.sin(jnp.float32(event)) + p, params)
@@ -98,13 +91,12 @@ def test_one_worker_is_the_replay(name, servers):
             worker.step(gradient(worker.params, worker.local_step))
 
     center, history = runtime.run(
-        train, params, inner, rules[name], num_workers=1, num_servers=servers,
+        train, params, inner, rule, num_workers=1, num_servers=servers,
         communication_period=3, exchange=code,
     )  # fmt: skip
     run = asynchronous(
-        inner, rules[name], params, lambda worker, params, event: gradient(
-            params, event
-        ), np.zeros(steps, np.int32), num_workers=1, communication_period=3,
+        inner, rule, params, lambda worker, params, event: gradient(params, event),
+        np.zeros(steps, np.int32), num_workers=1, communication_period=3,
         exchange=code,
     )  # fmt: skip
     expected = run.final.center
@@ -117,6 +109,11 @@ def test_one_worker_is_the_replay(name, servers):
         np.testing.assert_allclose(
             center[key], np.asarray(expected[key]), rtol=2e-6, atol=2e-6
         )
+
+
+def test_one_worker_is_the_replay_with_two_servers_and_coded_pushes():
+    code = oxs.exchange.error_feedback(oxs.exchange.quantized())
+    one_worker_is_the_replay(oxs.diloco_rule(), 2, code)
 
 
 def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
@@ -154,6 +151,101 @@ def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
         assert left[f"rounds.{index}"] == history.count("push", index)
     total = 4 * history.count("push")
     assert np.all(center["w"] == total) and np.all(center["b"] == total)
+    assert history.count("left") == 3
+
+
+def test_workers_out_of_reach_are_killed_before_others_take_their_place(
+    tmp_path, monkeypatch, caplog
+):
+    """Ray says of living workers that they are gone; and one process does not start."""
+    errors = ray.exceptions
+    reasons = [
+        errors.ActorUnavailableError("connection reset", None),
+        errors.OutOfMemoryError("killed for memory"),
+    ]
+    wait, get, gone = ray.wait, ray.get, {}
+
+    def waits(references, **options):
+        all_push = len(list(tmp_path.glob("process.*"))) == 2
+        if all_push and len(references) == 2 and not gone:
+            gone.update(zip(references, reasons, strict=True))
+            return references, []
+        return wait(references, **options)
+
+    def gets(reference, **options):
+        if isinstance(reference, ray.ObjectRef) and reference in gone:
+            raise gone[reference]
+        return get(reference, **options)
+
+    class Program:
+        """The first process that reads it dies of that."""
+
+        def __reduce__(self):
+            def read(path):
+                if not path.exists():
+                    path.touch()
+                    os._exit(1)
+
+            return read, (tmp_path / "read",)
+
+    first = Program()
+
+    def train(worker):
+        process = tmp_path / f"process.{worker.index}"
+        if worker.restarts and first is None:
+            alive = pathlib.Path(f"/proc/{process.read_text()}/exe").exists()
+            (tmp_path / f"joined.{worker.index}").write_text(json.dumps(alive))
+        elif worker.local_step == 0:
+            worker.step(DOWN)
+            worker.step(DOWN)
+            process.write_text(str(os.getpid()))
+        while len(list(tmp_path.glob("joined.*"))) < 2:
+            worker.step(DOWN)
+            time.sleep(0.01)
+        if worker.unpushed == 0:
+            worker.step(DOWN)
+
+    for name, patched in (("wait", waits), ("get", gets)):
+        monkeypatch.setattr(ray, name, patched)
+    monkeypatch.setattr(on_ray, "SILENCE_SECONDS", 1.0)
+    caplog.set_level("INFO", "optx_sync.runtime")
+    center, history = runtime.run(
+        train, PARAMS, ONE, COUNT, num_workers=2, communication_period=2
+    )
+    assert [written(tmp_path)[f"joined.{index}"] for index in (0, 1)] == [False, False]
+    lost = {e.worker: e.message for e in history.events if e.kind == "lost"}
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "did not start; again in 1 s" in said
+    assert "which is starting" in said.partition("The run waits for ")[2]
+    assert sorted(lost.values()) == sorted(map(str, reasons))
+    for index in (0, 1):
+        assert f"Worker {index} has ended, and its last 1 steps are not in" in said
+    # What all of them have pushed is there, once; the last ones to leave are seen.
+    assert np.all(center["w"] == 2 * history.count("push"))
+    assert history.count("left") == 2
+
+
+NODES = {
+    "two of two CPUs": ([(2, 0), (2, 0)], 4, 5, (0.6666, 0)),
+    "some CPUs are taken": ([(4, 0)], 1, 2, (0.5, 0)),
+    "more than there are workers": ([(8, 0), (8, 0)], 16, 3, (1.0, 0)),
+    "whole GPUs": ([(16, 8), (16, 8)], 32, 5, (1.0, 2)),
+    "GPUs of one node": ([(4, 0), (4, 4)], 8, 4, (1.0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_shares_are_such_that_each_node_has_room_for_its_workers(name):
+    nodes, free, workers, share = NODES[name]
+    found = [
+        {"Alive": True, "Resources": {"CPU": float(cpus), "GPU": float(gpus)}}
+        for cpus, gpus in nodes
+    ]
+    found.append({"Alive": False, "Resources": {"CPU": 64.0}})
+    cluster = types.SimpleNamespace(
+        nodes=lambda: found, available_resources=lambda: {"CPU": float(free)}
+    )
+    assert on_ray._share(cluster, workers, 1.0) == share
 
 
 def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
@@ -197,41 +289,48 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
 def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
     required, tmp_path
 ):
-    """Worker 3 makes its first step when the others have made theirs."""
+    """Worker 3 makes its first step when the others have made theirs.
+
+    Without a backup they wait for its gradient. Then the server dies: what it had from
+    them comes again.
+    """
 
     def train(worker):
         mine = tmp_path / f"others.{worker.index}"
         if worker.index == 3:
             while len(list(tmp_path.glob("others.*"))) < 3:
                 time.sleep(0.05)
+            server, seen = worker.connection.servers[0], set()
+            while required == 4 and len(seen) < 3:
+                _, events = ray.get(server.events.remote("", 0))
+                seen |= {event.worker for event in events if event.kind == "push"}
+                time.sleep(0.02)
+            if required == 4:
+                os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
             worker.step(DOWN)
             (tmp_path / "late.3").write_text(json.dumps([worker.used]))
         while worker.global_step < 6:
             if required == 4:  # They cannot end a step without it.
                 mine.write_text("0")
             worker.step(DOWN)
-        mine.write_text(json.dumps(worker.global_step))
+        if required == 4 and worker.index < 3:
+            worker.step(DOWN)  # Worker 3 has ended, and nobody waits for it.
+        mine.write_text(json.dumps(worker.lost))
 
     center, history = runtime.run(
         train, PARAMS, ONE, SyncReplicas(required, total_num_replicas=4),
         num_workers=4, synchronous=True,
+        checkpoint_dir=tmp_path / "saved" if required == 4 else None,
     )  # fmt: skip
     # With a backup its first gradient is six updates old; without, part of the first.
-    assert written(tmp_path)["late.3"] == [required == 4]
+    left = written(tmp_path)
+    assert left.pop("late.3") == [required == 4]
+    assert set(left.values()) == {0} and len(left) == 4
     assert history.count("dropped") >= (required == 3)
+    assert history.count("restored") == (required == 4)
     updates = history.events[-1].global_step
     assert updates >= 6 and np.all(center["w"] == updates)
     assert history.count("push") >= required * updates
-
-
-def test_a_worker_that_ends_early_does_not_stop_the_others():
-    def train(worker):
-        for _ in range(3 if worker.index == 0 else 6):
-            worker.step(DOWN)
-
-    _, history = runtime.run(train, PARAMS, ONE, SyncReplicas(2), num_workers=2)
-    steps = {e.worker: e.local_step for e in history.events if e.kind == "push"}
-    assert steps == {0: 3, 1: 6}
 
 
 def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
@@ -422,12 +521,6 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
 
 def test_run_starts_ray_where_there_is_none_and_stops_it():
     """The last one: it takes the module's Ray away."""
-
-    def train(worker):
-        worker.step(DOWN)
-
     ray.shutdown()
-    center, _ = runtime.run(
-        train, PARAMS, ONE, COUNT, num_workers=1, communication_period=1
-    )
-    assert np.all(center["w"] == 1) and not ray.is_initialized()
+    one_worker_is_the_replay(oxs.elastic_rule(learning_rate=0.1), 1)
+    assert not ray.is_initialized()

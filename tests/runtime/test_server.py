@@ -22,9 +22,11 @@ from optx_sync.runtime import (
     Worker,
     join_parts,
     partition,
+    protocol,
 )
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.checkpoints import Checkpoints
+from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -812,3 +814,39 @@ def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
     server.push(Push(0, 2, moves(100.0)))
     with pytest.raises(RuntimeError, match="amplifies too much"):
         server.push(Push(0, 3, moves(0.0)))
+
+
+def test_server_that_starts_afresh_learns_who_had_joined(tmp_path):
+    """It saves itself before anybody joins; nobody then waits at the start for ever."""
+    server = center_server(checkpoint_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    clients = []
+    for worker in (0, 1):
+        client = protocol.begin(Client(worker + 2, 1, worker), "join")
+        clients.append(server._converse(client)[0])
+    again = center_server(checkpoint_dir=tmp_path)
+    assert not again.everyone_joined()
+    phases = []
+    for client in (*clients, clients[0]):
+        client, _ = again._converse(protocol.begin(client, "start"))
+        phases.append(client.phase)
+    assert phases == ["waiting", "idle", "idle"]
+
+
+def test_worker_and_server_of_sync_replicas_die_together(tmp_path):
+    """What waits for a token when the server saves itself has died by then."""
+
+    def start():
+        return Server(
+            PARAMS, SyncReplicas(2), num_workers=2, inner=optax.sgd(1.0),
+            checkpoint_dir=tmp_path, checkpoint_every=1,
+        )  # fmt: skip
+
+    assert start().push(Push(0, 1, grads(1.0))).waiting
+    server = start()
+    joined = server.join(0)
+    again = Push(0, joined.round + 1, grads(3.0), incarnation=joined.incarnation)
+    # The gradient that waited counts, and so the update needs one more.
+    assert joined.round == 1 and server.push(again).global_step == 1
+    np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 2)
+    assert not server.push(Push(1, 1, grads(1.0))).used

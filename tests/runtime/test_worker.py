@@ -41,6 +41,10 @@ def test_exchanges_when_due_and_only_then():
     np.testing.assert_array_equal(worker.params["w"], 7.0)
     last = server.events()[1][-1]
     assert last.local_step == 6 and last.shown == {"loss": 1.5, "accuracy": 0.25}
+    for _ in range(2):  # The second time there is nothing to push.
+        worker.flush()
+        assert server.global_step == 3 and worker.unpushed == 0
+    np.testing.assert_array_equal(server.center()["w"], 7.0)
 
 
 def test_period_may_be_a_schedule_of_the_step():
