@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
-from by_hand import AXIS, CASES, INNER, PERIOD, RULES, contents
+from by_hand import AXIS, CASES, INNER, PERIOD, contents
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report import Line, Panel, Report, each
@@ -127,7 +127,7 @@ def of_leaves(leaves: int) -> list[dict[str, Any]]:
 
 def simulate(workers: int) -> dict[str, float]:
     """Compiling and running workers of `local_sgd` under `vmap` on one device."""
-    tx = RULES["local_sgd"](communication_period=PERIOD)
+    tx = CASES["local_sgd"].tx(workers)
     one = jax.tree.map(lambda x: jnp.ones(x.shape[0] // 50), shapes_of(LEAVES))
     axes = oxs.state_axes(tx, one)
 
@@ -192,10 +192,9 @@ def show_workers(page: Report) -> None:
     """Simulated workers: memory and time of one, by their number."""
     simulate(WORKERS[0])  # warms up
     found = each("simulated workers", simulate, WORKERS)
-    rows = zip(WORKERS, found, strict=True)
-    page.table("workers", ([f"{number:,}", *of.values()] for number, of in rows))
-    held = [of["held"] for of in found]
-    page.text("workers", grows=exponent(WORKERS, [of["to compile"] for of in found]))
+    page.table("workers", ([f"{n:,}", *of.values()] for n, of in found.items()))
+    held, compiling = ([of[k] for of in found.values()] for k in ("held", "to compile"))
+    page.text("workers", grows=exponent(WORKERS, compiling))
     shown = f"{held[0]:,.0f} to {held[-1]:,.0f} bytes"
     page.criterion("workers", max(held) <= held[0], shown)
 
@@ -248,8 +247,8 @@ def show_leaves(page: Report, found: dict[Any, Any]) -> None:
 def main() -> None:
     """Run all parts and write them down."""
     page = Report("bench_scale", options)
-    devices = dict(zip(DEVICES, each("devices", ask, DEVICES), strict=True))
-    leaves = dict(zip(COUNTS, each("leaves", of_leaves, COUNTS), strict=True))
+    devices = each("devices", ask, DEVICES)
+    leaves = each("leaves", of_leaves, COUNTS)
     page.data(devices=devices, leaves=leaves)
     show_devices(page, devices)
     show_workers(page)

@@ -122,11 +122,6 @@ def triad(start: Any, grads: Any) -> Callable[[], Any]:
     return call
 
 
-def moved_by(compiled: Any) -> float:
-    """Bytes that the compiled program's operations read and write."""
-    return compiled.cost_analysis()["bytes accessed"]
-
-
 def loops_of(compiled: Any, size: int, leaves: int) -> float:
     """Compiled loops over whole leaves, for each leaf."""
     loops = [i for i in hlo.written(hlo.program(compiled)) if i.opcode == "fusion"]
@@ -264,19 +259,18 @@ def dense(options: Any, quick: bool) -> None:
     for kind, (names, *plan) in plans.items():
         where = f"{plan[0]:,} leaves of {plan[1]:,}"
         found = each(where, lambda name, plan=plan: measure(name, *plan), names)
-        results = dict(zip(names, found, strict=True))
-        dense_tables(page, results, where)
-        beside_optax(page, results, where)
+        dense_tables(page, found, where)
+        beside_optax(page, found, where)
         if kind == "large":
-            beside_others(page, results)
+            beside_others(page, found)
         lines = []
         for side in SIDES:
-            at = [n for n, one in enumerate(found) if side in one.times]
-            times = [float(np.median(found[n].times[side])) for n in at]
-            lines += [Line(side, times, at, "o")] if at else []
+            has = [(n, of.times) for n, of in enumerate(found.values())]
+            at = [(n, np.median(times[side])) for n, times in has if side in times]
+            lines += [Line(side, *np.transpose(at)[::-1], "o")] if at else []
         label = f"milliseconds of a step, {where}"
         page.picture([Panel(label, "", lines, names=list(names))], kind)
-        page.data(**{kind: {n: dataclasses.asdict(f) for n, f in results.items()}})
+        page.data(**{kind: {n: dataclasses.asdict(f) for n, f in found.items()}})
     page.save()
 
 
@@ -446,9 +440,9 @@ def row_sparse(options: Any, quick: bool) -> None:
     def number(name):
         return by_touched(name, rows, counts, touched, repeats)
 
-    lengths = dict(zip(all_names, each("by length", length, all_names), strict=True))
+    lengths = each("by length", length, all_names)
     sizes_page(page, sizes, touched, lengths)
-    found = dict(zip(names, each("by rows touched", number, names), strict=True))
+    found = each("by rows touched", number, names)
     touched_page(page, counts, rows, touched, found)
     left, right = [], []
     for name, (times, _) in found.items():

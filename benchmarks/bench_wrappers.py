@@ -41,6 +41,8 @@ MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")
 HAND, AGAIN, LIBRARY, VMAP = "by hand", "by hand again", "library", "library, vmap"
 DIRECT = "apply_gradients"
 ARMS = (LIBRARY, DIRECT, AGAIN)
+# A sum that is each replica's own is read and set to zero in each step.
+MEETING = {"sync_replicas": 1.3}
 MULTI_STEPS, DRJAX, SUMS = "optax.MultiSteps", "DrJAX", "sync_replicas, accumulating"
 options = report.arguments(__doc__).parse_args()
 WIDTH, LAYERS = (128, 2) if options.quick else (576, 12)
@@ -88,7 +90,7 @@ def steps_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]
         DIRECT: by_hand.direct(case, *given),
     }
     if not case.replicated and gradients != "given":
-        steps[VMAP] = by_hand.under_vmap(case, *given)
+        steps[VMAP] = by_hand.under_vmap(case.tx(workers), *given)
     if name == SUMS:
         steps[MULTI_STEPS] = by_peers.multi_steps(*given)
     if name in by_peers.OUTERS and HAS_DRJAX:
@@ -101,8 +103,10 @@ def compile_all(steps: dict[str, by_hand.Step], batch: Any) -> dict[str, Any]:
     return {n: s.program.lower(s.carry, batch).compile() for n, s in steps.items()}
 
 
-def time_all(steps: dict[str, Any], compiled: Any, batch: Any, turns: int) -> Any:
-    """Milliseconds of each step, [turns, PERIOD]."""
+def time_all(
+    steps: dict[str, Any], compiled: Any, batch: Any, turns: int, period: int = PERIOD
+) -> Any:
+    """Milliseconds of each step, [turns, period]."""
     steps, compiled = ({**of, AGAIN: of[HAND]} for of in (steps, compiled))
     carries = {name: step.start(params) for name, step in steps.items()}
 
@@ -114,8 +118,15 @@ def time_all(steps: dict[str, Any], compiled: Any, batch: Any, turns: int) -> An
         return run
 
     calls = {name: call(name) for name in steps}
-    times = report.in_turns(calls, turns * PERIOD, warm_up=PERIOD)
-    return {n: np.reshape(t, (turns, PERIOD)) for n, t in times.items()}
+    times = report.in_turns(calls, turns * period, warm_up=period)
+    return {n: np.reshape(t, (turns, period)) for n, t in times.items()}
+
+
+def rounds_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]:
+    """A whole round in one program, by hand and by `apply_gradients` with `meet=`."""
+    given = (CASES[name], params, workers, GRADIENTS[gradients])
+    of = {HAND: by_hand.by_hand, DIRECT: by_hand.direct}
+    return {arm: make(*given, whole=True) for arm, make in of.items()}
 
 
 def ratios(times: dict[str, Any], over: str, under: str, period: int) -> list[float]:
@@ -187,6 +198,18 @@ def judge_times(page: Report, measured: Any, counted: Any) -> None:
         page.criterion(arm, met, "; ".join(found), because, name=name)
 
 
+def judge_rounds(page: Report, measured: dict[Any, Any]) -> None:
+    """Whole rounds in one program, beside those by hand."""
+    for name in dict.fromkeys(name for _, name in measured):
+        limit, found, met = MEETING.get(name, LIMIT), [], True
+        for setting in (of for of, case in measured if case == name):
+            times = measured[setting, name]
+            ours, noise = (ratios(times, x, HAND, 1)[2] for x in (DIRECT, AGAIN))
+            met = met and ours <= limit
+            found.append(f"{in_words(setting)} {ours:.2f} (noise {noise:.2f})")
+        page.criterion("round", met, "; ".join(found), name=name, limit=limit)
+
+
 def judge_contents(page: Report, counted: Any) -> None:
     """What the compiled programs send, write and hold beside the steps by hand."""
     sent, parts, more = [], [], {what: {} for what in MORE}
@@ -255,7 +278,7 @@ def main() -> None:
     """Run everything and write it down."""
     floats = SIZE // 4
     page = Report("bench_wrappers", options, layers=LAYERS, width=WIDTH, floats=floats)
-    measured, counted = {}, {}
+    measured, counted, rounds = {}, {}, {}
     for setting, turns in SETTINGS.items():
         batch = batch_of(*setting)
 
@@ -267,9 +290,14 @@ def main() -> None:
             }
             counted[setting, name] = programs
             measured[setting, name] = time_all(steps, compiled, batch, turns)
+            if name != "cross_shard":  # It meets in every step.
+                whole = rounds_of(name, *setting)
+                program = compile_all(whole, batch)
+                rounds[setting, name] = time_all(whole, program, batch, turns, 1)
 
         report.each(in_words(setting), one, CASES)
     judge_times(page, measured, counted)
+    judge_rounds(page, rounds)
     judge_contents(page, counted)
     for setting in SETTINGS:
         of_setting = {name: measured[setting, name] for name in CASES}

@@ -69,8 +69,10 @@ def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
     return optax.apply_updates(params, updates), state
 
 
-def where_due(due: jax.Array, exchange: Callable, *operands: Tree) -> Any:
-    """The exchange where it is due, else nothing."""
+def where_due(due: Any, exchange: Callable, *operands: Tree) -> Any:
+    """The exchange where it is due, else nothing; a conditional if a program asks."""
+    if isinstance(due, bool):
+        return exchange(*operands) if due else operands
     return lax.cond(due, exchange, lambda *operands: operands, *operands)
 
 
@@ -82,119 +84,107 @@ def reduced(params, own, inner, due, grads):
 
 def accumulated(params, total, inner, due, grads):
     """Gradients of several batches summed up for one update."""
-    total = plus(total, grads)
 
     def exchange(params, total, inner):
         mean = jax.tree.map(lambda x: x / PERIOD, lax.pmean(total, AXIS))
         params, inner = descend(params, inner, mean)
         return params, zeros(total), inner
 
-    return where_due(due, exchange, params, total, inner)
+    return where_due(due, exchange, params, plus(total, grads), inner)
 
 
-def local_sgd(params, inner, center, due, grads):
+def meeting(exchange: Callable) -> Callable:
+    """A step of the inner optimizer, then this where a round is due."""
+
+    def step(params, inner, shared, due, grads):
+        params, inner = descend(params, inner, grads)
+        params, *shared = where_due(due, exchange, params, *shared)
+        return params, inner, tuple(shared)
+
+    return step
+
+
+@meeting
+def local_sgd(params, center):
     """The center moves by the mean of the workers' moves."""
-    params, inner = descend(params, inner, grads)
-
-    def exchange(params, center):
-        moved = lax.pmean(minus(as_wide(params), center), AXIS)
-        center = plus(center, moved)
-        return varying(rounded(center, params)), center
-
-    params, center = where_due(due, exchange, params, center)
-    return params, inner, center
+    center = plus(center, lax.pmean(minus(as_wide(params), center), AXIS))
+    return varying(rounded(center, params)), center
 
 
-def diloco(params, inner, shared, due, grads):
+@meeting
+def diloco(params, center, outer):
     """What the workers moved is an outer optimizer's gradient."""
-    params, inner = descend(params, inner, grads)
-
-    def exchange(params, center, outer):
-        gradient = lax.pmean(minus(center, as_wide(params)), AXIS)
-        updates, outer = OUTER.update(gradient, outer, center)
-        center = optax.apply_updates(center, updates)
-        return varying(rounded(center, params)), center, outer
-
-    params, *shared = where_due(due, exchange, params, *shared)
-    return params, inner, tuple(shared)
+    gradient = lax.pmean(minus(center, as_wide(params)), AXIS)
+    updates, outer = OUTER.update(gradient, outer, center)
+    center = optax.apply_updates(center, updates)
+    return varying(rounded(center, params)), center, outer
 
 
 def agn(params, own, shared, due, grads):
     """The mean of accumulated gradients moves the center, which all workers take."""
     inner, total = own
     params, inner = descend(params, inner, grads)
-    total = plus(total, as_wide(grads))
 
     def exchange(params, total, center, outer):
         mean = lax.pmean(jax.tree.map(lambda x: x / PERIOD, total), AXIS)
         center, outer = descend(center, outer, mean)
         return varying(rounded(center, params)), zeros(total), center, outer
 
+    total = plus(total, as_wide(grads))
     params, total, *shared = where_due(due, exchange, params, total, *shared)
     return params, (inner, total), tuple(shared)
 
 
-def elastic(params, inner, center, due, grads):
+def pulled(params, center, taken=None):
     """Workers and center pull each other, as in the paper."""
-    params, inner = descend(params, inner, grads)
+    x = as_wide(params)
+    pull = jax.tree.map(lambda x, c: RATE * (x - c), x, center)
+    moved = rounded(minus(x, pull), params), plus(center, lax.psum(pull, AXIS))
+    return moved if taken is None else (*moved, center)
 
-    def exchange(params, center):
-        x = as_wide(params)
-        pull = jax.tree.map(lambda x, c: RATE * (x - c), x, center)
-        params = rounded(minus(x, pull), params)
-        return params, plus(center, lax.psum(pull, AXIS))
 
-    params, center = where_due(due, exchange, params, center)
-    return params, inner, center
+elastic = meeting(pulled)
 
 
 def penalised(params, inner, shared, due, grads):
     """The same, with TensorFlow's penalty on the gradient in every step."""
-    center, taken = shared
-    apart = minus(as_wide(params), taken)
-    pulled = jax.tree.map(lambda g, d: g.astype(d.dtype) + RATE * d, grads, apart)
-    grads = rounded(pulled, grads)
-    params, inner = descend(params, inner, grads)
-
-    def exchange(params, center, taken):
-        x = as_wide(params)
-        pull = jax.tree.map(lambda x, c: RATE * (x - c), x, center)
-        params = rounded(minus(x, pull), params)
-        return params, plus(center, lax.psum(pull, AXIS)), center
-
-    params, *shared = where_due(due, exchange, params, center, taken)
-    return params, inner, tuple(shared)
+    apart = minus(as_wide(params), shared[1])
+    penalty = jax.tree.map(lambda g, d: g.astype(d.dtype) + RATE * d, grads, apart)
+    return elastic(params, inner, shared, due, rounded(penalty, grads))
 
 
-_elastic = functools.partial(oxs.elastic_average, INNER, AXIS, moving_rate=RATE)
-# The center rules' optimizers, but for their period.
-RULES = {
-    "local_sgd": functools.partial(oxs.local_sgd, INNER, AXIS),
-    "diloco": functools.partial(oxs.diloco, INNER, AXIS, outer=OUTER),
-    "agn": functools.partial(oxs.agn, INNER, AXIS),
-    "elastic_average": functools.partial(_elastic, rho=0.0),
-    "elastic_average, penalty": functools.partial(_elastic, rho=RATE),
-}
-
-
-def _rule(name: str) -> Callable[[int], Any]:
-    return lambda workers: RULES[name](communication_period=PERIOD)
-
-
-def _alone(params: Tree) -> tuple[Tree, Tree]:
+def inner_alone(params: Tree) -> tuple[Tree, Tree]:
+    """Nothing of a worker's own, and the inner optimizer's state."""
     return (), INNER.init(params)
 
 
-def _with_center(params: Tree) -> tuple[Tree, Tree]:
-    return INNER.init(params), wide(params)
+def with_center(*more: Callable) -> Callable[[Tree], tuple[Tree, Tree]]:
+    """The inner optimizer's state, and the center with what else is made of it."""
+
+    def start(params):
+        return INNER.init(params), tuple(of(wide(params)) for of in (copy, *more))
+
+    return start
 
 
+def start_agn(params: Tree) -> tuple[Tree, Tree]:
+    """A worker's accumulator too, and a second state of the inner optimizer."""
+    mine, shared = with_center(INNER.init)(params)
+    return (mine, zeros(wide(params))), shared
+
+
+rule: dict[str, Any] = {"communication_period": PERIOD}
+_elastic = functools.partial(oxs.elastic_average, INNER, AXIS, moving_rate=RATE, **rule)
 CASES = {
     "cross_shard": Case(
-        lambda workers: oxs.cross_shard(INNER, AXIS), _alone, reduced, True, 1
+        lambda workers: oxs.cross_shard(INNER, AXIS), inner_alone, reduced, True, 1
     ),
     "sync_replicas": Case(
-        lambda number: oxs.sync_replicas(INNER, AXIS, number), _alone, reduced, True, 1
+        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
+        inner_alone,
+        reduced,
+        True,
+        1,
     ),
     "sync_replicas, accumulating": Case(
         lambda workers: oxs.sync_replicas(INNER, AXIS, PERIOD * workers),
@@ -202,25 +192,18 @@ CASES = {
         accumulated,
         True,
     ),
-    "local_sgd": Case(_rule("local_sgd"), _with_center, local_sgd),
+    "local_sgd": Case(
+        lambda workers: oxs.local_sgd(INNER, AXIS, **rule), with_center(), local_sgd
+    ),
     "diloco": Case(
-        _rule("diloco"),
-        lambda params: (INNER.init(params), (wide(params), OUTER.init(wide(params)))),
+        lambda workers: oxs.diloco(INNER, AXIS, outer=OUTER, **rule),
+        with_center(OUTER.init),
         diloco,
     ),
-    "agn": Case(
-        _rule("agn"),
-        lambda params: (
-            (INNER.init(params), zeros(wide(params))),
-            (wide(params), INNER.init(wide(params))),
-        ),
-        agn,
-    ),
-    "elastic_average": Case(_rule("elastic_average"), _with_center, elastic),
+    "agn": Case(lambda workers: oxs.agn(INNER, AXIS, **rule), start_agn, agn),
+    "elastic_average": Case(lambda workers: _elastic(rho=0.0), with_center(), elastic),
     "elastic_average, penalty": Case(
-        _rule("elastic_average, penalty"),
-        lambda params: (INNER.init(params), (wide(params), wide(params))),
-        penalised,
+        lambda workers: _elastic(rho=RATE), with_center(copy), penalised
     ),
 }
 
@@ -288,8 +271,25 @@ def on_mesh(
     return step_of(mapped, mesh, start, specs, params)
 
 
-def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
-    """The step written by hand; `gradient(params, batch)` is that of one worker."""
+def whole_round(step: Callable, period: int) -> Callable:
+    """A round as one program: steps that are known to be quiet, and one that meets."""
+
+    def run(carry, batch):
+        def quiet(carry, _):
+            return step(carry, batch, False), None
+
+        return step(lax.scan(quiet, carry, length=period - 1)[0], batch, True)
+
+    return run
+
+
+def by_hand(
+    case: Case, params: Tree, workers: int, gradient: Callable, whole: bool = False
+) -> Step:
+    """The step written by hand; `gradient(params, batch)` is that of one worker.
+
+    With `whole` it is a whole round, all steps with the same batch.
+    """
     one = case.replicated
 
     def start(params):
@@ -297,17 +297,18 @@ def by_hand(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
         params = copy(params) if one else oxs.stack(params, workers)
         return params, oxs.stack(mine, workers), shared, jnp.zeros((), jnp.int32)
 
-    def step(carry, batch):
+    def step(carry, batch, due=None):
         params, mine, shared, count = carry
         params = params if one else own(params)
         grads = gradient(varying(params) if one else params, batch)
         count = count + 1
-        due = count % case.period == 0
+        due = count % case.period == 0 if due is None else due
         params, mine, shared = case.step(params, own(mine), shared, due, grads)
         return params if one else kept(params), kept(mine), shared, count
 
     specs = (P() if one else P(AXIS), P(AXIS), P(), P())
-    return on_mesh(step, workers, start, specs, params)
+    program = whole_round(step, case.period) if whole else step
+    return on_mesh(program, workers, start, specs, params)
 
 
 def with_library(
@@ -316,6 +317,7 @@ def with_library(
     workers: int,
     gradient: Callable,
     apply: Callable | None = None,
+    whole: bool = False,
 ) -> Step:
     """The library's optimizer under `shard_map`, by `update` or another step."""
     apply = apply or _update
@@ -326,21 +328,25 @@ def with_library(
         state = oxs.stack(tx.init(params), workers, axes)
         return copy(params) if one else oxs.stack(params, workers), state
 
-    def step(carry, batch):
+    def step(carry, batch, meet=None):
         params, state = carry
         params = oxs.localize(params, AXIS) if one else oxs.unstack(params)
         grads = gradient(params, batch)
         params = carry[0] if one else params
-        params, state = apply(tx, grads, oxs.unstack(state, axes), params)
+        known = {} if meet is None else {"meet": meet}
+        params, state = apply(tx, grads, oxs.unstack(state, axes), params, **known)
         return params if one else oxs.stack(params, 1), oxs.stack(state, 1, axes)
 
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
-    return on_mesh(step, workers, start, (P() if one else P(AXIS), specs), params)
+    program = whole_round(step, case.period) if whole else step
+    return on_mesh(program, workers, start, (P() if one else P(AXIS), specs), params)
 
 
-def direct(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+def direct(
+    case: Case, params: Tree, workers: int, gradient: Callable, whole: bool = False
+) -> Step:
     """The library's optimizer by `apply_gradients`, which returns parameters."""
-    return with_library(case, params, workers, gradient, oxs.apply_gradients)
+    return with_library(case, params, workers, gradient, oxs.apply_gradients, whole)
 
 
 def _update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -348,9 +354,8 @@ def _update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree
     return optax.apply_updates(params, updates), state
 
 
-def under_vmap(case: Case, params: Tree, workers: int, gradient: Callable) -> Step:
+def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
     """The same under `jax.vmap` over the mesh, as islands run it (not for replicas)."""
-    tx = case.tx(workers)
     axes = (0, oxs.state_axes(tx, params))
 
     def start(params):

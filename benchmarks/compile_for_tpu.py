@@ -179,7 +179,7 @@ def study(page: Report, dtypes: Mapping[str, Any], machines: list[str]) -> None:
                 return read(compiled, machine)
 
             what = f"{machine}, {name}"
-            rows = dict(zip(every, each(what, found, list(every)), strict=True))
+            rows = each(what, found, every)
             page.table(
                 "programs",
                 ([case, *of.values()] for case, of in rows.items()),

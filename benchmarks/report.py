@@ -12,13 +12,15 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
+COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -111,11 +113,23 @@ def listed(names: Iterable[Any], values: Iterable[Any], form: str = "{} {:.2f}")
     return ", ".join(form.format(*pair) for pair in zip(names, values, strict=True))
 
 
-def each(what: str, function: Callable, items: Iterable[Any], threads: int = 1) -> list:
-    """The results in order, with a bar; several at a time where threads are given."""
+def threads() -> ThreadPoolExecutor:
+    """A thread for each core."""
+    return ThreadPoolExecutor(os.cpu_count() or 1)
+
+
+def processes(several: bool = True) -> ProcessPoolExecutor:
+    """A process for each core, or one."""
+    number = os.cpu_count() if several else 1
+    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"))
+
+
+def each(what: str, function: Callable, items: Iterable[Any], pool: Any = None) -> dict:
+    """{item: result}, with a bar; in order, or several at a time in a pool."""
     items = list(items)
-    with ThreadPoolExecutor(threads) as pool:
-        return list(track(pool.map(function, items), what, total=len(items)))
+    with pool or ThreadPoolExecutor(1) as pool:
+        found = track(pool.map(function, items), what, total=len(items))
+        return dict(zip(items, found, strict=True))
 
 
 class Line(NamedTuple):
@@ -235,7 +249,10 @@ class Report:
         """Write a picture beside the page, and show it there."""
         file = f"{self._name}{'_' if key else ''}{key}.png"
         caption = self.words["pictures"][key or "picture"].format(**values)
-        figure_of(panels, columns).savefig(self.folder / file, dpi=110)
+        with warnings.catch_warnings():
+            # The best place for a legend takes a second to find on a busy machine.
+            warnings.filterwarnings("ignore", "Creating legend", UserWarning)
+            figure_of(panels, columns).savefig(self.folder / file, dpi=110)
         self._page.append(f"![{caption}]({file})\n\n*{caption}*")
 
     def save(self) -> None:

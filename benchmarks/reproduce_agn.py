@@ -5,7 +5,6 @@ python benchmarks/reproduce_agn.py --quick
 """
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 from digits import DOWNPOUR as DOWNPOUR_RULE
 from digits import LABELS, accuracy_of, initial, loss_of
-from report import Line, Panel, each, listed, of_seeds, reproduce
+from report import Line, Panel, each, listed, of_seeds, reproduce, threads
 
 import optx_sync as oxs
 
@@ -21,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 
 BATCH, LEARNING_RATE, MOVING_RATE, TEST, POINTS = 32, 1e-3, 0.05, 360, 100
 FULL = {"workers": (10, 20, 40), "periods": (10, 20, 40), "batches": 16_000, "seeds": 5}
-SHORT = {"workers": (10,), "periods": (10, 20), "batches": 400, "seeds": 1}
+SHORT = {"workers": (10,), "periods": (5, 10), "batches": 200, "seeds": 1}
 RULES = {
     # The paper's form: the commit is the mean of the worker's own updates.
     "AGN": oxs.agn_rule(None, accumulate="updates"),
@@ -93,8 +92,8 @@ def simulate(workers, periods, batches, seeds):
 
     size = len(ORDERS), len(workers), len(periods), len(RULES), seeds
     # A run keeps one core busy.
-    found = each("simulating", one, np.ndindex(*size), os.cpu_count() or 1)
-    return np.moveaxis(np.reshape(found, (*size, 3, POINTS + 1)), -2, 0)
+    found = each("simulating", one, np.ndindex(*size), threads())
+    return np.moveaxis(np.reshape([*found.values()], (*size, 3, POINTS + 1)), -2, 0)
 
 
 def areas_of(curves):

@@ -38,18 +38,13 @@ OUTERS: dict[str, Any] = {
 
 def order_of(rounds):
     """The worker of each event, until so many rounds are done."""
-    ends = np.concatenate(
-        [
-            [(s * (k + 1), w) for k in range(rounds * PERIOD)]
-            for w, s in enumerate(SECONDS)
-        ]
-    )
-    order = ends[np.lexsort((ends[:, 1], ends[:, 0])), 1].astype(np.int32)
-    done = np.cumsum(
-        [(np.cumsum(order == w) % PERIOD == 0) & (order == w) for w in range(WORKERS)],
-        axis=1,
-    ).sum(0)
-    return order[: int(np.searchsorted(done, rounds)) + 1]
+    steps = range(1, rounds * PERIOD + 1)
+    ends = sorted((s * k, w) for w, s in enumerate(SECONDS) for k in steps)
+    order = np.array([worker for _, worker in ends], np.int32)
+    pushes = [
+        (np.cumsum(order == w) % PERIOD == 0) & (order == w) for w in range(WORKERS)
+    ]
+    return order[: int(np.searchsorted(np.sum(pushes, 0).cumsum(), rounds)) + 1]
 
 
 def split(seed):
@@ -89,84 +84,45 @@ def train(outer, events, rate, seed, start, rows, test):
 
 def runs_of(outer, settings):
     """{rate: the runs of all seeds} of one outer optimizer."""
-
-    def run(rate, seed):
-        found = train(
-            outer, settings["rounds"], rate, seed, initial(seed), *split(seed)
-        )
-        return jax.device_get(found)
-
-    seeds = range(settings["seeds"])
-    of_rates = {rate: [run(rate, seed) for seed in seeds] for rate in settings["rates"]}
-    return {
-        rate: jax.tree.map(lambda *x: np.stack(x), *runs)
-        for rate, runs in of_rates.items()
-    }
+    rounds, seeds, found = settings["rounds"], range(settings["seeds"]), {}
+    for rate in settings["rates"]:
+        runs = [train(outer, rounds, rate, s, initial(s), *split(s)) for s in seeds]
+        found[rate] = jax.tree.map(lambda *x: np.stack(x), *jax.device_get(runs))
+    return found
 
 
 def study(page, settings):
     """Train everything, and write down what was found."""
-    found = dict(
-        zip(
-            OUTERS,
-            each("Training", functools.partial(runs_of, settings=settings), OUTERS),
-            strict=True,
-        )
-    )
-    rows = [
-        (
-            name,
-            f"{rate:g}",
-            of_seeds(runs["loss"], ".2g"),
-            of_seeds(100 * runs["accuracy"], ".1f"),
-        )
-        for name, of_rates in found.items()
-        for rate, runs in of_rates.items()
-    ]
+    found = each("Training", functools.partial(runs_of, settings=settings), OUTERS)
+    rows = []
+    for name, of_rates in found.items():
+        for rate, runs in of_rates.items():
+            loss, accuracy = runs["loss"], 100 * runs["accuracy"]
+            ends = of_seeds(loss, ".2g"), of_seeds(accuracy, ".1f")
+            rows.append((name, f"{rate:g}", *ends))
     page.table("outcomes", rows)
     for rate in settings["rates"]:
         bad, good, small = (found[name][rate] for name in (NESTEROV, DELAYED, SMALL))
         # What diverges may end as a NaN, which is no small loss.
         broken = np.nan_to_num(bad["loss"], nan=np.inf)
         times = broken / good["loss"]
-        page.criterion(
-            "breaks", bool(np.min(times) > 100), f"{np.min(times):.3g}", rate=rate
-        )
-        plain = found[PLAIN][rate]
+        least, plain = np.min(times), found[PLAIN][rate]
+        page.criterion("breaks", bool(least > 100), f"{least:.3g}", rate=rate)
         worst = float(np.max(good["loss"] / plain["loss"]))
         page.criterion("delayed", worst < 1, f"{worst:.2g} of it at most", rate=rate)
         points = 100 * np.min(good["accuracy"] - small["accuracy"])
-        page.criterion(
-            "accuracy", points > -1, f"{points:+.1f} points at least", rate=rate
-        )
-    page.data(
-        settings=settings,
-        found={
-            name: {str(rate): runs for rate, runs in of_rates.items()}
-            for name, of_rates in found.items()
-        },
-    )
+        said = f"{points:+.1f} points at least"
+        page.criterion("accuracy", points > -1, said, rate=rate)
+    kept = {n: {str(rate): r for rate, r in of.items()} for n, of in found.items()}
+    page.data(settings=settings, found=kept)
     panels = []
     for rate in settings["rates"]:
-        lines = [
-            Line(
-                name,
-                runs[rate]["rounds"][0],
-                np.maximum(runs[rate]["curve"], 1e-6),
-                "-",
-            )
-            for name, runs in found.items()
-        ]
-        panels.append(
-            Panel(
-                "rounds of all workers",
-                "training loss of the center",
-                lines,
-                f"inner rate {rate:g}",
-                "y",
-                (1e-5, 1e2),
-            )
-        )
+        lines = []
+        for name, runs in found.items():
+            curve = np.maximum(runs[rate]["curve"], 1e-6)
+            lines.append(Line(name, runs[rate]["rounds"][0], curve, "-"))
+        axes = "rounds of all workers", "training loss of the center", lines
+        panels.append(Panel(*axes, f"inner rate {rate:g}", "y", (1e-5, 1e2)))
     page.picture(panels)
 
 

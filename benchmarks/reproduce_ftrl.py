@@ -218,7 +218,7 @@ def study(page, settings):
             return points_of(make, grid, batches, held)
 
         cells = list(product(range(seeds), grids))
-        found = dict(zip(cells, each(what, one, cells), strict=True))
+        found = each(what, one, cells)
         return {name: [found[seed, name] for seed in range(seeds)] for name in grids}
 
     grids = {n: (m.make, list(product(m.rates, m.tuning))) for n, m in METHODS.items()}

@@ -73,9 +73,9 @@ def split(seed: int, by_label: bool, steps: int):
 
 
 @functools.cache
-def train(name: str, steps: int):
+def train(method: Method, steps: int):
     """(test images, batches, start) -> accuracies and disagreement, [POINTS, 3]."""
-    tx, points = METHODS[name].make(), min(POINTS, steps // 4)
+    tx, points = method.make(), min(POINTS, steps // 4)
 
     def step(params: Any, state: Any, rows: Any) -> Any:
         return oxs.apply_gradients(tx, jax.grad(loss_of)(params, rows), state, params)
@@ -148,10 +148,10 @@ def study(page, settings):
         name, by_label = cell
         drawn = [split(seed, by_label, steps) for seed in seeds]
         test, rows = (jnp.asarray(np.stack(x)) for x in zip(*drawn, strict=True))
-        return np.asarray(train(name, steps)(test, rows, starts))
+        return np.asarray(train(METHODS[name], steps)(test, rows, starts))
 
     cells = [(name, by_label) for by_label in (False, True) for name in METHODS]
-    found = dict(zip(cells, each("training", one, cells), strict=True))
+    found = each("training", one, cells)
     sent = {name: bytes_of_round(method) for name, method in METHODS.items()}
     size = sum(x.nbytes for x in jax.tree.leaves(initial(0)))
     rows = []

@@ -74,26 +74,19 @@ def study(page, settings):
         return tuple(map(np.asarray, train(name)(test, rows, starts, lies)))
 
     cells = [(name, by_label) for by_label in (False, True) for name in rules]
-    every = dict(zip(cells, each("training", one, cells), strict=True))
+    every = each("training", one, cells)
     found = {cell: accuracy for cell, (accuracy, _) in every.items()}  # [seed, lie]
     for by_label, key in ((False, "shuffled"), (True, "sorted")):
         rows = [[name, *map(percent, found[name, by_label].T)] for name in rules]
         page.table(key, rows)
     counted = {name: every[name, False][1] for name in rules}  # [seed, lie, replica]
     counts = [name for name in rules if RULES[name].outlier is not None]
-    page.table(
-        "outliers",
-        [
-            [
-                name,
-                percent(counted[name][:, NONE].max(1)),
-                percent(counted[name][:, ONE, 0]),
-                percent(counted[name][:, ONE, 1:].max(1)),
-                percent(counted[name][:, SPIKE, 0]),
-            ]
-            for name in counts
-        ],
-    )
+    rows = []
+    for name in counts:
+        of = counted[name]
+        kinds = of[:, NONE].max(1), of[:, ONE, 0], of[:, ONE, 1:].max(1)
+        rows.append([name, *map(percent, (*kinds, of[:, SPIKE, 0]))])
+    page.table("outliers", rows)
     robust = [name for name in rules if name != "mean"]
     points = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
 
@@ -101,14 +94,10 @@ def study(page, settings):
         return listed(robust, values, "{} {:.1f}")
 
     of_mean = points["mean", False]
-    page.criterion(
-        "mean",
-        max(of_mean[ONE], of_mean[SPIKE]) < 25,
-        f"{of_mean[ONE]:.1f} and {of_mean[SPIKE]:.1f} %",
-    )
-    lost = [
-        points[n, False][NONE] - min(points[n, False][[ONE, SPIKE]]) for n in robust
-    ]
+    one, spike = of_mean[[ONE, SPIKE]]
+    page.criterion("mean", max(one, spike) < 25, f"{one:.1f} and {spike:.1f} %")
+    worst = [min(points[name, False][[ONE, SPIKE]]) for name in robust]
+    lost = [points[n, False][NONE] - w for n, w in zip(robust, worst, strict=True)]
     page.criterion("stands", max(lost) <= 2, f"points lost: {said(lost)}")
     cost = [of_mean[NONE] - points[n, False][NONE] for n in robust]
     page.criterion("free", max(cost) <= 1, f"points lost: {said(cost)}")
@@ -116,25 +105,16 @@ def study(page, settings):
     priced = dict(zip(robust, price, strict=True))
     page.criterion("norm", priced['clipped("median")'] <= 1.5, f"lost: {said(price)}")
     page.criterion("coordinate", priced["median()"] >= 10, f"lost: {said(price)}")
-    spikes = [
-        100 * counted[n][:, SPIKE, 0].min() for n in counts if n != "sign_majority()"
-    ]
+    named = [name for name in counts if name != "sign_majority()"]
+    spikes = [100 * counted[name][:, SPIKE, 0].min() for name in named]
     page.criterion("found", min(spikes) == 100, f"in {min(spikes):.1f} % at least")
-    panels = [
-        Panel(
-            "replicas of 8 that send -10 g",
-            "accuracy",
-            [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]],
-            title=title,
-            ylim=(0, 1),
-        )
-        for by_label, title in ((False, "shuffled"), (True, "sorted by label"))
-    ]
+    panels, many = [], "replicas of 8 that send -10 g"
+    for by_label, title in ((False, "shuffled"), (True, "sorted by label")):
+        lines = [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]]
+        panels.append(Panel(many, "accuracy", lines, title, ylim=(0, 1)))
     page.picture(panels)
-    page.data(
-        accuracy={f"{n}, {b}": found[n, b] for n, b in found},
-        outliers={n: counted[n] for n in counts},
-    )
+    kept = {f"{n}, {b}": accuracy for (n, b), accuracy in found.items()}
+    page.data(accuracy=kept, outliers={n: counted[n] for n in counts})
 
 
 if __name__ == "__main__":

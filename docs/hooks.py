@@ -27,7 +27,10 @@ class _Docstrings(Preprocessor):
             formula = formula.strip().replace(r"\_", "_")
             if "&" in formula and r"\begin" not in formula.partition("&")[0]:
                 formula = rf"\begin{{split}}{formula}\end{{split}}"
-            return self.md.htmlStash.store(convert(formula, display=display))
+            drawn = convert(formula, display=display)
+            if display == "block":
+                drawn = f'<div class="formula">{drawn}</div>'
+            return self.md.htmlStash.store(drawn)
 
         def block(match):
             return f"\n{stash(match[1] or match[2], 'block')}\n\n"

@@ -1,17 +1,16 @@
 """A language model across pods: what a way to agree costs, in bytes and in loss.
 
-    python examples/train_language_model.py --steps 200 --seed 0
+    python examples/train_language_model.py --steps 160 --seeds 0 1 2
 
 A small transformer (NNX, scanned layers, bfloat16 parameters) learns the documentation
 that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. Over
 "shards" XLA gathers parameters, over "data" gradients meet in every step, and how the
 "pods" agree is one line of STRATEGIES. Started again, it goes on from its checkpoints.
-Refused, so no line: shard_center with codes or fragments. Each shard sends all codes.
 """
 
 import argparse
-import pydoc_data.topics
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import jax
@@ -21,8 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 import rich
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax import P
 from matplotlib.figure import Figure
 from rich.progress import track
 from rich.table import Table
@@ -45,11 +43,10 @@ STRATEGIES = {
     "sharded center": oxs.diloco(inner, "pods", shard_center=True, **seldom),
     "NoLoCo": oxs.noloco(inner, "pods", **seldom),
 }
-text = "\n".join(pydoc_data.topics.topics.values())
-alphabet, codes = np.unique(list(text), return_inverse=True)
+alphabet, codes = np.unique(list("\n".join(topics.values())), return_inverse=True)
 unseen = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
 NAMES = ("pods", "data", "shards")
-mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(AxisType.Auto,) * 3)
+mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
 jax.set_mesh(mesh)
 
 
@@ -78,9 +75,9 @@ class _Transformer(nnx.Module):
         return self.table.attend(self.norm(layers(self.table(tokens), self.layers)[0]))
 
 
-def run(name, options, table, plot):
-    """Train under one strategy: a row of the table, a line of the picture."""
-    graph, start = nnx.split(_Transformer(nnx.Rngs(options.seed)))
+def run(name, seed, options):
+    """Train under one strategy: losses, and bytes near, far and at once."""
+    graph, start = nnx.split(_Transformer(nnx.Rngs(seed)))
     tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
 
     def loss_of(params, text):  # XLA gathers parameters and cuts the batch
@@ -93,7 +90,7 @@ def run(name, options, table, plot):
         return oxs.apply_gradients(tx, grads, state, params)
 
     def batch(number):
-        rng = np.random.default_rng((options.seed, number))
+        rng = np.random.default_rng((seed, number))
         at = rng.integers(unseen.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
         return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
 
@@ -110,41 +107,44 @@ def run(name, options, table, plot):
     for row in oxs.audit.collectives(pods):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
         sent[far][row.conditional] += 4 * row.bytes
-    folder = Path(options.out).resolve() / f"{name} {options.seed}"
+    folder = Path(options.out).resolve() / f"{name} {seed}"
     with ocp.CheckpointManager(folder) as manager:
         done, losses = manager.latest_step() or 0, []
         if done:
             like = ocp.args.StandardRestore((now, [0.0] * (done // options.every)))
             now, losses = manager.restore(done, args=like)
-            print(f"{name} goes on from step {done}")
-        for number in track(range(done + 1, options.steps + 1), name):
+        title = f"{name} {seed}, from step {done}"
+        for number in track(range(done + 1, options.steps + 1), title):
             now = list(jax.block_until_ready(pods(*now, batch(number))))
             if number % options.every == 0:
                 losses.append(float(jax.jit(loss_of)(oxs.mean_params(now[0]), unseen)))
                 manager.save(number, args=ocp.args.StandardSave((now, losses)))
     near, far = (always + seldom / PERIOD for always, seldom in sent)
-    turns = LAYERS if name == "streaming" else 1  # a part meets in each
-    sizes = (near, far, sent[1][0] + sent[1][1] / turns)
-    times = (f"{8e3 * far / speed:.3g} ms" for speed in (1e9, 1e11))
-    table.add_row(name, f"{losses[-1]:.3f}", *(f"{x:,.0f}" for x in sizes), *times)
-    x = far * options.every * np.arange(1, len(losses) + 1)
-    (line,) = plot.plot(x, losses, marker=".")
-    plot.text(x[-1], losses[-1], f" {name}", color=line.get_color(), va="center")
+    parts = LAYERS if name == "streaming" else 1  # one of them meets at a time
+    return losses, (near, far, sent[1][0] + sent[1][1] / parts)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="How pods agree, and what it costs.")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=20, help="evaluate and save")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--out", default="language_model", help="a folder")
     options, figure = parser.parse_args(), Figure((7, 4.2), layout="constrained")
     titles = ("loss", "in a pod", "between pods", "at once", "1 Gbit/s", "100 Gbit/s")
-    table = Table("pods agree by", *titles, caption="bytes of a pod and time, per step")
+    table = Table("pods agree by", *titles, caption="of a pod and step; ± half range")
     plot = figure.subplots(subplot_kw={"xscale": "log"})
     plot.set(xlabel="bytes that a pod sent to the other", ylabel="held-out loss")
     for name in options.only:
-        run(name, options, table, plot)
+        runs = [run(name, seed, options) for seed in options.seeds]
+        losses, sizes = np.array([losses for losses, _ in runs]), runs[0][1]
+        loss = f"{losses[:, -1].mean():.3f} ± {np.ptp(losses[:, -1]) / 2:.3f}"
+        times = (f"{8e3 * sizes[1] / speed:.3g} ms" for speed in (1e9, 1e11))
+        table.add_row(name, loss, *(f"{x:,.0f}" for x in sizes), *times)
+        x = sizes[1] * options.every * np.arange(1, losses.shape[1] + 1)
+        plot.plot(x, losses.mean(0), marker=".", label=name)
+        plot.fill_between(x, losses.min(0), losses.max(0), alpha=0.2)
+    plot.legend(frameon=False)
     figure.savefig(f"{options.out}/loss.png", dpi=130)
     rich.print(table)

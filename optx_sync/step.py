@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.trees import Tree, add_updates, explains_rows
+from optx_sync.trees import Tree, add_updates, explains_inner
 
 Period = int | optax.Schedule
 
@@ -117,7 +117,7 @@ def apply_gradients(
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
-    with explains_rows(grads):
+    with explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
     return add_updates(params, updates), state
 

@@ -128,15 +128,24 @@ def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def explains_rows(grads: Tree) -> Iterator[None]:
-    """Say what to do where a transformation cannot take row-sparse gradients.
+def explains_inner(grads: Tree) -> Iterator[None]:
+    """Say what to do where a transformation cannot run on these gradients.
 
-    JAX's own messages, of a container that is no array or of a dtype that knows no
-    arithmetic, do not lead there.
+    JAX's own messages, of a container that is no array, of a dtype that knows no
+    arithmetic or of a conditional's types, do not lead there.
     """
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
+        if "manual axis types do not match" in str(error):
+            raise TypeError(
+                "A conditional or loop inside the inner transformation joins values "
+                "that differ between the workers with constants, which jax.shard_map "
+                "refuses by default (optax.contrib.reduce_on_plateau does so). Call "
+                "jax.shard_map(..., check_vma=False) yourself, in place of "
+                "oxs.map_workers; or hand in what is equal on all replicas, such as "
+                "value=oxs.reduce(value, axis_name) where the state is equal, too."
+            ) from error
         rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
         # JAX says one of these: two containers, the dtype of the indices, its methods.
         words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")

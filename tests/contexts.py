@@ -29,9 +29,12 @@ CONTEXTS = (
     "vmap_axes",  # counters and center unbatched
     "islands",  # vmap with spmd_axis_name over a 4 x 2 mesh
 )
+# For what is built of mechanisms that are tested in all of these: JAX makes of `pmap`
+# an unchecked `shard_map`, and who stacks everything is there once.
+DISTINCT = ("shard_map_axes", "shard_map_unchecked", "vmap_axes", "islands")
 
 # Compiler options for a program whose fusions, copies and bytes are asked for: what
-# tests/conftest.py changed is set back to what users have.
+# tests/conftest.py changed of that is set back to what users have.
 AS_USERS_COMPILE: Any = {"xla_backend_optimization_level": 3}
 if "fusion_emitters" in os.environ["XLA_FLAGS"]:
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True

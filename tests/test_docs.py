@@ -4,10 +4,10 @@ import ast
 import pathlib
 import pkgutil
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests import scripts
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -37,16 +37,8 @@ def test_code_blocks_run():
     # A page that sets the number of devices comes first: JAX reads it once.
     with_code.sort(key=lambda page: "jax_num_cpu_devices" not in page.read_text())
     pages = [str(page) for page in with_code]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUN, *pages],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line in pages] == pages
+    printed = scripts.run(RUN, *pages)
+    assert [line for line in printed.splitlines() if line in pages] == pages
     assert len(pages) >= 5
 
 

@@ -2,8 +2,8 @@
 
 import pathlib
 import re
-import subprocess
-import sys
+
+from tests import scripts
 
 ROOT = pathlib.Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -13,15 +13,8 @@ def test_code_blocks_run():
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert blocks
     # In order, in one process of its own: it sets the number of devices.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    loss, center, *audited = done.stdout.splitlines()
+    printed = scripts.run("\n".join(blocks))
+    loss, center, *audited = printed.splitlines()
     assert float(loss) < 1e-3
     numbers = [float(x) for x in re.findall(r"-?\d+\.\d+", center)]
     assert all(

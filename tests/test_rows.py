@@ -381,14 +381,14 @@ def test_gradient_is_the_dense_one(dtype, compiled):
     assert grads["embedding"].values.dtype == dtype
     np.testing.assert_array_equal(grads["embedding"].indices[:4], [0, 3, 7, 8])
     got = grads["embedding"].to_dense(ROWS)
-    for a, b in ((got, want["embedding"]), (grads["dense"], want["dense"])):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(
-                np.asarray(a, np.float32), np.asarray(b, np.float32), tolerance, 1e-7
-            ),
-            a,
-            b,
-        )
+    pairs = jax.tree.map(
+        lambda *pair: tuple(np.asarray(x, np.float32) for x in pair),
+        [got, grads["dense"]],
+        [want["embedding"], want["dense"]],
+    )
+    for a, b in jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, tuple)):
+        # An entry is a sum: two programs round it as its largest terms are.
+        np.testing.assert_allclose(a, b, tolerance, 1e-6 * np.abs(b).max())
 
 
 def test_gradients_of_a_frequent_id_add_up_in_float32():
@@ -397,7 +397,7 @@ def test_gradients_of_a_frequent_id_add_up_in_float32():
     grad_fn = value_and_grad(
         lambda t, ids: take(t, ids).sum(dtype=jnp.float32), rows=lambda ids: ids
     )
-    _, slices = grad_fn(jnp.ones(ROWS, jnp.bfloat16), ids)
+    _, slices = jax.jit(grad_fn)(jnp.ones(ROWS, jnp.bfloat16), ids)
     assert slices.to_dense(ROWS)[0] == 300
 
 
@@ -461,16 +461,15 @@ def test_has_aux_keywords_and_inner_transformations():
 def test_rows_may_name_a_bare_table_or_a_subtree():
     table = jnp.arange(12.0).reshape(6, 2)
     grad_fn = value_and_grad(lambda t, i: take(t, i).sum(), rows=lambda ids: ids)
-    _, grads = grad_fn(table, jnp.array([1, 1]))
+    _, grads = jax.jit(grad_fn)(table, jnp.array([1, 1]))
     np.testing.assert_array_equal(grads.to_dense(6)[1], [2, 2])
 
     def two_tables(params, ids):
         return sum(take(table, ids).sum() for table in params["tables"])
 
     params = {"tables": [table, table], "bias": jnp.ones(3)}
-    _, grads = value_and_grad(two_tables, {"tables": lambda ids: ids})(
-        params, jnp.array([4])
-    )
+    grad_fn = value_and_grad(two_tables, {"tables": lambda ids: ids})
+    _, grads = jax.jit(grad_fn)(params, jnp.array([4]))
     assert all(isinstance(leaf, IndexedSlices) for leaf in grads["tables"])
     np.testing.assert_array_equal(grads["bias"], np.zeros(3))
 
@@ -603,7 +602,7 @@ def test_each_replica_has_its_own_rows(context):
         return value_and_grad(loss, rows=ids_of)(params, {"ids": ids})
 
     if context == "vmap":
-        run = jax.vmap(step, in_axes=(None, 0), axis_name="data")
+        run = jax.jit(jax.vmap(step, in_axes=(None, 0), axis_name="data"))
     elif context == "pmap":
         run = jax.pmap(step, in_axes=(None, 0), axis_name="data")
     else:
@@ -621,8 +620,9 @@ def test_each_replica_has_its_own_rows(context):
             )
         )
     values, grads = run(params, ids)
+    dense = jax.jit(jax.value_and_grad(loss))
     for replica in range(8):
-        want_value, want = jax.value_and_grad(loss)(params, {"ids": ids[replica]})
+        want_value, want = dense(params, {"ids": ids[replica]})
         got = jax.tree.map(lambda leaf: leaf[replica], grads)  # noqa: B023
         np.testing.assert_allclose(values[replica], want_value, 1e-5)
         np.testing.assert_allclose(

@@ -4,7 +4,7 @@
 replica's parameters were. A module takes part by naming a function below that returns
 `{name: (tx, params, grads, extra)}`, with `grads` and `extra` [T, 4, ...] as for
 `contexts.replay`; a fifth element, a tuple of `STYLES`, says how to place the state
-where it is not to be all of the styles that `styles_of` finds.
+where it is not to be the one that `styles_of` finds.
 """
 
 import importlib
@@ -48,12 +48,12 @@ def cases():
 
 
 def styles_of(tx, params, grads, extra, styles=None):
-    """The styles of a case: stacked, and with axes where these say something else."""
+    """The style of a case: with axes where these say something, else stacked."""
     if styles is not None:
         return styles
     axes = oxs.state_axes(tx, params)
     marks = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
-    return STYLES[:2] if None in marks else STYLES[:1]
+    return STYLES[1:2] if None in marks else STYLES[:1]
 
 
 def replicated(tx, over, axis_name=contexts.AXIS):

@@ -5,11 +5,8 @@ from typing import Literal, Unpack, get_args
 
 import optax
 
-from optx_sync.center.lockstep import (
-    CenterOptions,
-    center_variable,
-    spells_out_options,
-)
+from optx_sync.center.lockstep import center_variable
+from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName, Reduction, check_reduction
@@ -57,13 +54,17 @@ def agn(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers push an accumulated normalised gradient and pull the center (AGN).
+    r"""Workers push an accumulated normalised gradient and pull the center (AGN).
 
     Every worker trains on its own with `inner` and sums up its gradients. After
     `communication_period` steps, k of them, with c the center:
 
-        d = mean_i (sum of worker i's gradients / k)
-        c <- one step of `outer` on c with the gradient d        x_i <- c
+    .. math::
+
+        d &= \frac{1}{N} \sum_i \frac{\text{sum of worker } i \text{'s gradients}}{k} \\
+        c &\leftarrow \text{outer}(c, d), \qquad x_i \leftarrow c
+
+    where outer(c, d) is one step of `outer` on c with the gradient d.
 
     (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
     parameters land within one ulp of the larger of the two values.)

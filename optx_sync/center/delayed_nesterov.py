@@ -26,16 +26,21 @@ def delayed_nesterov(
     every: int | None = None,
     c: float | jax.Array = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Nesterov momentum for asynchronous DiLoCo: the momentum waits for all workers.
+    r"""Nesterov momentum for asynchronous DiLoCo: the momentum waits for all workers.
 
     Of contributions that arrive one by one Nesterov's momentum sees each of N workers
     alone, and moves N times as often as it does of their mean. Here it moves with every
     n-th arrival, n = `every`. With g what arrives, divided by the number of workers as
     `diloco_rule` does, m the momentum, b its factor and r the learning rate:
 
-        n-th arrival:  m <- b m + (sum of the last n g)
-                       center <- center - r ((1 - c n + c) b m + g)
-        others:        center <- center - r (c b m + g)
+    .. math::
+
+        m &\leftarrow b m + \text{the sum of the last } n \; g, \quad\text{then} \\
+        x &\leftarrow x - r ((1 - c n + c) b m + g)
+            \quad\text{at an n-th arrival} \\
+        x &\leftarrow x - r (c b m + g) \quad\text{at the others}
+
+    with x the center.
 
     With n = 1 it is `optax.sgd(r, b, nesterov=True)`. It is an outer optimizer,
     `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))`, for `oxs.simulate.asynchronous`

@@ -5,11 +5,8 @@ from typing import Unpack
 
 import optax
 
-from optx_sync.center.lockstep import (
-    CenterOptions,
-    center_variable,
-    spells_out_options,
-)
+from optx_sync.center.lockstep import center_variable
+from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.checks import check_inner
 from optx_sync.collectives import AxisName
@@ -36,13 +33,17 @@ def diloco(
     communication_period: Period = 500,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers train on their own; what they moved is an outer optimizer's gradient.
+    r"""Workers train on their own; what they moved is an outer optimizer's gradient.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
 
-        d = sum_i (c - x_i) / N
-        c <- one step of `outer` on c with the gradient d        x_i <- c
+    .. math::
+
+        d &= \frac{1}{N} \sum_i (c - x_i) \\
+        c &\leftarrow \text{outer}(c, d), \qquad x_i \leftarrow c
+
+    where outer(c, d) is one step of `outer` on c with the gradient d.
 
     (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
     parameters land within one ulp of the larger of the two values.)

@@ -10,11 +10,8 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.lockstep import (
-    CenterOptions,
-    center_variable,
-    spells_out_options,
-)
+from optx_sync.center.lockstep import center_variable
+from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.center.rule import CenterRule, Own, Period, Round
 from optx_sync.checks import check_count
 from optx_sync.collectives import AxisName
@@ -87,7 +84,7 @@ def elastic_average(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers with parameters of their own, pulled elastically to a center (EASGD).
+    r"""Workers with parameters of their own, pulled elastically to a center (EASGD).
 
     In every step, with s the center at the worker's last exchange, before the pushes
     of that round:
@@ -97,7 +94,10 @@ def elastic_average(
     and after it, every `communication_period` steps, with a the moving rate and c the
     center:
 
-        x_i <- x_i - a (x_i - c)        c <- c + sum_i a (x_i - c)
+    .. math::
+
+        x_i \leftarrow x_i - a (x_i - c), \qquad
+        c \leftarrow c + \sum_i a (x_i - c)
 
     An exchange conserves the sum of all workers' parameters and the center. Momentum
     inside, `optax.sgd(lr, momentum=0.9, nesterov=True)`, makes it EAMSGD.

@@ -23,7 +23,7 @@ from optx_sync.trees import (
     add_updates,
     at_least_float32,
     cast_like,
-    explains_rows,
+    explains_inner,
     is_gradient_leaf,
     is_inexact,
     path_name,
@@ -145,7 +145,7 @@ def local_step(
             return round_to(total, grad.dtype).astype(grad.dtype)
 
         grads = jax.tree.map(penalised, grads, params, taken, is_leaf=is_gradient_leaf)
-    with explains_rows(grads):
+    with explains_inner(grads):
         updates, new_state = inner.update(grads, inner_state, params, **extra_args)
     inner_state = cast_like(new_state, inner_state)
     updates = jax.tree.map(

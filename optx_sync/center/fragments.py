@@ -128,36 +128,6 @@ def check_fragments(fragments: Any) -> Fragments:
     return int(fragments)
 
 
-def check_delay(delay: Any) -> int:
-    """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
-    if delay is None:
-        return 0
-    if isinstance(delay, bool) or not isinstance(delay, int | np.integer):
-        raise TypeError(
-            f"delay must be a static int, in steps; got {delay!r} of type "
-            f"{type(delay).__name__}. Pass for example 1."
-        )
-    if delay < 0:
-        raise ValueError(f"delay must be at least 0 steps; got {delay}.")
-    return int(delay)
-
-
-def check_keep_local(keep_local: Any) -> Any:
-    """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
-    if keep_local is None:
-        return 0
-    if isinstance(keep_local, jax.core.Tracer):
-        return keep_local
-    number = isinstance(keep_local, int | float) or hasattr(keep_local, "dtype")
-    if isinstance(keep_local, bool) or not number or jnp.shape(keep_local) != ():
-        raise TypeError(f"keep_local must be a number; got {keep_local!r}.")
-    if not 0 <= float(keep_local) <= 1:
-        raise ValueError(
-            f"keep_local must lie in [0, 1], the worker's own share; got {keep_local}."
-        )
-    return keep_local
-
-
 def steps_between(period: Period, number: int, delay: int) -> Period:
     """L: the steps from one exchange to the next, of `number` parts.
 
@@ -396,43 +366,6 @@ def in_turn(
             after[field] = parts.with_state(getattr(now, field), number, after[field])
         now = now._replace(**after)
     return now
-
-
-def check_placed(tree: Tree, expected: Tree, what: str) -> None:
-    """Refuse a state that was made for other shapes, as those of shards are."""
-
-    def form(tree):
-        leaves, treedef = jax.tree.flatten(tree)
-        return treedef, [jnp.shape(x) for x in leaves]
-
-    if form(tree) != form(expected):
-        raise ValueError(
-            f"The {what} in the state does not fit these parameters and fragments. The "
-            "state is that of tx.init for one worker's parameters; where a worker is "
-            "cut in shards by hand (jax.shard_map over more axes than the workers') "
-            "its fragments are those of a shard. Leave these axes to the compiler, "
-            "oxs.map_workers, or choose the fragments by a function of the path alone, "
-            "with delay=0."
-        )
-
-
-def require_within(tree: Tree, pending: Any) -> None:
-    """Refuse to keep a sum of what varies over mesh axes over which the state is equal.
-
-    Shards that are cut by hand do, in `jax.shard_map(check_vma=True)`.
-    """
-
-    def axes(tree):
-        return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
-
-    missing = axes(tree) - axes(pending)
-    if missing:
-        raise ValueError(
-            f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
-            "is cut in shards by hand; what is pending with delay is no array of "
-            "theirs, and the state holds it as equal there. Leave these axes to the "
-            "compiler, oxs.map_workers, or pass delay=0."
-        )
 
 
 def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:

@@ -5,11 +5,8 @@ from typing import Unpack
 
 import optax
 
-from optx_sync.center.lockstep import (
-    CenterOptions,
-    center_variable,
-    spells_out_options,
-)
+from optx_sync.center.lockstep import center_variable
+from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.center.rule import CenterRule, Period
 from optx_sync.collectives import AxisName
 
@@ -30,12 +27,14 @@ def local_sgd(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers train on their own and average their parameters every few steps.
+    r"""Workers train on their own and average their parameters every few steps.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
 
-        c <- c + sum_i (x_i - c) / N        x_i <- c
+    .. math::
+
+        c \leftarrow c + \frac{1}{N} \sum_i (x_i - c), \qquad x_i \leftarrow c
 
     (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
     parameters land within one ulp of the larger of the two values.)

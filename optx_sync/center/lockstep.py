@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """`center_variable`: workers in lockstep that meet at a center every few steps."""
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center.checks import (
+    check_delay,
+    check_delayed_inner,
+    check_inner_state,
+    check_keep_local,
+    check_lockstep_rule,
+    check_nested,
+    check_streaming_step,
+    check_streams,
+    check_whole_center,
+    check_workers,
+    refuse_hidden_center,
+)
 from optx_sync.center.formulas import (
     absorb,
     as_center,
     check_step,
     contributions,
-    holds_center,
     is_due,
     landing_update,
     local_step,
@@ -28,13 +39,9 @@ from optx_sync.center.fragments import (
     Fragments,
     Outgoing,
     Pending,
-    check_delay,
     check_fragments,
-    check_keep_local,
-    check_placed,
     in_turn,
     number_of_parts,
-    require_within,
     split,
     steps_between,
 )
@@ -44,7 +51,6 @@ from optx_sync.center.rule import (
     Period,
     Round,
     check_period,
-    check_rule,
     keeps_before,
 )
 from optx_sync.center.sharded import ShardedCenter
@@ -83,20 +89,6 @@ from optx_sync.trees import (
     with_row,
     zeros_like,
 )
-
-
-class CenterOptions(TypedDict, total=False):
-    """Keywords of `center_variable` that every center rule passes on to it."""
-
-    inner_state: InnerState
-    drop_nonfinite: bool
-    accumulator_dtype: Any
-    exchange: Exchange | None
-    measure: bool
-    shard_center: bool
-    fragments: Fragments | None
-    delay: int | None
-    keep_local: float | jax.Array | None
 
 
 class _Meeting(NamedTuple):
@@ -250,53 +242,28 @@ def center_variable(
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
-    check_rule(rule, call)
-    if rule.weigh is not None:
-        raise ValueError(
-            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
-            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
-        )
+    check_lockstep_rule(rule, call)
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    if inner_state not in get_args(InnerState):
-        raise ValueError(
-            "inner_state must be one of 'keep', 'average' and 'reset'; got "
-            f"{inner_state!r}."
-        )
+    check_inner_state(inner_state)
     dtype = check_accumulator_dtype(accumulator_dtype)
     exchange = check_exchange(exchange, all_reduce())
     static_period = None if callable(period) else period
     keeps_taken = keeps_before(rule, period)
-    if getattr(rule.outer, "moved", None) is not None:
-        raise ValueError(
-            "The rule's outer optimizer is a center rule itself, which cannot step on "
-            "a center. Pass an optimizer as outer=, for example optax.sgd(0.1)."
-        )
     inner_moved = getattr(inner, "moved", None)
-    if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
-        got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
-        raise ValueError(
-            f"{got} would start the center rule inside anew, whose center its workers "
-            "share. Pass it to the innermost rule instead."
-        )
+    check_nested(inner_moved, drop_nonfinite, inner_state)
     fragments, delay = check_fragments(fragments), check_delay(delay)
     keep_local = check_keep_local(keep_local)
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
     streams = fragments != 1 or delay > 0
-    _check_streams(streams, inner_state, inner_moved)
+    check_streams(streams, inner_state, inner_moved)
     sharded: ShardedCenter | None = None
     if shard_center:
-        keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
-        if streams or measure or keeps:
-            got = "measure=True" if measure else "fragments, delay or keep_local"
-            raise ValueError(
-                f"shard_center=True cannot be combined with {got}: between rounds no "
-                "worker holds more than its piece of the center. Leave one of them out."
-            )
+        check_whole_center(streams, measure, keep_local)
         sharded = ShardedCenter(rule, period, axis_name, exchange)
     # What a round does not change stays out of the conditional.
     state_of = CenterState if rule.take is None else SoftCenterState
@@ -353,7 +320,7 @@ def center_variable(
         center = start_center(params, dtype)
         within = inner.init(params)
         if inner_moved is None:
-            _refuse_hidden_center(within)
+            refuse_hidden_center(within)
         held: Any = center
         if sharded is None:
             start = start_placeholder if is_placeholder(center) else start_parts
@@ -396,16 +363,12 @@ def center_variable(
         )
         if sharded is not None:
             sharded.check(state.center, params)
-        _check_workers(rule, workers, axis_name)
+        check_workers(rule, workers, axis_name)
         parts, between_exchanges, straight = plan(state.center)
         if streams:
-            if delay and rule.outer is inner and extra_args:
-                raise ValueError(
-                    f"The center makes a step of `inner` {delay} step(s) after the sum,"
-                    f" when the extra arguments {sorted(extra_args)} are others. Pass "
-                    "an optimizer of its own for the center, outer=, or delay=0."
-                )
-            _check_streaming_step(
+            if rule.outer is inner:
+                check_delayed_inner(delay, extra_args)
+            check_streaming_step(
                 state, jax.eval_shape(start_parts, state.center), meet, straight
             )
         steps = state.steps_since_round + 1
@@ -723,88 +686,6 @@ def center_variable(
         return state._replace(center=center, taken=taken, inner=within)
 
     return direct_transformation(init, landing_update(apply), apply, between, moved)
-
-
-Function = TypeVar("Function", bound=Callable)
-
-
-def spells_out_options(function: Function) -> Function:
-    """Show the keywords of `CenterOptions` one by one in a signature, with defaults.
-
-    For `help`, and for `optax.inject_hyperparams`, which cannot read `**options`.
-    """
-    signature = inspect.signature(function)
-    all_options = inspect.signature(center_variable).parameters
-    spelled = [
-        all_options[name]
-        for name in CenterOptions.__annotations__
-        if name in all_options
-    ]
-    own = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=[*own, *spelled])  # pyright: ignore[reportFunctionMemberAccess] # what inspect reads
-    return function
-
-
-def _check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
-    if rule.num_workers not in (None, workers):
-        found = f"the axis {axis_name!r} has {workers} workers"
-        if axis_name is ALONE:
-            found = "axis_name=None stands for one worker"
-        raise ValueError(
-            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
-            "make them equal."
-        )
-
-
-def _check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
-    """Refuse what a round of a part, or one in two halves, does not know how to do."""
-    if not streams:
-        return
-    if inner_state != "keep":
-        raise ValueError(
-            f"inner_state={inner_state!r} is for rounds of all parameters at once; "
-            "with fragments or delay the state of `inner` is kept. Leave inner_state "
-            "out, or leave out fragments and delay."
-        )
-    if inner_moved is not None:
-        raise ValueError(
-            "fragments and delay cannot go around another center rule: its center "
-            "would have to move with each part. Pass them to the innermost rule, or "
-            "let replicas stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), "
-            "'pods', fragments=4)."
-        )
-
-
-def _check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -> None:
-    """Refuse a state of other fragments, and a say where there is none."""
-    ages, outer, pending, remembered = expected
-    for what, tree, like in (
-        ("fragments' ages", state.ages, ages),
-        ("outer state", state.outer, outer),
-        ("pending sum", state.pending, pending),
-        ("exchange's memory", state.exchange, remembered),
-    ):
-        check_placed(tree, like, what)
-    if state.pending != ():
-        require_within(state.center, state.pending)
-    if straight and meet is not None:
-        raise ValueError(
-            "With delay=1 and communication_period equal to the number of fragments "
-            "a part meets in every step, outside of conditionals: meet has no say in "
-            f"that; got meet={meet!r}. Leave it out, or pass a longer "
-            "communication_period."
-        )
-
-
-def _refuse_hidden_center(state: Any) -> None:
-    """Refuse a center rule that something inside keeps from being told of a round."""
-    if holds_center(state):
-        raise ValueError(
-            "There is another center rule in `inner`, wrapped in something else: its "
-            "center would not move when this one's rounds move the parameters. Nest "
-            "rules directly and put what stands between them inside of the innermost "
-            "one, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam), 'data'), 'pods')."
-        )
 
 
 def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) -> Any:

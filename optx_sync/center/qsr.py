@@ -18,12 +18,16 @@ def qsr(
     warmup: int = 0,
     total_steps: int | None = None,
 ) -> optax.Schedule:
-    """A communication period that grows as the learning rate falls (QSR).
+    r"""A communication period that grows as the learning rate falls (QSR).
 
     The quadratic synchronization rule: a period that begins in step t, with the
-    learning rate of that step, has
+    learning rate :math:`\eta_t` of that step, has
 
-        H = max(base, floor((alpha / learning_rate(t)) ^ power))
+    .. math::
+
+        H = \max\left(\text{base},
+            \left\lfloor \left(\frac{\alpha}{\eta_t}\right)^{\text{power}}
+            \right\rfloor\right)
 
     steps; in the first `warmup` steps it has the length of right after them. Local
     steps find flatter minima the longer workers stay alone, as long as the learning

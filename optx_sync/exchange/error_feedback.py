@@ -73,8 +73,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         >>> def meet(x, state):
         ...     mean, _, state = exchange.meet(x, state, "pods")
         ...     return mean, state
+        >>> meet = jax.jit(jax.vmap(meet, axis_name="pods"))
         >>> for _ in range(3):
-        ...     mean, state = jax.vmap(meet, axis_name="pods")(x, state)
+        ...     mean, state = meet(x, state)
         ...     print(mean[0, :2])
         [7. 0.]
         [7. 1.]

@@ -302,11 +302,9 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     if per == 1:
         return codes
     spare = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)]
-    parts = jnp.split(jnp.pad(codes, spare), per, axis=-1)
-    packed = parts[0]
-    for place, part in enumerate(parts[1:], 1):
-        packed = packed | (part << np.uint8(bits * place))
-    return packed
+    parts = jnp.pad(codes, spare).reshape(*codes.shape[:-1], per, -1)
+    # Joined along an axis: slices of what is computed XLA does not vectorise.
+    return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
 
 
 def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
@@ -315,9 +313,15 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     if per == 1:
         return packed
     mask = np.uint8(2**bits - 1)
-    places = np.arange(per, dtype=np.uint8).reshape(*[1] * (packed.ndim - 1), per, 1)
-    parts = (packed[..., None, :] >> (bits * places).astype(np.uint8)) & mask
+    parts = packed[..., None, :]
+    parts = (parts >> _places(parts, bits)) & mask
     return parts.reshape(*packed.shape[:-1], -1)[..., :count]
+
+
+def _places(parts: jax.Array, bits: int) -> np.ndarray:
+    """Where in a byte the codes of each part stand; parts lie along the axis -2."""
+    places = np.arange(0, 8, bits, dtype=np.uint8)
+    return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
 
 
 def to_bytes(x: jax.Array) -> jax.Array:

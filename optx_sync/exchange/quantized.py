@@ -2,7 +2,7 @@
 """Means of codes of 8 or 4 bits with a scale per block, in two hops."""
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         >>> def mean(x):
         ...     return exchange.meet(x, exchange.init(x), "pods")[0]
         >>> x = jnp.array([[127.0, 40.2, 0.0, 8.0], [127.0, 40.4, 0.0, 4.0]])
-        >>> jax.vmap(mean, axis_name="pods")(x)[0].tolist()
+        >>> jax.jit(jax.vmap(mean, axis_name="pods"))(x)[0].tolist()
         [127.0, 40.0, 0.0, 6.0]
 
     References:
@@ -93,8 +93,8 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             _in_blocks(weigh(buffer, weight), replicas, block)
             for buffer in flatten(tree)
         ]
-        coded = [_encode(x, bits) for x in own]
-        sent = [_message(codes, bits) for codes in coded]
+        scales = [_scales(x, bits) for x in own]
+        sent = [_message(*pair, bits) for pair in zip(own, scales, strict=True)]
         total = divisor = jnp.float32(replicas)
         if weight is not None:
             share = to_bytes(weight[None])
@@ -105,52 +105,41 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = [
-            jnp.sum(
-                _decode(_read(row, x.shape, bits), bits, x.dtype),
-                0,
-                keepdims=True,
-            )
+            jnp.sum(_read(row, x.shape, bits, x.dtype), 0, keepdims=True)
             / divisor.astype(x.dtype)
             for row, x in zip(received, own, strict=True)
         ]
-        again = [_encode(mean, bits) for mean in means]
-        back = [_message(codes, bits) for codes in again]
+        again = [_scales(mean, bits) for mean in means]
+        back = [_message(*pair, bits) for pair in zip(means, again, strict=True)]
         gathered = travel(collectives.gather, back, axis_name)
         whole = [
-            _decode(_read(row, x.shape, bits), bits, x.dtype).reshape(-1)
+            _read(row, x.shape, bits, x.dtype).reshape(-1)
             for row, x in zip(gathered, own, strict=True)
         ]
         mine = jnp.arange(replicas)[:, None, None] == axis_index(axis_name)
         lost = []
-        for x, codes, mean, codes_again in zip(own, coded, means, again, strict=True):
-            first = x - _decode(codes, bits, x.dtype)
-            second = mean - _decode(codes_again, bits, x.dtype)
-            second = jnp.where(mine, second * total.astype(x.dtype), 0.0)
-            lost.append((first + second).reshape(-1))
+        for x, first, mean, second in zip(own, scales, means, again, strict=True):
+            at_second = _lost(mean, second, bits) * total.astype(x.dtype)
+            of_both = _lost(x, first, bits) + jnp.where(mine, at_second, 0.0)
+            lost.append(of_both.reshape(-1))
         mean, lost = narrowed(
             unflatten(layout, whole), unflatten(layout, lost), tree, weight
         )
         return mean, lost, state
 
     def encode(x, state):
-        coded = _encode(_in_blocks(x.reshape(-1), 1, block), bits)
-        lost = x.reshape(-1) - _decode(coded, bits, x.dtype).reshape(-1)[: x.size]
-        return _message(coded, bits)[0], lost.reshape(x.shape), state
+        own = _in_blocks(x.reshape(-1), 1, block)
+        scales = _scales(own, bits)
+        lost = _lost(own, scales, bits).reshape(-1)[: x.size]
+        return _message(own, scales, bits)[0], lost.reshape(x.shape), state
 
     def decode(message, like):
-        shape = _blocks(math.prod(like.shape), 1, block)
-        coded = _read(message[None], shape, bits)
-        whole = _decode(coded, bits, like.dtype).reshape(-1)
-        return whole[: math.prod(like.shape)].reshape(like.shape)
+        size = math.prod(like.shape)
+        shape = _blocks(size, 1, block)
+        whole = _read(message[None], shape, bits, like.dtype).reshape(-1)
+        return whole[:size].reshape(like.shape)
 
     return Exchange(lambda tree: (), meet, code=Code(encode, decode))
-
-
-class _Coded(NamedTuple):
-    """Numbers in blocks, as codes and scales."""
-
-    codes: jax.Array  # uint8[pieces, blocks, numbers of a block], m added to q
-    scales: jax.Array  # float32[pieces, blocks, 1]
 
 
 def _in_blocks(buffer: jax.Array, replicas: int, block: int) -> jax.Array:
@@ -171,34 +160,50 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _encode(x: jax.Array, bits: int) -> _Coded:
+def _scales(x: jax.Array, bits: int) -> jax.Array:
+    """float32[pieces, blocks, 1], a NaN where a number of the block is not finite."""
+    # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
+    # XLA on processors makes one loop, of the maximum of a long row alone three.
+    largest, finite = jax.lax.reduce(
+        (jnp.abs(x), jnp.isfinite(x)),
+        (np.zeros((), x.dtype), np.True_),
+        lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
+        (x.ndim - 1,),
+    )
+    scales = (largest / (2 ** (bits - 1) - 1)).astype(jnp.float32)
+    finite = finite & jnp.isfinite(scales)
+    return jnp.where(finite, scales, jnp.nan)[..., None]
+
+
+def _steps(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """How many steps q of its scale each number is."""
     top = 2 ** (bits - 1) - 1
-    scale = (jnp.max(jnp.abs(x), axis=-1, keepdims=True) / top).astype(jnp.float32)
-    # XLA's maximum may pass over a NaN; and what a NaN is as an integer depends on the
-    # platform. Its scale says that it is there.
-    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True) & jnp.isfinite(scale)
     # Where the largest is subnormal its scale may be 0: the block then is zeros.
-    divisor = jnp.where(finite & (scale > 0), scale, 1.0).astype(x.dtype)
-    q = jnp.clip(jnp.round(x / divisor), -top, top)
-    codes = jnp.where(finite, q + top, 0.0).astype(jnp.uint8)
-    return _Coded(codes, jnp.where(finite, scale, jnp.nan))
+    divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
+    return jnp.clip(jnp.round(x / divisor), -top, top)
 
 
-def _decode(coded: _Coded, bits: int, dtype: np.dtype) -> jax.Array:
-    top = 2 ** (bits - 1) - 1
-    return (coded.codes.astype(dtype) - top) * coded.scales.astype(dtype)
+def _lost(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """What coding loses."""
+    return x - _steps(x, scales, bits) * scales.astype(x.dtype)
 
 
-def _message(coded: _Coded, bits: int) -> jax.Array:
+def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """uint8[pieces, bytes]: the codes and scales of each piece."""
-    pieces = coded.codes.shape[0]
-    codes = pack(coded.codes.reshape(pieces, -1), bits)
-    return jnp.concatenate([codes, to_bytes(coded.scales.reshape(pieces, -1))], 1)
+    pieces, top = len(x), 2 ** (bits - 1) - 1
+    q = _steps(x, scales, bits)
+    # What a NaN is as an integer depends on the platform; its scale says it is there.
+    codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
+    packed = pack(codes.reshape(pieces, -1), bits)
+    return jnp.concatenate([packed, to_bytes(scales.reshape(pieces, -1))], 1)
 
 
-def _read(messages: jax.Array, shape: tuple[int, ...], bits: int) -> _Coded:
-    """What `_message` made a message of, which has codes of this shape."""
+def _read(
+    messages: jax.Array, shape: tuple[int, ...], bits: int, dtype: Any
+) -> jax.Array:
+    """What the codes and scales of `_message` stand for, in blocks of this shape."""
     _, blocks, length = shape
     octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
     codes = unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
-    return _Coded(codes, from_bytes(scales, jnp.float32)[..., None])
+    scales = from_bytes(scales, jnp.float32)[..., None].astype(dtype)
+    return (codes.astype(dtype) - (2 ** (bits - 1) - 1)) * scales

@@ -73,7 +73,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         ...     mean, lost, _ = exchange.meet(x, exchange.init(x), "pods")
         ...     return mean, lost
         >>> x = jnp.array([[3.0, 1.0, 0.0, -4.0], [1.0, 5.0, 0.0, -2.0]])
-        >>> mean, lost = jax.vmap(meet, axis_name="pods")(x)
+        >>> mean, lost = jax.jit(jax.vmap(meet, axis_name="pods"))(x)
         >>> mean[0].tolist(), lost.tolist()
         ([1.5, 2.5, 0.0, -3.0], [[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 

@@ -66,13 +66,13 @@ def custom_adam(
     Example:
         Row 1 is not named, and does not even decay:
 
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs
         >>> tx = oxs.optimizers.custom_adam(0.1, b1=0.5)
-        >>> table = jnp.zeros([2, 1])
-        >>> _, state = tx.update(jnp.ones([2, 1]), tx.init(table), table)
+        >>> table, update = jnp.zeros([2, 1]), jax.jit(tx.update)
+        >>> _, state = update(jnp.ones([2, 1]), tx.init(table), table)
         >>> grads = oxs.IndexedSlices(jnp.array([0]), jnp.zeros([1, 1]))
-        >>> _, state = tx.update(grads, state, table)
+        >>> _, state = update(grads, state, table)
         >>> state.slots.m[:, 0].tolist()
         [0.25, 0.5]
 

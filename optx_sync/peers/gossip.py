@@ -168,14 +168,18 @@ def gossip(
     drop_nonfinite: bool = False,
     accumulator_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Decentralised training: every few steps a worker averages with some others.
+    r"""Decentralised training: every few steps a worker averages with some others.
 
     In every step `inner` turns the worker's own gradient into its update. When the
     steps since the last round reach `communication_period`, worker i takes from the
     others what the graph's matrix W of this round says. With s_i its own center, what
     it held after its last round:
 
-        x_i, s_i  <-  one step of `outer` on s_i with the gradient s_i - sum_j W_ij x_j
+    .. math::
+
+        x_i, s_i \leftarrow \text{outer}\Big(s_i,\; s_i - \sum_j W_{ij} x_j\Big)
+
+    one step of `outer` on s_i with that gradient.
 
     Without `outer` that is sum_j W_ij x_j itself: D-PSGD, adapt then combine. The mean
     of all workers stays what it is in a round, their disagreement shrinks.

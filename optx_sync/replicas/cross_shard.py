@@ -56,7 +56,7 @@ from optx_sync.sharding import InPieces
 from optx_sync.trees import (
     Tree,
     cast_like,
-    explains_rows,
+    explains_inner,
     is_gradient_leaf,
     is_inexact,
     is_placeholder,
@@ -130,12 +130,17 @@ def cross_shard(
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Reduce the gradients of all replicas in every step, then apply `inner`.
+    r"""Reduce the gradients of all replicas in every step, then apply `inner`.
 
     For the gradient g_i of replica i, with N replicas (of the group) and weights w_i:
 
-        mean: g = sum_i g_i / N      weighted: g = sum_i w_i g_i / sum_i w_i
-        sum:  g = sum_i g_i          updates = inner(g)
+    .. math::
+
+        g &= \frac{1}{N} \sum_i g_i \quad\text{(mean)} \\
+        g &= \frac{\sum_i w_i g_i}{\sum_i w_i} \quad\text{(weighted mean)} \\
+        g &= \sum_i g_i \quad\text{(sum)}
+
+    and the updates are those of `inner` for g.
 
     The original is TensorFlow's `CrossShardOptimizer`. It scales the *loss* by 1/N for
     a mean; here the gradient is scaled, so that what comes before in a chain, such as
@@ -346,7 +351,7 @@ def cross_shard(
         updates, memory, outliers, now = reduced(
             updates, memory, outliers, measured, weight, batch_size
         )
-        with explains_rows(updates):
+        with explains_inner(updates):
             updates, new_state = inner.update(
                 updates, inner_state, params, **extra_args
             )

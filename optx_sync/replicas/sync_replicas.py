@@ -67,7 +67,7 @@ from optx_sync.trees import (
     add_updates,
     cast_like,
     check_accumulator_dtype,
-    explains_rows,
+    explains_inner,
     is_finite,
     is_gradient_leaf,
     is_masked,
@@ -519,7 +519,7 @@ def sync_replicas(
             extra = mean_extra_args(
                 extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
             )
-            with explains_rows(grads):
+            with explains_inner(grads):
                 moved, new_inner = inner.update(mean, inner_state, params, **extra)
             inner_state = cast_like(new_inner, inner_state)
             moved = fill_missing(moved, params)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center.checks import check_delay, check_keep_local
 from optx_sync.center.coded import (
     bytes_of,
     check_code,
@@ -32,9 +33,7 @@ from optx_sync.center.fragments import (
     Buffer,
     Fragments,
     Pending,
-    check_delay,
     check_fragments,
-    check_keep_local,
     in_turn,
     split,
     steps_between,

@@ -23,7 +23,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, cast_like, explains_rows
+from optx_sync.trees import add_updates, cast_like, explains_inner
 
 
 class SyncReplicasMachine(NamedTuple):
@@ -160,7 +160,7 @@ def sync_replicas(
 
     def new_update(machine: SyncReplicasMachine, grads):
         mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
-        with explains_rows(grads):
+        with explains_inner(grads):
             updates, inner_state = inner.update(mean, machine.inner, machine.params)
         inner_state = cast_like(inner_state, machine.inner)
         moved = add_updates(machine.params, fill_missing(updates, machine.params))

@@ -20,11 +20,13 @@ PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(2)}
 
 
 def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
-    """One eager step of equal workers."""
-    state = tx.init(PARAMS)
-    return jax.vmap(lambda _: tx.update(grads, state, params), axis_name=axis_name)(
-        jnp.arange(workers)
-    )
+    """The program of a step of equal workers, which is not run."""
+
+    def one(_):
+        return tx.update(grads, tx.init(PARAMS), params)
+
+    mapped = jax.vmap(one, axis_name=axis_name, axis_size=workers)
+    return jax.make_jaxpr(mapped)(jnp.arange(workers))
 
 
 @pytest.mark.parametrize(
@@ -184,13 +186,13 @@ def test_num_workers_must_be_the_size_of_the_axis():
 
 
 def test_integers_of_numpy_are_integers():
-    def one_step(kind) -> Any:
+    def one_step(kind):
         tx = oxs.elastic_average(
             SGD, AXIS, num_workers=kind(2), communication_period=kind(1), rho=0.0
         )
-        return update(tx)
+        return str(update(tx))
 
-    jax.tree.map(np.testing.assert_array_equal, one_step(np.int64), one_step(int))
+    assert one_step(np.int64) == one_step(int)
 
 
 def test_a_period_is_a_schedule_of_scalars():
@@ -269,7 +271,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
         local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
     )
     with pytest.raises(ValueError, match=r"already summed .*oxs.stack\(params, n\)"):
-        run(PARAMS, jnp.ones(contexts.REPLICAS))
+        jax.eval_shape(run, PARAMS, jnp.ones(contexts.REPLICAS))
 
 
 def test_a_refused_call_leaves_the_state_as_it_was():

@@ -147,13 +147,9 @@ def check(context, cases):
         contexts.assert_close({name: center}, {name: centers[-1:]})
 
 
-@pytest.mark.parametrize("context", contexts.CONTEXTS)
+@pytest.mark.parametrize("context", contexts.DISTINCT)
 def test_one_answer_everywhere(context):
-    cases = dict(EVERYWHERE)
-    if context == "pmap":  # It compiles for long, and is `shard_map_unchecked` but so.
-        cases.pop("at once, ")
-        cases.pop("general, ")
-    check(context, cases)
+    check(context, EVERYWHERE)
 
 
 def test_the_other_rules_in_one_context():

@@ -112,7 +112,7 @@ def test_an_elastic_exchange_conserves_the_sum_of_workers_and_center():
     )
     zeros = jax.tree.map(np.zeros_like, params)
     step = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-    updates, after = step(zeros, state, params)
+    updates, after = jax.jit(step)(zeros, state, params)
     moved = optax.apply_updates(params, updates)
 
     def total(center, params):

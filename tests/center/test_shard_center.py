@@ -93,7 +93,7 @@ def run(context, names, sharded):
 @pytest.mark.parametrize("context", CASES)
 def test_the_numbers_are_those_of_a_whole_center(context):
     history, centers, state = run(context, CASES[context], True)
-    whole, whole_centers, _ = run("vmap", tuple(RULES), False)
+    whole, whole_centers, _ = run(context, CASES[context], False)
     for name in CASES[context]:
         # A sum of parameters rounds where one of differences would not; where such a
         # sum is rounded to half precision that may be a step of that.

@@ -1,15 +1,12 @@
-"""The figures of torchft's own regression test of DiLoCo with two fragments.
+"""torchft's own regression test of DiLoCo with two fragments, as recorded.
 
-Source: meta-pytorch/torchft, `test_fixtures/`, the files of `diloco_regression_test`,
-`DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0`, `_1`, `_2`, `_4` and `_5`; `_3`,
-a delay of 1 and a mix of 0, is worked out by hand. Two replicas, two layers of one
-weight that start at 1, gradients of 2, inner rate 1, outer rate 2. Each layer meets
-every six steps, the first one three steps ahead of the second; with a delay it sets out
-a step earlier, and arrives when it does without one. Of the global parameters a replica
-takes 1 - mix, of its own mix.
+The figures stand in tests/golden: what torchft's fixtures hold, written down by
+`tests.reference.torchft`. Each layer meets every six steps, the first one three steps
+ahead of the second; with a delay it sets out a step earlier than here, and arrives when
+it does without one.
 """
 
-from typing import Any
+import json
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +16,19 @@ import pytest
 
 import optx_sync as oxs
 from tests import contexts
+from tests.reference import torchft
 
-AXIS, STEPS = contexts.AXIS, 15
-ALONE = [1 - 2 * step for step in range(STEPS + 1)]
-# (delay, mix): both layers after 0 ... 15 steps; their global parameters at 0, 3, ....
-RECORDED: dict[tuple[int, float], Any] = {
-    (0, 0.0): (
-        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
-        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
-        [1, -11, -11, -35, -35],
-        [1, 1, -23, -23, -47],
-    ),
-    (0, 0.5): (
-        [1, -1, -3, *range(-8, -19, -2), *np.arange(-24.5, -35, -2), -40.25],
-        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
-        [1, -11, -11, -29, -29],
-        [1, 1, -23, -23, -35],
-    ),
-    (0, 1.0): (ALONE, ALONE, [1, -11, -11, -23, -23], [1, 1, -23, -23, -23]),
-    (1, 0.0): (
-        [1, -1, -3, *range(-7, -18, -2), *range(-27, -38, -2), -47],
-        [1, -1, -3, -5, -7, -9, *range(-19, -30, -2), *range(-39, -46, -2)],
-        [1, -7, -7, -27, -27, -47],
-        [1, 1, -19, -19, -39, -39],
-    ),
-    (1, 0.5): (
-        [1, -1, -3, *range(-6, -17, -2), *np.arange(-21.5, -32, -2), -35.75],
-        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
-        [1, -7, -7, -25, -25, -38],
-        [1, 1, -19, -19, -31, -31],
-    ),
-    (1, 1.0): (ALONE, ALONE, [1, -7, -7, -23, -23], [1, 1, -19, -19, -23]),
-}
+AXIS = contexts.AXIS
+GOLDEN = json.loads(torchft.FILE.read_text())
+RECORDED = {(case["delay"], case["mix"]): case for case in GOLDEN["cases"]}
+STEPS = GOLDEN["steps"]
+
+
+def test_the_file_holds_every_case_of_its_generator():
+    assert tuple(RECORDED) == torchft.CASES
+    for name, case in RECORDED.items():
+        own, center = torchft.histories(*name)
+        assert case["params"] == own.tolist() and case["center"] == center.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +37,16 @@ def histories():
 
     def run(delay, mix):
         tx = oxs.diloco(
-            optax.sgd(1.0),
+            optax.sgd(GOLDEN["inner_rate"]),
             AXIS,
-            outer=optax.sgd(2.0),
-            communication_period=6,
-            fragments=2,
+            outer=optax.sgd(GOLDEN["outer_rate"]),
+            communication_period=GOLDEN["period"],
+            fragments=GOLDEN["parts"],
             delay=delay,
             keep_local=mix,
         )
         start = {"layers": [jnp.ones(()), jnp.ones(())]}
-        grads = jax.tree.map(lambda x: 2 * x, start)
+        grads = jax.tree.map(lambda x: GOLDEN["gradient"] * x, start)
 
         def step(carry, number):
             params, state = carry
@@ -89,9 +67,6 @@ def histories():
 @pytest.mark.parametrize("case", RECORDED)
 def test_diloco_mocked_updates(histories, case):
     recorded = RECORDED[case]
-    for own in histories[case]:  # of both replicas
-        for layer in (0, 1):
-            expected, center = recorded[layer], recorded[2 + layer]
-            np.testing.assert_array_equal(own[:, layer, 0], np.float32(expected))
-            seen = own[::3, layer, 1][: len(center)]
-            np.testing.assert_array_equal(seen, np.float32(center))
+    for own in histories[case]:  # of both replicas, [steps, layers, own and center]
+        np.testing.assert_array_equal(own[..., 0], np.float32(recorded["params"]))
+        np.testing.assert_array_equal(own[..., 1], np.float32(recorded["center"]))

@@ -1,13 +1,12 @@
 """A script of one's own before and after: each runs, and few lines differ."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import scripts
 
 ROOT = Path(__file__).parents[2]
 ADOPT = ROOT / "examples" / "adopt"
@@ -37,20 +36,11 @@ def test_it_trains(name):
     source = (ADOPT / f"{name}.py").read_text()
     short = source.replace("STEPS, BATCH = 300, 128", "STEPS, BATCH = 60, 128")
     assert short != source
-    finished = subprocess.run(
-        [sys.executable, "-W", "error", "-c", short],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    printed = scripts.run(short, JAX_PLATFORMS="cpu")
     numbers = re.fullmatch(
-        r"loss (\d\.\d{3}), test accuracy (\d+\.\d)%", finished.stdout.strip()
+        r"loss (\d\.\d{3}), test accuracy (\d+\.\d)%", printed.strip()
     )
-    assert numbers, finished.stdout
+    assert numbers, printed
     assert float(numbers[1]) < 0.5 and float(numbers[2]) > 90
 
 

@@ -1,9 +1,9 @@
 """The example that logs measures, with and without a writer of TensorBoard files."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "log_measures.py"
 WRITER = """
@@ -20,21 +20,9 @@ class SummaryWriter:
 
 
 def run(*options, **environment):
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "20", *options],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONIOENCODING": "utf-8",
-            "COLUMNS": "120",
-            **environment,
-        },
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+    return scripts.run(
+        EXAMPLE, "--steps", 20, *options, JAX_PLATFORMS="cpu", **environment
     )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
 
 
 def test_it_shows_and_writes_what_is_measured(tmp_path):

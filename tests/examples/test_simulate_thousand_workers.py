@@ -1,13 +1,12 @@
 """The simulation, run as a user runs it, with fewer workers and events."""
 
-import os
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulate_thousand_workers.py"
 WORKERS, EVENTS = 20, 2500
@@ -18,16 +17,8 @@ def simulation(tmp_path_factory):
     """What it printed, and where it put the picture."""
     picture = tmp_path_factory.mktemp("simulation") / "picture.png"
     arguments = ["--workers", str(WORKERS), "--events", str(EVENTS), "--out", picture]
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, *arguments],
-        env={**os.environ, "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"},
-        cwd=picture.parent,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout, picture
+    printed = scripts.run(EXAMPLE, *arguments, folder=picture.parent)
+    return printed, picture
 
 
 def test_every_method_learns_from_stale_pushes(simulation):

@@ -1,30 +1,22 @@
-import os
 import re
 import runpy
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import scripts
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_clicks_ftrl.py"
 
 
 def test_ftrl_trades_weights_for_loss(tmp_path):
     picture = tmp_path / "clicks.png"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE, "--lines", "4000", "--out", picture],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = scripts.run(EXAMPLE, "--lines", 4000, "--out", picture)
     cells = [
         [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in done.stdout.splitlines()
+        for line in printed.splitlines()
         if line.startswith("│")
     ]
     ftrl = [row for row in cells if row[0] == "ftrl"]
@@ -37,7 +29,7 @@ def test_ftrl_trades_weights_for_loss(tmp_path):
     assert max(losses) < 35
     assert losses[0] == pytest.approx(float(adagrad[3].rstrip("%")), abs=0.1)
     assert adagrad[4] == ftrl[0][4]
-    last = done.stdout.splitlines()[-1]
+    last = printed.splitlines()[-1]
     expected = rf"ftrl, l1 = 1: {ftrl[3][4]} of adagrad's {adagrad[4]} weights"
     assert re.search(re.escape(expected), last)
     assert picture.read_bytes().startswith(b"\x89PNG")

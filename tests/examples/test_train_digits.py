@@ -1,9 +1,6 @@
 """The demo, run as a user runs it, for fewer steps."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +8,8 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_digits.py"
 STEPS = 200
@@ -32,16 +31,10 @@ ROUNDS = {
 def demo(tmp_path_factory):
     """What the demo printed, and where it put the picture."""
     picture = tmp_path_factory.mktemp("demo") / "picture.png"
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", str(STEPS), "--out", picture],
-        env={**os.environ, "COLUMNS": "120", "PYTHONIOENCODING": "utf-8"},
-        cwd=picture.parent,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
+    printed = scripts.run(
+        EXAMPLE, "--steps", STEPS, "--out", picture, folder=picture.parent
     )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout, picture
+    return printed, picture
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +57,13 @@ def test_one_row_per_strategy(table):
 def test_every_strategy_learns(table, name):
     # Chance is 10 %. AGN's center makes one step per round and comes last.
     least = 88 if name == "agn" else 93
-    assert float(table[name][0].removesuffix("%")) >= least
+    mean, half_the_range = table[name][0].split("% ± ")
+    assert float(mean) >= least
+    assert 0 < float(half_the_range) < 3  # seeds differ
 
 
 def test_replicas_train_as_one_device_does(table):
-    one, eight = (float(table[n][0][:-1]) for n in ("one device", "cross_shard"))
+    one, eight = (float(table[n][0][:4]) for n in ("one device", "cross_shard"))
     # Same batches, other order of summation: at most two of 360 images differ.
     assert abs(one - eight) < 0.7
 

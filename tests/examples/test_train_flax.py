@@ -1,26 +1,20 @@
 """`TrainState`, run as a user runs it, for fewer steps."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_flax.py"
 
 
 def test_replicas_learn_the_digits():
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "120"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    printed = scripts.run(EXAMPLE, "--steps", 120)
     number = r"([\d.]+)"
     lines = re.findall(
         rf"^step +{number}   loss {number}   "
         rf"train accuracy {number}%   test accuracy {number}%$",
-        finished.stdout,
+        printed,
         re.MULTILINE,
     )
     steps, losses, train, test = zip(*lines, strict=True)

@@ -1,21 +1,15 @@
 """The example of two levels, run as a user runs it, on a mesh and simulated."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_hierarchy.py"
 
 
 def run(*options):
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "60", *options],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return [line.rstrip() for line in finished.stdout.splitlines()]
+    printed = scripts.run(EXAMPLE, "--steps", 60, *options)
+    return [line.rstrip() for line in printed.splitlines()]
 
 
 def test_the_mesh_and_its_simulation_end_alike():

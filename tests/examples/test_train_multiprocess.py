@@ -1,26 +1,19 @@
 """Two processes, run as a user runs them, for fewer steps; and one that fails."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_multiprocess.py"
 
 
 def test_processes_learn_the_digits():
-    finished = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "120"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert finished.returncode == 0, finished.stderr
+    printed = scripts.run(EXAMPLE, "--steps", 120)
     lines = re.findall(
         r"^step +(\d+)   8 workers in 2 processes   (\d+) rounds   "
         r"test accuracy ([\d.]+)%$",
-        finished.stdout,
+        printed,
         re.MULTILINE,
     )
     # Each line once: one process reports for all.
@@ -40,12 +33,5 @@ def test_a_process_that_fails_ends_the_other(tmp_path):
     )
     script = tmp_path / EXAMPLE.name
     script.write_text(text.replace(here, failing))
-    finished = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert finished.returncode == 1
-    assert re.search(r"Exit codes \[.*, 3\]", finished.stderr)
+    said = scripts.run(script, exit_code=1)
+    assert re.search(r"Exit codes \[.*, 3\]", said)

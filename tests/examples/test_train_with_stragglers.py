@@ -1,15 +1,14 @@
 """The example with late and broken replicas, run as a user runs it."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+
+from tests import scripts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_with_stragglers.py"
 STEPS = 60
@@ -19,26 +18,10 @@ STEPS = 60
 def example(tmp_path_factory):
     """{run: (accuracy, updates)}, and the picture."""
     picture = tmp_path_factory.mktemp("example") / "picture.png"
-    finished = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            EXAMPLE,
-            "--steps",
-            str(STEPS),
-            "--out",
-            picture,
-        ],
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        cwd=picture.parent,
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.endswith(f"\nwrote {picture}\n")
-    lines = re.findall(r"^(.*): (.*)% after (\d+) updates$", finished.stdout, re.M)
+    arguments = "--steps", STEPS, "--out", picture
+    printed = scripts.run(EXAMPLE, *arguments, folder=picture.parent)
+    assert printed.endswith(f"\nwrote {picture}\n")
+    lines = re.findall(r"^(.*): (.*)% after (\d+) updates$", printed, re.M)
     return {name: (float(a), int(updates)) for name, a, updates in lines}, picture
 
 

@@ -764,7 +764,11 @@ def test_refuses_summed_gradients_and_unmapped_axes():
         return tx.update(grads, tx.init(params), params)[0]
 
     run = jax.shard_map(summed, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
-    refuse(ValueError, r"localize.*stay local", lambda: run(jnp.ones((N, 2))))
+    refuse(
+        ValueError,
+        r"localize.*stay local",
+        lambda: jax.eval_shape(run, jnp.ones((N, 2))),
+    )
 
 
 def test_reading_a_foreign_state():

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a center rule in lockstep refuses, and how to mend it."""
+
+from typing import Any, get_args
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from optx_sync.center.formulas import holds_center
+from optx_sync.center.rule import CenterRule, InnerState, check_rule
+from optx_sync.collectives import ALONE, AxisName, varying_axes
+from optx_sync.trees import Tree
+
+
+def check_lockstep_rule(rule: CenterRule, call: str) -> None:
+    """Refuse what is no rule, or one that lockstep cannot follow."""
+    check_rule(rule, call)
+    if rule.weigh is not None:
+        raise ValueError(
+            "weigh is for workers that come one by one, in oxs.simulate.asynchronous "
+            "and oxs.runtime.run; in lockstep nobody is late. Leave it out of the rule."
+        )
+    if getattr(rule.outer, "moved", None) is not None:
+        raise ValueError(
+            "The rule's outer optimizer is a center rule itself, which cannot step on "
+            "a center. Pass an optimizer as outer=, for example optax.sgd(0.1)."
+        )
+
+
+def check_inner_state(inner_state: Any) -> None:
+    """Refuse what no round can do with the state of `inner`."""
+    if inner_state not in get_args(InnerState):
+        raise ValueError(
+            "inner_state must be one of 'keep', 'average' and 'reset'; got "
+            f"{inner_state!r}."
+        )
+
+
+def check_delay(delay: Any) -> int:
+    """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
+    if delay is None:
+        return 0
+    if isinstance(delay, bool) or not isinstance(delay, int | np.integer):
+        raise TypeError(
+            f"delay must be a static int, in steps; got {delay!r} of type "
+            f"{type(delay).__name__}. Pass for example 1."
+        )
+    if delay < 0:
+        raise ValueError(f"delay must be at least 0 steps; got {delay}.")
+    return int(delay)
+
+
+def check_keep_local(keep_local: Any) -> Any:
+    """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
+    if keep_local is None:
+        return 0
+    if isinstance(keep_local, jax.core.Tracer):
+        return keep_local
+    number = isinstance(keep_local, int | float) or hasattr(keep_local, "dtype")
+    if isinstance(keep_local, bool) or not number or jnp.shape(keep_local) != ():
+        raise TypeError(f"keep_local must be a number; got {keep_local!r}.")
+    if not 0 <= float(keep_local) <= 1:
+        raise ValueError(
+            f"keep_local must lie in [0, 1], the worker's own share; got {keep_local}."
+        )
+    return keep_local
+
+
+def check_nested(inner_moved: Any, drop_nonfinite: bool, inner_state: str) -> None:
+    """Refuse to start a center rule inside of this one anew."""
+    if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
+        got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
+        raise ValueError(
+            f"{got} would start the center rule inside anew, whose center its workers "
+            "share. Pass it to the innermost rule instead."
+        )
+
+
+def check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
+    """Refuse what a round of a part, or one in two halves, does not know how to do."""
+    if not streams:
+        return
+    if inner_state != "keep":
+        raise ValueError(
+            f"inner_state={inner_state!r} is for rounds of all parameters at once; "
+            "with fragments or delay the state of `inner` is kept. Leave inner_state "
+            "out, or leave out fragments and delay."
+        )
+    if inner_moved is not None:
+        raise ValueError(
+            "fragments and delay cannot go around another center rule: its center "
+            "would have to move with each part. Pass them to the innermost rule, or "
+            "let replicas stand inside, oxs.diloco(oxs.cross_shard(inner, 'data'), "
+            "'pods', fragments=4)."
+        )
+
+
+def check_whole_center(streams: bool, measure: bool, keep_local: Any) -> None:
+    """Refuse beside `shard_center` what needs the whole center between rounds."""
+    keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
+    if streams or measure or keeps:
+        got = "measure=True" if measure else "fragments, delay or keep_local"
+        raise ValueError(
+            f"shard_center=True cannot be combined with {got}: between rounds no "
+            "worker holds more than its piece of the center. Leave one of them out."
+        )
+
+
+def check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
+    """Refuse an axis of other than the rule's `num_workers`."""
+    if rule.num_workers not in (None, workers):
+        found = f"the axis {axis_name!r} has {workers} workers"
+        if axis_name is ALONE:
+            found = "axis_name=None stands for one worker"
+        raise ValueError(
+            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
+            "make them equal."
+        )
+
+
+def check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -> None:
+    """Refuse a state of other fragments, and a say where there is none."""
+    ages, outer, pending, remembered = expected
+    for what, tree, like in (
+        ("fragments' ages", state.ages, ages),
+        ("outer state", state.outer, outer),
+        ("pending sum", state.pending, pending),
+        ("exchange's memory", state.exchange, remembered),
+    ):
+        _check_placed(tree, like, what)
+    if state.pending != ():
+        _require_within(state.center, state.pending)
+    if straight and meet is not None:
+        raise ValueError(
+            "With delay=1 and communication_period equal to the number of fragments "
+            "a part meets in every step, outside of conditionals: meet has no say in "
+            f"that; got meet={meet!r}. Leave it out, or pass a longer "
+            "communication_period."
+        )
+
+
+def check_delayed_inner(delay: int, extra_args: dict[str, Any]) -> None:
+    """Refuse extra arguments for a step of `inner` at the center, once it is late."""
+    if delay and extra_args:
+        raise ValueError(
+            f"The center makes a step of `inner` {delay} step(s) after the sum,"
+            f" when the extra arguments {sorted(extra_args)} are others. Pass "
+            "an optimizer of its own for the center, outer=, or delay=0."
+        )
+
+
+def refuse_hidden_center(state: Any) -> None:
+    """Refuse a center rule that something inside keeps from being told of a round."""
+    if holds_center(state):
+        raise ValueError(
+            "There is another center rule in `inner`, wrapped in something else: its "
+            "center would not move when this one's rounds move the parameters. Nest "
+            "rules directly and put what stands between them inside of the innermost "
+            "one, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam), 'data'), 'pods')."
+        )
+
+
+def _check_placed(tree: Tree, expected: Tree, what: str) -> None:
+    """Refuse a state that was made for other shapes, as those of shards are."""
+
+    def form(tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef, [jnp.shape(x) for x in leaves]
+
+    if form(tree) != form(expected):
+        raise ValueError(
+            f"The {what} in the state does not fit these parameters and fragments. The "
+            "state is that of tx.init for one worker's parameters; where a worker is "
+            "cut in shards by hand (jax.shard_map over more axes than the workers') "
+            "its fragments are those of a shard. Leave these axes to the compiler, "
+            "oxs.map_workers, or choose the fragments by a function of the path alone, "
+            "with delay=0."
+        )
+
+
+def _require_within(tree: Tree, pending: Any) -> None:
+    """Refuse to keep a sum of what varies over mesh axes over which the state is equal.
+
+    Shards that are cut by hand do, in `jax.shard_map(check_vma=True)`.
+    """
+
+    def axes(tree):
+        return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    missing = axes(tree) - axes(pending)
+    if missing:
+        raise ValueError(
+            f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
+            "is cut in shards by hand; what is pending with delay is no array of "
+            "theirs, and the state holds it as equal there. Leave these axes to the "
+            "compiler, oxs.map_workers, or pass delay=0."
+        )

@@ -1,0 +1,66 @@
+"""NumPy restatement of torchft's Streaming DiLoCo, of two parts; no JAX inside.
+
+python -m tests.reference.torchft    # writes tests/golden/streaming_torchft.json
+"""
+
+import itertools
+import json
+import pathlib
+
+import numpy as np
+
+FILE = pathlib.Path(__file__).parent.parent / "golden" / "streaming_torchft.json"
+STEPS, PERIOD, PARTS, INNER_RATE, OUTER_RATE, GRADIENT = 15, 6, 2, 1, 2, 2
+CASES = tuple(itertools.product((0, 1), (0.0, 0.5, 1.0)))
+SOURCE = (
+    "meta-pytorch/torchft, test_fixtures/, the files of diloco_regression_test: "
+    "DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0, _1, _2, _4 and _5 have "
+    "recorded these histories; _3, delay 1 and mix 0, is not among them"
+)
+
+
+def histories(delay, mix):
+    """Own and global parameters after 0 ... STEPS steps, each [STEPS + 1, PARTS].
+
+    Each part has one weight that starts at 1. It sets out `delay` steps before the end
+    of each `PERIOD / PARTS` steps, in turn, and arrives at the end. Of the global
+    parameters a replica takes 1 - mix, of its own mix. All replicas are equal.
+    """
+    own = np.ones(PARTS)
+    center, own_of, center_of = own.copy(), [own.copy()], [own.copy()]
+    between = PERIOD // PARTS
+    sent = 0.0
+    for step in range(1, STEPS + 1):
+        own -= INNER_RATE * GRADIENT
+        part = (step - 1) // between % PARTS
+        if (step + delay) % between == 0:
+            sent = center[part] - own[part]
+        if step % between == 0:
+            center[part] -= OUTER_RATE * sent
+            own[part] = mix * own[part] + (1 - mix) * center[part]
+        own_of.append(own.copy())
+        center_of.append(center.copy())
+    return np.stack(own_of), np.stack(center_of)
+
+
+def write():
+    """Write all cases down."""
+    cases = []
+    for delay, mix in CASES:
+        own, center = (x.tolist() for x in histories(delay, mix))
+        cases.append({"delay": delay, "mix": mix, "params": own, "center": center})
+    settings = {
+        "steps": STEPS,
+        "period": PERIOD,
+        "parts": PARTS,
+        "inner_rate": INNER_RATE,
+        "outer_rate": OUTER_RATE,
+        "gradient": GRADIENT,
+    }
+    lines = ",\n".join(f"  {json.dumps(case)}" for case in cases)
+    head = json.dumps({"source": SOURCE, **settings}, indent=1)[:-2]
+    FILE.write_text(f'{head},\n "cases": [\n{lines}\n ]\n}}\n')
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,78 @@
+"""What an installation must do: ten wrappers, simulated and on a mesh, agree.
+
+    python tests/users/smoke.py
+
+Run it with the interpreter of an environment into which a wheel has gone; it needs
+nothing but the extra `flax`, and prints the versions that it ran with.
+"""
+
+import importlib.metadata
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optx_sync as oxs
+
+
+def wrappers():
+    inner, exchange = optax.adam(0.1), oxs.exchange
+    bits4 = exchange.error_feedback(exchange.quantized(bits=4))
+    return {
+        "cross_shard": oxs.cross_shard(inner, "workers"),
+        "shard_state": oxs.cross_shard(inner, "workers", shard_state=True),
+        "sync_replicas": oxs.sync_replicas(inner, "workers", 6),
+        "elastic_average": oxs.elastic_average(
+            inner, "workers", communication_period=2, moving_rate=0.1, rho=0.0
+        ),
+        "agn": oxs.agn(inner, "workers", communication_period=2),
+        "local_sgd": oxs.local_sgd(inner, "workers", communication_period=2),
+        "diloco": oxs.diloco(inner, "workers", communication_period=2),
+        "streaming": oxs.diloco(
+            inner,
+            "workers",
+            communication_period=4,
+            fragments=2,
+            delay=1,
+            keep_local=0.5,
+            exchange=bits4,
+        ),
+        "gossip": oxs.gossip(inner, "workers", communication_period=2),
+        "ftrl": oxs.cross_shard(
+            oxs.optimizers.ftrl(0.1), "workers", exchange=exchange.median()
+        ),
+    }
+
+
+def train(tx, mesh):
+    def step(params, state, x):
+        grads = jax.tree.map(lambda p: p - x, params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    params = {"a": jnp.ones((4, 3)), "b": jnp.ones(5)}
+    params, state, axes = oxs.start_workers(
+        tx, params, 8, mesh=mesh, axis_name="workers"
+    )
+    own = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    step = jax.jit(oxs.map_workers(step, "workers", mesh=mesh, **own))
+    for _ in range(4):
+        params, state = step(params, state, jnp.arange(8.0))
+    return jax.device_get(params)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(oxs.__file__)
+    for name, tx in wrappers().items():
+        simulated = train(tx, None)
+        on_mesh = train(tx, jax.make_mesh((8,), ("workers",)))
+        for leaf in simulated:
+            if not jnp.allclose(simulated[leaf], on_mesh[leaf], rtol=1e-5, atol=1e-6):
+                raise SystemExit(f"{name}: {simulated[leaf]} and {on_mesh[leaf]}")
+        print(name, "ok", flush=True)
+    versions = (
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("jax", "optax", "flax", "optx-sync")
+    )
+    print("Python", sys.version.split()[0], *versions)
