@@ -531,8 +531,7 @@ def _advance(client: Client) -> Client:
         case "prepare" if client.servers > 1:
             return _phase(_noted(client, answers), "commit")
         case "prepare" | "commit":
-            number = max(answer.entries[0].round for answer in answers)
-            client = _noted(client._replace(round=number), answers)
+            client = _noted(client, answers)
             if any(answer.busy for answer in answers):
                 return client._replace(phase="waiting")
             return _applied(client, answers)
@@ -630,6 +629,8 @@ def _resumed(client: Client, entry: Entry) -> Client:
 
 def _applied(client: Client, answers: tuple[Standing, ...]) -> Client:
     """The push that is sent has been applied everywhere."""
+    number = max(answer.entries[0].round for answer in answers)
+    client = client._replace(round=number)
     serial, *rest = client.sending
     kept = (*(s for s in client.kept if s != serial), serial) if client.replay else ()
     client = client._replace(

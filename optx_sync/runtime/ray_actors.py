@@ -296,7 +296,8 @@ class RayConnection:
         for reply in replies:
             for name, part in reply.arrays.items():
                 arrays.setdefault(name, {}).update(part)
-        if not self._replay:  # The last push may be asked for again.
+        # What waits for a token may have to be sent again; with `replay`, the last one.
+        if not self._replay and client.phase != "waiting":
             self._pushes[worker] = {}
         return replies[0]._replace(
             arrays=arrays, round=self._told[worker], lost=client.lost
