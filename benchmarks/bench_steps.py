@@ -267,7 +267,8 @@ def dense(options: Any, quick: bool) -> None:
         for side in SIDES:
             has = [(n, of.times) for n, of in enumerate(found.values())]
             at = [(n, np.median(times[side])) for n, times in has if side in times]
-            lines += [Line(side, *np.transpose(at)[::-1], "o")] if at else []
+            numbers, middles = np.transpose(at) if at else ((), ())
+            lines += [Line(side, middles, numbers, "o")] if at else []
         label = f"milliseconds of a step, {where}"
         page.picture([Panel(label, "", lines, names=list(names))], kind)
         page.data(**{kind: {n: dataclasses.asdict(f) for n, f in found.items()}})

@@ -93,8 +93,8 @@ def _answer(asked: dict[str, Any]) -> tuple[int, str, str]:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
