@@ -69,7 +69,7 @@ reproduce: $(VENV)/demo-installed
 	set -e; for script in benchmarks/reproduce_*.py; do $(RUN)/python $$script $(QUICK); done
 	$(RUN)/python benchmarks/report.py $(QUICK)
 
-# Kills workers and servers for an hour; FAULTS="--seconds 20" for less.
+# Kills workers and servers: the better part of an hour; FAULTS=--resume goes on with a table.
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
 

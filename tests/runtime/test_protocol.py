@@ -19,7 +19,7 @@ def test_every_order_of_events_with_one_death_and_one_lost_message(
 
 
 def test_two_workers_and_two_servers_with_a_death_or_a_lost_message():
-    """Two rounds each; `make faults` goes through three, with both faults."""
+    """Two rounds each; `make faults` goes through both faults at once."""
     for deaths, losses in ((1, 0), (0, 1)):
         explorer = Explorer(2, 2, 0, rounds=2, deaths=deaths, losses=losses)
         assert explorer.explore()[0] > 4000
