@@ -88,7 +88,7 @@ def study(page, settings):
         rows.append([name, *map(percent, (*kinds, of[:, SPIKE, 0]))])
     page.table("outliers", rows)
     robust = [name for name in rules if name != "mean"]
-    points = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
+    points: Any = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
 
     def said(values):
         return listed(robust, values, "{} {:.1f}")

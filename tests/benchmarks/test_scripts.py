@@ -1,6 +1,7 @@
 """Each script of `benchmarks/` in its short form, run as a user runs it."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_no_script_is_forgotten():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", PAGES)
 def test_it_writes_its_pages(script, tmp_path, module):
-    flags = {"XLA_FLAGS": ""} if script in LONG_LOOPS else {}
+    flags: Any = {"XLA_FLAGS": ""} if script in LONG_LOOPS else {}
     path = BENCHMARKS / f"{script}.py"
     scripts.run(path, "--quick", "--out", tmp_path, JAX_PLATFORMS="cpu", **flags)
     words = module("report").PAGES
