@@ -1,6 +1,6 @@
 """What a wrapper costs beside the same step written by hand, and beside its peers.
 
-    python benchmarks/bench_wrappers.py            # five minutes on two cores, 5 GB
+    python benchmarks/bench_wrappers.py            # 15 minutes on two cores, 5 GB
     python benchmarks/bench_wrappers.py --quick    # small parameters, half a minute
 
 The steps are those of `by_hand.py`, the peers' those of `by_peers.py`. The step written
