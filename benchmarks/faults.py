@@ -290,13 +290,14 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         target=lambda: shots.update(shoot(folder, cell, seconds, stop)), daemon=True
     )
     begin, ended = time.time(), "yes"
-    center, history = None, runtime.History([], None)
+    center, history, late = None, runtime.History([], None), threading.Event()
 
     def look(*_):
         if (folder / "begin").exists():
             last_fault = (folder / "begin").stat().st_ctime + seconds
             if time.time() > last_fault + PATIENCE_SECONDS:
-                raise TimeoutError("not ended long after the last fault")
+                late.set()
+                raise TimeoutError  # Ray makes another error of it.
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 10, 10)
@@ -310,6 +311,8 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         )  # fmt: skip
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"[:60]
+        if late.is_set():
+            ended = f"not {PATIENCE_SECONDS} s after the last fault"
         center = getattr(error, "center", None)
         history = getattr(error, "history", history)
     finally:

@@ -180,7 +180,10 @@ class Updates:
             if completes:
                 self._complete()
         self.was_used[worker] = used
-        self.waiting.append(worker)
+        # One that waited when a checkpoint was made may have gone on since: after a
+        # restore it pushes, and still waits for one token only.
+        if worker not in self.waiting:
+            self.waiting.append(worker)
         self._hand_out()
         return self._reply(worker)
 
