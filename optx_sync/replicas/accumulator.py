@@ -129,13 +129,11 @@ def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
 
     A count is never negative, but XLA does not know: it sees zeros that need the mean,
     and so writes them where the sums were. Zeros that need nothing it may write before
-    the sums are read, and keeps two copies of them for that.
+    the sums are read, and copies both for that.
     """
-    if mean is None or not sums.size:
+    if mean is None:
         return jnp.zeros_like(sums)
-    first = mean[(0,) * mean.ndim].astype(sums.dtype)
-    zero = jnp.where(count < 0, first, jnp.zeros_like(first))
-    return jnp.full_like(sums, zero)
+    return jnp.where(count < 0, mean.astype(sums.dtype), jnp.zeros_like(sums))
 
 
 def unique_rows(grads: Any) -> Any:
