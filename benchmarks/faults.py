@@ -357,7 +357,7 @@ def learned(rule: str, faults: str, steps: int) -> list[Any]:
     """What workers learn of the digits meanwhile: a row of the table."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="learn"))
     images, labels = load_digits(return_X_y=True)
-    images, test = np.float32(images / 16), slice(0, 360)
+    images, test = np.asarray(images / 16, np.float32), slice(0, 360)
 
     def train(worker):
         rng = np.random.default_rng([worker.index, worker.restarts])
