@@ -557,9 +557,12 @@ def _transposed(
     def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
         _check_tree(tree, group_assignment, is_floating)
         require_local(tree, axis_name)
-        originals, treedef = jax.tree.flatten(tree)
+        every, treedef = jax.tree.flatten(tree)
+        # JAX does not compile an all-to-all of empty arrays alone under vmap.
+        empty = iter(reduce([x for x in every if not x.size], axis_name))
+        originals = [x for x in every if x.size]
         if not originals:
-            return tree, None, state
+            return treedef.unflatten(empty), None, state
         axes = () if sizes is None else norm_axes(tree, axis_name, shard_axes)
         replicas = axis_size(axis_name)
         leaves = [(encode or _wide)(x) for x in originals]
@@ -599,7 +602,9 @@ def _transposed(
                 x = originals[i]
                 flat = part.reshape(-1)[: x.size]
                 result[i] = flat.reshape(x.shape).astype(x.dtype)
-        return treedef.unflatten(result), None, state
+        full = iter(result)
+        whole = (next(full if x.size else empty) for x in every)
+        return treedef.unflatten(whole), None, state
 
     return Exchange(
         lambda tree: (),
