@@ -682,7 +682,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "center/formulas.py",
             "return round_to(total, grad.dtype).astype(grad.dtype)",
             "return total.astype(grad.dtype)",
-            LOCKSTEP,
+            CENTER_LAWS,
         ),
         Mutant(
             "center/state.py",

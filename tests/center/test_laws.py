@@ -348,3 +348,16 @@ def test_what_a_round_measures():
         assert "distance_before_round" not in str(oxs.slot_names(oxs.unstack(state)))
     without = oxs.metrics(oxs.local_sgd(optax.sgd(0.5), AXIS).init(params[0]))
     assert without.distance_before_round is without.contribution_norm is None
+
+
+def test_the_penalised_gradient_is_rounded_to_its_dtype():
+    # By an operation that XLA keeps: of two casts it may drop both. XLA:CPU does not,
+    # so that no number tells.
+    def roundings(rho):
+        tx = oxs.elastic_average(optax.sgd(0.1), None, moving_rate=0.3, rho=rho)
+        params = jnp.zeros(3, jnp.bfloat16)
+        state = jax.eval_shape(tx.init, params)
+        step = str(jax.make_jaxpr(tx.update)(params, state, params))
+        return step.count("reduce_precision[exponent_bits=8 mantissa_bits=7]")
+
+    assert roundings(0.3) == roundings(0.0) + 1
