@@ -55,8 +55,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             is forgotten.
 
     Returns:
-        A linear exchange that remembers e, of dense real floating leaves. Its `lost` is
-        the growth of what is owed.
+        A linear exchange that remembers e, of dense real floating leaves. What is owed
+            grows by its `lost`.
 
     Raises:
         TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not

@@ -123,3 +123,10 @@ def test_feedback_gives_back_what_was_lost(case):
             # It is more than rounding, and does not grow with the rounds.
             if x.size and x.dtype == np.float32 and leaf != "scalar":
                 assert 1e-3 < np.abs(owed).max() / np.abs(sent).max() < 20, (name, leaf)
+
+
+def test_an_all_reduce_in_a_narrower_dtype_rounds_what_travels():
+    x = jnp.array([[1 + 2.0**-10, 3.0], [1 + 2.0**-10, 5.0]])
+    exchange = oxs.exchange.all_reduce(jnp.bfloat16)
+    run = jax.vmap(lambda x: exchange.meet(x, (), "workers")[0], axis_name="workers")
+    assert np.asarray(run(x)).tolist() == [[1.0, 4.0]] * 2
