@@ -921,6 +921,11 @@ def test_recorded_from_the_original(name, context):
             "group_assignment needs each replica's own.*'averaged'.*oxs.localize",
             {"grads": "averaged", "group_assignment": [[0, 1]]},
         ),
+        (
+            ValueError,
+            "an exchange that takes groups.*oxs.exchange.all_reduce()",
+            {"exchange": oxs.exchange.quantized(), "group_assignment": [[0, 1]]},
+        ),
     ],
 )
 def test_refused_at_construction(error, match, arguments):
