@@ -84,6 +84,7 @@ def step_of(tx: Any) -> Any:
 
 def build(tx: Any, params: Any) -> tuple[Any, float, float]:
     """The compiled step, and how long its trace and its compilation took."""
+    gc.collect()
     arguments = params, jax.eval_shape(tx.init, params), params
     seconds, compiled = report.build(step_of(tx), arguments)
     return compiled, seconds["trace"] + seconds["lower"], seconds["compile"]

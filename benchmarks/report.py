@@ -10,7 +10,6 @@ stands in `pages.toml`. Nothing here decides whether a test passes.
 
 import argparse
 import contextlib
-import gc
 import importlib.metadata
 import itertools
 import json
@@ -96,7 +95,6 @@ def in_turns(
 def build(program: Any, arguments: Any, compiles: bool = True) -> tuple[Any, Any]:
     """Seconds of each stage, None of what is left out, and the compiled program."""
     jax.clear_caches()
-    gc.collect()
     seconds, made = dict.fromkeys(STAGES), program
     for stage in STAGES[: 2 + compiles]:
         start = time.perf_counter()
