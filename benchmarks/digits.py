@@ -21,6 +21,7 @@ images, LABELS = load_digits(return_X_y=True)
 # No arrays of JAX: a script may still say how many devices there are.
 IMAGES = np.asarray(images / 16, np.float32)
 NETWORK: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+INIT = jax.jit(NETWORK.init)  # one program, and the same numbers as without
 TEST = 360  # images; of more parts each has so many
 # Dean et al., 2012: workers add the sum of their updates to the center, and take it.
 DOWNPOUR = oxs.CenterRule(
@@ -34,7 +35,7 @@ POINTS = 32  # of a curve
 @functools.cache
 def initial(seed: int) -> Any:
     """The network's parameters, as Flax draws them."""
-    return NETWORK.init(jax.random.key(seed), IMAGES[:1])
+    return INIT(jax.random.key(seed), IMAGES[:1])
 
 
 def loss_of(params: Any, rows: jax.Array) -> jax.Array:
