@@ -249,7 +249,9 @@ def dense(options: Any, quick: bool) -> None:
         for side in SIDES:
             times = [of.times.get(side) for of in found.values()]
             at = [(np.median(of), n) for n, of in enumerate(times) if of]
-            lines += [Line(side, *np.transpose(at), "o")] if at else []
+            if at:
+                middles, numbers = np.transpose(at)
+                lines.append(Line(side, middles, numbers, "o"))
         label = f"milliseconds of a step, {where}"
         page.picture([Panel(label, "", lines, names=list(names))], kind)
         page.data(**{kind: {n: dataclasses.asdict(f) for n, f in found.items()}})

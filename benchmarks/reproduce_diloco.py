@@ -5,6 +5,7 @@ python benchmarks/reproduce_diloco.py --quick   # seconds, shows that it runs
 """
 
 import functools
+from typing import Any
 
 import characters
 import numpy as np
@@ -58,7 +59,7 @@ def study_of(name, steps, evaluations, periods, seeds, sweep):
 
     tried = try_rates(loss_at, sweep)
     best = min(tried, key=lambda rate: tried[rate])
-    kinds = {"iid": (best,), "common": (COMMON_RATE,)}
+    kinds: dict[str, Any] = {"iid": (best,), "common": (COMMON_RATE,)}
     if name.startswith("DiLoCo,"):
         kinds["non-iid"] = best, False
     runs = {k: characters.all_seeds(train, seeds, *of) for k, of in kinds.items()}

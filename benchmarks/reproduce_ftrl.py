@@ -112,8 +112,10 @@ def points_of(make, pairs, batches, held):
     points = []
     for weights in np.asarray(train(make, rates, penalties, FEATURES, *batches)):
         padded = np.append(weights, np.float32(0.0))
-        losses = (1 - roc_auc_score(y, padded[ids].sum(1)) for ids, y in held)
-        points.append(Point(*losses, np.count_nonzero(weights)))
+        validation, test = (
+            1 - roc_auc_score(labels, padded[ids].sum(1)) for ids, labels in held
+        )
+        points.append(Point(validation, test, np.count_nonzero(weights)))
     return np.array(points)
 
 
@@ -213,7 +215,8 @@ def study(page, settings):
             order = np.random.default_rng(seed).permutation(len(labels))
             shape = len(labels) // ROWS, ROWS
             batches = ids[order].reshape(*shape, WIDTH), labels[order].reshape(shape)
-            return points_of(*methods[name], batches, held)
+            make, pairs = methods[name]
+            return points_of(make, pairs, batches, held)
 
         found = grid(what, one, (methods, range(settings["seeds"])))
         return dict(zip(methods, found, strict=True))
