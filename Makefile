@@ -1,6 +1,6 @@
 # Two commands do everything on a machine that has Python >= 3.11 and make:
 #   make demo    train on real data with 8 replicas, print a table, draw demo.png
-#   make test    ruff, pyright and the whole test suite
+#   make test    ruff, and the whole test suite, of which pyright is a part
 # And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
 # short form into benchmarks/results-quick); make docs, the pages in site/; make format.
 # PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
@@ -42,10 +42,11 @@ demo: $(VENV)/demo-installed
 lint: $(VENV)/test-installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright --pythonpath $(RUN)/python
 
+# Pyright is one of the tests (tests/test_types.py), so that it runs beside others. Files
+# with few tests, which may be long ones, are not left for the end: a core would be idle.
 test: lint
-	$(RUN)/python -m pytest -n 2 --dist loadfile
+	$(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tries what must hold for any input on new random cases, until stopped; prints how many,
 # and the smallest that fails. SECONDS=3600 stops after an hour.

@@ -10,8 +10,9 @@ Every push marks a place of its own in the center, on every server, and the work
 writes down which of its steps have returned. *Lost*: a step has returned, and the
 center lacks it. *Beyond*: lost, and no server that went back to its last checkpoint
 explains it. *Untold*: lost before the eyes of a worker that went on and was not told.
-*Twice*: a place holds more than one push. *Torn*: servers differ. Then two runs without
-faults, for their memory, and every order of the protocol's events.
+*Twice*: a place holds more than one push. *Torn*: servers differ. Then what
+workers learn meanwhile, runs without faults for their memory, and every order of the
+protocol's events.
 """
 
 import collections
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -43,6 +45,7 @@ import numpy as np
 import optax
 import ray
 import report
+from sklearn.datasets import load_digits
 
 import optx_sync as oxs
 from optx_sync import runtime
@@ -59,6 +62,7 @@ DIGITS, NUMBERS = 8, 512
 SIZES = {"1 kB": 250, "150 kB": 37_500, "1.2 MB": 300_000, "100 MB": 25_000_000}
 # Seconds between deaths of workers and of servers, 0: none.
 FAULTS = {"workers": (3, 0), "servers": (0, 6), "both": (10, 10)}
+FAULTS |= {"none": (0, 0), "workers and servers": (5, 7)}
 RULES: dict[str, Any] = {
     "local_sgd": oxs.local_sgd_rule(),
     "diloco": oxs.diloco_rule(optax.sgd(1.0)),
@@ -111,7 +115,8 @@ SHORT = [CELLS[3], CELLS[18], CELLS[13]]
 
 def every_cell() -> list[Cell]:
     """The whole product, less what is refused."""
-    product = itertools.product(RULES, FAULTS, SIZES, (1, 2), (False, True))
+    faults = ("workers", "servers", "both")
+    product = itertools.product(RULES, faults, SIZES, (1, 2), (False, True))
     return [
         Cell(*cell)
         for cell in product
@@ -204,11 +209,11 @@ def processes(kind: str) -> list[int]:
 
 
 def shoot(
-    folder: pathlib.Path, cell: Cell, seconds: float, stop: threading.Event
+    folder: pathlib.Path, faults: str, seconds: float, stop: threading.Event
 ) -> dict[str, int]:
     """Kill as the schedule says; how many of which."""
     rng, shots = random.Random(0), {"workers": 0, "servers": 0}
-    due = dict(zip(shots, FAULTS[cell.faults], strict=True))
+    due = dict(zip(shots, FAULTS[faults], strict=True))
     while not (folder / "begin").exists():
         if stop.wait(0.1):
             return shots
@@ -279,52 +284,113 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
     return [acked, lost - waiting, beyond - waiting, untold, twice, torn]
 
 
-def run_cell(cell: Cell, seconds: float) -> list[Any]:
-    """A row of the table."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="faults"))
-    params = {
-        f"part_{k}": np.zeros(SIZES[cell.size], np.float32) for k in range(cell.servers)
-    }
-    stop, shots = threading.Event(), {}
+class Outcome(NamedTuple):
+    """How a run under fire ended."""
+
+    center: Any
+    history: Any
+    ended: str  # "yes", or the error
+    shots: dict[str, int]  # how many workers and servers were killed
+
+
+def under(
+    faults: str, seconds: float, folder: pathlib.Path, run: Callable[[], Any]
+) -> Outcome:
+    """Run it, and kill what belongs to it until the seconds are over."""
+    stop, shots, late = threading.Event(), {}, threading.Event()
     killer = threading.Thread(
-        target=lambda: shots.update(shoot(folder, cell, seconds, stop)), daemon=True
+        target=lambda: shots.update(shoot(folder, faults, seconds, stop)), daemon=True
     )
-    begin, ended = time.time(), "yes"
-    center, history = None, runtime.History([], None)
+    center, history, ended = None, runtime.History([], None), "yes"
 
     def look(*_):
         if (folder / "begin").exists():
             last_fault = (folder / "begin").stat().st_ctime + seconds
             if time.time() > last_fault + PATIENCE_SECONDS:
-                raise TimeoutError("not ended long after the last fault")
+                late.set()
+                raise TimeoutError  # Ray makes another error of it.
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 10, 10)
     killer.start()
     try:
-        center, history = runtime.run(
-            program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
-            num_workers=WORKERS, num_servers=cell.servers, communication_period=1,
-            checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
-            replay=cell.replay,
-        )  # fmt: skip
+        center, history = run()
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"[:60]
+        if late.is_set():
+            ended = f"not {PATIENCE_SECONDS} s after the last fault"
         center = getattr(error, "center", None)
         history = getattr(error, "history", history)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         stop.set()
         killer.join()
+    return Outcome(center, history, ended, shots)
+
+
+def run_cell(cell: Cell, seconds: float) -> list[Any]:
+    """A row of the table."""
+    folder, begin = pathlib.Path(tempfile.mkdtemp(prefix="faults")), time.time()
+    params = {
+        f"part_{k}": np.zeros(SIZES[cell.size], np.float32) for k in range(cell.servers)
+    }
+    outcome = under(
+        cell.faults, seconds, folder,
+        lambda: runtime.run(
+            program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
+            num_workers=WORKERS, num_servers=cell.servers, communication_period=1,
+            checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
+            replay=cell.replay,
+        ),
+    )  # fmt: skip
     found: list[Any] = [""] * 6
-    if center is not None:
-        found = judge(cell, folder, center, history)
+    if outcome.center is not None:
+        found = judge(cell, folder, outcome.center, outcome.history)
     shutil.rmtree(folder, ignore_errors=True)
     return [
         cell.rule, cell.faults, cell.size, cell.servers, "yes" if cell.replay else "",
-        shots.get("workers", 0), shots.get("servers", 0), *found, ended,
-        round(time.time() - begin),
+        *outcome.shots.values(), *found, outcome.ended, round(time.time() - begin),
     ]  # fmt: skip
+
+
+def learned(rule: str, faults: str, steps: int) -> list[Any]:
+    """What workers learn of the digits meanwhile: a row of the table."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="learn"))
+    images, labels = load_digits(return_X_y=True)
+    images, test = np.asarray(images / 16, np.float32), slice(0, 360)
+
+    def train(worker):
+        rng = np.random.default_rng([worker.index, worker.restarts])
+        (folder / "begin").touch()
+
+        @jax.jit
+        def gradient(params, x, y):
+            def loss(params):
+                logits = x @ params["w"] + params["b"]
+                return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+            return jax.grad(loss)(params)
+
+        while worker.local_step < steps:
+            rows = rng.integers(test.stop, len(images), 32)
+            worker.step(gradient(worker.params, images[rows], labels[rows]))
+            time.sleep(0.02)
+
+    params = {"w": np.zeros((64, 10), np.float32), "b": np.zeros(10, np.float32)}
+    outcome = under(
+        faults, 0.02 * steps, folder,
+        lambda: runtime.run(
+            train, params, optax.sgd(0.2), RULES[rule], num_workers=WORKERS,
+            communication_period=1 if "of 4" in rule else 5,
+            checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
+        ),
+    )  # fmt: skip
+    shutil.rmtree(folder, ignore_errors=True)
+    percent: Any = ""
+    if outcome.center is not None:
+        logits = images[test] @ outcome.center["w"] + outcome.center["b"]
+        percent = round(100 * float(np.mean(logits.argmax(1) == labels[test])), 1)
+    return [percent, *outcome.shots.values(), outcome.ended]
 
 
 class Known:
@@ -373,6 +439,27 @@ def under_fire(page: Any, known: Known, cells: list[Cell], seconds: float) -> No
     page.nowhere("acked", idle, f"{sum(one['acked'] or 0 for one in found):,} in all")
     bad = [one["ended"] for one in found if one["ended"] != "yes"]
     page.nowhere("ended", bad, f"{len(found)} of {len(found)}")
+
+
+def learning(page: Any, known: Known, rules: list[str], steps: int) -> None:
+    """How well workers learn without faults, and with workers and servers killed."""
+    rows = []
+    for rule in rules:
+        rows += known.get(
+            ["learning", rule, steps],
+            lambda rule=rule: [
+                [
+                    rule,
+                    learned(rule, "none", steps)[0],
+                    *learned(rule, "workers and servers", steps),
+                ]
+            ],
+        )
+        print(f"{rows[-1][0]} learned: {rows[-1][1:]}", flush=True)
+    page.table("learning", rows, steps=steps)
+    worse = [row[1] - row[2] for row in rows if "" not in row[1:3]]
+    met = len(worse) == len(rows) and max(worse) <= 1.5
+    page.criterion("learning", met, f"{max(worse):.1f} points at most")
 
 
 class Quiet(NamedTuple):
@@ -480,11 +567,11 @@ def main():
     parser.add_argument("--all", action="store_true", help="the whole product")
     parser.add_argument("--pushes", type=int, default=10_000, help="for the memory")
     options = parser.parse_args()
-    cells, seconds, pushes = CELLS, options.seconds, options.pushes
+    cells, seconds, pushes, steps = CELLS, options.seconds, options.pushes, 1500
     if options.all:
         cells = every_cell()
     if options.quick:
-        cells, seconds, pushes = SHORT, 15.0, 400
+        cells, seconds, pushes, steps = SHORT, 15.0, 400, 300
     cells = [cell for cell in cells if options.only in str(cell)]
     values = {"workers": WORKERS, "cpus": CPUS, "every": EVERY, "seconds": seconds}
     page = report.Report("faults", options, **values)
@@ -498,6 +585,7 @@ def main():
     )
     known = Known(page.folder / "faults.rows", options.resume)
     under_fire(page, known, cells, seconds)
+    learning(page, known, list(RULES)[: 1 if options.quick else None], steps)
     many_pushes(page, known, pushes)
     ray.shutdown()
     every_order(page, known, options.quick)

@@ -55,11 +55,14 @@ def reduce(
     group_assignment: GroupAssignment | None = None,
     dtype: Any = None,
 ) -> Tree:
-    """Mean or sum over the replicas of every leaf of a tree.
+    r"""Mean or sum over the replicas of every leaf of a tree.
 
     For leaf x_i of replica i, with N replicas and weights w_i:
 
-        mean: sum_i x_i / N        weighted mean: sum_i w_i x_i / sum_i w_i
+    .. math::
+
+        \text{mean} = \frac{1}{N} \sum_i x_i, \qquad
+        \text{weighted mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
     This is the reduction that `cross_shard` applies to gradients; losses, metrics and
     batch statistics need it too. All leaves of one dtype travel in one all-reduce.

@@ -198,7 +198,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     """
 
     def repeat(x):
-        return jnp.repeat(jnp.asarray(x)[None], n, axis=0)
+        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x):
         if not jnp.ndim(x):

@@ -86,13 +86,15 @@ def elastic_average(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Workers with parameters of their own, pulled elastically to a center (EASGD).
 
-    In every step, with s the center at the worker's last exchange, before the pushes
-    of that round:
+    In every step worker i with the parameters x_i has the gradient g_i, where s_i is
+    the center at its last exchange, before the pushes of that round:
 
-        gradient of the worker:   g + rho (x - s)
+    .. math::
 
-    and after it, every `communication_period` steps, with a the moving rate and c the
-    center:
+        g_i \leftarrow g_i + \rho\, (x_i - s_i)
+
+    and every `communication_period` steps, after the update, with a the moving rate and
+    c the center:
 
     .. math::
 

@@ -126,7 +126,7 @@ def center_variable(
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Workers that train on their own and meet at a center every few steps.
+    r"""Workers that train on their own and meet at a center every few steps.
 
     In every step `inner` turns the worker's own gradient into its update. When the
     steps since the last round reach `communication_period`, the workers meet as `rule`
@@ -168,7 +168,9 @@ def center_variable(
     the workers, which went on meanwhile, take of the center c what `rule` says. Where
     that is the center itself,
 
-        x_i <- keep_local x_i + (1 - keep_local) c
+    .. math::
+
+        x_i \leftarrow k\, x_i + (1 - k)\, c, \qquad k = \text{keep\_local}
 
     and what they contribute next starts from c. (What a round finds out about a worker,
     that it is broken say, it does in step t.) With one exchange in each step and

@@ -10,11 +10,13 @@ from optx_sync.exchange.rule import Code, Exchange
 
 
 def all_reduce(dtype: Any = None) -> Exchange:
-    """The mean over all replicas by an all-reduce of everything.
+    r"""The mean over all replicas by an all-reduce of everything.
 
     With x_i the array of replica i and w_i its weight:
 
-        mean = sum_i w_i x_i / sum_i w_i
+    .. math::
+
+        \text{mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
     All leaves of one dtype travel in one all-reduce. It takes row-sparse leaves and
     groups, and remembers nothing. In a narrower `dtype` the sum is rounded on the way

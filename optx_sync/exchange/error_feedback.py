@@ -26,12 +26,15 @@ class ErrorFeedbackState(NamedTuple):
 
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:
-    """Send what an exchange lost with the next one, so that nothing is lost for good.
+    r"""Send what an exchange lost with the next one, so that nothing is lost for good.
 
     With x_i the tree of replica i, w_i its weight (1 if none is given) and e_i what it
     owes, zero at first:
 
-        mean, lost = exchange(x_i + decay e_i / w_i);    e_i <- lost_i
+    .. math::
+
+        \text{mean}, \text{lost}_i = \text{exchange}\Big(x_i
+        + \text{decay}\, \frac{e_i}{w_i}\Big), \qquad e_i \leftarrow \text{lost}_i
 
     With decay 1 the sum of all that was received, mean times sum of weights, plus the
     sum of all e_i is the sum of all that was sent in, at any time. SGD through a

@@ -21,13 +21,17 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
-    """The mean over all replicas of matrices of low rank: two factors travel.
+    r"""The mean over all replicas of matrices of low rank: two factors travel.
 
     A leaf of shape (n, ...) is a matrix X of n rows and m columns. With the last Q, its
     columns made orthonormal, w_i the weights and W their sum:
 
-        P = orthonormal(sum_i w_i X_i Q / W)      Q = sum_i w_i X_i^T P / W
-        mean = P Q^T                         lost_i = w_i (X_i - P P^T X_i)
+    .. math::
+
+        P &= \text{orthonormal}\Big(\frac{1}{W} \sum_i w_i X_i Q\Big) \\
+        Q &= \frac{1}{W} \sum_i w_i X_i^T P \\
+        \text{mean} &= P Q^T \\
+        \text{lost}_i &= w_i\, (X_i - P P^T X_i)
 
     Q is remembered: over the rounds it turns to the directions in which the matrices
     are largest. Two all-reduces of rank (n + m) numbers per matrix. Vectors, scalars

@@ -26,19 +26,26 @@ from optx_sync.exchange.rule import Code, Exchange
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
-    """The mean over all replicas of codes of 8 or 4 bits: few bytes, in two hops.
+    r"""The mean over all replicas of codes of 8 or 4 bits: few bytes, in two hops.
 
     A buffer x of D numbers is cut into a piece for each of the N replicas and coded in
     blocks of B numbers, with b bits each:
 
-        m = 2^(b-1) - 1      s = max |x| / m      q = round(x / s)      C(x) = s q
+    .. math::
+
+        m = 2^{b-1} - 1, \quad s = \frac{\max |x|}{m}, \quad
+        q = \text{round}\Big(\frac{x}{s}\Big), \quad C(x) = s\, q
 
     Replica j gets everybody's codes of piece j, adds up what they stand for in float32
     (float64 for float64 leaves), and codes the mean again; these codes go to all:
 
-        mean = C(sum_i C(w_i x_i) / sum_i w_i)
-        lost_i = w_i x_i - C(w_i x_i), and at the piece that i owns what the second
-                 coding loses, times the sum of the weights
+    .. math::
+
+        \text{mean} = C\Big(\frac{\sum_i C(w_i x_i)}{\sum_i w_i}\Big), \qquad
+        \text{lost}_i = w_i x_i - C(w_i x_i)
+
+    and at the piece that i owns `lost` has besides what the second coding loses, times
+    the sum of the weights.
 
     All replicas decode the same bits, so their means are equal. All leaves travel in
     two collectives, codes, scales and weights together as bytes: per replica

@@ -150,9 +150,11 @@ def trimmed_mean(f: int) -> Exchange:
 
 
 def sign_majority() -> Exchange:
-    """The sign that most replicas have, coordinate by coordinate: -1, 0 or 1.
+    r"""The sign that most replicas have, coordinate by coordinate: -1, 0 or 1.
 
-        sign(sum_i sign(v_i))
+    .. math::
+
+        \text{sign}\Big(\sum_i \text{sign}(v_i)\Big)
 
     A tie is 0; a NaN has no vote. Signs travel as int8, a quarter of float32's bytes.
     What is exchanged has lost its scale: the learning rate alone is the size of a step.
@@ -202,12 +204,14 @@ def sign_majority() -> Exchange:
 
 
 def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> Exchange:
-    """The point with the least sum of distances to all replicas, whole trees each.
+    r"""The point with the least sum of distances to all replicas, whole trees each.
 
     It stands up to fewer than half of the replicas; one that holds a NaN or infinity is
     left out. `steps` steps of Weiszfeld's algorithm, from the median by coordinate:
 
-        z <- sum_i v_i / |z - v_i|  /  sum_i 1 / |z - v_i|
+    .. math::
+
+        z \leftarrow \sum_i \frac{v_i}{|z - v_i|} \Big/ \sum_i \frac{1}{|z - v_i|}
 
     Distances below a thousandth of the typical one count as that.
 
@@ -270,16 +274,19 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
 def krum(
     f: int, m: int | None = None, *, shard_axes: AxisName | None = None
 ) -> Exchange:
-    """The mean of the `m` replicas that are closest to their neighbours (multi-Krum).
+    r"""The mean of the `m` replicas that are closest to their neighbours (multi-Krum).
 
     With n replicas that count, of which f may be wrong:
 
-        score_i = the sum of the n - f - 2 smallest |v_i - v_j|^2, j other than i
+    .. math::
 
-    and the result is the mean of the m replicas of least score. Replicas of equal
-    score are taken or left together, so that their order does not matter. A replica
-    that holds a NaN or infinity is left out. Where n falls below 2 f + 3, f is
-    (n - 3) // 2 and not negative.
+        \text{score}_i = \sum_{j \in \text{near}(i)} |v_i - v_j|^2
+
+    with near(i) the n - f - 2 others for which that is smallest; the result is the mean
+    of the m replicas of least score. Replicas of equal score are taken or left
+    together, so that their order does not matter. A replica that holds a NaN or
+    infinity is left out. Where n falls below 2 f + 3, f is (n - 3) // 2 and not
+    negative.
 
     Args:
         f: How many replicas may be wrong; 2 f + 3 replicas are needed.

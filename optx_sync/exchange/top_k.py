@@ -25,12 +25,17 @@ from optx_sync.exchange.rule import Code, Exchange
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
-    """The mean over all replicas of the k largest numbers of each chunk.
+    r"""The mean over all replicas of the k largest numbers of each chunk.
 
     With x_i the tree of replica i as one buffer in chunks of C numbers, w_i its weight:
 
-        T(x) = x where |x| is among the k largest of its chunk, else 0
-        mean = sum_i T(w_i x_i) / sum_i w_i          lost_i = w_i x_i - T(w_i x_i)
+    .. math::
+
+        \text{mean} = \frac{\sum_i T(w_i x_i)}{\sum_i w_i}, \qquad
+        \text{lost}_i = w_i x_i - T(w_i x_i)
+
+    where T leaves the k numbers of each chunk that are largest in size, and makes the
+    others 0.
 
     Every replica sends its positions and values to all others in one all-gather: per
     chunk k (2 + 4) bytes, and with `bits=2` 2.25 k + 16. What arrives grows with the

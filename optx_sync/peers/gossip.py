@@ -379,12 +379,16 @@ def noloco(
     seed: int = 0,
     drop_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo without an all-reduce: an outer step on the mean of a random pair.
+    r"""DiLoCo without an all-reduce: an outer step on the mean of a random pair.
 
     Every `communication_period` steps worker i meets one other, j, drawn anew. With s_i
     its own center, which it held after its last round:
 
-        x_i, s_i  <-  one step of `outer` on s_i with the gradient s_i - (x_i + x_j) / 2
+    .. math::
+
+        x_i, s_i \leftarrow \text{outer}\Big(s_i,\; s_i - \frac{x_i + x_j}{2}\Big)
+
+    one step of `outer` on s_i with that gradient.
 
     It is `oxs.gossip` on `oxs.graphs.random_pairs()`. The released program sends two
     arrays, the center and what the worker moved; with its settings, where the pull to

@@ -102,8 +102,8 @@ def mean_of(
     return treedef.unflatten(means)
 
 
-def clear(accumulator: Accumulator, mean: Any) -> Accumulator:
-    """What is left when `mean` has been taken: nothing.
+def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
+    """What is left when `mean`, of `count` gradients, has been taken: nothing.
 
     But where gradients with fewer rows complete an update that ones with more rows
     began, the rows for which `mean` had no room wait for the next one.
@@ -120,8 +120,20 @@ def clear(accumulator: Accumulator, mean: Any) -> Accumulator:
                 0, mode="drop", wrap_negative_indices=False
             )
         else:
-            sums.append(None if old is None else jnp.zeros_like(old))
+            sums.append(old if old is None else _zeros_after(taken, old, count))
     return Accumulator(treedef.unflatten(sums), row_counts)
+
+
+def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
+    """Zeros in place of `sums`, of which `mean` has been made.
+
+    A count is never negative, but XLA does not know: it sees zeros that need the mean,
+    and so writes them where the sums were. Zeros that need nothing it may write before
+    the sums are read, and copies both for that.
+    """
+    if mean is None:
+        return jnp.zeros_like(sums)
+    return jnp.where(count < 0, mean.astype(sums.dtype), jnp.zeros_like(sums))
 
 
 def unique_rows(grads: Any) -> Any:

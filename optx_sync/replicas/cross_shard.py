@@ -170,8 +170,12 @@ def cross_shard(
     Replica i owns piece i of every array: the gradients are added up where they are
     owned, `inner` works on the piece, and the updates are gathered,
 
-        g_i = scatter(g)      u_i, state_i = inner(g_i, state_i, piece i of params)
-        updates = gather(u)
+    .. math::
+
+        g_i &= \text{scatter}(g) \\
+        u_i, \text{state}_i &= \text{inner}(g_i,\; \text{state}_i,
+        \text{piece } i \text{ of params}) \\
+        \text{updates} &= \text{gather}(u)
 
     which sends as much as the all-reduce of the gradients, and half precision leaves
     less. Numbers and slots are those of `inner` on whole arrays, of half precision

@@ -470,7 +470,6 @@ def sync_replicas(
 
         def move(_, accumulator, kept, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
-            accumulator = accumulate(accumulator, grads, used)
             remembered, contributed, outliers, gathered, measured = kept
             gathered, scalars = gather(gathered), {}
 
@@ -536,12 +535,12 @@ def sync_replicas(
                 )
             result = new_params if direct else moved
             kept = _Kept(remembered, contributed, outliers, gathered, measured)
-            return result, clear(accumulator, mean), kept, inner_state, averages
+            accumulator = clear(accumulator, mean, accumulated)
+            return result, accumulator, kept, inner_state, averages
 
         def wait(_, accumulator, kept, inner_state, averages):
-            """No update yet: the gradient is accumulated, and nothing else moves."""
+            """No update yet: the gradient has been accumulated, nothing else moves."""
             result = params if direct else _no_updates(shapes)
-            accumulator = accumulate(accumulator, grads, used)
             kept = kept._replace(gathered=gather(kept.gathered))
             if not exchange.linear:
                 own = kept.contributed + used.astype(jnp.int32)
@@ -551,7 +550,7 @@ def sync_replicas(
         # The parameters are an operand so that XLA hands them on in place.
         before = (
             params if direct else (),
-            state.accumulator,
+            accumulate(state.accumulator, grads, used),
             _Kept(
                 state.exchange,
                 state.contributed,

@@ -133,14 +133,17 @@ def asynchronous(
     weigh: Weigh | None = None,
     tokens: Any = None,
 ) -> AsynchronousRecord:
-    """Workers that meet a center one by one, each at its own pace.
+    r"""Workers that meet a center one by one, each at its own pace.
 
     An event is one step of the worker w that `workers` names: `inner` turns its
     gradient into its update, and when its steps since its last round reach
     `communication_period` it meets the center alone, as `rule` says (N workers, the
     table of `optx_sync.center.rule`):
 
-        c' <- absorb(c, contribution of w)        x_w <- take(x_w, c, c')
+    .. math::
+
+        c' \leftarrow \text{absorb}(c,\; \text{contribution of } w), \qquad
+        x_w \leftarrow \text{take}(x_w, c, c')
 
     The exchange is atomic: nobody else pushes between the two. A contribution that is
     a mean over workers is divided by N; one that is a mean over those that came

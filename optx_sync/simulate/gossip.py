@@ -66,13 +66,16 @@ def gossip(
     seed: int = 0,
     record: Record = None,
 ) -> GossipRecord:
-    """Asynchronous decentralised SGD (AD-PSGD): workers that average in pairs.
+    r"""Asynchronous decentralised SGD (AD-PSGD): workers that average in pairs.
 
     An event is the end of a step of the worker w that `workers` names. `inner` turns
     its gradient into its update, and when its steps since it last met somebody at its
     own turn reach `communication_period`, it averages with the partner p:
 
-        x_w <- x_w + update(gradient at y_w)        x_w, x_p <- (x_w + x_p) / 2
+    .. math::
+
+        x_w \leftarrow x_w + \text{update}(\text{gradient at } y_w), \qquad
+        x_w, x_p \leftarrow \frac{x_w + x_p}{2}
 
     and begins its next step: y_w <- x_w. So y_w is what the worker held when it began,
     and where others have met it meanwhile, its gradient is that of older parameters, as

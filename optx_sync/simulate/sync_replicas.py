@@ -172,7 +172,7 @@ def sync_replicas(
             params=moved,
             inner=inner_state,
             averages=averages,
-            accumulator=clear(machine.accumulator, mean),
+            accumulator=clear(machine.accumulator, mean, machine.accumulated),
             accumulated=jnp.zeros_like(machine.accumulated),
             global_step=global_step,
             old_tokens=machine.new_tokens,

@@ -1,5 +1,7 @@
 """`apply_gradients` of a center rule is the step that one writes by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +67,18 @@ def test_a_step_that_returns_parameters_is_the_one_written_by_hand(rule, dtype):
     if (rule, dtype) == ("local_sgd", "float32"):
         update = counts(by_hand.with_library, case, dtype, workers)
         assert update["fusions of a quiet step"] > wanted["fusions of a quiet step"]
+
+
+@pytest.mark.parametrize("meet", [None, True])
+def test_sync_replicas_clears_its_sums_where_they_are(meet):
+    case, workers = by_hand.CASES["sync_replicas"], 2
+    known = {} if meet is None else {"meet": meet}
+    apply = functools.partial(oxs.apply_gradients, **known)
+    direct = functools.partial(by_hand.with_library, apply=apply)
+    wanted = counts(by_hand.by_hand, case, "float32", workers)
+    got = counts(direct, case, "float32", workers)
+    assert got["temporaries"] <= wanted["temporaries"]
+    # Of each of two sums: XLA takes it out of a conditional by a copy, and it is added
+    # to and cleared.
+    assert got["copys of a round step"] == (2 if meet is None else 0)
+    assert got["fusions of a round step"] <= wanted["fusions of a round step"] + 4

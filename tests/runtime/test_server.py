@@ -1,8 +1,10 @@
 """The holder of the center, without processes: numbers, refusals, retries, restarts."""
 
+import copy
 import gc
 import json
 import pathlib
+import random
 import threading
 import tracemalloc
 from typing import Any
@@ -25,6 +27,7 @@ from optx_sync.runtime import (
     protocol,
 )
 from optx_sync.runtime.agreements.center import round_of, traffic
+from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
@@ -584,6 +587,50 @@ def test_restarted_sync_server_keeps_inner_state_and_averages(tmp_path):
         one.push(Push(0, 4, grads(-1.0)))
     assert bits(again.center()) == bits(server.center())
     assert bits(again.averages()) == bits(server.averages())
+
+
+def end_of(required, workers, seed):
+    """A run of replicas in random order, their server restored three times: its end.
+
+    Only who waits for whom: no arrays move. Returns the updates, and who waits though
+    nobody is left to push.
+    """
+    draw = random.Random(seed)
+
+    def start():
+        agreement = SyncReplicas(required)
+        updates = Updates(PARAMS, agreement, optax.sgd(1.0), workers)
+        updates._add = lambda accumulator, grads: accumulator
+        updates._update = lambda *now: (now[:4], True)
+        return updates
+
+    updates = start()
+    cut = copy.deepcopy(updates.save())
+    at_work, restores = set(range(workers)), 3
+    for _ in range(120):
+        at_work |= {w for w in range(workers) if not updates.is_waiting(w)}
+        if not at_work:
+            return updates.global_step, updates.waiting
+        what = draw.random()
+        if what < 0.1:
+            cut = copy.deepcopy(updates.save())
+        elif what < 0.15 and restores:
+            restores -= 1
+            updates = start()
+            updates.load(*copy.deepcopy(cut))
+        else:
+            worker = draw.choice(sorted(at_work))
+            at_work.remove(worker)
+            updates.absorb(worker, Push(worker, 1, grads(0.0)), {})
+    return updates.global_step, []
+
+
+def test_nobody_waits_for_ever_after_a_restore():
+    # Who waited at the checkpoint has gone on since, and pushes: it took two tokens.
+    for required, workers in ((2, 2), (4, 4), (6, 4), (3, 4), (1, 2)):
+        ends = [end_of(required, workers, seed) for seed in range(20)]
+        assert [waiting for _, waiting in ends] == [[]] * 20, (required, workers)
+        assert min(updates for updates, _ in ends) >= 3
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -152,10 +152,9 @@ class Updates:
             averages = advance_averages(
                 averages, params, self.agreement.variable_averages, step
             )
+        accumulator = clear(accumulator, mean, count)
         # What passes through must not be the next one's donated accumulator.
-        after = jax.tree.map(
-            jnp.copy, (clear(accumulator, mean), inner_state, params, averages)
-        )
+        after = jax.tree.map(jnp.copy, (accumulator, inner_state, params, averages))
         return after, is_finite(params)
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
@@ -181,7 +180,10 @@ class Updates:
             if completes:
                 self._complete()
         self.was_used[worker] = used
-        self.waiting.append(worker)
+        # One that waited when a checkpoint was made may have gone on since: after a
+        # restore it pushes, and still waits for one token only.
+        if worker not in self.waiting:
+            self.waiting.append(worker)
         self._hand_out()
         return self._reply(worker)
 
