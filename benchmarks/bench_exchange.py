@@ -16,17 +16,16 @@ os.environ.setdefault("NPROC", "16")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from report import Line, Panel, Report, in_turns
+from report import Line, Panel, in_turns, reproduce
 
 import optx_sync as oxs
 from optx_sync import hlo
 
 jax.config.update("jax_platforms", "cpu")
 
-options = report.arguments(__doc__).parse_args()
-SIZES = (1 << 14, 1 << 16) if options.quick else (1 << 20, 1 << 22, 1 << 24)
-TURNS, LIMIT = (3, 6) if options.quick else (30, 6)
+FULL = {"sizes": (1 << 20, 1 << 22, 1 << 24), "turns": 30}
+SHORT = {"sizes": (1 << 14, 1 << 16), "turns": 3}
+LIMIT, WAYS = 6, ("coding", "decoding")  # passes, both ways
 CODES = {
     "8 bit": oxs.exchange.quantized(bits=8),
     "4 bit": oxs.exchange.quantized(bits=4),
@@ -46,8 +45,8 @@ def loops(function: Any, args: Any, numbers: int) -> int:
     return found
 
 
-def one_size(page: Report, numbers: int) -> dict[str, tuple[float, ...]]:
-    """Passes over the data of each code: (coding, decoding)."""
+def one_size(page: Any, numbers: int, turns: int) -> tuple[dict, dict]:
+    """Passes over the data of each code, and loops: [coding, decoding]."""
     x = jax.random.normal(jax.random.key(0), (numbers,))
     scale = jax.jit(lambda x: x * 1.000001)
     calls, counts, sizes = {"copy": lambda: scale(x)}, {}, {}
@@ -59,47 +58,33 @@ def one_size(page: Report, numbers: int) -> dict[str, tuple[float, ...]]:
         message = encode(x, state)[0]
         calls[f"{name}, coding"] = lambda e=encode, s=state: e(x, s)
         calls[f"{name}, decoding"] = lambda d=decode, m=message: d(m)
-        counts[name] = (
-            loops(encode, (x, state), numbers),
-            loops(decode, (message,), numbers),
-        )
+        ways = (encode, (x, state)), (decode, (message,))
+        counts[name] = [loops(*way, numbers) for way in ways]
         sizes[name] = message.nbytes / x.nbytes
-    times = in_turns(calls, TURNS)
+    times = in_turns(calls, turns)
     # The least of all turns: what else the machine does only adds to them.
-    least = {name: min(of) for name, of in times.items()}
-    passes = {
-        name: tuple(
-            least[f"{name}, {way}"] / least["copy"] for way in ("coding", "decoding")
-        )
-        for name in CODES
-    }
-    rows = [
-        [name, sizes[name], *passes[name], sum(passes[name]), *counts[name]]
-        for name in CODES
-    ]
+    least = {name: min(of) / min(times["copy"]) for name, of in times.items()}
+    passes = {n: [least[f"{n}, {way}"] for way in WAYS] for n in CODES}
+    rows = [[n, sizes[n], *passes[n], sum(passes[n]), *counts[n]] for n in CODES]
     page.table("passes", rows, numbers=numbers)
     page.data(**{f"{numbers} numbers": times})
-    for name in CODES:
-        total = sum(passes[name])
-        page.criterion(
-            "passes", total <= LIMIT, f"{total:.1f}", name=name, numbers=numbers
-        )
-        if numbers == SIZES[-1]:
-            said = "{} to code, {} to decode".format(*counts[name])
-            page.criterion("loops", counts[name] == (1, 1), said, name=name)
-    return passes
+    for name, of in passes.items():
+        where = {"name": name, "numbers": numbers}
+        page.criterion("passes", sum(of) <= LIMIT, f"{sum(of):.1f}", **where)
+    return passes, counts
 
 
-def main() -> None:
-    """Run everything and write it down."""
-    page = Report("bench_exchange", options, limit=LIMIT)
-    found = {numbers: one_size(page, numbers) for numbers in SIZES}
-    lines = [
-        Line(name, [sum(found[n][name]) for n in SIZES], SIZES, "o-") for name in CODES
-    ]
+def study(page: Any, settings: Any) -> None:
+    """Measure all sizes; loops are judged in the largest."""
+    sizes = settings["sizes"]
+    found = {n: one_size(page, n, settings["turns"]) for n in sizes}
+    for name, of in found[sizes[-1]][1].items():
+        said = "{} to code, {} to decode".format(*of)
+        page.criterion("loops", of == [1, 1], said, name=name)
+    passes = {name: [sum(found[n][0][name]) for n in sizes] for name in CODES}
+    lines = [Line(name, of, sizes) for name, of in passes.items()]
     page.picture([Panel("passes over the data", "numbers", lines)])
-    page.save()
 
 
 if __name__ == "__main__":
-    main()
+    reproduce("bench_exchange", __doc__, study, FULL, SHORT, limit=LIMIT)

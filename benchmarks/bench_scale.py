@@ -8,6 +8,7 @@ many devices are compiled, not run: the devices are forced, in a process of its 
 each number. Simulated workers, `jax.vmap` on one device, are run.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -22,12 +23,12 @@ import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import report
-from by_hand import AXIS, CASES, INNER, PERIOD, contents
+from by_hand import AXIS, CASES, INNER, PERIOD, contents, update
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from report import Line, Panel, Report, each
+from report import STAGES, Line, Panel, Report, build, each
+from training import workers_step
 
 import optx_sync as oxs
 
@@ -56,18 +57,6 @@ def shapes_of(leaves: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Parameters of as many leaves, always of the same size in all."""
     shape = jax.ShapeDtypeStruct((FLOATS // leaves,), jnp.float32)
     return {f"{number:05}": shape for number in range(leaves)}
-
-
-def build(program: Any, arguments: Any, compiles: bool = True) -> tuple[Any, Any]:
-    """Seconds to trace, to lower and to compile, and the compiled program."""
-    jax.clear_caches()
-    times = [time.perf_counter()]
-    made = program
-    for stage in ("trace", "lower", "compile")[: 2 + compiles]:
-        made = getattr(made, stage)(*(arguments if stage == "trace" else ()))
-        times.append(time.perf_counter())
-    seconds = dict(zip(("trace", "lower", "compile"), np.diff(times), strict=False))
-    return {"compile": None, **seconds}, made
 
 
 def on_devices(name: str, arm: str, params: Any, devices: int) -> tuple[Any, Any]:
@@ -112,9 +101,9 @@ def ask(number: int) -> list[dict[str, Any]]:
 def of_leaves(leaves: int) -> list[dict[str, Any]]:
     """Two cases of a number of leaves on 8 devices, and Optax alone."""
     arms, repeats = [("", OPTAX)], COUNTS[leaves]
-    for name in ("cross_shard", "local_sgd")[int(leaves >= 300) :]:
-        of_case = (HAND, LIBRARY) if leaves >= 300 else (HAND, LIBRARY, AGAIN)
-        arms += [(name, arm) for arm in of_case]
+    of_case = (HAND, LIBRARY) if leaves >= 300 else (HAND, LIBRARY, AGAIN)
+    names = ("cross_shard", "local_sgd")[int(quick or leaves >= 300) :]
+    arms += itertools.product(names, of_case)
     build(*on_devices("", OPTAX, shapes_of(LEAVES), 1))
     rows = []
     for _ in range(max(repeats, 1)):
@@ -129,18 +118,8 @@ def simulate(workers: int) -> dict[str, float]:
     """Compiling and running workers of `local_sgd` under `vmap` on one device."""
     tx = CASES["local_sgd"].tx(workers)
     one = jax.tree.map(lambda x: jnp.ones(x.shape[0] // 50), shapes_of(LEAVES))
-    axes = oxs.state_axes(tx, one)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    program = jax.jit(
-        jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS),
-        donate_argnums=(0, 1),
-    )
-    carry = (oxs.stack(one, workers), oxs.stack(tx.init(one), workers, axes))
-    grads = oxs.stack(one, workers)
+    program = jax.jit(workers_step(tx, one, given, update), donate_argnums=(0, 1))
+    carry, grads = oxs.start_workers(tx, one, workers)[:2], oxs.stack(one, workers)
     seconds, compiled = build(program, (*carry, grads))
     times = []
     for _ in range(4 * PERIOD):
@@ -149,7 +128,7 @@ def simulate(workers: int) -> dict[str, float]:
         times.append(1e6 * (time.perf_counter() - start))
     has = contents(compiled)
     return {
-        "to compile": sum(seconds.values()),
+        "to compile": total(seconds),
         "held": (has["arguments"] + has["temporary"]) / workers,
         "step": float(np.median(times[PERIOD:])) / workers,
     }
@@ -161,8 +140,8 @@ def exponent(sizes: Any, values: list[float]) -> float:
 
 
 def total(row: dict[str, Any]) -> float:
-    """Seconds to trace and to lower, and to compile where that was done."""
-    return row["trace"] + row["lower"] + (row["compile"] or 0)
+    """Seconds of all stages, as far as they were gone through."""
+    return sum(row[stage] or 0.0 for stage in STAGES)
 
 
 def show_devices(page: Report, found: dict[Any, Any]) -> None:
@@ -199,46 +178,45 @@ def show_workers(page: Report) -> None:
     page.criterion("workers", max(held) <= held[0], shown)
 
 
+def medians(rows: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Median seconds of each stage, None of what was left out, by case and step."""
+    found = {}
+    for cell in dict.fromkeys((row["name"], row["arm"]) for row in rows):
+        of = [row for row in rows if (row["name"], row["arm"]) == cell]
+        taken = {stage: [row[stage] for row in of] for stage in STAGES}
+        found[cell] = {s: t[0] and float(np.median(t)) for s, t in taken.items()}
+    return found
+
+
 def show_leaves(page: Report, found: dict[Any, Any]) -> None:
     """Time to trace and compile by the number of leaves."""
-    table, judged, noise, lines = [], [], [], {"trace": {}, "compile": {}}
-    for leaves, rows in found.items():
-        middle: dict[Any, dict[str, Any]] = {}
-        for row in rows:
-            of = [r for r in rows if (r["name"], r["arm"]) == (row["name"], row["arm"])]
-            stages = [stage for stage in ("trace", "lower", "compile") if row[stage]]
-            taken = {s: float(np.median([r[s] for r in of])) for s in stages}
-            middle[row["name"], row["arm"]] = {"compile": None, **taken}
-        for (name, arm), taken in middle.items():
-            compiled = taken["compile"] is not None
-            over = total(taken) / total(middle.get((name, HAND), taken))
-            shown = f"{over:.2f}{'' if compiled else ', not compiled'}"
-            cells = (f"{taken[s]:.2f}" for s in ("trace", "lower"))
-            last = f"{taken['compile']:.2f}" if compiled else "not compiled"
+    table, judged, noise = [], [], []
+    middle = {leaves: medians(rows) for leaves, rows in found.items()}
+    for leaves, cells in middle.items():
+        for (name, arm), taken in cells.items():
+            over = total(taken) / total(cells.get((name, HAND), taken))
+            shown = f"{over:.2f}{'' if taken['compile'] else ', not compiled'}"
+            seconds = [f"{s:.2f}" if s else "not compiled" for s in taken.values()]
             beside = shown if arm in (LIBRARY, AGAIN) else "-"
-            table.append([f"{leaves:,}", name, arm, *cells, last, beside])
-            if arm == LIBRARY and compiled:
-                judged.append((over, f"{shown} ({name}, {leaves:,} leaves)"))
+            table.append([f"{leaves:,}", name, arm, *seconds, beside])
             noise += [over] * (arm == AGAIN)
-            if name != "cross_shard" and arm != AGAIN:
-                for stage, of_stage in lines.items():
-                    if taken[stage] is not None:
-                        label = f"{name} {arm}".strip()
-                        of_stage.setdefault(label, []).append((leaves, taken[stage]))
+            if arm == LIBRARY and taken["compile"]:
+                judged.append((over, f"{shown} ({name}, {leaves:,} leaves)"))
     page.table("leaves", table)
     shown = ", ".join(shown for _, shown in judged)
     shown += f"; noise {report.spread(noise)}"
     page.criterion("leaves", max(judged)[0] <= LIMIT, shown)
     grow, panels = [], []
-    for stage, of_stage in lines.items():
+    for stage in ("trace", "compile"):
         drawn = []
-        for label, points in of_stage.items():
+        for cell in (("", OPTAX), ("local_sgd", HAND), ("local_sgd", LIBRARY)):
+            taken = {leaves: of[cell][stage] for leaves, of in middle.items()}
+            points = [(leaves, s) for leaves, s in taken.items() if s is not None]
             (near, first), (far, last) = points[-2:]
-            slope = exponent((near, far), [first, last])
+            slope, label = exponent((near, far), [first, last]), " ".join(cell).strip()
             between = f"leaves^{slope:.2f} from {near:,} to {far:,}"
             grow.append(f"{stage} of {label} as {between}")
-            sizes, taken = zip(*points, strict=True)
-            drawn.append(Line(label, sizes, taken))
+            drawn.append(Line(label, *np.transpose(points)))
         panels.append(Panel("leaves", f"seconds to {stage}", drawn, log="xy"))
     page.text("leaves", grow="; ".join(grow))
     page.picture(panels, "leaves")

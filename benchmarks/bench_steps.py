@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import optax
 import peers
 import report
+from by_hand import update
 from report import Line, Panel, Report, each, ratio, spread
 
 import optx_sync as oxs
@@ -76,24 +76,18 @@ class Found:
 
 def step_of(tx: Any) -> Any:
     """The step of an optimizer, jitted."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(
+        lambda params, state, grads: update(tx, grads, state, params),
+        donate_argnums=(0, 1),
+    )
 
 
 def build(tx: Any, params: Any) -> tuple[Any, float, float]:
     """The compiled step, and how long its trace and its compilation took."""
-    jax.clear_caches()
     gc.collect()
-    state = jax.eval_shape(tx.init, params)
-    start = time.perf_counter()
-    lowered = step_of(tx).trace(params, state, params).lower()  # pyright: ignore[reportFunctionMemberAccess]
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, traced - start, time.perf_counter() - traced
+    arguments = params, jax.eval_shape(tx.init, params), params
+    seconds, compiled = report.build(step_of(tx), arguments)
+    return compiled, seconds["trace"] + seconds["lower"], seconds["compile"]
 
 
 class Held:
@@ -101,6 +95,7 @@ class Held:
 
     def __init__(self, step: Callable, tx: Any, params: Any, *grads: Any) -> None:
         self.step, self.grads = step, grads
+        params = jax.tree.map(jnp.array, params)
         self.held = (params, jax.jit(tx.init)(params))
 
     def __call__(self, *grads: Any) -> Any:
@@ -108,18 +103,11 @@ class Held:
         return self.held
 
 
-def triad(start: Any, grads: Any) -> Callable[[], Any]:
-    """A call of x + 2 y, written over x: as fast as memory is read and written."""
-    add: Any = jax.jit(
-        lambda x, y: jax.tree.map(lambda a, b: a + 2.0 * b, x, y), donate_argnums=0
-    )
-    held = [jax.tree.map(jnp.array, start)]
-
-    def call():
-        held[0] = add(held[0], grads)
-        return held
-
-    return call
+# x + 2 y, written over x: as fast as memory is read and written.
+TRIAD: Any = jax.jit(
+    lambda x, state, y: (jax.tree.map(lambda a, b: a + 2.0 * b, x, y), state),
+    donate_argnums=0,
+)
 
 
 def loops_of(compiled: Any, size: int, leaves: int) -> float:
@@ -146,11 +134,10 @@ def measure(name: str, leaves: int, size: int, repeats: int, builds: int) -> Fou
     device_grads = jax.device_put(grads)
 
     def held(side):
-        params = [jnp.array(leaf) for leaf in start]
-        return Held(programs[side], makes[side](), params, device_grads)
+        return Held(programs[side], makes[side](), start, device_grads)
 
     calls: dict[str, Any] = {side: held(side) for side in programs}
-    calls["triad"] = triad(start, device_grads)
+    calls["triad"] = Held(TRIAD, optax.identity(), start, device_grads)
     if "Optax" in programs:
         # What a program takes against itself, on other buffers, is noise.
         calls["Optax again"] = held("Optax")
@@ -169,19 +156,14 @@ def measure(name: str, leaves: int, size: int, repeats: int, builds: int) -> Fou
     way = np.abs(ends["ours"] - start[0]).mean()
     slots = jax.tree.leaves(jax.eval_shape(makes["ours"]().init, shapes[0]))
     floor = 12 + 8 * sum(slot.shape == (size,) for slot in slots)
-    return Found(
-        times,
-        seconds,
-        {
-            s: p.cost_analysis()["bytes accessed"] / leaves / size
-            for s, p in programs.items()
-        },
-        {s: loops_of(p, size, leaves) for s, p in programs.items()},
-        {s: float(np.abs(end - ends["ours"]).mean() / way) for s, end in ends.items()},
-        # A norm must be known before the first element moves: the gradient twice.
-        floor + 4 if name == "normalized_sgd" else floor,
-        leaves * size,
-    )
+    # A norm must be known before the first element moves: the gradient twice.
+    floor += 4 * (name == "normalized_sgd")
+    every = leaves * size
+    costs = {side: program.cost_analysis() for side, program in programs.items()}
+    moved = {side: of["bytes accessed"] / every for side, of in costs.items()}
+    loops = {side: loops_of(of, size, leaves) for side, of in programs.items()}
+    apart = {s: float(np.abs(x - ends["ours"]).mean() / way) for s, x in ends.items()}
+    return Found(times, seconds, moved, loops, apart, floor, every)
 
 
 def beside_optax(page: Report, results: Mapping[str, Found], where: str) -> None:
@@ -251,7 +233,7 @@ def dense(options: Any, quick: bool) -> None:
     """All of the catalogue, on large and on small leaves."""
     page = Report("bench_dense", options)
     page.text("missing", peers=peers.missing() or "none")
-    few = ("rmsprop", "normalized_sgd", "adam")
+    few = ("normalized_sgd", "adam")
     plans = {  # names, leaves, floats in each, repeats, builds
         "large": (few, 4, 65_536, 5, 1) if quick else (peers.OURS, 8, 4_194_304, 21, 5),
         "small": (SMALL[3:], 32, 64, 5, 1) if quick else (SMALL, 2_048, 1_024, 21, 3),
@@ -265,10 +247,11 @@ def dense(options: Any, quick: bool) -> None:
             beside_others(page, found)
         lines = []
         for side in SIDES:
-            has = [(n, of.times) for n, of in enumerate(found.values())]
-            at = [(n, np.median(times[side])) for n, times in has if side in times]
-            numbers, middles = np.transpose(at) if at else ((), ())
-            lines += [Line(side, middles, numbers, "o")] if at else []
+            times = [of.times.get(side) for of in found.values()]
+            at = [(np.median(of), n) for n, of in enumerate(times) if of]
+            if at:
+                middles, numbers = np.transpose(at)
+                lines.append(Line(side, middles, numbers, "o"))
         label = f"milliseconds of a step, {where}"
         page.picture([Panel(label, "", lines, names=list(names))], kind)
         page.data(**{kind: {n: dataclasses.asdict(f) for n, f in found.items()}})
@@ -431,8 +414,8 @@ def row_sparse(options: Any, quick: bool) -> None:
     page.text("missing", peers=peers.missing() or "none")
     touched, rows = (64, 2**14) if quick else (4_096, 2**20)
     sizes = [10**n for n in ((3, 4, 5) if quick else (4, 5, 6, 7))]
-    counts = [rows // 4**n for n in ((5, 4, 2, 0) if quick else range(7, -1, -1))]
-    names = ("gradient_descent", "adagrad") if quick else TABLES
+    counts = [rows // 4**n for n in ((4, 2, 0) if quick else range(7, -1, -1))]
+    names = ("adagrad",) if quick else TABLES
     all_names, repeats = names if quick else TOUCHED_ONLY, 5 if quick else 40
 
     def length(name):
@@ -447,13 +430,13 @@ def row_sparse(options: Any, quick: bool) -> None:
     touched_page(page, counts, rows, touched, found)
     left, right = [], []
     for name, (times, _) in found.items():
-        middle = [np.median(lengths[name][0][f"{n:,}"]) for n in sizes]
-        left.append(Line(name, sizes, middle))
-        middle = [np.median(times[f"{n:,}"]["ours"]) for n in counts]
-        right.append(Line(name, counts, middle))
+        of_length = [np.median(lengths[name][0][f"{n:,}"]) for n in sizes]
+        of_number = [np.median(times[f"{n:,}"]["ours"]) for n in counts]
+        left.append(Line(name, sizes, of_length))
+        right.append(Line(name, counts, of_number))
     unit = "milliseconds of a step"
-    panels = [Panel("rows of the table", unit, left, log="xy")]
-    page.picture([*panels, Panel("rows touched", unit, right, log="xy")])
+    pairs = (("rows of the table", left), ("rows touched", right))
+    page.picture([Panel(x, unit, lines, log="xy") for x, lines in pairs])
     page.data(by_length=lengths, by_touched=found)
     page.save()
 

@@ -52,7 +52,7 @@ CASES = by_hand.CASES
 SETTINGS = {("given", 2): 10, ("perceptron", 2): 6, ("given", 8): 4}
 if options.quick:
     SETTINGS = {("perceptron", 2): 2}
-    CASES = {n: CASES[n] for n in ("cross_shard", SUMS, "local_sgd", "elastic_average")}
+    CASES = {n: CASES[n] for n in ("cross_shard", SUMS, "local_sgd")}
 
 
 def loss(params: Any, inputs: jax.Array) -> jax.Array:
@@ -98,45 +98,37 @@ def steps_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]
     return steps
 
 
-def compile_all(steps: dict[str, by_hand.Step], batch: Any) -> dict[str, Any]:
-    """Each step's compiled program."""
-    return {n: s.program.lower(s.carry, batch).compile() for n, s in steps.items()}
+def rounds_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]:
+    """A whole round in one program, by hand and by `apply_gradients` with `meet=`."""
+    given = (CASES[name], params, workers, GRADIENTS[gradients], True)
+    return {HAND: by_hand.by_hand(*given), DIRECT: by_hand.direct(*given)}
 
 
-def time_all(
-    steps: dict[str, Any], compiled: Any, batch: Any, turns: int, period: int = PERIOD
-) -> Any:
-    """Milliseconds of each step, [turns, period]."""
-    steps, compiled = ({**of, AGAIN: of[HAND]} for of in (steps, compiled))
-    carries = {name: step.start(params) for name, step in steps.items()}
+def time_all(steps: Any, batch: Any, turns: int, period: int = PERIOD) -> Any:
+    """Compiled programs, and milliseconds of each step, [turns, period]."""
+    programs = {n: s.program.lower(s.carry, batch).compile() for n, s in steps.items()}
+    arms = {**{arm: arm for arm in steps}, AGAIN: HAND}
+    carries = {arm: steps[of].start(params) for arm, of in arms.items()}
 
-    def call(name):
+    def call(arm):
         def run():
-            carries[name] = compiled[name](carries[name], batch)
-            return carries[name]
+            carries[arm] = programs[arms[arm]](carries[arm], batch)
+            return carries[arm]
 
         return run
 
-    calls = {name: call(name) for name in steps}
+    calls = {arm: call(arm) for arm in arms}
     times = report.in_turns(calls, turns * period, warm_up=period)
-    return {n: np.reshape(t, (turns, period)) for n, t in times.items()}
-
-
-def rounds_of(name: str, gradients: str, workers: int) -> dict[str, by_hand.Step]:
-    """A whole round in one program, by hand and by `apply_gradients` with `meet=`."""
-    given = (CASES[name], params, workers, GRADIENTS[gradients])
-    of = {HAND: by_hand.by_hand, DIRECT: by_hand.direct}
-    return {arm: make(*given, whole=True) for arm, make in of.items()}
+    return programs, {n: np.reshape(t, (turns, period)) for n, t in times.items()}
 
 
 def ratios(times: dict[str, Any], over: str, under: str, period: int) -> list[float]:
     """Of a quiet step (NaN without any), of a round, and of a whole period."""
     a, b = times[over], times[under]
     if period == 1:
-        every = ratio(a.ravel().tolist(), b.ravel().tolist())
-        return [float("nan"), every, every]
-    pairs = [(a[:, :-1], b[:, :-1]), (a[:, -1], b[:, -1]), (a.sum(1), b.sum(1))]
-    return [ratio(x.ravel().tolist(), y.ravel().tolist()) for x, y in pairs]
+        return [float("nan"), ratio(a, b), ratio(a, b)]
+    pairs = (a[:, :-1], b[:, :-1]), (a[:, -1], b[:, -1]), (a.sum(1), b.sum(1))
+    return [ratio(*pair) for pair in pairs]
 
 
 def sizes(compiled: jax.stages.Compiled, period: int) -> dict[str, float]:
@@ -152,11 +144,6 @@ def sizes(compiled: jax.stages.Compiled, period: int) -> dict[str, float]:
             found[kind] = found.get(kind, 0) + large / LAYERS
     mean = has["every step"] + has["round"] / period
     return {**dict.fromkeys(MORE, 0.0), **has, "mean": mean, **found}
-
-
-def to_lists(times: dict[str, Any]) -> dict[str, list[list[float]]]:
-    """Milliseconds as JSON can hold them, [turns, PERIOD]."""
-    return {arm: np.round(of_arm, 3).tolist() for arm, of_arm in times.items()}
 
 
 def in_words(setting: tuple[str, int]) -> str:
@@ -263,14 +250,12 @@ def judge_peers(page: Report, measured: Any, counted: Any) -> None:
 
 def picture(page: Report, measured: Any) -> None:
     """The ratios of all cases, with the noise beside them."""
-    lines = []
-    for setting in SETTINGS:
-        for arm, look in ((LIBRARY, "o"), (AGAIN, "|")):
-            of = [
-                ratios(measured[setting, n], arm, HAND, CASES[n].period) for n in CASES
-            ]
-            label = f"{in_words(setting)}{', noise' * (arm == AGAIN)}"
-            lines.append(Line(label, [x[2] for x in of], range(len(CASES)), look))
+    lines, looks = [], {LIBRARY: "o", AGAIN: "|"}
+    for setting, arm in itertools.product(SETTINGS, looks):
+        times = {name: measured[setting, name] for name in CASES}
+        of = [ratios(t, arm, HAND, CASES[name].period)[2] for name, t in times.items()]
+        label = f"{in_words(setting)}{', noise' * (arm == AGAIN)}"
+        lines.append(Line(label, of, range(len(CASES)), looks[arm]))
     page.picture([Panel("time of a period / by hand", "", lines, names=list(CASES))])
 
 
@@ -283,17 +268,12 @@ def main() -> None:
         batch = batch_of(*setting)
 
         def one(name, setting=setting, turns=turns, batch=batch):
-            steps, period = steps_of(name, *setting), CASES[name].period
-            compiled = compile_all(steps, batch)
-            programs = {
-                arm: sizes(program, period) for arm, program in compiled.items()
-            }
-            counted[setting, name] = programs
-            measured[setting, name] = time_all(steps, compiled, batch, turns)
+            cell, period = (setting, name), CASES[name].period
+            programs, measured[cell] = time_all(steps_of(name, *setting), batch, turns)
+            counted[cell] = {arm: sizes(of, period) for arm, of in programs.items()}
             if name != "cross_shard":  # It meets in every step.
                 whole = rounds_of(name, *setting)
-                program = compile_all(whole, batch)
-                rounds[setting, name] = time_all(whole, program, batch, turns, 1)
+                rounds[cell] = time_all(whole, batch, turns, 1)[1]
 
         report.each(in_words(setting), one, CASES)
     judge_times(page, measured, counted)
@@ -305,8 +285,9 @@ def main() -> None:
     judge_peers(page, measured, counted)
     for setting in SETTINGS:
         show_contents(page, counted, setting)
-    named = {f"{name}, {in_words(of)}": times for (of, name), times in measured.items()}
-    page.data(**{name: to_lists(times) for name, times in named.items()})
+    for (setting, name), times in measured.items():
+        kept = {arm: np.round(of_arm, 3) for arm, of_arm in times.items()}
+        page.data(**{f"{name}, {in_words(setting)}": kept})
     picture(page, measured)
     page.save()
 

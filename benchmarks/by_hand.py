@@ -63,10 +63,15 @@ as_wide = over_trees(lambda x: x.astype(jnp.float32))
 rounded = over_trees(lambda x, like: x.astype(like.dtype))
 
 
+def update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    """One step as users of Optax write it: `(params, state)`."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 def descend(params: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:
     """One step of the inner optimizer."""
-    updates, state = INNER.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    return update(INNER, grads, state, params)
 
 
 def where_due(due: Any, exchange: Callable, *operands: Tree) -> Any:
@@ -115,8 +120,7 @@ def local_sgd(params, center):
 def diloco(params, center, outer):
     """What the workers moved is an outer optimizer's gradient."""
     gradient = lax.pmean(minus(center, as_wide(params)), AXIS)
-    updates, outer = OUTER.update(gradient, outer, center)
-    center = optax.apply_updates(center, updates)
+    center, outer = update(OUTER, gradient, outer, center)
     return varying(rounded(center, params)), center, outer
 
 
@@ -173,8 +177,12 @@ def start_agn(params: Tree) -> tuple[Tree, Tree]:
     return (mine, zeros(wide(params))), shared
 
 
-rule: dict[str, Any] = {"communication_period": PERIOD}
-_elastic = functools.partial(oxs.elastic_average, INNER, AXIS, moving_rate=RATE, **rule)
+def wrapped(wrap: Callable, **more: Any) -> Callable[[int], Any]:
+    """A center rule around the inner optimizer, for any number of workers."""
+    return lambda workers: wrap(INNER, AXIS, communication_period=PERIOD, **more)
+
+
+elastic_average = functools.partial(wrapped, oxs.elastic_average, moving_rate=RATE)
 CASES = {
     "cross_shard": Case(
         lambda workers: oxs.cross_shard(INNER, AXIS), inner_alone, reduced, True, 1
@@ -192,18 +200,12 @@ CASES = {
         accumulated,
         True,
     ),
-    "local_sgd": Case(
-        lambda workers: oxs.local_sgd(INNER, AXIS, **rule), with_center(), local_sgd
-    ),
-    "diloco": Case(
-        lambda workers: oxs.diloco(INNER, AXIS, outer=OUTER, **rule),
-        with_center(OUTER.init),
-        diloco,
-    ),
-    "agn": Case(lambda workers: oxs.agn(INNER, AXIS, **rule), start_agn, agn),
-    "elastic_average": Case(lambda workers: _elastic(rho=0.0), with_center(), elastic),
+    "local_sgd": Case(wrapped(oxs.local_sgd), with_center(), local_sgd),
+    "diloco": Case(wrapped(oxs.diloco, outer=OUTER), with_center(OUTER.init), diloco),
+    "agn": Case(wrapped(oxs.agn), start_agn, agn),
+    "elastic_average": Case(elastic_average(rho=0.0), with_center(), elastic),
     "elastic_average, penalty": Case(
-        lambda workers: _elastic(rho=RATE), with_center(copy), penalised
+        elastic_average(rho=RATE), with_center(copy), penalised
     ),
 }
 
@@ -316,11 +318,10 @@ def with_library(
     params: Tree,
     workers: int,
     gradient: Callable,
-    apply: Callable | None = None,
     whole: bool = False,
+    apply: Callable = update,
 ) -> Step:
     """The library's optimizer under `shard_map`, by `update` or another step."""
-    apply = apply or _update
     tx, one = case.tx(workers), case.replicated
     axes = oxs.state_axes(tx, params, replicated=one)
 
@@ -342,16 +343,8 @@ def with_library(
     return on_mesh(program, workers, start, (P() if one else P(AXIS), specs), params)
 
 
-def direct(
-    case: Case, params: Tree, workers: int, gradient: Callable, whole: bool = False
-) -> Step:
-    """The library's optimizer by `apply_gradients`, which returns parameters."""
-    return with_library(case, params, workers, gradient, oxs.apply_gradients, whole)
-
-
-def _update(tx: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+# The same by `apply_gradients`, which returns parameters.
+direct = functools.partial(with_library, apply=oxs.apply_gradients)
 
 
 def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
@@ -359,13 +352,11 @@ def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
     axes = (0, oxs.state_axes(tx, params))
 
     def start(params):
-        state = oxs.stack(tx.init(params), workers, axes[1])
-        return oxs.stack(params, workers), state
+        return oxs.start_workers(tx, params, workers)[:2]
 
     def step(carry, batch):
         params, state = carry
-        updates, state = tx.update(gradient(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
+        return update(tx, gradient(params, batch), state, params)
 
     mapped = jax.vmap(
         step, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS, spmd_axis_name=AXIS

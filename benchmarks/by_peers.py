@@ -11,11 +11,10 @@ import importlib
 from typing import Any
 
 import by_hand
-import jax
 import jax.numpy as jnp
 import optax
-from by_hand import AXIS, INNER, OUTER, PERIOD, copy, descend, minus, varying
-from jax import lax
+from by_hand import AXIS, INNER, OUTER, PERIOD, copy, descend, minus, update, varying
+from jax import lax, sharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -33,23 +32,27 @@ def multi_steps(params, workers, gradient):
     def step(carry, batch):
         params, state = carry
         grads = lax.pmean(gradient(varying(params), batch), AXIS)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return update(tx, grads, state, params)
 
     return by_hand.on_mesh(step, workers, start, (P(), P()), params)
 
 
 def drjax_step(name, params, workers, gradient):
     """DrJAX, as MaxText's DiLoCo: every step asks whether it is time to exchange."""
-    drjax, outer = _drjax(), OUTERS[name]
+    # An extra of the benchmarks: who has not installed it leaves these steps out.
+    drjax: Any = importlib.import_module("drjax")
+    outer, mesh = OUTERS[name], by_hand.mesh_of(workers)
 
     def train(params, inner, batch):
         return descend(params, inner, gradient(params, batch))
 
     def exchange(params, center, state):
-        center, state = _move(drjax, outer, params, center, state)
+        # What the workers moved on average is the outer optimizer's gradient.
+        moved = drjax.reduce_mean(minus(drjax.broadcast(center), params))
+        center, state = update(outer, moved, state, center)
         return drjax.broadcast(center), center, state
 
+    @drjax.program(placements={AXIS: workers})
     def step(carry, batch):
         params, inner, center, state, count = carry
         params, inner = drjax.map_fn(train, (params, inner, batch))
@@ -58,34 +61,14 @@ def drjax_step(name, params, workers, gradient):
         moved = by_hand.where_due(due, exchange, params, center, state)
         return moved[0], inner, *moved[1:], count
 
+    def program(carry, batch):
+        # DrJAX looks for the mesh in the context.
+        with sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step(carry, batch)
+
     def start(params):
         stacked = oxs.stack((params, INNER.init(params)), workers)
         return *stacked, copy(params), outer.init(params), jnp.zeros((), jnp.int32)
 
-    return _program(
-        drjax, step, workers, start, (P(AXIS), P(AXIS), P(), P(), P()), params
-    )
-
-
-def _move(drjax, outer, params, center, state):
-    """What the workers moved on average is the outer optimizer's gradient."""
-    moved = drjax.reduce_mean(minus(drjax.broadcast(center), params))
-    updates, state = outer.update(moved, state, center)
-    return optax.apply_updates(center, updates), state
-
-
-def _drjax() -> Any:
-    # An extra of the benchmarks: who has not installed it leaves these steps out.
-    return importlib.import_module("drjax")
-
-
-def _program(drjax, step, workers, start, specs, params):
-    """A program of DrJAX, which looks for the mesh in the context."""
-    mesh = by_hand.mesh_of(workers)
-    placed = drjax.program(placements={AXIS: workers})(step)
-
-    def program(carry, batch):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return placed(carry, batch)
-
+    specs = (P(AXIS), P(AXIS), P(), P(), P())
     return by_hand.step_of(program, mesh, start, specs, params)

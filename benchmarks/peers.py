@@ -5,6 +5,7 @@ act in place, on processors. All have the numbers of OURS, as far as they take t
 """
 
 import functools
+import importlib.util
 import os
 import tomllib
 from collections.abc import Callable, Sequence
@@ -46,26 +47,15 @@ RUNNING = {
 
 
 @functools.cache
-def tensorflow() -> Any:
-    """TensorFlow, or None where it is not installed."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    try:
-        import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
-    except ImportError:
-        return None
-    return tf
+def _library(name: str, variable: str, value: str) -> Any:
+    """A library, imported with a variable set; None where it is not installed."""
+    os.environ.setdefault(variable, value)
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
-@functools.cache
-def torch() -> Any:
-    """Torch, or None where it is not installed."""
-    # Its threads would wait for more work in a loop, and take the others' time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
-        import torch as library  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return library
+tensorflow = functools.partial(_library, "tensorflow", "TF_CPP_MIN_LOG_LEVEL", "3")
+# Its threads would wait for more work in a loop, and take the others' time.
+torch = functools.partial(_library, "torch", "OMP_WAIT_POLICY", "passive")
 
 
 def missing() -> str:

@@ -11,11 +11,11 @@ stands in `pages.toml`. Nothing here decides whether a test passes.
 import argparse
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
 import platform
-import statistics
 import time
 import tomllib
 import warnings
@@ -34,6 +34,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
+STAGES = ("trace", "lower", "compile")
 COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
 
@@ -91,9 +92,20 @@ def in_turns(
     return times
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+def build(program: Any, arguments: Any, compiles: bool = True) -> tuple[Any, Any]:
+    """Seconds of each stage, None of what is left out, and the compiled program."""
+    jax.clear_caches()
+    seconds, made = dict.fromkeys(STAGES), program
+    for stage in STAGES[: 2 + compiles]:
+        start = time.perf_counter()
+        made = getattr(made, stage)(*(arguments if stage == "trace" else ()))
+        seconds[stage] = time.perf_counter() - start
+    return seconds, made
+
+
+def ratio(over: Any, under: Any) -> float:
     """The median of the ratios of times that were taken in the same turn."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return float(np.median(np.divide(over, under)))
 
 
 def spread(numbers: Sequence[float], digits: int = 2) -> str:
@@ -108,6 +120,11 @@ def of_seeds(values: Any, form: str = ".2f", unit: str = "", middle=np.mean) -> 
     return f"{middle(values):{form}}{unit} ({low:{form}} to {high:{form}})"
 
 
+def percent(parts: Any, digits: int = 1) -> str:
+    """Parts of a whole, such as accuracies, in percent: as `of_seeds` shows them."""
+    return of_seeds(100 * np.asarray(parts), f".{digits}f")
+
+
 def listed(names: Iterable[Any], values: Iterable[Any], form: str = "{} {:.2f}") -> str:
     """Names and what was found for each, in a line."""
     return ", ".join(form.format(*pair) for pair in zip(names, values, strict=True))
@@ -118,10 +135,10 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1)
 
 
-def processes(several: bool = True) -> ProcessPoolExecutor:
-    """A process for each core, or one."""
-    number = os.cpu_count() if several else 1
-    return ProcessPoolExecutor(number, multiprocessing.get_context("spawn"))
+def processes(quick: bool) -> ProcessPoolExecutor | None:
+    """A process for each core; none in a short run, which is over before they start."""
+    spawn = multiprocessing.get_context("spawn")
+    return None if quick else ProcessPoolExecutor(os.cpu_count(), spawn)
 
 
 def each(what: str, function: Callable, items: Iterable[Any], pool: Any = None) -> dict:
@@ -130,6 +147,14 @@ def each(what: str, function: Callable, items: Iterable[Any], pool: Any = None) 
     with pool or ThreadPoolExecutor(1) as pool:
         found = track(pool.map(function, items), what, total=len(items))
         return dict(zip(items, found, strict=True))
+
+
+def grid(what: str, function: Callable, axes: Sequence[Any], pool: Any = None) -> Any:
+    """What `function(*point)` finds for each point of the axes, an array for each."""
+    points = itertools.product(*axes)
+    found = each(what, lambda point: function(*point), points, pool).values()
+    size = [*map(len, axes)]
+    return jax.tree.map(lambda *of: np.reshape(of, (*size, *np.shape(of[0]))), *found)
 
 
 class Line(NamedTuple):
@@ -191,15 +216,15 @@ class Report:
 
     def __init__(self, name: str, options: argparse.Namespace, **values: Any) -> None:
         self.words, self.folder = PAGES[name], folder_of(options)
+        self.quick: bool = options.quick
         self.folder.mkdir(parents=True, exist_ok=True)
         self._name, self._start = name, time.perf_counter()
         self._console = Console()
         if not self._console.is_terminal:
             self._console.width = 120
-        title = self.words["title"]
-        self._found: dict[str, Any] = {"name": name, "title": title}
-        self._found |= {"quick": options.quick, "machine": machine()}
-        self._found |= {"tables": [], "criteria": [], "data": {}}
+        title, found = self.words["title"], {"tables": [], "criteria": [], "data": {}}
+        known = {"name": name, "title": title, "quick": self.quick}
+        self._found: dict[str, Any] = {**known, "machine": machine(), **found}
         self._page = [f"# {title}", self.words["about"].format(**values).strip()]
         self._console.rule(title)
 
@@ -282,11 +307,12 @@ def reproduce(
 ) -> None:
     """Run `study(page, settings)`, and write down what it adds to the page.
 
-    `values` are functions of the settings, for the page's introduction.
+    Named settings are values for the page's introduction, and `values` are more.
     """
     options = arguments(doc).parse_args()
     settings = short if options.quick else full
-    page = Report(name, options, **{key: of(settings) for key, of in values.items()})
+    named = settings if isinstance(settings, Mapping) else {}
+    page = Report(name, options, **named, **values)
     study(page, settings)
     page.save()
 
@@ -335,22 +361,18 @@ def summarise(folder: Path) -> str:
     pages = {path.stem: json.loads(path.read_text()) for path in paths}
     links = {name: f"[{of['title']}]({name}.md)" for name, of in pages.items()}
     every = [one for found in pages.values() for one in found["criteria"]]
-    met, rows = (
-        sum(one["met"] for one in every),
-        [("what", "found", "page"), ["---"] * 3],
-    )
+    rows = [("what", "found", "page"), ["---"] * 3]
     for one in PAGES["numbers"]:
         of_page = pages.get(one["page"], {"criteria": ()})["criteria"]
         found = [c["found"] for c in of_page if c["criterion"].startswith(one["of"])]
         rows += [(one["what"], f, links[one["page"]]) for f in found]
     text = ["# Measured", PAGES["summary"].strip(), "\n".join(map(_row, rows))]
-    for wanted, title in enumerate((f"{len(every) - met} not met", f"{met} met")):
-        text.insert(3, f"## {title} of {len(every)} criteria")
-        at = 4
+    for met, word in ((True, "met"), (False, "not met")):
+        number = sum(one["met"] == met for one in every)
+        text.append(f"## {number} {word} of {len(every)} criteria")
         for name, found in pages.items():
-            some = [one for one in found["criteria"] if one["met"] == bool(wanted)]
-            text[at:at] = [f"### {links[name]}", _criteria(name, some)] if some else []
-            at += 2 * bool(some)
+            if some := [one for one in found["criteria"] if one["met"] == met]:
+                text += [f"### {links[name]}", _criteria(name, some)]
     return "\n\n".join(text) + "\n"
 
 

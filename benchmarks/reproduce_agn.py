@@ -5,22 +5,21 @@ python benchmarks/reproduce_agn.py --quick
 """
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import DOWNPOUR as DOWNPOUR_RULE
-from digits import LABELS, accuracy_of, initial, loss_of
-from report import Line, Panel, each, listed, of_seeds, reproduce, threads
+from digits import LABELS, TEST, accuracy_of, initial, loss_of
+from report import Line, Panel, grid, listed, of_seeds, percent, reproduce, threads
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
-
-BATCH, LEARNING_RATE, MOVING_RATE, TEST, POINTS = 32, 1e-3, 0.05, 360, 100
+BATCH, LEARNING_RATE, MOVING_RATE, POINTS = 32, 1e-3, 0.05, 100
 FULL = {"workers": (10, 20, 40), "periods": (10, 20, 40), "batches": 16_000, "seeds": 5}
-SHORT = {"workers": (10,), "periods": (5, 10), "batches": 200, "seeds": 1}
+SHORT = {"workers": (10,), "periods": (5,), "batches": 100, "seeds": 1}
 RULES = {
     # The paper's form: the commit is the mean of the worker's own updates.
     "AGN": oxs.agn_rule(None, accumulate="updates"),
@@ -81,19 +80,17 @@ def make(seed, order, workers, period, events):
 
 
 def simulate(workers, periods, batches, seeds):
-    """Commits, train and test accuracy: [order, n, period, method, seed, point]."""
+    """Commits, train, test accuracy: each [order, n, period, method, seed, point]."""
 
-    def one(cell):
-        order, w, p, m, seed = cell
-        shared = make(seed, list(ORDERS)[order], workers[w], periods[p], batches)
+    def one(order, n, period, method, seed):
+        shared = make(seed, order, n, period, batches)
         # Workers that a schedule does not name do nothing: one program for all n.
-        setting = list(RULES)[m], max(workers), batches // POINTS, periods[p]
-        return np.stack(run(*setting, *shared))
+        found = run(method, max(workers), batches // POINTS, period, *shared)
+        return jax.device_get(found)
 
-    size = len(ORDERS), len(workers), len(periods), len(RULES), seeds
+    axes = ORDERS, workers, periods, RULES, range(seeds)
     # A run keeps one core busy.
-    found = each("simulating", one, np.ndindex(*size), threads())
-    return np.moveaxis(np.reshape([*found.values()], (*size, 3, POINTS + 1)), -2, 0)
+    return grid("simulating", one, axes, threads())
 
 
 def areas_of(curves):
@@ -108,11 +105,6 @@ def against_commits(commits, curves):
     return np.stack([np.interp(over, *pair) for pair in flat]).reshape(curves.shape)
 
 
-def points(values, digits=1):
-    """Parts as points of percent."""
-    return of_seeds(100 * values, f".{digits}f")
-
-
 def judge(page, workers, periods, train, test):
     """The criteria; the arrays are those of commits in random order."""
     few, many = workers[0], workers[-1]
@@ -120,13 +112,13 @@ def judge(page, workers, periods, train, test):
     for period, gap in zip(periods, np.swapaxes(gaps, 0, 1), strict=True):
         if period > 20:  # Short runs undertrain with AGN, whose commits are / lambda.
             continue
-        means, each_n = gap.mean(-1), [points(of_n, 2) for of_n in gap]
+        means, each_n = gap.mean(-1), [percent(of_n, 2) for of_n in gap]
         found = f"points: {listed(workers, each_n, '{1} at n = {0}')}"
         met = means[-1] >= 0.01 and all(np.diff(means) > 0)
         page.criterion("ahead", met, found, period=period, many=many)
     falls = train[0, 0, :, :, -1] - train[-1, 0, :, :, -1]
     met = falls[AEASGD].mean() >= 0.02 and falls[AGN].mean() < 0.01
-    found = f"points: AEASGD {points(falls[AEASGD], 2)}, AGN {points(falls[AGN], 2)}"
+    found = f"points: AEASGD {percent(falls[AEASGD], 2)}, AGN {percent(falls[AGN], 2)}"
     page.criterion("falls", met, found, period=periods[0], few=few, many=many)
     of_train, of_test = (
         areas_of(curves[-1, -1, DOWNPOUR]) / areas_of(curves[-1, -1, AGN])
@@ -143,25 +135,21 @@ def tabulate_accuracies(page, workers, periods, batches, both):
     gaps = last[..., 1, AGN, :] - last[..., 1, AEASGD, :]
     for o, order in enumerate(ORDERS):
         rows = []
-        for w, p in np.ndindex(len(workers), len(periods)):
-            schedule = make(0, order, workers[w], periods[p], batches)[1]
-            stale = np.quantile(staleness_of(schedule, periods[p]), [0.5, 0.05, 0.95])
-            cells = map(points, np.concatenate(last[o, w, p]))
+        for (w, n), (p, period) in product(enumerate(workers), enumerate(periods)):
+            schedule = make(0, order, n, period, batches)[1]
+            stale = np.quantile(staleness_of(schedule, period), [0.5, 0.05, 0.95])
+            cells = map(percent, np.concatenate(last[o, w, p]))
             age = "{:.0f} ({:.0f} to {:.0f})".format(*stale)
-            name = f"{workers[w]}, {periods[p]}"
-            rows.append([name, *cells, points(gaps[o, w, p], 2), age])
+            rows.append([f"{n}, {period}", *cells, percent(gaps[o, w, p], 2), age])
         page.table("accuracies", rows, order=order)
-    by_period = listed(
-        periods, (points(g, 2) for g in gaps[1, -1]), "{1} at lambda = {0}"
-    )
-    page.text("steps", many=workers[-1], gaps=by_period)
+    of_periods = (percent(of_period, 2) for of_period in gaps[1, -1])
+    shown = listed(periods, of_periods, "{1} at lambda = {0}")
+    page.text("steps", many=workers[-1], gaps=shown)
     rows = []
     for w, n in enumerate(workers):
         means = 100 * last[0, w, :, :, :2].mean((0, 3)).flatten()
-        for whose, values in (
-            ("the paper's", page.words["published"][str(n)]),
-            ("here", means),
-        ):
+        published = page.words["published"][str(n)]
+        for whose, values in (("the paper's", published), ("here", means)):
             rows.append([f"{n}, {whose}", *(f"{value:.2f}" for value in values)])
     page.table("published", rows)
 
@@ -187,20 +175,18 @@ def study(page, sizes):
     commits, train, test = simulate(**sizes)
     page.text("sizes", **sizes)
     unit, ends, curves = "test accuracy of the center, %", [], []
-    seen = np.linspace(0, batches * BATCH, POINTS + 1) / 1000
     for o, p in np.ndindex(len(ORDERS), len(periods)):
         values = np.moveaxis(100 * test[o, :, p, ..., -1], 0, 2)  # [method, seed, n]
         lines = [Line(m, workers, y) for m, y in zip(RULES, values, strict=True)]
         title = f"{list(ORDERS)[o]} in random order, lambda = {periods[p]}"
         ends.append(Panel("n, simulated workers", unit, lines, title))
+    seen = np.linspace(0, batches * BATCH, POINTS + 1) / 1000
+    x = "images seen by all, thousands"
     for w, p in np.ndindex(len(workers), len(periods)):
         values = zip(RULES, 100 * test[0, w, p], strict=True)
         lines = [Line(method, seen, y, "-") for method, y in values]
         title = f"n = {workers[w]}, lambda = {periods[p]}"
-        panel = Panel(
-            "images seen by all, thousands", unit, lines, title, ylim=(50, 100)
-        )
-        curves.append(panel)
+        curves.append(Panel(x, unit, lines, title, ylim=(50, 100)))
     page.picture(ends, columns=len(periods))
     judge(page, workers, periods, train[0], test[0])
     tabulate_accuracies(page, workers, periods, batches, np.stack([train, test], 3))

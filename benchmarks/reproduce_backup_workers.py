@@ -5,24 +5,22 @@ python benchmarks/reproduce_backup_workers.py --quick
 """
 
 import functools
-from typing import Any
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import LABELS, accuracy_of, initial, loss_of
-from report import Line, Panel, each, listed, of_seeds, reproduce
+from digits import LABELS, TEST, accuracy_of, initial, loss_of
+from report import Line, Panel, grid, listed, of_seeds, reproduce
 
 import optx_sync as oxs
 
-jax.config.update("jax_platforms", "cpu")
-
-MACHINES, TEST, RATES = 100, 360, (0.2, 0.4, 0.8, 1.2, 1.6)
+MACHINES, RATES = 100, (0.2, 0.4, 0.8, 1.2, 1.6)
 SPARES = (0, 4, 10, 20, 30, 40, 60, 80, 90)
 # Ten gradients (b = 90) do not take every seed to 95 % in so many updates.
 FULL = {"draws": 4000, "seeds": 8, "spares": SPARES, "updates": 300, "target": 0.93}
-SHORT = {"draws": 200, "seeds": 2, "spares": (0, 20, 80), "updates": 12, "target": 0.5}
+SHORT = {"draws": 200, "seeds": 1, "spares": (0, 80), "updates": 6, "target": 0.15}
 LAWS = {  # seconds of a machine's step
     "log-normal, stragglers": lambda rng, size: (
         rng.lognormal(0, 0.3, size) * np.where(rng.random(size) < 0.02, 10, 1)
@@ -67,32 +65,29 @@ def shown(values, digits=2):
 def step_times(page, draws, seeds):
     """The part about times alone; returns mean seconds [law, seed, b] of both kinds."""
 
-    def one(cell):
-        times = times_of(cell[1], list(LAWS)[cell[0]], draws)
+    def one(law, seed):
+        times = times_of(seed, law, draws)
         of_b = np.array([giving_up(times, b) for b in range(ALL)])
         # As many machines without spare ones: the first N of the same.
         without = [times[:, : MACHINES - b].max(axis=1) for b in range(ALL)]
-        carried = [carrying_on(times, b).mean() for b in SHOWN]
-        return [*of_b.mean(1), *carried, (of_b > without).sum()]
+        carried = np.array([carrying_on(times, b).mean() for b in SHOWN])
+        return of_b.mean(1), carried, (of_b > without).sum()
 
-    size = len(LAWS), seeds
-    found = each("drawing times", one, np.ndindex(size))
-    found = np.reshape([*found.values()], (*size, -1))
-    means, carried, longer = np.split(found, [ALL, found.shape[-1] - 1], axis=-1)
+    means, carried, longer = grid("drawing times", one, (LAWS, range(seeds)))
     of = f"{longer.sum():.0f} of {longer.size * ALL * draws:,} draws, b = 0 to 20"
     page.criterion("longer", not longer.any(), f"longer in {of}")
     gains = means[:, :, 0] / means[:, :, 4]
     kept_on = means[:, :, 0] / carried[:, :, SHOWN.index(4)]
     pairs = zip(map(shown, gains), map(shown, kept_on), strict=True)
     both = [f"{a}, or {b} if late machines end their batch" for a, b in pairs]
-    found = listed(LAWS, both, "{} {}")
-    page.criterion("faster", bool((gains.mean(1) >= 1.25).all()), found)
+    faster = bool((gains.mean(1) >= 1.25).all())
+    page.criterion("faster", faster, listed(LAWS, both, "{} {}"))
     rows = []
-    for i, law in enumerate(LAWS):
-        for k, b in enumerate(SHOWN):
-            numbers = means[i, :, b], means[i, :, 0] / means[i, :, b]
-            used = f"{np.mean((MACHINES - b) / means[i, :, b]):.1f}"
-            rows.append([law, b, *map(shown, numbers), used, shown(carried[i, :, k])])
+    for (i, law), (k, b) in product(enumerate(LAWS), enumerate(SHOWN)):
+        seconds = means[i, :, b]
+        used = f"{np.mean((MACHINES - b) / seconds):.1f}"
+        cells = shown(seconds), shown(means[i, :, 0] / seconds), used
+        rows.append([law, b, *cells, shown(carried[i, :, k])])
     page.table("steps", rows)
     return means, carried
 
@@ -144,25 +139,21 @@ def first_time(accuracies, seconds, target):
 def training(page, seeds, spares, updates, target):
     """Seconds and updates to the target, [law, b, seed], at the best rates."""
 
-    def one(cell):
-        k, i, seed = cell
-        drawn, needed = make(seed, list(LAWS)[i], updates)
-        *both, accepted = map(np.asarray, train(spares[k], *needed))
-        seconds = np.cumsum(giving_up(drawn, spares[k]))
-        in_time = np.arange(MACHINES) < MACHINES - spares[k]
+    def one(law, spare, seed):
+        drawn, needed = make(seed, law, updates)
+        *both, accepted = map(np.asarray, train(spare, *needed))
+        seconds = np.cumsum(giving_up(drawn, spare))
+        in_time = np.arange(MACHINES) < MACHINES - spare
         wrong = (accepted.reshape(updates, MACHINES) != in_time).sum()
-        found = [first_time(accuracies, seconds, target) for accuracies in both]
-        return [*np.ravel(found), wrong]
+        return np.array([first_time(of, seconds, target) for of in both]), wrong
 
-    size = len(spares), len(LAWS), seeds
-    found = np.array([*each("training", one, np.ndindex(size)).values()])
-    of = f"{found[:, -1].sum():.0f} of {len(found) * updates * MACHINES:,} gradients"
-    page.criterion("first", not found[:, -1].any(), f"{of} otherwise")
-    # [validation or test, time or count, law, b, seed, rate]
-    found = np.reshape(found[:, :-1], (*size, 2, 2, len(RATES)))
-    found = np.transpose(found, (3, 4, 1, 0, 2, 5))
-    best = found[0, 0].mean(2).argmin(-1)  # by validation, one rate for all seeds
-    on_test = np.take_along_axis(found[1], best[None, :, :, None, None], -1)[..., 0]
+    # [law, b, seed, validation or test, time or count, rate]
+    found, wrong = grid("training", one, (LAWS, spares, range(seeds)))
+    of = f"{wrong.sum()} of {wrong.size * updates * MACHINES:,} gradients"
+    page.criterion("first", not wrong.any(), f"{of} otherwise")
+    validation, test = np.moveaxis(found, (3, 4), (0, 1))
+    best = validation[0].mean(2).argmin(-1)  # one rate for all seeds
+    on_test = np.take_along_axis(test, best[None, :, :, None, None], -1)[..., 0]
     return *on_test, np.asarray(RATES)[best]
 
 
@@ -189,24 +180,28 @@ def judge_training(page, spares, target, times, counts, rates):
     page.table("training", rows, target=target)
 
 
+def of_laws(x, values, look="o-", label="{}"):
+    """A line for each law."""
+    lines = zip(LAWS, values, strict=True)
+    return [Line(label.format(law), x, y, look) for law, y in lines]
+
+
 def study(page, sizes):
     seeds, spares, target = sizes["seeds"], sizes["spares"], sizes["target"]
     page.text("seeds", **sizes)
     means, carried = step_times(page, sizes["draws"], seeds)
     times, counts, rates = training(page, seeds, spares, sizes["updates"], target)
     judge_training(page, spares, target, times, counts, rates)
-    b, label = f"b, spare ones of {MACHINES} simulated machines", "{}, late ones end"
-    x, used = range(ALL), (MACHINES - np.arange(ALL)) / means
-    pairs: Any = list(zip(LAWS, means, used, carried, strict=True))
-    left = [Line(law, x, y, "-") for law, y, _, _ in pairs]
-    left += [Line(label.format(law), SHOWN, y, "o:") for law, _, _, y in pairs]
-    right = [Line(law, x, y, "-") for law, _, y, _ in pairs]
-    panels = [Panel(b, "mean seconds of a step (simulated)", left, log="y")]
-    panels += [Panel(b, "gradients used per simulated second", right)]
+    b, x = f"b, spare ones of {MACHINES} simulated machines", np.arange(ALL)
+    seconds = of_laws(x, means, "-")
+    seconds += of_laws(SHOWN, carried, "o:", "{}, late ones end")
+    used = of_laws(x, (MACHINES - x) / means, "-")
+    panels = [Panel(b, "mean seconds of a step (simulated)", seconds, log="y")]
+    panels += [Panel(b, "gradients used per simulated second", used)]
     page.picture(panels, "steps")
     panels = []
     for what, values, log in (("seconds", times, "y"), ("updates", counts, "")):
-        lines = [Line(law, spares, y.T) for law, y in zip(LAWS, values, strict=True)]
+        lines = of_laws(spares, values.swapaxes(1, 2))
         panels.append(Panel(b, f"{what} to {target:.0%} (test)", lines, log=log))
     page.picture(panels, target=target)
     page.data(step_seconds=means, seconds=times, updates=counts)

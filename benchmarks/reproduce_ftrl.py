@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sparse_methods as sparse
-from report import Line, Panel, each, of_seeds, reproduce
+from report import Line, Panel, grid, listed, of_seeds, reproduce
 from sklearn.metrics import roc_auc_score
 
 FEATURES = 2**18
 WIDTH = 48  # features of a line; 2 % of the lines have more
 ROWS = 16  # lines of a step; with 1 and with 64 the AucLoss is the same within 0.0002
 # Lines to train, to choose rates, to test; seeds.
-FULL, SHORT = ((80_000, 20_000, 20_000), 3), ((4_800, 2_000, 2_000), 1)
+FULL = {"lines": (80_000, 20_000, 20_000), "seeds": 3}
+SHORT = {"lines": (640, 640, 640), "seeds": 1}
 
 
 class Method(NamedTuple):
@@ -83,8 +84,10 @@ def load(counts):
     # An id out of range is no feature: in compiled code it gives 0 and learns nothing.
     ids, kept = np.full((sum(counts), WIDTH), FEATURES, np.int32), []
     for index in np.random.default_rng(0).permutation(len(lines)):
+        if len(kept) == len(ids):
+            break
         tokens = re.findall(r"\w+|[^\w\s]", lines[index])
-        if len(tokens) >= 3 and len(kept) < len(ids):
+        if len(tokens) >= 3:
             tokens += [" ".join(pair) for pair in pairwise(tokens)]
             found = {zlib.crc32(token.encode()) % FEATURES for token in tokens}
             ids[len(kept), : len(found)] = sorted(found)[:WIDTH]
@@ -105,17 +108,17 @@ def load(counts):
     return list(zip(np.split(ids, cuts), np.split(label, cuts), strict=True)), about
 
 
-def points_of(make, grid, batches, held):
-    """Train a model for each (rate, penalty) of a grid, and measure it."""
-    rates, penalties = jnp.asarray(grid, jnp.float32).T
+def points_of(make, pairs, batches, held):
+    """Train a model for each (rate, penalty), and measure it: rows of a `Point`."""
+    rates, penalties = jnp.asarray(pairs, jnp.float32).T
     points = []
     for weights in np.asarray(train(make, rates, penalties, FEATURES, *batches)):
         padded = np.append(weights, np.float32(0.0))
         validation, test = (
-            float(1 - roc_auc_score(labels, padded[ids].sum(1))) for ids, labels in held
+            1 - roc_auc_score(labels, padded[ids].sum(1)) for ids, labels in held
         )
-        points.append(Point(validation, test, int(np.count_nonzero(weights))))
-    return points
+        points.append(Point(validation, test, np.count_nonzero(weights)))
+    return np.array(points)
 
 
 def nonzeros_at(loss, points):
@@ -133,7 +136,7 @@ def more_than_ftrl(curves, name, at, penalty):
     One number for each seed; NaN where a curve does not reach that AucLoss.
     """
     index = METHODS[at].penalties.index(penalty)
-    losses = [points[index].test for points in curves[at]]
+    losses = [points[index][1] for points in curves[at]]
     sizes, leaders = (
         np.array([nonzeros_at(*pair) for pair in zip(losses, curves[n], strict=True)])
         for n in (name, "FTRL")
@@ -167,10 +170,9 @@ def compare(page, curves, best_global):
             ("FOBOS", "FTRL", (0.25,)),
         )
     )
-    losses = np.array([point.test for point in best_global])
-    gains = list(100 * (np.array([run[0].test for run in curves["FTRL"]]) / losses - 1))
+    gains = list(100 * (curves["FTRL"][:, 0, 1] / best_global[:, 1] - 1))
     found = [
-        ", ".join(f"{name} = {at:g}: {shown(more)}" for at, more in of.items())
+        listed(of, map(shown, of.values()), f"{name} = {{:g}}: {{}}")
         for name, of in (("l1", rda), ("l1", fobos), ("k", count))
     ]
     found.append(shown(gains, 1))
@@ -181,7 +183,7 @@ def compare(page, curves, best_global):
     at = L1.index(0.25)
     (_, near, many), (_, far, few) = middle["FTRL"][at - 1 : at + 1]
     worth = np.log(many / few) / np.log(far / near)
-    ours, its = (np.array(curves[name])[:, at, 1] for name in ("FTRL", "RDA"))
+    ours, its = (curves[name][:, at, 1] for name in ("FTRL", "RDA"))
     because = (
         "It hangs on the order of the lines, most of all where few weights are zero: "
         f"both with l1 = 0.25, RDA's AucLoss differs from FTRL's by "
@@ -197,7 +199,7 @@ def compare(page, curves, best_global):
     page.criterion("rates", met, f"{by_gain}, without l1")
     page.data(curves=curves, fobos=fobos[0.25], rda=rda, ogd_count=count, gains=gains)
     lines = [Line(name, of.T[2], of.T[1]) for name, of in middle.items()]
-    _, losses, sizes = np.array(best_global).T
+    _, losses, sizes = best_global.T
     lines.append(Line("best global rate", sizes, losses, "D"))
     ylim = 0.96 * middle["FTRL"][0][1], 1.03 * middle["FTRL"][-1][1]
     unit = "AucLoss = 1 - AUC on test lines"
@@ -205,40 +207,39 @@ def compare(page, curves, best_global):
 
 
 def study(page, settings):
-    lines, seeds = settings
-    ((ids, labels), *held), about = load(lines)
+    ((ids, labels), *held), about = load(settings["lines"])
     page.text("lines", **about)
 
-    def run(what, grids):  # the points of all seeds
-        def one(cell):
-            order = np.random.default_rng(cell[0]).permutation(len(labels))
+    def run(what, methods):
+        """The points of all seeds, [seed, point, 3], of {name: (make, pairs)}."""
+
+        def one(name, seed):
+            order = np.random.default_rng(seed).permutation(len(labels))
             shape = len(labels) // ROWS, ROWS
             batches = ids[order].reshape(*shape, WIDTH), labels[order].reshape(shape)
-            make, grid = grids[cell[1]]
-            return points_of(make, grid, batches, held)
+            make, pairs = methods[name]
+            return points_of(make, pairs, batches, held)
 
-        cells = list(product(range(seeds), grids))
-        found = each(what, one, cells)
-        return {name: [found[seed, name] for seed in range(seeds)] for name in grids}
+        found = grid(what, one, (methods, range(settings["seeds"])))
+        return dict(zip(methods, found, strict=True))
 
-    grids = {n: (m.make, list(product(m.rates, m.tuning))) for n, m in METHODS.items()}
-    tried = run("choosing rates", grids)
-    grids, rows = {GLOBAL: (sparse.global_rate, GLOBAL_GRID)}, []
-    for name, method in METHODS.items():
-        losses = np.array(tried[name])[..., 0].mean(0).reshape(-1, 2).mean(1)
+    tuning = {n: (m.make, [*product(m.rates, m.tuning)]) for n, m in METHODS.items()}
+    chosen, rows = {GLOBAL: (sparse.global_rate, GLOBAL_GRID)}, []
+    for name, tried in run("choosing rates", tuning).items():
+        method, losses = METHODS[name], tried[..., 0].mean(0).reshape(-1, 2).mean(1)
         rate = method.rates[losses.argmin()]
-        grids[name] = method.make, list(product([rate], method.penalties))
-        cells = zip(method.rates, losses, strict=True)
-        rows.append([name, rate, ", ".join(f"{r:g}: {x:.4f}" for r, x in cells)])
-    curves = run("sweeps", grids)
-    best_global = [min(points) for points in curves[GLOBAL]]
+        chosen[name] = method.make, [*product([rate], method.penalties)]
+        rows.append([name, rate, listed(method.rates, losses, "{:g}: {:.4f}")])
+    curves, best_global = run("sweeps", chosen), []
     for seed, points in enumerate(curves.pop(GLOBAL)):
-        rate, power = GLOBAL_GRID[points.index(min(points))]
+        best = points[:, 0].argmin()
+        best_global.append(points[best])
+        rate, power = GLOBAL_GRID[best]
         kind = "over root t" if power else "constant"
-        found = f"{kind}: {min(points).validation:.4f}"
+        found = f"{kind}: {points[best, 0]:.4f}"
         rows.append([f"{GLOBAL}, seed {seed}", rate, found])
     page.table("rates", rows)
-    compare(page, curves, best_global)
+    compare(page, curves, np.array(best_global))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ python benchmarks/reproduce_qsr.py --quick
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from report import Line, Panel, each, of_seeds, reproduce
-from reproduce_peers import AXIS, Method, initial, percent, split, train
+from digits import PARTS, curves, panels_of, train_all
+from report import of_seeds, percent, reproduce
+from training import AXIS
 
 import optx_sync as oxs
 
@@ -19,15 +18,14 @@ FULL = {"steps": 640, "seeds": 16}
 SHORT = {"steps": 32, "seeds": 2}
 
 
-def methods(steps: int) -> dict[str, tuple[Method, int]]:
-    """How workers meet, and how often: QSR, its base, and as many rounds as QSR."""
+def methods(steps):
+    """Optimizers, and how many rounds: QSR, its base, and as many rounds as QSR."""
     rate = optax.cosine_decay_schedule(RATE, steps)
     grows = jax.jit(oxs.qsr(rate, ALPHA, BASE, total_steps=steps))
     rounds = sum(oxs.due(grows, step) for step in range(steps))
 
     def meeting(period):
-        tx = oxs.local_sgd(optax.sgd(rate), AXIS, communication_period=period)
-        return Method(lambda: tx, period)
+        return oxs.local_sgd(optax.sgd(rate), AXIS, communication_period=period)
 
     # Shorter where the steps cannot be divided: more rounds than QSR, never fewer.
     same = steps // rounds
@@ -39,36 +37,22 @@ def methods(steps: int) -> dict[str, tuple[Method, int]]:
 
 
 def study(page, settings):
-    steps, seeds = settings["steps"], range(settings["seeds"])
     page.text("settings", rate=RATE, alpha=ALPHA, **settings)
-    starts = jax.tree.map(lambda *x: jnp.stack(x), *map(initial, seeds))
+    steps = settings["steps"]
     tried = methods(steps)
     often, grows, same = tried
-
-    def one(cell):
-        name, by_label = cell
-        drawn = [split(seed, by_label, steps) for seed in seeds]
-        test, rows = (jnp.asarray(np.stack(x)) for x in zip(*drawn, strict=True))
-        return np.asarray(train(tried[name][0], steps)(test, rows, starts))
-
-    cells = [(name, by_label) for by_label in (False, True) for name in tried]
-    found = each("training", one, cells)
-    last = {cell: curve[:, -1, 0] for cell, curve in found.items()}
+    found = train_all(tried, lambda n: curves(tried[n][0], steps), **settings)
+    accuracy = {cell: of[..., 0] for cell, of in found.items()}
 
     def over(name, other, by_label):
-        return 100 * (last[name, by_label] - last[other, by_label])
+        apart = accuracy[name, by_label] - accuracy[other, by_label]
+        return 100 * apart[:, -1]
 
-    rows, panels = [], []
-    for by_label, title in ((False, "shuffled"), (True, "sorted by label")):
-        for name, (_, rounds) in tried.items():
-            ahead = of_seeds(over(name, often, by_label), "+.2f")
-            accuracy = percent(last[name, by_label])
-            cells = [accuracy, "" if name == often else ahead]
-            rows.append([f"{name}, {title}", rounds, *cells])
-        points = found[often, by_label].shape[1]
-        x = np.arange(1, points + 1) * (steps // points)
-        lines = [Line(n, x, found[n, by_label][..., 0], "-") for n in tried]
-        panels.append(Panel("steps", "accuracy of the mean", lines, title=title))
+    rows = []
+    for (name, by_label), curve in accuracy.items():
+        ahead = "" if name == often else of_seeds(over(name, often, by_label), "+.2f")
+        cells = tried[name][1], percent(curve[:, -1]), ahead
+        rows.append([f"{name}, {PARTS[by_label]}", *cells])
     page.table("accuracy", rows, base=BASE)
     fewer = f"{tried[grows][1]} instead of {tried[often][1]} rounds"
     for key, other, by_label in (
@@ -82,8 +66,8 @@ def study(page, settings):
         said = f"{fewer}, {said}" if key == "often" else said
         met = points.mean() >= 0 and tried[grows][1] < tried[often][1]
         page.criterion(key, met, said, other=other)
-    page.picture(panels)
-    page.data(accuracy={f"{n}, {b}": found[n, b][..., 0] for n, b in found})
+    page.picture(panels_of(found, steps, 0, "accuracy of the mean", tried))
+    page.data(accuracy={f"{n}, {b}": of for (n, b), of in accuracy.items()})
 
 
 if __name__ == "__main__":

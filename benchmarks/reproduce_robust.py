@@ -5,14 +5,15 @@ python benchmarks/reproduce_robust.py --quick
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from report import Line, Panel, each, listed, reproduce
-from reproduce_peers import WORKERS, accuracy_of, initial, loss_of, percent, split
+from by_hand import update
+from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
+from report import Line, Panel, listed, percent, reproduce
+from training import AXIS, workers_step
 
 import optx_sync as oxs
 
@@ -31,50 +32,41 @@ LIES = ((0, 1.0), (1, -10.0), (2, -10.0), (1, 1e6))  # how many, times their gra
 NONE, ONE, TWO, SPIKE = range(len(LIES))
 
 
-@functools.cache
-def train(name: str):
-    """(test images, batches, start, lies) -> (accuracy, how often outliers)."""
-    exchange, rate = RULES[name], 0.003 if name == "sign_majority()" else 0.3
-    tx = oxs.cross_shard(optax.sgd(rate), "data", exchange=exchange)
+def grad_of(params, batch):
+    """The gradient of these images as a replica tells it."""
+    rows, lie = batch
+    return jax.tree.map(lambda g: g * lie, jax.grad(loss_of)(params, rows))
 
-    def step(params, state, rows, lie):
-        grads = jax.grad(loss_of)(params, rows)
-        grads = jax.tree.map(lambda g: g * lie, grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+
+@functools.cache
+def train(name):
+    """Accuracy [seed, lie], and how often who was an outlier [seed, lie, replica]."""
+    exchange, rate = RULES[name], 0.003 if name == "sign_majority()" else 0.3
+    tx = oxs.cross_shard(optax.sgd(rate), AXIS, exchange=exchange)
 
     def run(test, rows, params, lies):
-        mapped: Any = jax.vmap(step, axis_name="data")
-        carry = oxs.stack((params, tx.init(params)), WORKERS)
+        step = workers_step(tx, params, grad_of, update)
+        carry = oxs.start_workers(tx, params, WORKERS)[:2]
         (params, state), _ = jax.lax.scan(
-            lambda carry, rows: (mapped(*carry, rows, lies), None), carry, rows
+            lambda carry, rows: (step(*carry, (rows, lies)), None), carry, rows
         )
         counted = jnp.zeros(WORKERS)
         if exchange.outlier is not None:
             counted = oxs.metrics(state).outliers / len(rows)
         return accuracy_of(oxs.unstack(params), test), counted
 
-    every_lie = jax.vmap(run, (None, None, None, 0))
-    return jax.jit(jax.vmap(every_lie, (0, 0, 0, None)))
-
-
-def study(page, settings):
-    steps, seeds = settings["steps"], range(settings["seeds"])
-    rules = settings["rules"]
-    page.text("seeds", **settings)
-    starts = jax.tree.map(lambda *x: jnp.stack(x), *map(initial, seeds))
     lies = np.ones((len(LIES), WORKERS), np.float32)
     for place, (many, times) in enumerate(LIES):
         lies[place, :many] = times
+    every_lie = jax.vmap(run, (None, None, None, 0))
+    every_seed = jax.jit(jax.vmap(every_lie, (0, 0, 0, None)))
+    return lambda *drawn: every_seed(*drawn, lies)
 
-    def one(cell):
-        name, by_label = cell
-        drawn = [split(seed, by_label, steps) for seed in seeds]
-        test, rows = (jnp.asarray(np.stack(x)) for x in zip(*drawn, strict=True))
-        return tuple(map(np.asarray, train(name)(test, rows, starts, lies)))
 
-    cells = [(name, by_label) for by_label in (False, True) for name in rules]
-    every = each("training", one, cells)
+def study(page, settings):
+    page.text("seeds", **settings)
+    rules = settings["rules"]
+    every = train_all(rules, train, settings["steps"], settings["seeds"])
     found = {cell: accuracy for cell, (accuracy, _) in every.items()}  # [seed, lie]
     for by_label, key in ((False, "shuffled"), (True, "sorted")):
         rows = [[name, *map(percent, found[name, by_label].T)] for name in rules]
@@ -88,7 +80,7 @@ def study(page, settings):
         rows.append([name, *map(percent, (*kinds, of[:, SPIKE, 0]))])
     page.table("outliers", rows)
     robust = [name for name in rules if name != "mean"]
-    points: Any = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
+    points = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
 
     def said(values):
         return listed(robust, values, "{} {:.1f}")
@@ -109,7 +101,7 @@ def study(page, settings):
     spikes = [100 * counted[name][:, SPIKE, 0].min() for name in named]
     page.criterion("found", min(spikes) == 100, f"in {min(spikes):.1f} % at least")
     panels, many = [], "replicas of 8 that send -10 g"
-    for by_label, title in ((False, "shuffled"), (True, "sorted by label")):
+    for by_label, title in PARTS.items():
         lines = [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]]
         panels.append(Panel(many, "accuracy", lines, title, ylim=(0, 1)))
     page.picture(panels)

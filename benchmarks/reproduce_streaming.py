@@ -1,193 +1,120 @@
 """Reproduction: DiLoCo in parts that land a step later, and a round that comes late.
 
 python benchmarks/reproduce_streaming.py           # 5 minutes alone on two cores
-python benchmarks/reproduce_streaming.py --quick   # half a minute, shows that it runs
+python benchmarks/reproduce_streaming.py --quick   # seconds, shows that it runs
 """
 
 import functools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-os.environ["NPROC"] = "1"  # A program takes one core, as in `reproduce_diloco`.
-
-import by_hand
+import characters
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import reproduce_diloco as diloco
-from report import Line, Panel, of_seeds, reproduce
-from rich.progress import track
-
-import optx_sync as oxs
+from report import each, of_seeds, processes
 
 PARTS = 5
+KINDS = "parts", "streaming", "nothing kept", "late", "in line", "mean", "mean in line"
+# "often" is the shorter period, and the number of parts in the line without rests.
+FULL: Any = {"steps": 2500, "evaluations": 50, "often": 10, "rare": 50, "seeds": 4}
+SHORT: Any = {"steps": 20, "evaluations": 2, "often": 5, "rare": 10, "seeds": 1}
+FULL["kinds"], SHORT["kinds"] = KINDS, ("streaming", "in line")
 
 
-class Settings(NamedTuple):
-    steps: int
-    evaluations: int
-    often: int  # the shorter period, and the number of parts in the line without rests
-    rare: int
-    seeds: int
+class Variant(NamedTuple):
+    """Keywords of `oxs.diloco`, what it is compared with, and by which criterion."""
+
+    period: int
+    keywords: dict[str, Any]
+    other: str
+    criterion: str = ""
 
 
-FULL = Settings(2500, 50, 10, 50, 4)
-SHORT = Settings(20, 2, 5, 10, 1)
-
-
-def variants(settings):
-    """name: (period, keywords of `oxs.diloco`, the name it is compared with)."""
-    rare, often = settings.rare, settings.often
+def variants(often, rare, kinds):
+    """By name those of some criteria, with what they are compared with."""
     half_way, mean = {"delay": 1, "keep_local": 0.5}, {"outer": optax.sgd(1.0)}
-    parts, all_parts = {"fragments": PARTS}, {"fragments": often}
+    parts = {"fragments": PARTS}
+    streaming, in_line = {**parts, **half_way}, {"fragments": often, **half_way}
     whole, soon = f"at once, H={rare}", f"at once, H={often}"
-    means, mean_soon = f"mean at once, H={rare}", f"mean at once, H={often}"
-    return {
-        whole: (rare, {}, whole),
-        f"in {PARTS} parts, H={rare}": (rare, parts, whole),
-        f"streaming, H={rare}": (rare, {**parts, **half_way}, whole),
-        f"nothing kept, H={rare}": (rare, {**parts, "delay": 1}, whole),
-        f"a round late, H={rare}": (rare, {"delay": rare}, whole),
-        soon: (often, {}, soon),
-        f"streaming, H=P={often}": (often, {**all_parts, **half_way}, soon),
-        means: (rare, mean, means),
-        f"mean streaming, H={rare}": (rare, {**parts, **half_way, **mean}, means),
-        mean_soon: (often, mean, mean_soon),
-        f"mean streaming, H=P={often}": (
-            often,
-            {**all_parts, **half_way, **mean},
-            mean_soon,
+    means, means_soon = f"mean {whole}", f"mean {soon}"
+    one_late, late = {**parts, "delay": 1}, {"delay": rare}
+    every = {
+        whole: Variant(rare, {}, whole),
+        f"in {PARTS} parts, H={rare}": Variant(rare, parts, whole, "parts"),
+        f"streaming, H={rare}": Variant(rare, streaming, whole, "streaming"),
+        f"nothing kept, H={rare}": Variant(rare, one_late, whole, "nothing kept"),
+        f"a round late, H={rare}": Variant(rare, late, whole, "late"),
+        soon: Variant(often, {}, soon),
+        f"streaming, H=P={often}": Variant(often, in_line, soon, "in line"),
+        means: Variant(rare, mean, means),
+        f"mean streaming, H={rare}": Variant(rare, streaming | mean, means, "mean"),
+        means_soon: Variant(often, mean, means_soon),
+        f"mean streaming, H=P={often}": Variant(
+            often, in_line | mean, means_soon, "mean in line"
         ),
     }
+    others = {of.other for of in every.values() if of.criterion in kinds}
+    return {n: of for n, of in every.items() if of.criterion in kinds or n in others}
 
 
-def method_of(period, keywords, _):
-    """As `reproduce_diloco` describes one."""
-    wrap = functools.partial(
-        oxs.diloco, axis_name="workers", communication_period=period, **keywords
-    )
-    return diloco.Method(wrap, period)
+def study_of(name, steps, evaluations, seeds, **which):
+    """All seeds of one variant: rounds, the curve, and test losses."""
+    period, keywords, *_ = variants(**which)[name]
+    method = characters.meeting(period, **keywords)
+    train = characters.make_training(method, steps, evaluations)
+    return characters.all_seeds(train, seeds)
 
 
-def runs_of(name, settings):
-    """The runs of one variant, each seed at the common learning rate."""
-    method = method_of(*variants(settings)[name])
-    train = diloco.make_training(method, settings.steps, settings.evaluations)
-    return [train(diloco.COMMON_RATE, seed) for seed in range(settings.seeds)]
-
-
-def audited(name, settings):
+def sent_by(period, keywords, *_):
     """(bytes of a worker per step in the mean, bytes at a time, whether in line)."""
-    period, keywords, other = variants(settings)[name]
-    tx = method_of(period, keywords, other).wrap(diloco.INNER)
-    mesh, start = by_hand.mesh_of(diloco.WORKERS), diloco.initial(0)
-    params, state, axes = oxs.start_workers(
-        tx, start, diloco.WORKERS, mesh=mesh, axis_name="workers"
-    )
-
-    def step(params, state, windows):
-        grads = jax.grad(diloco.loss_of)(params, windows)
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    program: Any = oxs.map_workers(
-        step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes)
-    )
-    shape = diloco.WORKERS, diloco.BATCH, diloco.CONTEXT + 1
-    rows = oxs.audit.collectives(program, params, state, jnp.zeros(shape, jnp.int32))
-    in_line = sum(row.bytes for row in rows if not row.conditional)
+    collectives = characters.sent_by(characters.meeting(period, **keywords))
+    in_line, in_rounds = characters.bytes_when(collectives)
+    most = max(row.bytes for row in collectives)
     # Each part has a conditional of its own, which is taken once in a period.
-    in_rounds = sum(row.bytes for row in rows if row.conditional)
-    most = max(row.bytes for row in rows)
     return in_line + in_rounds / period, most, in_rounds == 0
+
+
+def look_of(name):
+    """How its line is drawn."""
+    return "--" if name.startswith("mean") else "-"
 
 
 def study(page, settings):
     """Train all variants, a core a program, and read what they send."""
-    names = list(variants(settings))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
-        found = pool.map(functools.partial(runs_of, settings=settings), names)
-        runs = dict(zip(names, track(found, "Training", total=len(names)), strict=True))
-    loss = {name: np.array([run["test"] for run in runs[name]]) for name in names}
-    sent = {name: audited(name, settings) for name in names}
-    at_once, parts, streaming, kept_none, late, _, in_line, *of_mean = names
-
-    def over(name):
-        return diloco.percent(loss[name], loss[variants(settings)[name][2]])
-
+    every = variants(*(settings[key] for key in ("often", "rare", "kinds")))
+    named = {of.criterion: name for name, of in every.items()}
+    of_name = functools.partial(study_of, **settings)
+    studies = each("Training", of_name, every, processes(page.quick))
+    loss = {name: of["test"] for name, of in studies.items()}
+    sent = {name: sent_by(*variant) for name, variant in every.items()}
     rows = []
-    for name in names:
+    for name, (period, _, other, key) in every.items():
         mean, most, _ = sent[name]
-        rows.append(
-            (
-                name,
-                of_seeds(loss[name], ".3f"),
-                "" if name == variants(settings)[name][2] else over(name)[1],
-                int(runs[name][0]["rounds"]),
-                round(mean),
-                most,
-            )
-        )
+        worse, text = characters.percent(loss[name], loss[other])
+        found, rounds = of_seeds(loss[name], ".3f"), studies[name]["rounds"]
+        beside = text if key else ""
+        rows.append((name, found, beside, rounds, round(mean), most))
+        if key == "late":
+            page.criterion(key, not np.isfinite(worse) or worse >= 2, text)
+        elif key:
+            page.criterion(key, worse <= 0.5, text, period=period)
     page.table("losses", rows)
-    for key, name in (
-        ("streaming", streaming),
-        ("in line", in_line),
-        ("mean", of_mean[1]),
-        ("mean in line", of_mean[3]),
-        ("nothing kept", kept_none),
-        ("parts", parts),
-    ):
-        worse, text = over(name)
-        page.criterion(key, worse <= 0.5, text, period=variants(settings)[name][0])
-    worse, text = over(late)
-    beyond = not np.isfinite(worse) or worse >= 2
-    page.criterion("late", beyond, text)
-    whole = 4 * diloco.parameters()
-    mean, most, _ = sent[streaming]
-    row = 4 * max(leaf.shape[-1] for leaf in jax.tree.leaves(diloco.initial(0)))
-    exact = mean * settings.rare == whole and most <= whole / PARTS + row
-    text = f"{mean:,.0f} of {sent[at_once][0]:,.0f} in the mean, {most:,} at most"
+    leaves = jax.tree.leaves(characters.initial(0))
+    whole = sum(leaf.nbytes for leaf in leaves)
+    row = 4 * max(leaf.shape[-1] for leaf in leaves)
+    mean, most, _ = sent[named["streaming"]]
+    exact = mean * settings["rare"] == whole and most <= whole / PARTS + row
+    at_once, *_ = sent[every[named["streaming"]].other]
+    text = f"{mean:,.0f} of {at_once:,.0f} in the mean, {most:,} at most"
     page.criterion("bytes", exact, text, parts=PARTS)
-    mean, most, alone = sent[in_line]
-    exact = alone and most <= whole / settings.often + row
+    _, most, alone = sent[named["in line"]]
+    exact = alone and most <= whole / settings["often"] + row
     page.criterion("no conditional", exact, f"{most:,} bytes in each step")
-    every = settings.steps // settings.evaluations
-    steps = np.arange(every, settings.steps + 1, every)
-    curves = [
-        Line(
-            name,
-            steps,
-            np.mean([run["curve"] for run in runs[name]], axis=0),
-            "--" if name.startswith("mean") else "-",
-        )
-        for name in names
-    ]
-    low = min(min(line.y) for line in curves)
-    page.picture(
-        [
-            Panel(
-                "steps",
-                "validation loss, nats per character",
-                curves,
-                ylim=(low - 0.1, low + 1.5),
-            )
-        ]
-    )
-    page.data(losses=loss, sent=sent, settings=settings._asdict())
+    low = min(np.nanmin(of["curve"]) for of in studies.values())
+    ylim = low - 0.1, low + 1.5
+    characters.picture(page, settings, studies, look_of, ylim)
+    page.data(losses=loss, sent=sent, settings=settings)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", diloco.WORKERS)
-    reproduce(
-        "reproduce_streaming",
-        __doc__,
-        study,
-        FULL,
-        SHORT,
-        parameters=diloco.parameters,
-        steps=lambda settings: settings.steps,
-        seeds=lambda settings: settings.seeds,
-    )
+    characters.reproduce("reproduce_streaming", __doc__, study, FULL, SHORT)

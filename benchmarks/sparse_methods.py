@@ -5,6 +5,7 @@ own for each weight. What the catalogue lacks is written as a rule for one array
 `from_rule` applies to the rows that a batch touched.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,32 +37,43 @@ class Slots(NamedTuple):
     other: Any  # RDA: sum of gradients; FOBOS: the rounds seen; OGD: steps with it
 
 
-def rda(rate, l1):
+def per_coordinate(step):
+    """A method: `step` is told of one array, and of the penalty as `at.hyper`."""
+
+    @functools.wraps(step)
+    def make(rate, penalty):
+        rule = LeafRule(step, Slots(0.0, 0.0), hyper=(penalty,), needs_params=True)
+        return from_rule(rule, rate)
+
+    return make
+
+
+@per_coordinate
+def rda(grad, slots, param, at):
     """Regularized dual averaging (Xiao, 2009) with rates per coordinate."""
-
-    def step(grad, slots, param, at):
-        squares, total = slots.squares + grad**2, slots.other + grad
-        own_rate = coordinate_rate(at.learning_rate, squares)
-        new_param = -own_rate * soft_threshold(total, at.hyper[0])
-        return new_param - param, Slots(squares, total)
-
-    return from_rule(
-        LeafRule(step, Slots(0.0, 0.0), hyper=(l1,), needs_params=True), rate
-    )
+    squares, total = slots.squares + grad**2, slots.other + grad
+    own_rate = coordinate_rate(at.learning_rate, squares)
+    new_param = -own_rate * soft_threshold(total, at.hyper[0])
+    return new_param - param, Slots(squares, total)
 
 
-def fobos(rate, l1):
+@per_coordinate
+def fobos(grad, slots, param, at):
     """Forward-backward splitting (Duchi, Singer, 2009), of weights `caught_up`."""
+    squares = slots.squares + grad**2
+    own_rate = coordinate_rate(at.learning_rate, squares)
+    new_param = soft_threshold(param - own_rate * grad, own_rate * at.hyper[0])
+    return new_param - param, Slots(squares, jnp.full_like(squares, at.count + 1))
 
-    def step(grad, slots, param, at):
-        squares = slots.squares + grad**2
-        own_rate = coordinate_rate(at.learning_rate, squares)
-        new_param = soft_threshold(param - own_rate * grad, own_rate * at.hyper[0])
-        return new_param - param, Slots(squares, jnp.full_like(squares, at.count + 1))
 
-    return from_rule(
-        LeafRule(step, Slots(0.0, 0.0), hyper=(l1,), needs_params=True), rate
-    )
+@per_coordinate
+def ogd_count(grad, slots, param, at):
+    """Gradient descent of the weights whose features were seen more than k times."""
+    count = slots.other + 1.0
+    used = jnp.where(count > at.hyper[0], grad, 0.0)
+    squares = slots.squares + used**2
+    own_rate = coordinate_rate(at.learning_rate, squares)
+    return -own_rate * used, Slots(squares, count)
 
 
 def caught_up(weights, state, ids, rate, l1):
@@ -70,19 +82,6 @@ def caught_up(weights, state, ids, rate, l1):
     missed = state.update_count.astype(seen.dtype) - seen
     shrinkage = missed * l1 * coordinate_rate(rate, squares)
     return soft_threshold(oxs.take(weights, ids), shrinkage)
-
-
-def ogd_count(rate, k):
-    """Gradient descent of the weights whose features were seen more than k times."""
-
-    def step(grad, slots, param, at):
-        count = slots.other + 1.0
-        used = jnp.where(count > at.hyper[0], grad, 0.0)
-        squares = slots.squares + used**2
-        own_rate = coordinate_rate(at.learning_rate, squares)
-        return -own_rate * used, Slots(squares, count)
-
-    return from_rule(LeafRule(step, Slots(0.0, 0.0), hyper=(k,)), rate)
 
 
 def proximal_adagrad(rate, l1):

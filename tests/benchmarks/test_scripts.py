@@ -1,7 +1,6 @@
 """Each script of `benchmarks/` in its short form, run as a user runs it."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -44,9 +43,6 @@ PAGES = {
     },
 }
 
-# A program that runs for longer than it takes to compile: optimised, as users do.
-LONG_LOOPS = ("reproduce_ftrl",)
-
 
 def test_no_script_is_forgotten():
     paths = (*BENCHMARKS.glob("bench_*.py"), *BENCHMARKS.glob("reproduce_*.py"))
@@ -56,9 +52,8 @@ def test_no_script_is_forgotten():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", PAGES)
 def test_it_writes_its_pages(script, tmp_path, module):
-    flags: Any = {"XLA_FLAGS": ""} if script in LONG_LOOPS else {}
     path = BENCHMARKS / f"{script}.py"
-    scripts.run(path, "--quick", "--out", tmp_path, JAX_PLATFORMS="cpu", **flags)
+    scripts.run(path, "--quick", "--out", tmp_path, JAX_PLATFORMS="cpu")
     words = module("report").PAGES
     assert {path.stem for path in tmp_path.glob("*.json")} == set(PAGES[script])
     for name, must in PAGES[script].items():

@@ -1,0 +1,75 @@
+"""A step of workers that train: simulated on one device, or compiled for many."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from by_hand import AXIS, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+# What a ring sends for each byte that one of n workers hands to a collective.
+RING: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+    "collective-permute": lambda n: 1,
+}
+
+
+def workers_step(
+    tx: Any,
+    params: Any,
+    grad_of: Callable[[Any, Any], Any],
+    apply: Callable = oxs.apply_gradients,
+    mesh: Any = None,
+) -> Callable:
+    """`(params, state, batch) -> (params, state)` of all workers, on a mesh or on one.
+
+    `grad_of(params, batch)` is the gradient of one worker, `apply` what uses it.
+    """
+    axes = oxs.state_axes(tx, params)
+
+    def step(params, state, batch):
+        return apply(tx, grad_of(params, batch), state, params)
+
+    marks = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    return oxs.map_workers(step, AXIS, mesh=mesh, **marks)
+
+
+def compiled_step(
+    tx: Any, params: Any, grad_of: Callable[[Any, Any], Any], batch: Any, mesh: Any
+) -> jax.stages.Compiled:
+    """The same, compiled for a mesh, where each device is a worker; nothing is run.
+
+    One worker's parameters and all workers' batch may be shapes.
+    """
+
+    def place(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def start(params):
+        return oxs.start_workers(tx, params, mesh.size)[:2]
+
+    places = oxs.state_shardings(tx, params, mesh=mesh, axis_name=AXIS)
+    carry = jax.tree.map(place, jax.eval_shape(start, params), places)
+    batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, P(AXIS))), batch)
+    step = workers_step(tx, params, grad_of, mesh=mesh)
+    program = jax.jit(step, donate_argnums=(0, 1), out_shardings=places)
+    return program.lower(*carry, batch).compile()
+
+
+def collectives_of(
+    tx: Any, params: Any, grad_of: Callable[[Any, Any], Any], batch: Any
+) -> list[oxs.audit.Collective]:
+    """What a worker sends in a step that is compiled for a device for each."""
+    (workers,) = {x.shape[0] for x in jax.tree.leaves(batch)}
+    step = compiled_step(tx, params, grad_of, batch, mesh_of(workers))
+    return oxs.audit.collectives(step)
+
+
+def on_a_ring(rows: list[oxs.audit.Collective], workers: int) -> float:
+    """Bytes that a worker sends over its links for these collectives."""
+    return sum(RING[row.kind](workers) * row.bytes for row in rows)
