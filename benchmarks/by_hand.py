@@ -87,6 +87,12 @@ def reduced(params, own, inner, due, grads):
     return params, own, inner
 
 
+def summed(params, total, inner, due, grads):
+    """The same through sums, in which the gradients of a step that waits would lie."""
+    params, inner = descend(params, inner, lax.pmean(plus(total, grads), AXIS))
+    return params, zeros(total), inner
+
+
 def accumulated(params, total, inner, due, grads):
     """Gradients of several batches summed up for one update."""
 
@@ -191,6 +197,13 @@ CASES = {
         lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
         inner_alone,
         reduced,
+        True,
+        1,
+    ),
+    "sync_replicas, with sums by hand": Case(
+        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
+        lambda params: (zeros(params), INNER.init(params)),
+        summed,
         True,
         1,
     ),

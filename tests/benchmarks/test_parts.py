@@ -19,7 +19,8 @@ MACHINES = 100
 FEATURES, STEPS, LINES, WIDTH = 30, 40, 3, 6
 RATE = 0.5
 CASES = (
-    *("cross_shard", "sync_replicas", "sync_replicas, accumulating", "local_sgd"),
+    *("cross_shard", "sync_replicas", "sync_replicas, with sums by hand"),
+    *("sync_replicas, accumulating", "local_sgd"),
     *("diloco", "agn", "elastic_average", "elastic_average, penalty"),
 )
 
