@@ -117,7 +117,7 @@ def points_of(make, pairs, batches, held):
         validation, test = (
             1 - roc_auc_score(labels, padded[ids].sum(1)) for ids, labels in held
         )
-        points.append(Point(validation, test, np.count_nonzero(weights)))
+        points.append(Point(validation, test, int(np.count_nonzero(weights))))
     return np.array(points)
 
 
