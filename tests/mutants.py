@@ -51,7 +51,7 @@ REFUSED = (
     "tests/replicas/test_cross_shard.py::test_no_gradient",
 )
 SYNC = ("tests/replicas/test_sync_replicas.py",)
-EXCHANGE = ("tests/exchange/test_laws.py",)
+EXCHANGE = ("tests/exchange/test_laws.py", "tests/exchange/test_few_bytes.py")
 ROBUST = ("tests/exchange/test_robust.py",)
 PIECES = ("tests/replicas/test_shard_state.py", "tests/center/test_shard_center.py")
 CODED = ("tests/runtime/test_coded.py",)

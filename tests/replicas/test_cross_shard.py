@@ -1026,3 +1026,18 @@ def test_a_mixed_vmap_and_checked_shard_map_says_what_to_do():
     with pytest.raises(ValueError, match="Pass check_vma=False"):
         mapped(True)(jnp.arange(8.0))
     contexts.assert_close(mapped(False)(jnp.arange(8.0)), np.full(8, -0.35))
+
+
+def test_rows_need_an_exchange_that_takes_them():
+    exchange = oxs.exchange.Exchange(
+        lambda tree: (), lambda tree, state, axis_name, **_: (tree, None, state)
+    )
+    tx = oxs.cross_shard(optax.sgd(0.1), "data", exchange=exchange)
+    params = jnp.ones((4, 3))
+    rows = jax.vmap(oxs.IndexedSlices)(
+        jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1, 3))
+    )
+    with pytest.raises(ValueError, match="row-sparse"):
+        jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")(
+            rows
+        )
