@@ -15,8 +15,15 @@ FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+# Ray's processes would yield to all others: a test that waits for them waits minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import jax  # noqa: E402 # reads what stands above
+
+from tests import lowering  # noqa: E402
+
+lowering.share()
 
 # What is imported stays: to look through all of it again takes a tenth of the tests.
 gc.freeze()

@@ -78,12 +78,12 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     """Parameters [T, N, ...] and last state, of gradients and extras [T, N, ...]."""
     body = steps(tx, prepare)
     extra = {} if extra is None else extra
-    # [T, N, ...] -> [N, T, ...]: one slice per replica.
-    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    grads, extra = by_replica((grads, extra))
     workers = jax.tree.leaves((grads, extra))[0].shape[0]
     axes = oxs.state_axes(tx, params) if context in AXES_CONTEXTS else None
-    state = oxs.stack(tx.init(params), workers, axes)
-    params = oxs.stack(params, workers)
+    # In NumPy: of what lies on one device JAX compiles a slice for each of the others.
+    state = jax.tree.map(_numpy_but_keys, oxs.stack(tx.init(params), workers, axes))
+    params = jax.tree.map(_numpy_but_keys, oxs.stack(params, workers))
 
     if context == "pmap":
         run = jax.pmap(body, axis_name=AXIS, devices=jax.devices()[:workers])
@@ -133,6 +133,15 @@ def mapped(body, tx, params, axes, over, check_vma):
             check_vma=check_vma,
         )
     )
+
+
+def by_replica(tree):
+    """Arrays [T, N, ...] as [N, T, ...], a slice for each replica, in NumPy."""
+    return jax.tree.map(lambda x: np.asarray(x).swapaxes(0, 1), tree)
+
+
+def _numpy_but_keys(x):
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def _on_islands(x):

@@ -11,6 +11,7 @@ is a line of its input, and `[exit code, stdout, stderr]` one of its output.
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from tests import lowering
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 500  # for one of them
@@ -128,5 +131,7 @@ def _run(
 if __name__ == "__main__":
     for name in LIBRARIES:
         importlib.import_module(name)
+    lowering.share()
+    gc.freeze()  # what all scripts share: nobody looks through it again
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)

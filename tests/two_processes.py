@@ -147,7 +147,7 @@ def _child(number, port, result):
 def _replay(style, tx, params, grads, extra):
     over = contexts.mesh()
     extra = {} if extra is None else extra
-    grads, extra = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), (grads, extra))
+    grads, extra = contexts.by_replica((grads, extra))
     state = tx.init(jax.tree.map(np.asarray, params))
     if style == "replicated":
         run = replicated(tx, over)

@@ -34,7 +34,7 @@ def test_it_learns_while_a_worker_is_killed(tmp_path):
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "COLUMNS": "120", "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**os.environ, "COLUMNS": "120"},
             timeout=400,
             check=False,
         )

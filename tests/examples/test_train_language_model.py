@@ -19,6 +19,7 @@ def run(folder, options):
         *options,
         *("--every", 1, "--out", folder),
         # What one run has compiled, the next one reads.
+        JAX_ENABLE_COMPILATION_CACHE=True,
         JAX_COMPILATION_CACHE_DIR=str(folder.parent / "compiled"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.0,
         COLUMNS=130,

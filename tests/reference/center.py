@@ -1,7 +1,11 @@
 """NumPy restatements of how workers meet a center, float32, no JAX inside."""
 
-import numpy as np
+from typing import Any
 
+import numpy
+
+# Pyright would go through NumPy's overloads for half a minute: loops assign to all.
+np: Any = numpy
 F = np.float32
 
 

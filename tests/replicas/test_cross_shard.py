@@ -178,7 +178,7 @@ def test_one_answer_everywhere(context):
 
 def replicated(tx, params, grads, extra=None):
     """As `contexts.replay`, with equal parameters and state: `P()` in and out."""
-    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra or {}))
+    grads, extra = contexts.by_replica((grads, extra or {}))
     run = two_processes.replicated(tx, contexts.mesh())
     history, state = run(params, tx.init(params), grads, extra)
     every = jax.tree.map(

@@ -227,7 +227,7 @@ def test_replicated_parameters_keep_their_type():
         in_specs=(P(), specs, P(AXIS), P(AXIS)),
         out_specs=(P(), specs),
     )
-    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    grads, extra = contexts.by_replica((grads, extra))
     state = oxs.stack(tx.init(params), N, axes)
     history, state = jax.jit(run)(params, state, grads, extra)
     check(on_all(jax.tree.map(np.asarray, history)), state)
@@ -257,7 +257,7 @@ def test_init_where_the_axis_is_mapped():
     run = jax.shard_map(
         local, mesh=contexts.mesh(), in_specs=(P(AXIS), P(AXIS)), out_specs=P()
     )
-    grads, extra = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (grads, extra))
+    grads, extra = contexts.by_replica((grads, extra))
     history = jax.jit(run)(grads, extra)
     for name, got in history.items():
         contexts.assert_close(got, expected()[name][0])

@@ -2,7 +2,6 @@
 
 import array
 import functools
-import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -256,13 +255,12 @@ class Explorer:
 
         Of each it is seen that there is a way to an end: no order of events hangs.
         """
-        # A world is kept as bytes: there are millions.
+        # A world is kept as bytes: there are millions. The newest comes first, so that
+        # what is wrong at an end is soon found, and few wait.
         numbers, worlds = {packed(self.first): 0}, {0: self.first}
         ends, edges = [], array.array("i")
-        for number in itertools.count():
-            if number == len(numbers):
-                break
-            here = worlds.pop(number)  # Its number is enough from now on.
+        while worlds:
+            number, here = worlds.popitem()
             if self.check(here):
                 ends.append(number)
             elif self.is_calm(here):

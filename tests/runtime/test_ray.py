@@ -41,11 +41,8 @@ ENVIRONMENT = {
     # Two cores for all: one thread per process.
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",
-    # Ray's processes would otherwise yield to every other test.
-    "RAY_worker_niceness": "0",
 }
 
 
