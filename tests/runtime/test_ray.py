@@ -38,9 +38,9 @@ COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken
 ONE = optax.sgd(1.0)
 DOWN = {name: -np.ones_like(value) for name, value in PARAMS.items()}
 ENVIRONMENT = {
-    # Two cores for all: one thread per process.
+    # Two cores for all: one thread per process. Compiled as all other tests.
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_cpu_multi_thread_eigen=false",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AUTH_MODE": "disabled",
 }
