@@ -137,7 +137,7 @@ def mapped(body, tx, params, axes, over, check_vma):
 
 def by_replica(tree):
     """Arrays [T, N, ...] as [N, T, ...], a slice for each replica, in NumPy."""
-    return jax.tree.map(lambda x: np.asarray(x).swapaxes(0, 1), tree)
+    return jax.tree.map(lambda x: _numpy_but_keys(x).swapaxes(0, 1), tree)
 
 
 def _numpy_but_keys(x):
