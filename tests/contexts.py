@@ -34,8 +34,8 @@ CONTEXTS = (
 DISTINCT = ("shard_map_axes", "shard_map_unchecked", "vmap_axes", "islands")
 
 # Compiler options for a program whose fusions, copies and bytes are asked for: what
-# tests/conftest.py changed of that is set back to what users have.
-AS_USERS_COMPILE: Any = {"xla_backend_optimization_level": 3}
+# tests/conftest.py changed of what decides them is set back to what users have.
+AS_USERS_COMPILE: Any = {}
 if "fusion_emitters" in os.environ["XLA_FLAGS"]:
     AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 

@@ -67,7 +67,7 @@ def train(workers, mesh, params):
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1))
     compiled = compiled.lower(params, state, batch_of(workers))
-    compiled = compiled.compile(contexts.AS_USERS_COMPILE)
+    compiled = compiled.compile()
     results = params, state, None, None
     for _ in range(STEPS):  # The program takes what it returns: nothing moves.
         results = compiled(*results[:2], batch_of(workers))
@@ -133,7 +133,7 @@ def test_replicas_inside_of_workers():
         compiled = jax.jit(pods, donate_argnums=(0, 1))
         batch, loss = batch_of(8).reshape(2, 4, 16, 8), None
         compiled = compiled.lower(params, state, batch)
-        compiled = compiled.compile(contexts.AS_USERS_COMPILE)
+        compiled = compiled.compile()
         for _ in range(STEPS):
             params, state, loss = compiled(params, state, batch)
         return jax.device_get((params, state, loss)), compiled

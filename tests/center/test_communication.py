@@ -51,7 +51,7 @@ def compiled(tx) -> Any:
     params = oxs.stack(PARAMS, WORKERS)
     state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
     lowered = jax.jit(update, donate_argnums=1).lower(params, state, params)
-    return lowered.compile(contexts.AS_USERS_COMPILE)
+    return lowered.compile()
 
 
 @pytest.mark.parametrize("name", EXPECTED_BYTES)
