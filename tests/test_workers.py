@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from tests import contexts
 
 AXIS = "workers"
 STEPS = 5
