@@ -45,7 +45,7 @@ import numpy as np
 import optax
 import ray
 import report
-from sklearn.datasets import load_digits
+from digits import IMAGES, LABELS, TEST
 
 import optx_sync as oxs
 from optx_sync import runtime
@@ -356,8 +356,7 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
 def learned(rule: str, faults: str, steps: int) -> list[Any]:
     """What workers learn of the digits meanwhile: a row of the table."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="learn"))
-    images, labels = load_digits(return_X_y=True)
-    images, test = np.asarray(images / 16, np.float32), slice(0, 360)
+    images, labels, test = IMAGES, LABELS, slice(0, TEST)
 
     def train(worker):
         rng = np.random.default_rng([worker.index, worker.restarts])
