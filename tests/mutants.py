@@ -383,7 +383,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant(
             "exchange/top_k.py",
             "(size > middle)",
-            "(size < middle)",
+            "(size > 1.5 * middle)",
             EXCHANGE,
         ),
         Mutant(

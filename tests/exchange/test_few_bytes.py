@@ -89,6 +89,24 @@ def lanes(function, *args):
     return jax.jit(jax.vmap(function, axis_name=AXIS))(*args)
 
 
+def test_two_bits_are_the_means_of_four_bins():
+    x = np.random.default_rng(1).normal(1, 2, size=(2, 3, 40)).astype(np.float32)
+    x[0, 1] = np.abs(x[0, 1])  # a chunk without negative numbers
+    sent = np.zeros_like(x)
+    for chunk, out in zip(x.reshape(-1, 40), sent.reshape(-1, 40), strict=True):
+        largest = np.argsort(-np.abs(chunk))[:15]
+        value, size = chunk[largest], np.abs(chunk[largest])
+        for sign in (value < 0, value >= 0):
+            if sign.any():
+                above = size > size[sign].mean()
+                for one_bin in (sign & above, sign & ~above):
+                    out[largest[one_bin]] = value[one_bin].mean()
+    exchange = top_k(15, 40, bits=2)
+    mean, lost, _ = lanes(lambda x: exchange.meet(x, (), AXIS), x.reshape(2, 120))
+    np.testing.assert_allclose(mean[0], sent.mean(0).ravel(), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(lost, (x - sent).reshape(2, 120), rtol=2e-6, atol=1e-6)
+
+
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
     rng = np.random.default_rng(0)
     good = rng.normal(size=(2, 4, 40, 40)).astype(np.float32)
