@@ -784,6 +784,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "center/lockstep.py",
             "    if isinstance(due, bool):\n",
             "    if isinstance(due, str):\n",
+            ("tests/test_step.py",),
         ),
         Mutant(
             "center/state.py",

@@ -111,8 +111,9 @@ def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
             in_specs=(P(AXIS), specs, P(AXIS)),
             out_specs=(P(AXIS), specs),
         )
-        compiled = jax.jit(step).lower(params, state, grads_of(0))
-        compiled = compiled.compile(contexts.AS_USERS_COMPILE)
+        traced = jax.jit(step).trace(params, state, grads_of(0))
+        assert "cond[" not in str(traced.jaxpr)
+        compiled = traced.lower().compile(contexts.AS_USERS_COMPILE)
         opcodes = {i.opcode for i in hlo.written(hlo.program(compiled))}
         rows = oxs.audit.collectives(compiled)
         found[meet] = "conditional" in opcodes, [(r.kind, r.conditional) for r in rows]
