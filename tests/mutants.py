@@ -1080,7 +1080,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "sharding.py",
             "bool(around) or field in equal",
             "field in equal",
-            COMPOSITION,
+            ("tests/center/test_nested.py",),
         ),
         Mutant(
             "sharding.py",

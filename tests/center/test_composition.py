@@ -330,6 +330,23 @@ def test_optax_finds_its_way_in_a_state(name):
     assert (axes.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
 
 
+def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():
+    tx = RULES["local_sgd"](communication_period=2)
+
+    def local(grads):
+        params = jax.tree.map(jnp.zeros_like, grads)  # vary over the shards too
+        state = tx.init(jnp.zeros(params.shape))
+        return tx.update(grads, state, params)[0]
+
+    spec = P(AXIS, "inside")
+    step = jax.shard_map(
+        local, mesh=contexts.island_mesh(), in_specs=spec, out_specs=spec
+    )
+    match = r"over the mesh axes \['inside'\], but the center .* does not.*param_specs"
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(step, jnp.zeros((WORKERS, 4)))
+
+
 def test_a_second_step_does_not_compile_again():
     tx = RULES["diloco"](communication_period=2)
     params = oxs.stack(jax.tree.map(jnp.asarray, PARAMS), WORKERS)

@@ -404,6 +404,8 @@ def test_partition_is_by_size_and_joins_again():
     sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in parts]
     assert sizes == [8, 5, 4]
     assert all(jax.tree.leaves(part) for part in parts)
+    empty = {"a": np.zeros(4), "b": np.zeros(0), "c": np.zeros(0)}
+    assert all(jax.tree.leaves(part) for part in partition(empty, 3))
     assert bits(join_parts(parts, params)) == bits(params)
     for bad in (0, 5):
         with pytest.raises(ValueError, match="cannot be split among"):
@@ -525,6 +527,17 @@ def test_nobody_waits_for_workers_that_have_left():
     assert server.push(push_of(0, 4, 1.0)).waiting
     with pytest.raises(ValueError, match="no worker 3"):
         server.leave(3)
+
+
+def test_one_that_waited_and_has_left_does_not_wait():
+    """Two of three have pushed, one of them has left: the third may still push."""
+    server = sync_server(3, 3)
+    for worker in (0, 1):
+        assert server.push(Push(worker, 1, grads(1.0))).waiting
+    server.leave(0)
+    assert server.wait(1, timeout=0.01).waiting
+    assert server.push(Push(2, 1, grads(1.0))).global_step == 1
+    assert not server.wait(1, timeout=0.0).waiting
 
 
 def test_replaced_worker_may_push_at_once():
