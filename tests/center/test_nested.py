@@ -204,6 +204,12 @@ def test_levels_of_a_state():
     replicas = oxs.local_sgd(oxs.sync_replicas(SGD, "data", 2), "pods")
     outer, inner = (oxs.state_axes(replicas, PARAMS, level=at) for at in (0, 1))
     assert (outer.inner.global_step, inner.inner.global_step) == (0, None)
+    # Where replicas hold one inner state, all of it is shared, whatever it is made of.
+    inside = oxs.sync_replicas(optax.adam(0.1), "inside", 2)
+    both = oxs.sync_replicas(inside, "data", 2)
+    shared: Any = oxs.state_axes(both, PARAMS, replicated=True)
+    assert shared.accumulator.row_counts == 0
+    assert jax.tree.leaves(shared.inner) == []
     for level in (-1, 2):
         with pytest.raises(ValueError, match=r"has 2 level.*got level"):
             oxs.state_axes(tx, PARAMS, level=level)
