@@ -245,15 +245,28 @@ def test_shares_are_such_that_each_node_has_room_for_its_workers(name):
     assert on_ray._share(cluster, workers, 1.0) == share
 
 
-def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
+def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
     every, directory = 4, tmp_path / "checkpoints"
+    tell = on_ray._Events._tell
+
+    def tells(events, new):
+        """Leave a file when the run has heard of both servers, while they live."""
+        tell(events, new)
+        for kind in ("started", "restored"):
+            if sum(event.kind == kind for event in events.seen) >= 2:
+                (tmp_path / kind).touch()
+
+    monkeypatch.setattr(on_ray._Events, "_tell", tells)
 
     def train(worker):
         servers = worker.connection.servers
+        heard = tmp_path / ("started", "restored")[worker.index]
         while worker.local_step < 30:
             worker.step(DOWN)
-            # Worker 0 kills server 0, worker 1 kills server 1 later on.
+            # Worker 0 kills server 0, and when both are back worker 1 kills server 1.
             if worker.local_step == 9 + 10 * worker.index:
+                while not heard.exists():
+                    time.sleep(0.02)
                 pid = ray.get(servers[worker.index].pid.remote())
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
