@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import jax  # noqa: E402 # reads what stands above
 
-from tests import lowering  # noqa: E402
+from tests import lowering  # noqa: E402 # imports JAX
 
 lowering.share()
 

@@ -169,9 +169,10 @@ def test_weights(context):
         "of_groups": np.array([0, 5, 0, 0], np.float32),
         "none": np.zeros(REPLICAS, np.float32),
         "integers": np.array([3, 1, 0, 0], np.int32),
+        "half": np.array([3, 1, 0, 0], np.float16),
         # Their sums would wrap, or be rounded.
         "bytes": np.array([200, 201, 0, 0], np.uint8),
-        "half": np.array([200, 201, 0, 0], jnp.bfloat16),
+        "bfloat16": np.array([200, 201, 0, 0], jnp.bfloat16),
     }
 
     def function(axis_name, x, weights):
