@@ -25,17 +25,17 @@ from optx_sync.replicas.cross_shard import cross_shard as cross_shard
 from optx_sync.replicas.sync_replicas import sync_replicas as sync_replicas
 
 # Workers with parameters of their own: they meet at a center.
-from optx_sync.center.rule import CenterRule as CenterRule
+from optx_sync.center.contract import CenterRule as CenterRule
 from optx_sync.center.lockstep import center_variable as center_variable
 from optx_sync.center.fragments import strided as strided
-from optx_sync.center.elastic_average import elastic_average as elastic_average
-from optx_sync.center.elastic_average import elastic_rule as elastic_rule
-from optx_sync.center.agn import agn as agn
-from optx_sync.center.agn import agn_rule as agn_rule
-from optx_sync.center.local_sgd import local_sgd as local_sgd
-from optx_sync.center.local_sgd import local_sgd_rule as local_sgd_rule
-from optx_sync.center.diloco import diloco as diloco
-from optx_sync.center.diloco import diloco_rule as diloco_rule
+from optx_sync.center.rules.elastic_average import elastic_average as elastic_average
+from optx_sync.center.rules.elastic_average import elastic_rule as elastic_rule
+from optx_sync.center.rules.agn import agn as agn
+from optx_sync.center.rules.agn import agn_rule as agn_rule
+from optx_sync.center.rules.local_sgd import local_sgd as local_sgd
+from optx_sync.center.rules.local_sgd import local_sgd_rule as local_sgd_rule
+from optx_sync.center.rules.diloco import diloco as diloco
+from optx_sync.center.rules.diloco import diloco_rule as diloco_rule
 
 # A step, for one worker and for all.
 from optx_sync.step import apply_gradients as apply_gradients
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from optx_sync import optimizers as optimizers
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
-    from optx_sync.center.delayed_nesterov import delayed_nesterov as delayed_nesterov
-    from optx_sync.center.qsr import qsr as qsr
+    from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
+    from optx_sync.outer.qsr import qsr as qsr
     from optx_sync.flax import swap_center as swap_center
     from optx_sync.peers import graphs as graphs
     from optx_sync.peers.gossip import gossip as gossip
@@ -74,12 +74,12 @@ if TYPE_CHECKING:
 # `flax` and `runtime` need a library that may not be installed.
 _MODULES = ("audit", "flax", "optimizers", "runtime", "simulate")
 _ELSEWHERE = {
-    "delayed_nesterov": "optx_sync.center.delayed_nesterov",
+    "delayed_nesterov": "optx_sync.outer.delayed_nesterov",
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
     "mean_params": "optx_sync.peers.gossip",
     "noloco": "optx_sync.peers.gossip",
-    "qsr": "optx_sync.center.qsr",
+    "qsr": "optx_sync.outer.qsr",
     "swap_center": "optx_sync.flax",
 }
 

@@ -10,7 +10,13 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.trees import Tree, add_updates, explains_inner
+from optx_sync.trees import (
+    Tree,
+    add_updates,
+    at_least_float32,
+    explains_inner,
+    round_to,
+)
 
 Period = int | optax.Schedule
 
@@ -26,6 +32,7 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
     moved: Callable[[Any, Tree, Tree], Any] | None
+    takes_weight = True  # as an extra argument of `update`
 
     def __new__(
         cls,
@@ -65,6 +72,45 @@ def direct_transformation(
             moved the parameters; `None` where none cares.
     """
     return _DirectTransformation(init, update, apply, communication_period, moved)
+
+
+def takes_weight(tx: Any) -> bool:
+    """Whether a transformation is a wrapper of this package that takes `weight`.
+
+    One that stands in an `optax.chain` is not seen.
+    """
+    return getattr(tx, "takes_weight", False)
+
+
+def landing(params: Any, target: Any) -> Any:
+    """Updates that bring parameters onto a target exactly, once it is rounded.
+
+    The target is rounded to the parameter's dtype first and the difference is taken
+    wide: `optax.apply_updates` adds wide and casts back, so half precision parameters
+    land on the same bits wherever they came from.
+    """
+
+    def difference(param, target):
+        wide = at_least_float32(param.dtype)
+        rounded = round_to(target.astype(wide), param.dtype)
+        return rounded - param.astype(wide)
+
+    return jax.tree.map(difference, params, target)
+
+
+def landing_update(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Optax's `update` of a wrapper whose `apply` gives new parameters."""
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "Workers exchange parameters; got params=None. Call update(grads, "
+                "state, params)."
+            )
+        new_params, state = apply(updates, state, params, **extra_args)
+        return landing(params, new_params), state
+
+    return update
 
 
 def apply_gradients(

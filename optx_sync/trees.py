@@ -48,6 +48,11 @@ def is_placeholder(tree: Tree) -> bool:
     return not plain and not jax.tree.leaves(tree)
 
 
+def is_nothing(tree: Tree) -> bool:
+    """Whether this is (), which stands in a state for what is not kept."""
+    return isinstance(tree, tuple) and not tree
+
+
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is floating or complex."""
     return jnp.issubdtype(dtype, jnp.inexact)

@@ -8,9 +8,16 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.center.formulas import holds_center
-from optx_sync.center.rule import CenterRule, InnerState, check_rule
-from optx_sync.collectives import ALONE, AxisName, varying_axes
+from optx_sync.center.contract import CenterRule, InnerState, check_rule
+from optx_sync.checks import check_grads, check_one_worker
+from optx_sync.collectives import (
+    ALONE,
+    AxisName,
+    axis_size,
+    require_local,
+    require_varying,
+    varying_axes,
+)
 from optx_sync.trees import Tree
 
 
@@ -122,7 +129,7 @@ def check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
 
 def check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -> None:
     """Refuse a state of other fragments, and a say where there is none."""
-    ages, outer, pending, remembered = expected
+    ages, (_, outer), pending, remembered = expected
     for what, tree, like in (
         ("fragments' ages", state.ages, ages),
         ("outer state", state.outer, outer),
@@ -197,3 +204,34 @@ def _require_within(tree: Tree, pending: Any) -> None:
             "theirs, and the state holds it as equal there. Leave these axes to the "
             "compiler, oxs.map_workers, or pass delay=0."
         )
+
+
+def check_step(
+    grads: Any, state: Any, params: Any, axis_name: AxisName, *, in_pieces: bool = False
+) -> int:
+    """Refuse what does not fit a step of a worker; the number of workers.
+
+    `state` has the fields `local_step` and `center`, which may lie in pieces.
+    """
+    check_grads(grads, params)
+    require_local(
+        grads,
+        axis_name,
+        "gradient",
+        "A worker has parameters of its own: lay them along the worker axis, "
+        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
+        "oxs.start_workers and map the step with oxs.map_workers.",
+    )
+    require_varying(state.center, params, axis_name, "center")
+    center = () if in_pieces else state.center
+    check_one_worker(state.local_step, center, params)
+    return axis_size(axis_name)
+
+
+def holds_center(state: Any) -> bool:
+    """Whether the state of a center rule or of gossip stands anywhere in a state."""
+
+    def has_center(x):
+        return hasattr(type(x), "center_params")
+
+    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))

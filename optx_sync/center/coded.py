@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optx_sync.center.rule import CenterRule, Period, reads
+from optx_sync.center.contract import CenterRule, Period, reads
 from optx_sync.exchange.rule import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, is_floating, leaves_with_names
 

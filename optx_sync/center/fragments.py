@@ -16,18 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.rule import Period
+from optx_sync.center.contract import Period
 from optx_sync.collectives import localize, vary_like, varying_axes
-from optx_sync.trees import Tree, path_name
+from optx_sync.trees import Tree, is_nothing, path_name
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], Part]
 Rows: TypeAlias = slice | np.ndarray
 Meeting = TypeVar("Meeting", bound=Any)
 
-# Fields of what a round changes: trees like the parameters, and states of each part.
-_PARTED = ("params", "center", "taken", "accumulated")
-_KEPT = ("outer", "exchange")
+# What of a meeting is a tree like the parameters; parts have a state each of the rest.
+_TREES = ("params", "taken", "accumulated", "center")
+# What a part that sets out changes, and one that lands.
+SETS_OUT = frozenset({"accumulated", "exchange"})
+LANDS = frozenset({"params", "taken", "center", "outer"})
 
 
 class Pending(NamedTuple):
@@ -176,17 +178,24 @@ class Whole:
         """All of it."""
         return values
 
-    def state_of(self, states: Any, part: int) -> Any:
-        """What is kept for the one part."""
-        return states
-
-    def with_state(self, states: Any, part: int, state: Any) -> Any:
-        """What is kept, anew."""
-        return state
-
     def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
         """A state for the one part."""
         return start(tree)
+
+    def in_turn(
+        self,
+        part: Any,
+        change: Callable[[Meeting, int], Meeting],
+        now: Meeting,
+        changes: frozenset[str],
+    ) -> Meeting:
+        """`change(now, part)` of the part whose turn it is.
+
+        `now` is a NamedTuple with the fields `worker`, `center` and `exchange`, of
+        which `change` sees what is of this part, and of all else the whole. Of what is
+        of parts it changes `SETS_OUT`, `LANDS`, or both.
+        """
+        return change(now, 0)
 
 
 class Partition(Whole):
@@ -222,7 +231,7 @@ class Partition(Whole):
 
     def pick(self, tree: Tree, part: int) -> Tree:
         """A part of a tree like the one that was cut; of () it is ()."""
-        if isinstance(tree, tuple) and not tree:
+        if is_nothing(tree):
             return tree
         leaves = self._treedef.flatten_up_to(tree)
         return self._treedef.unflatten(
@@ -232,7 +241,7 @@ class Partition(Whole):
 
     def put(self, tree: Tree, part: int, values: Tree) -> Tree:
         """The tree with other values of a part."""
-        if isinstance(tree, tuple) and not tree:
+        if is_nothing(tree):
             return tree
         leaves = self._treedef.flatten_up_to(tree)
         values = self._treedef.flatten_up_to(values)
@@ -241,17 +250,85 @@ class Partition(Whole):
             for x, rows, value in zip(leaves, self._rows[part], values, strict=True)
         )
 
-    def state_of(self, states: Any, part: int) -> Any:
-        """The state of a part, from a tuple of them or from ()."""
-        return states[part] if states else states
-
-    def with_state(self, states: Any, part: int, state: Any) -> Any:
-        """The tuple, or (), with another state of a part."""
-        return (*states[:part], state, *states[part + 1 :]) if states else states
-
     def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
         """A tuple of states, one for each part."""
         return tuple(start(self.pick(tree, part)) for part in range(self.number))
+
+    def in_turn(
+        self,
+        part: Any,
+        change: Callable[[Meeting, int], Meeting],
+        now: Meeting,
+        changes: frozenset[str],
+    ) -> Meeting:
+        """`change(now, part)` of the part whose turn it is.
+
+        Each part has a conditional of its own, which carries what is changed of that
+        part only: XLA copies what several branches of one conditional hand on. What is
+        read alone is cut inside of the branch.
+        """
+        for number in range(self.number):
+
+            def changed(given, number=number):
+                seen, whole = given
+                fields = _fields_of(whole)
+                read = {
+                    name: self._of_part(name, field, number)
+                    for name, field in fields.items()
+                    if name not in changes
+                }
+                after = change(_with_fields(whole, read | seen), number)
+                found = _fields_of(after)
+                after = (
+                    {name: found[name] for name in seen},
+                    _with_fields(after, fields),
+                )
+                return vary_like(after, given)
+
+            fields = _fields_of(now)
+            seen = {name: self._of_part(name, fields[name], number) for name in changes}
+            seen, now = jax.lax.cond(
+                part == number, changed, lambda given: given, (seen, now)
+            )
+            after = {
+                name: self._with_part(name, fields[name], number, value)
+                for name, value in seen.items()
+            }
+            now = _with_fields(now, fields | after)
+        return now
+
+    def _of_part(self, name: str, field: Any, part: int) -> Any:
+        if name in _TREES:
+            return self.pick(field, part)
+        return field if is_nothing(field) else field[part]
+
+    def _with_part(self, name: str, field: Any, part: int, value: Any) -> Any:
+        if name in _TREES:
+            return self.put(field, part, value)
+        if is_nothing(field):
+            return field
+        return (*field[:part], value, *field[part + 1 :])
+
+
+def _fields_of(now: Any) -> dict[str, Any]:
+    """What of a meeting parts have of their own."""
+    return {
+        "params": now.worker.params,
+        "taken": now.worker.taken,
+        "accumulated": now.worker.accumulated,
+        "center": now.center.value,
+        "outer": now.center.outer,
+        "exchange": now.exchange,
+    }
+
+
+def _with_fields(now: Any, fields: dict[str, Any]) -> Any:
+    names = "params", "taken", "accumulated"
+    return now._replace(
+        worker=now.worker._replace(**{name: fields[name] for name in names}),
+        center=now.center._replace(value=fields["center"], outer=fields["outer"]),
+        exchange=fields["exchange"],
+    )
 
 
 def split(fragments: Fragments, tree: Tree) -> Whole:
@@ -322,50 +399,6 @@ class Buffer:
             end = start[jnp.dtype(x.dtype)] = begin + math.prod(x.shape)
             found.append(flat[jnp.dtype(x.dtype)][begin:end].reshape(x.shape))
         return treedef.unflatten(found)
-
-
-def in_turn(
-    part: Any,
-    half: Callable[[Meeting, int], Meeting],
-    now: Meeting,
-    fields: Sequence[str],
-    parts: Whole,
-) -> Meeting:
-    """`half(now, part)` on the part whose turn it is; it changes these fields.
-
-    `now` is a NamedTuple. Of its `_PARTED` fields `half` sees the part, of those that
-    are `_KEPT` for each part the one of this part, and all else whole.
-
-    Each part has a conditional of its own, which carries what is changed of that part
-    only: XLA copies what several branches of one conditional hand on.
-    """
-    if parts.number == 1:
-        return half(now, 0)
-
-    trees, states = (
-        [field for field in names if field in now._fields] for names in (_PARTED, _KEPT)
-    )
-
-    def own(now, number):
-        found = {field: parts.pick(getattr(now, field), number) for field in trees}
-        found |= {f: parts.state_of(getattr(now, f), number) for f in states}
-        return now._replace(**found)
-
-    for number in range(parts.number):
-
-        def changed(quiet, now=now, number=number):
-            after = half(own(now, number)._replace(**quiet), number)._asdict()
-            return vary_like({field: after[field] for field in fields}, quiet)
-
-        quiet = own(now, number)._asdict()
-        quiet = {field: quiet[field] for field in fields}
-        after = jax.lax.cond(part == number, changed, lambda quiet: quiet, quiet)
-        for field in set(trees) & set(fields):
-            after[field] = parts.put(getattr(now, field), number, after[field])
-        for field in set(states) & set(fields):
-            after[field] = parts.with_state(getattr(now, field), number, after[field])
-        now = now._replace(**after)
-    return now
 
 
 def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:

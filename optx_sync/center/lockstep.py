@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`center_variable`: workers in lockstep that meet at a center every few steps."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,44 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.checks import (
-    check_delay,
-    check_delayed_inner,
-    check_inner_state,
-    check_keep_local,
-    check_lockstep_rule,
-    check_nested,
-    check_streaming_step,
-    check_streams,
-    check_whole_center,
-    check_workers,
-    refuse_hidden_center,
-)
-from optx_sync.center.formulas import (
-    absorb,
-    as_center,
-    check_step,
-    contributions,
-    is_due,
-    landing_update,
-    local_step,
-    own_of,
-    start_accumulated,
-    start_center,
-    take,
-)
-from optx_sync.center.fragments import (
-    Buffer,
-    Fragments,
-    Outgoing,
-    Pending,
-    check_fragments,
-    in_turn,
-    number_of_parts,
-    split,
-    steps_between,
-)
-from optx_sync.center.rule import (
+from optx_sync.center import checks
+from optx_sync.center import worker as work
+from optx_sync.center.contract import (
     CenterRule,
     InnerState,
     Period,
@@ -53,8 +19,22 @@ from optx_sync.center.rule import (
     check_period,
     keeps_before,
 )
-from optx_sync.center.sharded import ShardedCenter
-from optx_sync.center.state import CenterState, MeasuredOwn, SoftCenterState, norm_of
+from optx_sync.center.fragments import (
+    Fragments,
+    Outgoing,
+    Whole,
+    check_fragments,
+    number_of_parts,
+    split,
+    steps_between,
+)
+from optx_sync.center.rounds.at_once import AtOnce
+from optx_sync.center.rounds.in_line import InLine
+from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
+from optx_sync.center.rounds.later import Later
+from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.state import CenterState, MeasuredOwn, SoftCenterState
+from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     ALONE,
@@ -63,50 +43,20 @@ from optx_sync.collectives import (
     everywhere,
     localize,
     localize_where_mapped,
+    own_weight,
     reduce,
-    vary_like,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
-    count_outlier,
+    check_takes_weight,
     start_outliers,
 )
-from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.measures import start as start_measured
-from optx_sync.step import direct_transformation
-from optx_sync.trees import (
-    add_updates,
-    check_accumulator_dtype,
-    is_finite,
-    is_floating,
-    is_inexact,
-    is_placeholder,
-    row_of,
-    where,
-    with_row,
-    zeros_like,
-)
-
-
-class _Meeting(NamedTuple):
-    """What a round changes: the operands and results of the conditional."""
-
-    params: Any
-    center: Any
-    taken: Any
-    outer: Any
-    pending: Any
-    accumulated: Any
-    dropped: Any
-    exchange: Any
-    outliers: Any
-    measured: Any
-    agreed: Any
-    inner: Any
-    weight: Any  # float32[], 0 where the worker is left out, or None
+from optx_sync.step import direct_transformation, landing_update, takes_weight
+from optx_sync.trees import check_accumulator_dtype, is_finite, is_placeholder
 
 
 def center_variable(
@@ -182,6 +132,13 @@ def center_variable(
     collective, the other no conditional. A traced bool: the same inside the program;
     it must be equal on all workers, which is the caller's promise.
 
+    And `weight`, of this worker's contribution in the meeting of this step (a number,
+    not negative, its examples say, or a bool): the mean becomes a weighted one, and
+    where a rule adds contributions up it is that mean times the number of workers with
+    a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
+    all weights are 0 the mean is 0. Where `inner` is a wrapper of this package itself
+    that takes weights, such as `cross_shard`, the weight goes there and not here.
+
     Args:
         inner: The worker's own optimizer.
         rule: What is exchanged.
@@ -244,434 +201,310 @@ def center_variable(
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
-    check_lockstep_rule(rule, call)
+    checks.check_lockstep_rule(rule, call)
     axis_name = ALONE if axis_name is None else axis_name
     check_axis_name(axis_name)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    check_inner_state(inner_state)
-    dtype = check_accumulator_dtype(accumulator_dtype)
-    exchange = check_exchange(exchange, all_reduce())
-    static_period = None if callable(period) else period
-    keeps_taken = keeps_before(rule, period)
+    checks.check_inner_state(inner_state)
     inner_moved = getattr(inner, "moved", None)
-    check_nested(inner_moved, drop_nonfinite, inner_state)
-    fragments, delay = check_fragments(fragments), check_delay(delay)
-    keep_local = check_keep_local(keep_local)
+    checks.check_nested(inner_moved, drop_nonfinite, inner_state)
+    fragments, delay = check_fragments(fragments), checks.check_delay(delay)
+    keep_local = checks.check_keep_local(keep_local)
+    streams = fragments != 1 or delay > 0
+    checks.check_streams(streams, inner_state, inner_moved)
+    exchange = check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
-    streams = fragments != 1 or delay > 0
-    check_streams(streams, inner_state, inner_moved)
-    sharded: ShardedCenter | None = None
+    sharded = None
     if shard_center:
-        check_whole_center(streams, measure, keep_local)
+        checks.check_whole_center(streams, measure, keep_local)
         sharded = ShardedCenter(rule, period, axis_name, exchange)
-    # What a round does not change stays out of the conditional.
-    state_of = CenterState if rule.take is None else SoftCenterState
-    changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
+    lockstep = _Lockstep(
+        Meeting(
+            inner,
+            rule,
+            axis_name,
+            exchange,
+            inner_state,
+            drop_nonfinite,
+            measure,
+            keep_local,
+        ),
+        period,
+        fragments,
+        delay,
+        check_accumulator_dtype(accumulator_dtype),
+        keeps_before(rule, period),
+        sharded,
+    )
+    return direct_transformation(
+        lockstep.init,
+        landing_update(lockstep.apply),
+        lockstep.apply,
+        between,
+        lockstep.moved,
+    )
 
-    def plan(center):
-        """The parts, steps between two exchanges, and whether all stand in line."""
-        nonlocal known
-        parts = split(fragments, center)
-        known = parts.number
-        steps = steps_between(period, known, delay)
+
+class _Plan(NamedTuple):
+    """How a tree of parameters meets."""
+
+    parts: Whole
+    between: Period  # steps from one exchange to the next
+    round: AtOnce | Later | InLine | Pieces
+
+
+class _Lockstep(NamedTuple):
+    """`init` and `apply` of `center_variable`, whose checked arguments these are."""
+
+    meeting: Meeting
+    period: Period
+    fragments: Fragments
+    delay: int
+    dtype: Any
+    keeps_taken: bool  # whether a worker keeps the center from before its last round
+    sharded: ShardedCenter | None
+
+    def plan(self, center: Any) -> _Plan:
+        """The parts of a tree like the parameters, and when and how they meet."""
+        parts = split(self.fragments, center)
+        between = steps_between(self.period, parts.number, self.delay)
+        if self.sharded is not None:
+            return _Plan(parts, between, Pieces(self.meeting, self.sharded))
+        if not self.delay:
+            return _Plan(parts, between, AtOnce(self.meeting))
         # One exchange in each step, of what the step before has left.
-        straight = delay == 1 and not callable(steps) and steps == 1
-        return parts, steps, straight
+        if self.delay == 1 and not callable(between) and between == 1:
+            return _Plan(parts, between, InLine(self.meeting))
+        return _Plan(parts, between, Later(self.meeting, self.delay))
 
-    def start_parts(center):
-        """(ages, outer state, pending, what exchanges remember) of the first step."""
-        parts, _, straight = plan(center)
+    def start(self, center: Any) -> tuple[Any, Center, Any, Any]:
+        """(ages, center, pending, what exchanges remember) of the first step."""
+        if is_placeholder(center):
+            return self.start_placeholder(center)
+        parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
-        outer = () if rule.outer is None else parts.each(rule.outer.init, center)
-        if not delay:
-            return ages, outer, (), parts.each(exchange.init, center)
-        buffer = Buffer(parts, center).zeros()
-        count = jnp.zeros((), jnp.int32)
-        pending = Pending(buffer, count, jnp.zeros(()) if drop_nonfinite else ())
-        if not straight:
-            return ages, outer, pending, parts.each(exchange.init, center)
-        remembered = exchange.init(buffer)
-        if parts.number > 1:
-            remembered = jax.tree.map(
-                lambda x: jnp.stack([x] * parts.number), remembered
-            )
-        return ages, outer, Outgoing(*pending), remembered
+        if self.sharded is None:
+            held = self.meeting.start_center(parts, center)
+        else:
+            held = Center(*self.sharded.start(center))
+        return ages, held, *round_.start(parts, center)
 
-    def start_placeholder(center):
+    def start_placeholder(self, center: Any) -> tuple[Any, Center, Any, Any]:
         """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
+        if self.sharded is not None:
+            return (), Center(*self.sharded.start(center)), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
+        known = number_of_parts(self.fragments)
 
         def each(start):
             if known == 1:
                 return start(center)
             return (start(center),) * known if known else some
 
-        outer = () if rule.outer is None else each(rule.outer.init)
+        outer = self.meeting.rule.outer
+        in_line = self.delay == 1 and known == self.period
         return (
             some if known != 1 else (),
-            outer,
-            some if delay else (),
-            some if delay == 1 and known == period else each(exchange.init),
+            Center(center, () if outer is None else each(outer.init)),
+            some if self.delay else (),
+            some if in_line else each(self.meeting.exchange.init),
         )
 
-    def init(params):
+    def init(self, params: Any) -> CenterState:
+        """The state of a worker that has not made a step."""
+        meeting = self.meeting
+        rule, exchange, drops = meeting.rule, meeting.exchange, meeting.drop_nonfinite
         check_params(params)
-        center = start_center(params, dtype)
-        within = inner.init(params)
-        if inner_moved is None:
-            refuse_hidden_center(within)
-        held: Any = center
-        if sharded is None:
-            start = start_placeholder if is_placeholder(center) else start_parts
-            ages, outer, pending, remembered = start(center)
-        else:
-            ages = pending = remembered = ()
-            held, outer = sharded.start(center)
-
-        def own(tree):
-            # A worker's own fields vary over the axis from the start.
-            return _but_counters(localize_where_mapped, tree, axis_name)
-
+        center = work.start_center(params, self.dtype)
+        inner = meeting.inner.init(params)
+        if getattr(meeting.inner, "moved", None) is None:
+            checks.refuse_hidden_center(inner)
+        ages, held, pending, remembered = self.start(center)
+        # A worker's own fields vary over the axis from the start.
+        own = functools.partial(_but_counters, localize_where_mapped, meeting.axis_name)
+        state_of = CenterState if rule.take is None else SoftCenterState
         return state_of(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
             ages=ages,
-            center=held,
-            taken=start_center(params, dtype) if keeps_taken else (),
-            outer=vary_with(outer, center) if sharded is None else outer,
+            center=held.value,
+            taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
+            outer=vary_with(held.outer, center) if self.sharded is None else held.outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
             else vary_with(pending, center),
-            accumulated=own(start_accumulated(rule, center)),
-            broken=own(jnp.bool_(False)) if drop_nonfinite else (),
+            accumulated=own(work.start_accumulated(rule, center)),
+            broken=own(jnp.bool_(False)) if drops else (),
             dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(remembered),
             outliers=own(start_outliers(exchange)),
-            measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
+            measured=own(MeasuredOwn(jnp.float32(0))) if meeting.measure else (),
             agreed=start_measured(exchange.meet_and_sum is not None, False)
-            if measure
+            if meeting.measure
             else (),
-            inner=own(within),
+            inner=own(inner),
         )
 
-    def apply(grads, state, params, *, meet=None, **extra_args):
+    def apply(
+        self,
+        grads: Any,
+        state: CenterState,
+        params: Any,
+        *,
+        meet: Any = None,
+        weight: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, CenterState]:
         """One step that returns parameters: the driver of every center rule."""
-        workers = check_step(
-            grads, state, params, axis_name, in_pieces=sharded is not None
-        )
-        if sharded is not None:
-            sharded.check(state.center, params)
-        check_workers(rule, workers, axis_name)
-        parts, between_exchanges, straight = plan(state.center)
-        if streams:
-            if rule.outer is inner:
-                check_delayed_inner(delay, extra_args)
-            check_streaming_step(
-                state, jax.eval_shape(start_parts, state.center), meet, straight
-            )
+        meeting = self.meeting
+        num_workers = self.check_step(grads, state, params)
+        plan = self.plan(state.center)
+        self.check_stream(plan, state, meet, extra_args)
         steps = state.steps_since_round + 1
-        updates, inner_new, accumulated = local_step(
-            inner,
-            rule,
-            Round(workers, static_period, steps),
+        before = Worker(params, state.inner, state.taken, state.accumulated)
+        worker = work.walk(
+            meeting.inner,
+            meeting.rule,
+            before,
+            state.center,
             grads,
-            state.inner,
-            params,
-            state.taken if keeps_taken else state.center,
-            state.accumulated,
-            **extra_args,
+            Round(num_workers, _static(self.period), steps),
+            **extra_args if weight is None else {**extra_args, "weight": weight},
         )
-        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, accumulated = localize(
-            (add_updates(params, updates), accumulated), axis_name
-        )
-        inner_new = _but_counters(localize, inner_new, axis_name)
-        broken = state.broken
-        if drop_nonfinite:
-            finite_now = everywhere(is_finite(x), params, axis_name)
-            broken = broken | ~finite_now
-            x = where(broken, params, x)
-        ages = state.ages if parts.number == 1 else state.ages + 1
-
-        # A round has two halves, with `delay` steps between them. They see of trees the
-        # part that meets, of which this is the number.
-
-        def contribute(now: _Meeting, number: int):
-            """What the worker brings to a round: (now, it, the round)."""
-            at = Round(
-                workers, static_period, steps if parts.number == 1 else ages[number]
-            )
-            own_x = as_center(now.params, now.center)
-            taken = now.taken if keeps_taken else now.center
-            own = own_of(rule, own_x, taken, now.accumulated)
-            contribution = localize(contributions(rule, own, now.center, at), axis_name)
-            measured = now.measured
-            if measure:
-                apart = jax.tree.map(jnp.subtract, own_x, now.center)
-                like = measured.distance_before_round
-                measured = MeasuredOwn(norm_of(apart, like=like))
-            now = now._replace(
-                accumulated=zeros_like(now.accumulated),
-                measured=measured,
-                weight=weight_of(contribution),
-            )
-            return now, contribution, at
-
-        def weight_of(sent):
-            """0 where the worker is left out of a round; `None` where none can be."""
-            if not drop_nonfinite:
-                return None
-            finite = ~broken & everywhere(is_finite(sent), params, axis_name)
-            return localize(finite.astype(jnp.float32), axis_name)
-
-        def pushed_of(weight) -> Any:
-            """The workers that are in a round."""
-            if weight is None:
-                return workers
-            return reduce(weight, axis_name, reduction="sum")
-
-        def agree(now: _Meeting, contribution):
-            """What the center absorbs: (now, it, the workers in it)."""
-            weight, pushed = now.weight, pushed_of(now.weight)
-            brought = contribution, now.exchange, axis_name
-            agreed = now.agreed
-            if not measure:
-                total, _, remembered = exchange.meet(*brought, weight=weight)
-            else:
-                square = square_sum(contribution, now.measured.distance_before_round)
-                scalars = to_sum(square, axis_name, weight=weight, alike=True)
-                if exchange.meet_and_sum is None:
-                    total, _, remembered = exchange.meet(*brought, weight=weight)
-                    sums = reduce(scalars, axis_name, reduction="sum")
-                else:
-                    total, _, remembered, sums, _ = exchange.meet_and_sum(
-                        *brought, scalars, weight=weight
-                    )
-                agreed = measure_of(
-                    agreed, sums, pushed, square_sum(total, agreed.update_norm)
-                )
-            outliers = count_outlier(
-                exchange, contribution, total, axis_name, weight, now.outliers
-            )
-            if rule.mean_over is None:
-                total = jax.tree.map(
-                    lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
-                )
-            now = now._replace(exchange=remembered, outliers=outliers, agreed=agreed)
-            return now, total, pushed
-
-        def land(now: _Meeting, total, pushed, at) -> _Meeting:
-            """The center absorbs it, and the worker takes what the rule says."""
-            extra = {}
-            if rule.outer is inner:
-                extra = _mean_extra_args(extra_args, axis_name, now.weight)
-            total = vary_like(total, now.center)
-            center, outer = absorb(rule, now.center, now.outer, total, **extra)
-            if drop_nonfinite:
-                center, outer = where(
-                    pushed > 0, (center, outer), (now.center, now.outer)
-                )
-            agreed = now.agreed
-            if measure:
-                change = jax.tree.map(jnp.subtract, center, now.center)
-                norm = norm_of(change, like=agreed.update_norm)
-                agreed = agreed._replace(update_norm=norm)
-            own_x = as_center(now.params, now.center)
-            new_x = take(rule, own_x, now.center, center, at, keep_local)
-            return now._replace(
-                params=_rounded(new_x, now.params),
-                center=center,
-                taken=now.center if keeps_taken else (),
-                outer=outer,
-                agreed=agreed,
-            )
-
-        def settle(now: _Meeting) -> _Meeting:
-            """What else a round does to a worker; a broken one comes back whole."""
-            inner_met, landed = now.inner, now.params
-            if drop_nonfinite and sharded is None:  # There all take the center.
-                landed = where(now.weight > 0, landed, _rounded(now.center, landed))
-            if inner_moved is not None:
-                inner_met = inner_moved(inner_met, x, landed)
-            if inner_state == "average":
-                inner_met = _average(inner_met, axis_name, now.weight)
-            elif inner_state == "reset":
-                inner_met = inner.init(landed)
-            now = now._replace(params=landed, inner=inner_met)
-            if not drop_nonfinite:
-                return now
-            return now._replace(
-                inner=where(now.weight > 0, inner_met, inner.init(landed)),
-                accumulated=where(
-                    now.weight > 0, now.accumulated, zeros_like(now.accumulated)
-                ),
-                dropped=now.dropped + (now.weight == 0).astype(jnp.int32),
-            )
-
-        def meet_in_pieces(now: _Meeting, sharded: ShardedCenter) -> _Meeting:
-            """Both halves, where the center lies in pieces."""
-            at = Round(workers, static_period, steps)
-            sent = sharded.sent(now.params, now.accumulated, now.center, at)
-            sent = localize(sent, axis_name)
-            weight = weight_of(sent)
-            center, outer = sharded.meet(
-                now.center,
-                now.outer,
-                sent,
-                at,
-                weight=weight,
-                pushed=pushed_of(weight),
-                extra=_mean_extra_args(extra_args, axis_name, weight)
-                if rule.outer is inner
-                else {},
-            )
-            whole = sharded.whole(center, now.params)
-            return now._replace(
-                params=whole,
-                center=center,
-                outer=outer,
-                accumulated=zeros_like(now.accumulated),
-                weight=weight,
-            )
-
-        def meet_at_once(now: _Meeting, number: int) -> _Meeting:
-            """Both halves."""
-            now, contribution, at = contribute(now, number)
-            now, total, pushed = agree(now, contribution)
-            return land(now, total, pushed, at)
-
-        def set_out(now: _Meeting, number: int) -> _Meeting:
-            """The first half: a sum, or what is to be summed, is pending."""
-            now, contribution, at = contribute(now, number)
-            if straight:
-                count = now.weight if drop_nonfinite else ()
-                pending: Any = Outgoing(buffer.pack(contribution), at.steps, count)
-                return now._replace(pending=pending)
-            now, total, pushed = agree(now, contribution)
-            count = pushed if drop_nonfinite else ()
-            pending = Pending(buffer.pack(total), at.steps, count)
-            return now._replace(pending=pending)
-
-        def arrive(now: _Meeting, number: int) -> _Meeting:
-            """The second half, in which nothing is sent."""
-            at = Round(workers, static_period, summed.steps)
-            total = buffer.unpack(summed.values, number)
-            return land(now, total, summed.pushed, at)
-
+        worker, broken = self.own_step(before, worker, state.broken)
         due = meet
         if meet is None:
-            due = is_due(between_exchanges, steps, state.local_step)
-        now = _Meeting(
-            params=x,
-            center=state.center,
-            taken=state.taken,
-            outer=state.outer,
-            pending=state.pending,
-            accumulated=accumulated,
-            dropped=state.dropped,
-            exchange=state.exchange,
-            outliers=state.outliers,
-            measured=state.measured,
-            agreed=state.agreed,
-            inner=inner_new,
-            weight=(~broken).astype(jnp.float32) if drop_nonfinite else None,
+            due = work.is_due(plan.between, steps, state.local_step)
+        step = Step(
+            num_workers=num_workers,
+            period=_static(self.period),
+            due=due,
+            steps=steps,
+            ages=state.ages if plan.parts.number == 1 else state.ages + 1,
+            rounds=state.global_step,
+            quiet=state.steps_since_round,
+            parts=plan.parts,
+            params=params,
+            alike=True,
+            extra_args=extra_args,
         )
-        # The part of this exchange, and of the one before.
-        part, last = (
-            (state.global_step + shift) % parts.number if parts.number > 1 else 0
-            for shift in (0, -1)
+        well = None if broken is None else ~broken
+        weight, alike = self.own_weight(plan, weight)
+        step = step._replace(alike=alike)
+        now = plan.round.step(
+            Now(
+                worker=worker,
+                center=Center(state.center, state.outer),
+                pending=state.pending,
+                exchange=state.exchange,
+                dropped=state.dropped,
+                outliers=state.outliers,
+                measured=state.measured,
+                agreed=state.agreed,
+                weight=weight,
+                well=well,
+            ),
+            step,
         )
-        # What each half changes; all else stays out of its conditionals.
-        given = ["accumulated", "exchange", "outliers", "measured", "agreed"]
-        given += ["weight"] if drop_nonfinite else []
-        taken = ["params", "center", "taken", "outer", "agreed"]
-        settled = ["dropped", "params"] if drop_nonfinite else []
-        settled += ["inner"] if changes_inner else []
-        if not delay:
+        return now.worker.params, self.next_state(state, now, step, broken)
 
-            def whole_round(now):
-                if sharded is not None:
-                    return settle(meet_in_pieces(now, sharded))
-                fields = [*given, *taken]
-                return settle(in_turn(part, meet_at_once, now, fields, parts))
-
-            now = _either(due, whole_round, now, {*given, *taken, *settled})
-        else:
-            buffer = Buffer(parts, state.center)
-            lands = state.global_step != 0
-            remembered = ()
-            if straight:
-                # In no conditional, and of the state alone: it runs beside the step.
-                memory = state.exchange
-                if parts.number > 1:
-                    memory = row_of(memory, last)
-                values, at_steps, weight = state.pending
-                before = now._replace(
-                    exchange=memory, weight=weight if drop_nonfinite else None
-                )
-                after, total, pushed = agree(before, values)
-                summed, due = Pending(total, at_steps, pushed), True
-                fields = "exchange", "outliers", "agreed"
-                kept, known_before = (
-                    {field: getattr(x, field) for field in fields}
-                    for x in (after, before)
-                )
-                kept = where(lands, kept, known_before)
-                remembered = kept.pop("exchange")
-                if parts.number > 1:
-                    remembered = with_row(state.exchange, last, remembered)
-                now = now._replace(**kept, exchange=())
-            else:
-                summed = state.pending
-                lands &= state.steps_since_round < delay
-                lands &= (steps >= delay) | due
-
-            def second_half(now):
-                return in_turn(last, arrive, now, taken, parts)
-
-            def first_half(now):
-                return settle(in_turn(part, set_out, now, given, parts))
-
-            given += ["pending"]
-            now = _either(lands, second_half, now, set(taken))
-            now = _either(due, first_half, now, {*given, *settled})
-            pending = now.pending
-            if straight:
-                now = now._replace(exchange=remembered)
-                pending = localize(pending, axis_name)
-            now = now._replace(pending=vary_like(pending, state.pending))
-        due = jnp.asarray(due)
-        if parts.number > 1:
-            met_now = due & (jnp.arange(parts.number) == part)
-            ages = jnp.where(met_now, jnp.zeros_like(ages), ages)
-        return now.params, state_of(
+    def next_state(
+        self, state: CenterState, now: Now, step: Step, broken: Any
+    ) -> CenterState:
+        """The state after a step, of what a round has changed."""
+        due, ages = jnp.asarray(step.due), step.ages
+        if step.parts.number > 1:
+            met = due & (jnp.arange(step.parts.number) == step.part())
+            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+        return state._replace(
             local_step=state.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),
             global_step=state.global_step + due.astype(jnp.int32),
             ages=ages,
-            center=now.center,
-            taken=now.taken,
-            outer=now.outer,
+            center=now.center.value,
+            taken=now.worker.taken,
+            outer=now.center.outer,
             pending=now.pending,
-            accumulated=now.accumulated,
-            broken=broken & ~due if drop_nonfinite else (),
+            accumulated=now.worker.accumulated,
+            broken=() if broken is None else broken & ~due,
             dropped=now.dropped,
             exchange=now.exchange,
             outliers=now.outliers,
             measured=now.measured,
             agreed=now.agreed,
-            inner=now.inner,
+            inner=now.worker.inner,
         )
 
-    def moved(state, before, after):
+    def own_step(
+        self, before: Worker, worker: Worker, broken: Any
+    ) -> tuple[Worker, Any]:
+        """(the worker after its own step, whether it is broken or `None`)."""
+        axis_name = self.meeting.axis_name
+        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
+        x, accumulated = localize((worker.params, worker.accumulated), axis_name)
+        inner = _but_counters(localize, axis_name, worker.inner)
+        worker = worker._replace(params=x, inner=inner, accumulated=accumulated)
+        if not self.meeting.drop_nonfinite:
+            return worker, None
+        broken = broken | ~everywhere(is_finite(x), before.params, axis_name)
+        return work.stand_still(before, worker, broken), broken
+
+    def own_weight(self, plan: _Plan, weight: Any) -> tuple[Any, bool]:
+        """(this worker's weight or `None`, whether all weights are 0 or 1)."""
+        meeting = self.meeting
+        if weight is None or takes_weight(meeting.inner):
+            one = jnp.float32(1)
+            if not meeting.drop_nonfinite:
+                return None, True
+            return localize(one, meeting.axis_name), True
+        check_takes_weight(meeting.exchange, weight)
+        if isinstance(plan.round, InLine) and not meeting.drop_nonfinite:
+            raise ValueError(
+                "With delay=1 and communication_period equal to the number of "
+                "fragments what a worker contributes is summed a step later, and its "
+                "weight has to travel in the state: pass drop_nonfinite=True, with "
+                "which the state has a place for it, or a longer communication_period."
+            )
+        return own_weight(weight, meeting.axis_name), jnp.result_type(weight) == bool
+
+    def check_step(self, grads: Any, state: CenterState, params: Any) -> int:
+        """Refuse what does not fit a step of a worker; the number of workers."""
+        axis_name = self.meeting.axis_name
+        num_workers = checks.check_step(
+            grads, state, params, axis_name, in_pieces=self.sharded is not None
+        )
+        if self.sharded is not None:
+            self.sharded.check(state.center, params)
+        checks.check_workers(self.meeting.rule, num_workers, axis_name)
+        return num_workers
+
+    def check_stream(
+        self, plan: _Plan, state: CenterState, meet: Any, extra_args: dict[str, Any]
+    ) -> None:
+        """Refuse a state of other parts, and what rounds of parts do not take."""
+        if self.fragments == 1 and not self.delay:
+            return
+        if self.meeting.rule.outer is self.meeting.inner:
+            checks.check_delayed_inner(self.delay, extra_args)
+        checks.check_streaming_step(
+            state,
+            jax.eval_shape(self.start, state.center),
+            meet,
+            isinstance(plan.round, InLine),
+        )
+
+    def moved(self, state: CenterState, before: Any, after: Any) -> CenterState:
         """The state once a rule around this one has moved the workers' parameters."""
-        center = state.center if sharded is None else state.center.tree
+        sharded, axis_name = self.sharded, self.meeting.axis_name
+        center: Any = state.center if sharded is None else state.center.tree
         change = jax.tree.map(
-            jnp.subtract, as_center(after, center), as_center(before, center)
+            jnp.subtract,
+            work.as_center(after, center),
+            work.as_center(before, center),
         )
         change = reduce(localize(change, axis_name), axis_name)
         taken = state.taken
@@ -682,15 +515,19 @@ def center_variable(
                 jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
                 for tree in (center, state.taken)
             )
-        within = state.inner
+        inner, inner_moved = state.inner, getattr(self.meeting.inner, "moved", None)
         if inner_moved is not None:
-            within = inner_moved(within, before, after)
-        return state._replace(center=center, taken=taken, inner=within)
-
-    return direct_transformation(init, landing_update(apply), apply, between, moved)
+            inner = inner_moved(inner, before, after)
+        return state._replace(center=center, taken=taken, inner=inner)
 
 
-def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) -> Any:
+def _static(period: Period) -> int | None:
+    return None if callable(period) else period
+
+
+def _but_counters(
+    vary: Callable[[Any, AxisName], Any], axis_name: AxisName, tree: Any
+) -> Any:
     """`vary` of a state, except for counters of center rules in it.
 
     All workers of all levels share these, so that conditionals on them are agreed on.
@@ -704,72 +541,10 @@ def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) ->
             return vary(node, axis_name)
         return node._replace(
             **{
-                field: _but_counters(vary, value, axis_name)
+                field: _but_counters(vary, axis_name, value)
                 for field, value in node._asdict().items()
                 if field not in node.counter_fields
             }
         )
 
     return jax.tree.map(visit, tree, is_leaf=counts)
-
-
-def _either(
-    due: Any,
-    change: Callable[[_Meeting], _Meeting],
-    now: _Meeting,
-    fields: set[str],
-) -> _Meeting:
-    """`change(now)` where due, else `now`; it changes these fields.
-
-    The conditional carries no others, and there is none where `due` is known.
-    """
-    quiet = {
-        field: getattr(now, field)
-        for field in _Meeting._fields
-        if field in fields and field != "weight"  # It is asked for no more.
-    }
-
-    def changed(quiet):
-        after = change(now._replace(**quiet))._asdict()
-        return vary_like({field: after[field] for field in quiet}, quiet)
-
-    if isinstance(due, bool):
-        return now._replace(**(changed(quiet) if due else quiet))
-    return now._replace(**jax.lax.cond(due, changed, lambda quiet: quiet, quiet))
-
-
-def _rounded(tree: Any, like: Any) -> Any:
-    """The tree in the dtypes of another one."""
-    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, like)
-
-
-def _mean_extra_args(extra_args, axis_name, weight):
-    """What the worker's optimizer gets when it makes a step at the center."""
-
-    def mean(name, value):
-        if isinstance(value, bool | int | float):
-            return value
-        scalar = getattr(value, "ndim", None) == 0
-        if not scalar or not is_floating(value.dtype):
-            raise ValueError(
-                f"The center makes a step of `inner`, which gets the mean of the "
-                f"workers' extra arguments. Of {name!r} there is none: it is no "
-                f"floating scalar but {value!r}. Pass an optimizer of its own for the "
-                "center, outer=, which gets no extra arguments."
-            )
-        own = localize(jnp.asarray(value), axis_name)
-        return reduce(own, axis_name, weight=weight)
-
-    # What `measure=True` of a `cross_shard` inside is told of a worker's own gradient.
-    given = {k: v for k, v in extra_args.items() if k != "batch_size"}
-    return {name: mean(name, value) for name, value in given.items()}
-
-
-def _average(state, axis_name, weight):
-    """The mean of the floating leaves of the workers' inner states."""
-    leaves, treedef = jax.tree.flatten(state)
-    floating = [i for i, x in enumerate(leaves) if is_inexact(x.dtype)]
-    means = reduce([leaves[i] for i in floating], axis_name, weight=weight)
-    for i, mean in zip(floating, means, strict=True):
-        leaves[i] = mean
-    return treedef.unflatten(leaves)

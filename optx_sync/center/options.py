@@ -7,9 +7,9 @@ from typing import Any, TypedDict, TypeVar
 
 import jax
 
+from optx_sync.center.contract import InnerState
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.lockstep import center_variable
-from optx_sync.center.rule import InnerState
 from optx_sync.exchange.rule import Exchange
 
 

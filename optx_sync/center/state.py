@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optx_sync.center.formulas import holds_center
+from optx_sync.center.checks import holds_center
 from optx_sync.center.fragments import Outgoing, Pending
-from optx_sync.center.sharded import whole_center
 from optx_sync.measures import square_sum
 from optx_sync.resizing import Resizing, take_center
-from optx_sync.sharding import is_in_pieces
+from optx_sync.sharding import InPieces, is_in_pieces
 from optx_sync.trees import Tree, first_worker, is_masked
 
 
@@ -216,3 +216,46 @@ class SoftCenterState(CenterState):
 def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
     """float32, the norm over all leaves, for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
+
+
+def whole_center(center: InPieces, params: Tree) -> Tree:
+    """The center in one piece, from the pieces of all workers or as `init` makes it.
+
+    `params` are those of one worker, or of all with a worker axis in front.
+    """
+    pairs = [
+        (c, p)
+        for c, p in zip(
+            jax.tree.leaves(center.tree, is_leaf=is_masked),
+            jax.tree.leaves(params, is_leaf=is_masked),
+            strict=True,
+        )
+        if not is_masked(c)
+    ]
+    stacked = any(c.ndim > 1 for c, _ in pairs)
+    workers = pairs[0][0].shape[0] if stacked else 0
+
+    def fits(shape, c):
+        size = int(np.prod(shape))
+        return c.size == size or (stacked and c.shape[1] == -(-size // workers))
+
+    # With the worker axis first: stacked states come with stacked parameters.
+    for axes in (1, 0) if stacked else (0, 1):
+        counts = {p.shape[:axes] for _, p in pairs if p.ndim >= axes}
+        same = len(counts) <= 1 and (not axes or not stacked or counts == {(workers,)})
+        if same and all(p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs):
+            break
+    else:
+        raise ValueError(
+            "The state holds one piece of its center, or pieces for other parameters. "
+            "Ask for the center outside of the mapped function, of the state of all "
+            "workers together."
+        )
+
+    def join(c, p):
+        if is_masked(c):
+            return c
+        shape = p.shape[axes:]
+        return c.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+
+    return jax.tree.map(join, center.tree, params, is_leaf=is_masked)

@@ -173,3 +173,37 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
     return exchange
+
+
+def check_takes_weight(exchange: Exchange, weight: Any) -> None:
+    """Refuse a weight that is more than a flag, of an exchange that goes by rank."""
+    if exchange.takes_weights or jnp.result_type(weight) == jnp.bool_:
+        return
+    raise ValueError(
+        "This exchange counts all replicas alike and takes no weight. Pass a bool to "
+        "leave a replica out, or clip with oxs.exchange.clipped(...), which takes "
+        "weights."
+    )
+
+
+class Met(NamedTuple):
+    mean: Any
+    weight: Any
+    lost: Any
+    state: Any
+    also: Any
+
+
+def meet_temporarily(exchange, tree, state, axis_name, *, weight, also):
+    from optx_sync.collectives import axis_size, reduce
+
+    if exchange.meet_and_sum is not None:
+        mean, lost, state, sums, divisor = exchange.meet_and_sum(
+            tree, state, axis_name, also, weight=weight
+        )
+        return Met(mean, divisor, lost, state, sums)
+    mean, lost, state = exchange.meet(tree, state, axis_name, weight=weight)
+    total = axis_size(axis_name)
+    if weight is not None:
+        total = reduce(weight, axis_name, reduction="sum")
+    return Met(mean, total, lost, state, reduce(also, axis_name, reduction="sum"))

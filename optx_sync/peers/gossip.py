@@ -16,19 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.formulas import (
-    absorb,
-    as_center,
-    check_step,
-    contributions,
-    holds_center,
-    is_due,
-    landing_update,
-    local_step,
-    own_of,
-    start_center,
-)
-from optx_sync.center.rule import CenterRule, Own, Period, Round, check_period
+from optx_sync.center import worker as work
+from optx_sync.center.checks import check_step, holds_center
+from optx_sync.center.contract import CenterRule, Own, Period, Round, check_period
+from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     AxisName,
@@ -38,9 +29,12 @@ from optx_sync.collectives import (
     kinds,
     localize,
     localize_where_mapped,
+    or_one,
+    own_weight,
     permute,
     reduce,
     vary_like,
+    weigh,
 )
 from optx_sync.peers.graphs import (
     Graph,
@@ -50,10 +44,9 @@ from optx_sync.peers.graphs import (
     random_pairs,
 )
 from optx_sync.resizing import Resizing
-from optx_sync.step import direct_transformation
+from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import (
     Tree,
-    add_updates,
     at_least_float32,
     check_accumulator_dtype,
     is_finite,
@@ -147,14 +140,12 @@ class OwnCenterState(NamedTuple):
         )
 
 
-class _Meeting(NamedTuple):
+class _Now(NamedTuple):
     """What a round changes: the operands and results of the conditional."""
 
-    params: Any
-    center: Any
-    outer: Any
+    worker: Worker
+    center: Center
     dropped: Any
-    inner: Any
 
 
 def gossip(
@@ -197,7 +188,8 @@ def gossip(
 
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
-    `meet` as its do.
+    `meet` and `weight` as its do: with weights w_j the mean is sum_j W_ij w_j x_j over
+    sum_j W_ij w_j, and a worker that meets weights of 0 alone stays where it is.
 
     Args:
         inner: The worker's own optimizer.
@@ -213,7 +205,7 @@ def gossip(
             parameters does not make it: it stands still until the next round, in which
             it sends nothing, takes the mean of those partners that are well, and starts
             with a fresh inner state. If there is none it goes on from where it stood.
-            One float more travels.
+            Two floats more travel.
         accumulator_dtype: The dtype of the own center, and so of what travels. `None`:
             float32 for half precision parameters, else their own. Narrower ones are
             refused: parameters, not differences, would be rounded in each round.
@@ -278,7 +270,7 @@ def gossip(
             # A worker's own fields vary over the axis from the start.
             return localize_where_mapped(tree, axis_name)
 
-        center, within = start_center(params, dtype), inner.init(params)
+        center, within = work.start_center(params, dtype), inner.init(params)
         _refuse_center(within)
         return OwnCenterState(
             local_step=jnp.zeros((), jnp.int32),
@@ -291,80 +283,76 @@ def gossip(
             inner=own(within),
         )
 
-    def apply(grads, state, params, *, meet=None, **extra_args):
+    def apply(grads, state, params, *, meet=None, weight=None, **extra_args):
         """One step that returns parameters."""
-        workers = check_step(grads, state, params, axis_name)
-        rounds = graph.rounds(workers)
+        num_workers = check_step(grads, state, params, axis_name)
+        rounds = graph.rounds(num_workers)
         if momentum is not None and graph.choose == "cycle":
-            _check_cycle(graph, workers, momentum)
-        complete = all(r.groups is not None and len(r.groups) == 1 for r in rounds)
+            _check_cycle(graph, num_workers, momentum)
         steps = state.steps_since_round + 1
-        at = Round(workers, static_period, steps)
-        updates, inner_new, _ = local_step(
-            inner, rule, at, grads, state.inner, params, state.center, (), **extra_args
-        )
+        at = Round(num_workers, static_period, steps)
+        before = Worker(params, state.inner, (), ())
+        passed = extra_args if weight is None else {**extra_args, "weight": weight}
+        worker = work.walk(inner, rule, before, state.center, grads, at, **passed)
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, inner_new = localize((add_updates(params, updates), inner_new), axis_name)
-        x = vary_like(x, params)
-        broken = state.broken
+        worker = localize(worker, axis_name)
+        worker = worker._replace(params=vary_like(worker.params, params))
+        weight = None if takes_weight(inner) else own_weight(weight, axis_name)
+        well = None
         if drop_nonfinite:
-            broken = broken | ~everywhere(is_finite(x), params, axis_name)
-            x = where(broken, params, x)
+            finite = everywhere(is_finite(worker.params), params, axis_name)
+            well = ~(state.broken | ~finite)
+            worker = work.stand_still(before, worker, ~well)
+            weight = jnp.float32(1) if weight is None else weight
+            weight = localize(
+                jnp.where(well, weight, jnp.zeros_like(weight)), axis_name
+            )
 
-        def moved(own_x, center):
-            own = own_of(rule, own_x, center, ())
-            return contributions(rule, own, center, at)
-
-        def meeting(now: _Meeting) -> _Meeting:
+        def meeting(now: _Now) -> _Now:
             """A round."""
-            own_x = as_center(now.params, now.center)
-            weight = None
-            if drop_nonfinite:
-                weight = localize((~broken).astype(jnp.float32), axis_name)
-            if complete:
+            if _complete(rounds):
                 # All centers are equal, and what was moved is all that need travel.
-                move = localize(moved(own_x, now.center), axis_name)
-                total = reduce(move, axis_name, weight=weight)
+                worker, move = work.bring(rule, now.worker, now.center.value, at)
+                total = reduce(localize(move, axis_name), axis_name, weight=weight)
             else:
+                own_x = work.as_center(now.worker.params, now.center.value)
                 k = _chosen(graph, len(rounds), seed, state.global_step)
                 mixed = _mix(own_x, weight, rounds, k, axis_name)
-                total = moved(mixed, now.center)
-            center, outer_new = absorb(rule, now.center, now.outer, total)
-            landed = jax.tree.map(lambda c, p: c.astype(p.dtype), center, params)
-            inner_met, dropped = now.inner, now.dropped
-            if drop_nonfinite:
-                inner_met = where(broken, inner.init(landed), inner_met)
-                dropped = dropped + broken.astype(jnp.int32)
-            return _Meeting(landed, center, outer_new, dropped, inner_met)
-
-        due = is_due(period, steps, state.local_step) if meet is None else meet
-        # What a round does not change stays out of the conditional.
-        quiet = _Meeting(
-            params=x,
-            center=state.center,
-            outer=state.outer,
-            dropped=state.dropped if drop_nonfinite else (),
-            inner=inner_new if drop_nonfinite else (),
-        )
-        if isinstance(due, bool):
-            met = vary_like(meeting(quiet), quiet) if due else quiet
-        else:
-            met = jax.lax.cond(
-                due,
-                lambda quiet: vary_like(meeting(quiet), quiet),
-                lambda quiet: quiet,
-                quiet,
+                worker, total = work.bring(
+                    rule, now.worker._replace(params=mixed), now.center.value, at
+                )
+            center = work.absorb(rule, now.center, total)
+            worker = work.take(
+                rule,
+                worker._replace(params=now.worker.params),
+                now.center.value,
+                center.value,
+                at,
             )
+            dropped = now.dropped
+            if well is not None:
+                worker = work.mend(inner, worker, center.value, well)
+                dropped = dropped + (~well).astype(jnp.int32)
+            return vary_like(_Now(worker, center, dropped), now)
+
+        now = _Now(worker, Center(state.center, state.outer), state.dropped)
+        due = meet
+        if meet is None:
+            due = work.is_due(period, steps, state.local_step)
+        if isinstance(due, bool):
+            now = meeting(now) if due else now
+        else:
+            now = jax.lax.cond(due, meeting, lambda now: now, now)
         due = jnp.asarray(due)
-        return met.params, OwnCenterState(
+        return now.worker.params, OwnCenterState(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
             global_step=state.global_step + due.astype(jnp.int32),
-            center=met.center,
-            outer=met.outer,
-            broken=broken & ~due if drop_nonfinite else (),
-            dropped=met.dropped if drop_nonfinite else state.dropped,
-            inner=met.inner if drop_nonfinite else inner_new,
+            center=now.center.value,
+            outer=now.center.outer,
+            broken=() if well is None else ~well & ~due,
+            dropped=now.dropped,
+            inner=now.worker.inner,
         )
 
     return direct_transformation(init, landing_update(apply), apply, period)
@@ -479,6 +467,11 @@ def _moved_back(own: Own, center: Any, at: Round) -> Any:
     return own.taken - own.params
 
 
+def _complete(rounds: Sequence[GraphRound]) -> bool:
+    """Whether everyone meets everyone in each of these rounds."""
+    return all(r.groups is not None and len(r.groups) == 1 for r in rounds)
+
+
 def _chosen(graph: Graph, rounds: int, seed: int, global_step: jax.Array) -> Any:
     """The place of this round's graph: equal on all workers, and after a resume."""
     if rounds == 1:
@@ -500,7 +493,8 @@ def _mix(
     """What this worker and its partners hold in the mean, of those that have weight."""
     sent, treedef = jax.tree.flatten(own_x)
     if weight is not None:
-        sent = [*where(weight > 0, sent, jax.tree.map(jnp.zeros_like, sent)), weight]
+        # The 1 comes back as the sum of the graph's own weights, rounded as they are.
+        sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
     # Joined, as a program with many partners would otherwise hold many permutes.
     places = kinds(sent)
     joined = [_join([sent[i] for i in kind]) for kind in places]
@@ -515,9 +509,9 @@ def _mix(
         for i, part in zip(kind, parts, strict=True):
             got[i] = part
     if weight is not None:
-        *sums, mass = got
-        some = jnp.where(mass > 0, mass, jnp.ones_like(mass))
-        got = [total / some.astype(total.dtype) for total in sums]
+        *sums, mass, one = got
+        share = one / or_one(mass)
+        got = [total * share.astype(total.dtype) for total in sums]
         got = where(mass > 0, got, jax.tree.leaves(own_x))
     return treedef.unflatten(got)
 

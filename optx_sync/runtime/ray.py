@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from optx_sync.center.rule import (
+from optx_sync.center.contract import (
     Period,
     Weigh,
     check_period,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from optx_sync.center.rule import Period
+from optx_sync.center.contract import Period
 from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay, check_keep_local
 from optx_sync.center.coded import (
     bytes_of,
@@ -16,29 +17,7 @@ from optx_sync.center.coded import (
     message_shapes,
     start_codes,
 )
-from optx_sync.center.formulas import (
-    absorb,
-    contributions,
-    divide,
-    is_due,
-    local_step,
-    own_of,
-    start_accumulated,
-    start_center,
-    take,
-    weigh_alone,
-    worker_params,
-)
-from optx_sync.center.fragments import (
-    Buffer,
-    Fragments,
-    Pending,
-    check_fragments,
-    in_turn,
-    split,
-    steps_between,
-)
-from optx_sync.center.rule import (
+from optx_sync.center.contract import (
     CenterRule,
     Period,
     Round,
@@ -48,6 +27,18 @@ from optx_sync.center.rule import (
     keeps_before,
     weighed,
 )
+from optx_sync.center.fragments import (
+    LANDS,
+    SETS_OUT,
+    Buffer,
+    Fragments,
+    Pending,
+    Whole,
+    check_fragments,
+    split,
+    steps_between,
+)
+from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import stack
@@ -57,7 +48,7 @@ from optx_sync.simulate.replay import (
     check_workers,
     replay,
 )
-from optx_sync.trees import row_of, with_row, zeros_like
+from optx_sync.trees import is_finite, is_nothing, row_of, where, with_row
 
 
 class WorkerState(NamedTuple):
@@ -76,19 +67,29 @@ class WorkerState(NamedTuple):
     seen: jax.Array  # int32[], the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
+    broken: Any  # bool[], it has not been finite since its last round, or ()
 
 
-class _Meeting(NamedTuple):
+class _Now(NamedTuple):
     """What a round changes."""
 
-    params: Any  # in the center's dtypes
-    taken: Any
-    accumulated: Any
+    worker: Worker
+    center: Center
     exchange: Any
-    inner: Any
     pending: Any
-    center: Any
-    outer: Any
+    well: Any  # bool[], or () without `drop_nonfinite`
+
+
+class _Event(NamedTuple):
+    """What is known of an event."""
+
+    rounds: Any  # int32[], this worker's, before this event
+    global_step: Any  # int32[], the rounds of all workers before it
+    steps: Any  # int32[], the worker's steps since its last round, with this one
+    # With parts [P], of each one:
+    ages: Any  # int32[], the same
+    tokens: Any  # float32[], since then
+    seen: Any  # int32[], the rounds of all workers when it took the center
 
 
 class AsynchronousState(NamedTuple):
@@ -129,6 +130,7 @@ def asynchronous(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
+    drop_nonfinite: bool = False,
     record: Record = None,
     weigh: Weigh | None = None,
     tokens: Any = None,
@@ -138,7 +140,7 @@ def asynchronous(
     An event is one step of the worker w that `workers` names: `inner` turns its
     gradient into its update, and when its steps since its last round reach
     `communication_period` it meets the center alone, as `rule` says (N workers, the
-    table of `optx_sync.center.rule`):
+    table of `optx_sync.center.contract`):
 
     .. math::
 
@@ -179,6 +181,8 @@ def asynchronous(
             contributes in one step, and that many steps later the center absorbs it,
             wherever the others have moved it meanwhile, and the worker takes.
         keep_local: As in `center_variable`.
+        drop_nonfinite: As in `center_variable`: in its next round a worker that is not
+            finite contributes nothing, and starts anew from the center.
         record: Which history of `params` and `center` to keep. `None`: all of it where
             that takes at most 256 MB, else every n-th event with the smallest n that
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
@@ -245,11 +249,10 @@ def asynchronous(
     if rule.check is not None:
         rule.check(period)
     exchange = check_code(exchange, rule, period)
-    static_period = None if callable(period) else period
     fragments, delay = check_fragments(fragments), check_delay(delay)
     keep_local = check_keep_local(keep_local)
     params = jax.tree.map(jnp.asarray, params)
-    center = start_center(params)
+    center = work.start_center(params)
     parts = split(fragments, center)
     between = steps_between(period, parts.number, delay)
     buffer = Buffer(parts, center)
@@ -259,133 +262,26 @@ def asynchronous(
             f"tokens must hold a number for each of the {len(workers)} events; got "
             f"shape {jnp.shape(tokens)}."
         )
-    # What the worker took last is its own business once the center has moved on: a rule
-    # that takes the center whole may contribute the way from there.
+    # Others move the center meanwhile, so each worker keeps the one that it took.
     keeps_taken = rule.take is None or keeps_before(rule, period)
-    shares_powers = rule.outer is inner
+    run = _Run(
+        inner,
+        rule,
+        Round(num_workers, None if callable(period) else period, jnp.int32(0)),
+        between,
+        parts,
+        buffer,
+        exchange,
+        delay,
+        keep_local,
+    )
 
-    def work(number, place, own, center, outer, global_step):
+    def step(number, place, own, center, global_step):
         """One event: what is the worker's, the center's, and whether they met."""
         grads = grad_fn(place, own.params, number)
         check_grads(grads, own.params)
-        steps = own.steps_since_round + 1
-        behind = jnp.float32(1)
-        if tokens is not None:
-            behind = jnp.asarray(tokens)[number].astype(jnp.float32)
-        behind = own.tokens + behind
-
-        def at_of(steps):
-            return Round(num_workers, static_period, steps)
-
-        updates, own_inner, accumulated = local_step(
-            inner,
-            rule,
-            at_of(steps),
-            grads,
-            own.inner,
-            own.params,
-            own.taken if keeps_taken else center,
-            own.accumulated,
-        )
-        x = worker_params(own.params, updates, center)
-        due = is_due(between, steps, own.local_step)
-        ages = own.ages if parts.number == 1 else own.ages + 1
-
-        def contribute(now, number):
-            of_part = (own.seen, behind, steps)
-            if parts.number > 1:
-                of_part = (own.seen[number], behind[number], ages[number])
-            at = at_of(of_part[2])._replace(
-                staleness=global_step - of_part[0],
-                tokens=of_part[1],
-                num_pushed=own.rounds + 1,
-            )
-            taken = now.taken if keeps_taken else now.center
-            pushed = contributions(
-                rule, own_of(rule, now.params, taken, now.accumulated), now.center, at
-            )
-            if rule.mean_over == "workers":
-                pushed = divide(pushed, num_workers)
-            if exchange is not None:
-                messages, codes = encoded(exchange, pushed, now.exchange)
-                pushed = decoded(exchange, messages, pushed)
-                now = now._replace(exchange=codes)
-            pushed = weigh_alone(rule, pushed, at)
-            now = now._replace(accumulated=zeros_like(now.accumulated))
-            return now, pushed, at
-
-        def land(now, pushed, at):
-            outer, own_inner, taken = now.outer, now.inner, now.taken
-            if shares_powers:
-                outer = _with_powers(outer, own_inner)
-            after, outer = absorb(
-                rule, now.center, outer, pushed, num_workers=num_workers
-            )
-            if shares_powers:
-                own_inner = _with_powers(own_inner, outer)
-            if keeps_taken:
-                taken = after if rule.take is None else now.center
-            x = take(rule, now.params, now.center, after, at, keep_local)
-            return now._replace(
-                params=x, taken=taken, inner=own_inner, center=after, outer=outer
-            )
-
-        def set_out(now, number):
-            now, pushed, at = contribute(now, number)
-            pending = Pending(buffer.pack(pushed), at.steps, ())
-            return now._replace(pending=pending)
-
-        def arrive(now, number):
-            pushed = buffer.unpack(now.pending.values, number)
-            return land(now, pushed, at_of(now.pending.steps))
-
-        def where_due(due, half, now, part):
-            return jax.lax.cond(
-                due,
-                lambda now: in_turn(part, half, now, _Meeting._fields, parts),
-                lambda now: now,
-                now,
-            )
-
-        now = _Meeting(
-            params=x,
-            taken=own.taken,
-            accumulated=accumulated,
-            exchange=own.exchange,
-            inner=own_inner,
-            pending=own.pending,
-            center=center,
-            outer=outer,
-        )
-        part, last = own.rounds % parts.number, (own.rounds - 1) % parts.number
-        if delay:
-            lands = (own.rounds > 0) & (own.steps_since_round < delay)
-            now = where_due(lands & ((steps >= delay) | due), arrive, now, last)
-            now = where_due(due, set_out, now, part)
-        else:
-            now = where_due(
-                due, lambda now, number: land(*contribute(now, number)), now, part
-            )
-        met = due
-        if parts.number > 1:
-            met = due & (jnp.arange(parts.number) == part)
-            ages = jnp.where(met, jnp.zeros_like(ages), ages)
-        rounds = due.astype(jnp.int32)
-        own = WorkerState(
-            params=jax.tree.map(lambda x, p: x.astype(p.dtype), now.params, own.params),
-            inner=now.inner,
-            taken=now.taken,
-            accumulated=now.accumulated,
-            exchange=now.exchange,
-            local_step=own.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            tokens=jnp.where(met, 0.0, behind),
-            seen=jnp.where(met, global_step + 1, own.seen),
-            rounds=own.rounds + rounds,
-            ages=ages,
-            pending=now.pending,
-        )
-        return own, now.center, now.outer, rounds
+        count = 1 if tokens is None else jnp.asarray(tokens)[number]
+        return run.event(own, center, global_step, grads, jnp.float32(count))
 
     def advance(machine, event):
         state, _ = machine
@@ -394,11 +290,11 @@ def asynchronous(
         # The conditional is there for a worker that does not exist, and for speed:
         # without it XLA fuses reading one stack with writing another, and then copies
         # both, the states of all workers, in every event.
-        own, center, outer, rounds = jax.lax.cond(
+        own, (center, outer), rounds = jax.lax.cond(
             place == worker,
-            lambda *operands: work(number, place, *operands),
+            lambda *operands: step(number, place, *operands),
             lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
-            *(row_of(state.workers, place), state.center, state.outer),
+            *(row_of(state.workers, place), Center(state.center, state.outer)),
             state.global_step,
         )
         state = AsynchronousState(
@@ -416,11 +312,12 @@ def asynchronous(
         return params, state.center, None
 
     count = jnp.zeros((), jnp.int32)
+    pushed = jnp.float32(0) if drop_nonfinite else ()
     worker = WorkerState(
         params=params,
         inner=inner.init(params),
         taken=center if keeps_taken else (),
-        accumulated=start_accumulated(rule, center),
+        accumulated=work.start_accumulated(rule, center),
         exchange=()
         if exchange is None
         else parts.each(lambda part: start_codes(exchange, part), center),
@@ -430,7 +327,8 @@ def asynchronous(
         seen=jnp.zeros(() if parts.number == 1 else parts.number, jnp.int32),
         rounds=count,
         ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
-        pending=Pending(buffer.zeros(), count, ()) if delay else (),
+        pending=Pending(buffer.zeros(), count, pushed) if delay else (),
+        broken=jnp.bool_(False) if drop_nonfinite else (),
     )
     state = AsynchronousState(
         workers=stack(worker, num_workers),
@@ -457,6 +355,173 @@ def asynchronous(
             )
         ),
     )
+
+
+class _Run(NamedTuple):
+    """What `asynchronous` was asked for, checked."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    round: Round  # of nobody in particular
+    between: Period  # steps from one exchange of a worker to its next
+    parts: Whole
+    buffer: Buffer
+    exchange: Exchange | None
+    delay: int
+    keep_local: Any
+
+    def event(
+        self,
+        own: WorkerState,
+        center: Center,
+        global_step: Any,
+        grads: Any,
+        tokens: Any,
+    ) -> tuple[WorkerState, Center, Any]:
+        """(the worker after its step, the center, int32[] whether they met)."""
+        several = self.parts.number > 1
+        steps = own.steps_since_round + 1
+        event = _Event(
+            rounds=own.rounds,
+            global_step=global_step,
+            steps=steps,
+            ages=own.ages + 1 if several else steps,
+            tokens=own.tokens + tokens,
+            seen=own.seen,
+        )
+        now, broken = self.walk(own, center, grads, steps)
+        due = work.is_due(self.between, steps, own.local_step)
+        if self.delay:
+            lands = (own.rounds > 0) & (own.steps_since_round < self.delay)
+            lands &= (steps >= self.delay) | due
+            now = jax.lax.cond(lands, self.arrive, _as_it_is, now, event)
+            now = jax.lax.cond(due, self.set_out, _as_it_is, now, event)
+        else:
+            now = jax.lax.cond(due, self.meet, _as_it_is, now, event)
+        met, ages = due, own.ages
+        if several:
+            met = due & (jnp.arange(self.parts.number) == self.part(event))
+            ages = jnp.where(met, jnp.zeros_like(ages), event.ages)
+        rounds = due.astype(jnp.int32)
+        own = WorkerState(
+            **now.worker._asdict(),
+            exchange=now.exchange,
+            local_step=own.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+            rounds=own.rounds + rounds,
+            tokens=jnp.where(met, 0.0, event.tokens),
+            seen=jnp.where(met, global_step + 1, own.seen),
+            ages=ages,
+            pending=now.pending,
+            broken=() if is_nothing(broken) else broken & ~due,
+        )
+        return own, now.center, rounds
+
+    def walk(
+        self, own: WorkerState, center: Center, grads: Any, steps: Any
+    ) -> tuple[_Now, Any]:
+        """(all that a round may change, after the worker's own step; is it broken)."""
+        before = Worker(own.params, own.inner, own.taken, own.accumulated)
+        at = self.round._replace(steps=steps)
+        worker = work.walk(self.inner, self.rule, before, center.value, grads, at)
+        well: Any = ()
+        broken = own.broken
+        if not is_nothing(broken):
+            broken = broken | ~is_finite(worker.params)
+            worker = work.stand_still(before, worker, broken)
+            well = ~broken
+        return _Now(worker, center, own.exchange, own.pending, well), broken
+
+    def part(self, event: _Event, ago: int = 0) -> Any:
+        """The part that meets in this worker's next round, or met so many before."""
+        return (event.rounds - ago) % self.parts.number
+
+    def bring(self, now: _Now, event: _Event, part: int) -> tuple[_Now, Any, Round]:
+        """(now, what the center is to absorb of it, the round)."""
+        rule = self.rule
+        steps, seen, tokens = event.ages, event.seen, event.tokens
+        if self.parts.number > 1:
+            steps, seen, tokens = steps[part], seen[part], tokens[part]
+        at = self.round._replace(
+            steps=steps,
+            staleness=event.global_step - seen,
+            tokens=tokens,
+            num_pushed=event.rounds + 1,
+        )
+        worker, pushed = work.bring(rule, now.worker, now.center.value, at)
+        now, well = now._replace(worker=worker), now.well
+        if not is_nothing(well):
+            well = well & is_finite(pushed)
+            pushed = where(well, pushed, jax.tree.map(jnp.zeros_like, pushed))
+        pushed = work.share_of_one(rule, pushed, at)
+        if self.exchange is not None:
+            messages, codes = encoded(self.exchange, pushed, now.exchange)
+            pushed = decoded(self.exchange, messages, pushed)
+            if not is_nothing(well):
+                codes = where(well, codes, now.exchange)
+            now = now._replace(exchange=codes)
+        return now._replace(well=well), work.weigh_alone(rule, pushed, at), at
+
+    def land(self, now: _Now, pushed: Any, counts: Any, at: Round) -> _Now:
+        """The center absorbs it, if it counts, and the worker takes."""
+        rule, worker, before = self.rule, now.worker, now.center
+        if rule.outer is self.inner:
+            before = before._replace(outer=_with_powers(before.outer, worker.inner))
+        after = work.absorb(rule, before, pushed, num_workers=at.num_workers)
+        if not is_nothing(counts):
+            after = where(counts, after, now.center)
+        if rule.outer is self.inner:
+            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
+        worker = work.take(
+            rule, worker, now.center.value, after.value, at, self.keep_local
+        )
+        return now._replace(worker=worker, center=after)
+
+    def meet(self, now: _Now, event: _Event) -> _Now:
+        """A round at once."""
+
+        def meet(now, part):
+            now, pushed, at = self.bring(now, event, part)
+            return self.land(now, pushed, now.well, at)
+
+        return self.settle(
+            self.parts.in_turn(self.part(event), meet, now, SETS_OUT | LANDS)
+        )
+
+    def set_out(self, now: _Now, event: _Event) -> _Now:
+        """The first half of a round in two: a part is pending."""
+
+        def set_out(now, part):
+            now, pushed, at = self.bring(now, event, part)
+            counts: Any = now.well
+            if not is_nothing(counts):
+                counts = counts.astype(jnp.float32)
+            pending = Pending(self.buffer.pack(pushed), at.steps, counts)
+            return now._replace(pending=pending)
+
+        return self.settle(self.parts.in_turn(self.part(event), set_out, now, SETS_OUT))
+
+    def arrive(self, now: _Now, event: _Event) -> _Now:
+        """The second half: what is pending lands."""
+        values, steps, counts = now.pending
+
+        def land(now, part):
+            pushed = self.buffer.unpack(values, part)
+            landed = counts if is_nothing(counts) else counts > 0
+            return self.land(now, pushed, landed, self.round._replace(steps=steps))
+
+        return self.parts.in_turn(self.part(event, ago=1), land, now, LANDS)
+
+    def settle(self, now: _Now) -> _Now:
+        """A broken worker starts anew from the center."""
+        if is_nothing(now.well):
+            return now
+        worker = work.mend(self.inner, now.worker, now.center.value, now.well)
+        return now._replace(worker=worker)
+
+
+def _as_it_is(now: _Now, event: _Event) -> _Now:
+    return now
 
 
 def _with_powers(state: Any, source: Any) -> Any:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.formulas import is_due, local_step, start_center, worker_params
-from optx_sync.center.rule import CenterRule, Period, Round, check_period
+from optx_sync.center import worker as work
+from optx_sync.center.contract import CenterRule, Period, Round, check_period
+from optx_sync.center.worker import Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.peers.gossip import mean_params
 from optx_sync.sharding import stack
@@ -152,18 +153,17 @@ def gossip(
             f"{len(partners)} for the {len(workers)} events of workers."
         )
 
-    def work(number, place, mate, own, theirs):
+    def step(number, place, mate, own, theirs):
         """One event: what the two hold after it, and whether they met."""
         grads = grad_fn(place, own.read, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
         at = Round(num_workers, static_period, steps)
-        wide = start_center(own.params)
-        updates, own_inner, _ = local_step(
-            inner, _ALONE, at, grads, own.inner, own.params, wide, ()
-        )
-        x = worker_params(own.params, updates, wide)
-        due = is_due(period, steps, own.local_step)
+        wide = work.start_center(own.params)
+        worker = Worker(own.params, own.inner, (), ())
+        worker = work.walk(inner, _ALONE, worker, wide, grads, at)
+        x = work.as_center(worker.params, wide)
+        due = work.is_due(period, steps, own.local_step)
         meets = due & (mate != place)
 
         def mean(x, other):
@@ -176,7 +176,7 @@ def gossip(
         own = GossipWorkers(
             params=x,
             read=x,
-            inner=own_inner,
+            inner=worker.inner,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
         )
@@ -190,7 +190,7 @@ def gossip(
         # `asynchronous`.
         own, theirs, met = jax.lax.cond(
             (place == worker) & (mate == partner),
-            lambda *operands: work(number, place, mate, *operands),
+            lambda *operands: step(number, place, mate, *operands),
             lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
             *(row_of(everyone, place), row_of(everyone.params, mate)),
         )
@@ -210,7 +210,7 @@ def gossip(
         return params, mean, None
 
     params = jax.tree.map(jnp.asarray, params)
-    start_center(params)  # which refuses what cannot be averaged
+    work.start_center(params)  # which refuses what cannot be averaged
     worker = GossipWorkers(
         params=params,
         read=params,

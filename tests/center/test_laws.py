@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync.center.formulas import is_due
+from optx_sync.center.worker import is_due
 from tests import contexts
 
 AXIS, WORKERS, STEPS = contexts.AXIS, contexts.REPLICAS, 7

@@ -16,7 +16,7 @@ from optx_sync.center.coded import (
     message_shapes,
     start_codes,
 )
-from optx_sync.center.formulas import start_center
+from optx_sync.center.worker import start_center
 from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
 from optx_sync.simulate import asynchronous
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from optx_sync.center.rule import CenterRule, Period
+from optx_sync.center.contract import CenterRule, Period
 from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements.center import center_way
 from optx_sync.runtime.agreements.contract import Way

@@ -9,21 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center import worker as work
 from optx_sync.center.coded import check_code, encoded, start_codes
-from optx_sync.center.formulas import (
-    absorb,
-    contributions,
-    divide,
-    is_due,
-    local_step,
-    own_of,
-    start_accumulated,
-    start_center,
-    take,
-    weigh_alone,
-    worker_params,
-)
-from optx_sync.center.rule import CenterRule, Period, Round, reads
+from optx_sync.center.contract import CenterRule, Period, Round, reads
 from optx_sync.exchange.rule import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
@@ -121,7 +109,7 @@ class Center:
         copy_replies: bool,
         exchange: Exchange | None = None,
     ):
-        center = start_center(params)
+        center = work.start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule
         self.at = at
@@ -170,20 +158,20 @@ class Center:
         if self.at_server:
             sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
             # The center stands for what the formula does not read and was not sent.
-            own = own_of(
+            total = work.contribute(
                 self.rule,
                 sent.get("params", center),
                 sent.get("taken", center),
                 sent.get("accumulated", center),
+                center,
+                at,
             )
-            total = contributions(self.rule, own, center, at)
-            if self.rule.mean_over == "workers":
-                total = divide(total, at.num_workers)
+            total = work.share_of_one(self.rule, total, at)
         else:
             total = self.variables.tree(sent["contribution"])
-        total = weigh_alone(self.rule, total, at)
-        center, outer = absorb(
-            self.rule, center, outer, total, num_workers=at.num_workers
+        total = work.weigh_alone(self.rule, total, at)
+        center, outer = work.absorb(
+            self.rule, work.Center(center, outer), total, num_workers=at.num_workers
         )
         # A sum of squares is finite only if its terms are, and quicker than a look at
         # each of them.
@@ -351,7 +339,7 @@ class OfCenter:
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.rule: CenterRule = rule
         self.period: Period = communication_period
-        self.center_like: Any = jax.eval_shape(start_center, shapes)
+        self.center_like: Any = jax.eval_shape(work.start_center, shapes)
         self.at: Round = round_of(num_workers, communication_period, 1)
         self.traffic: Traffic = traffic(rule, self.at)
         self._step = jax.jit(self._run_step)
@@ -366,7 +354,7 @@ class OfCenter:
         self._start_own()
 
     def _start_own(self) -> None:
-        self.accumulated = start_accumulated(self.rule, self.taken)
+        self.accumulated = work.start_accumulated(self.rule, self.taken)
         self.inner_state = self.inner.init(self.params)
         self.steps = 0
         self.codes: Any = ()
@@ -387,16 +375,13 @@ class OfCenter:
             self.params, self.inner_state, self.taken, self.accumulated, grads,
             jnp.int32(self.steps),
         )  # fmt: skip
-        return bool(is_due(self.period, self.steps, jnp.int32(step)))
+        return bool(work.is_due(self.period, self.steps, jnp.int32(step)))
 
     def _run_step(self, params, inner_state, taken, accumulated, grads, steps):
         at = self.at._replace(steps=steps)
-        updates, inner_state, accumulated = local_step(
-            self.inner, self.rule, at, grads, inner_state, params, taken, accumulated
-        )
-        moved = worker_params(params, updates, self.center_like)
-        params = jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
-        return params, inner_state, accumulated
+        worker = work.Worker(params, inner_state, taken, accumulated)
+        worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
+        return worker.params, worker.inner, worker.accumulated
 
     def outgoing(self) -> dict[str, Arrays]:
         """What to push."""
@@ -415,11 +400,10 @@ class OfCenter:
             fields = {"params": x, "taken": taken, "accumulated": accumulated}
             return {name: fields[name] for name in self.traffic.sends}, codes
         at = self.at._replace(steps=steps)
-        own = own_of(self.rule, x, taken, accumulated)
+        worker = work.Worker(params, (), taken, accumulated)
         # The formula does not read the center, so any array of its type will do.
-        total = contributions(self.rule, own, x, at)
-        if self.rule.mean_over == "workers":
-            total = divide(total, at.num_workers)
+        _, total = work.bring(self.rule, worker, x, at)
+        total = work.share_of_one(self.rule, total, at)
         if self.exchange is not None:
             total, codes = encoded(self.exchange, total, codes)
         return {"contribution": total}, codes
@@ -441,8 +425,8 @@ class OfCenter:
         x = self._wide(params)
         # One that is not sent is not read.
         before, after = centers.get("before", x), centers.get("after", x)
-        new = take(self.rule, x, before, after, at)
-        return jax.tree.map(lambda x, p: x.astype(p.dtype), new, params)
+        worker = work.Worker(params, (), (), ())
+        return work.take(self.rule, worker, before, after, at).params
 
     def _wide(self, params):
         return jax.tree.map(lambda p, c: p.astype(c.dtype), params, self.center_like)

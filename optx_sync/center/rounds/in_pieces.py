@@ -12,7 +12,7 @@ how far they are from it: a rule whose contribution is affine in them gives the 
 mean. The two halves send what an all-reduce sends.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -20,14 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.formulas import absorb, as_center, contributions, own_of
-from optx_sync.center.rule import CenterRule, Own, Period, Round, reads
-from optx_sync.collectives import AxisName, check_axis_name, vary_like
+from optx_sync.center.contract import CenterRule, Own, Period, Round, reads
+from optx_sync.center.fragments import Whole
+from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.center.worker import Center, absorb, as_center, contribute
+from optx_sync.collectives import (
+    AxisName,
+    check_axis_name,
+    localize,
+    reduce,
+    vary_like,
+)
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import InPieces
-from optx_sync.trees import Tree, is_masked, is_placeholder, where
+from optx_sync.trees import Tree, is_placeholder, where, zeros_like
 
 _OPTION = "shard_center=True"
 
@@ -103,8 +111,7 @@ class ShardedCenter:
         """What a worker sends, whole arrays: a contribution, or what it is made of."""
         wide = as_center(params, center.tree)
         if self._alone:
-            own = own_of(self._rule, wide, wide, accumulated)
-            return contributions(self._rule, own, wide, at)
+            return contribute(self._rule, wide, wide, accumulated, wide, at)
         return (
             wide if self._read.params else (),
             accumulated if self._read.accumulated else (),
@@ -119,30 +126,32 @@ class ShardedCenter:
         *,
         weight: Any,
         pushed: Any,
+        keeps: bool,
         extra: dict[str, Any],
     ) -> tuple[InPieces, Any]:
         """The next center and outer state, from what all workers sent.
 
         `weight` is 0 where this worker is left out; `pushed` is the number of workers
-        that are not.
+        that are not, and with `keeps` the center stays where there is none.
         """
         now = center.tree
         mean = self._scatter(sent, self._axis_name, weight=weight)
         if not self._alone:
             params, accumulated = mean
             # The piece of the center stands for what the formula does not read.
-            own = own_of(
+            mean = contribute(
                 self._rule,
                 params if self._read.params else now,
                 now,
                 accumulated if self._read.accumulated else now,
+                now,
+                at,
             )
-            mean = contributions(self._rule, own, now, at)
         if self._rule.mean_over is None:
             mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
         before = outer.tree if isinstance(outer, InPieces) else outer
-        after, state = absorb(self._rule, now, before, mean, **extra)
-        if weight is not None:
+        after, state = absorb(self._rule, Center(now, before), mean, **extra)
+        if keeps:
             after, state = where(pushed > 0, (after, state), (now, before))
         next_outer = InPieces(state) if isinstance(outer, InPieces) else state
         return vary_like((InPieces(after), next_outer), (center, outer))
@@ -157,47 +166,46 @@ class ShardedCenter:
         return InPieces(jax.tree.map(jnp.add, center.tree, own))
 
 
-def whole_center(center: InPieces, params: Tree) -> Tree:
-    """The center in one piece, from the pieces of all workers or as `init` makes it.
+class Pieces(NamedTuple):
+    """A round at once, of a center in pieces."""
 
-    `params` are those of one worker, or of all with a worker axis in front.
-    """
-    pairs = [
-        (c, p)
-        for c, p in zip(
-            jax.tree.leaves(center.tree, is_leaf=is_masked),
-            jax.tree.leaves(params, is_leaf=is_masked),
-            strict=True,
+    meeting: Meeting
+    sharded: ShardedCenter
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        return (), ()
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        return either(step.due, lambda now: self._round(now, step), now)
+
+    def _round(self, now: Now, step: Step) -> Now:
+        meeting, worker = self.meeting, now.worker
+        axis_name, walked = meeting.axis_name, worker.params
+        at = step.at(0)
+        sent = self.sharded.sent(walked, worker.accumulated, now.center.value, at)
+        sent = localize(sent, axis_name)
+        now = meeting.leave_out(now, step, sent)
+        pushed: Any = step.num_workers
+        if now.weight is not None:
+            counts = now.weight if step.alike else (now.weight > 0)
+            pushed = reduce(counts.astype(jnp.float32), axis_name, reduction="sum")
+        center, outer = self.sharded.meet(
+            *now.center,
+            sent,
+            at,
+            weight=now.weight,
+            pushed=pushed,
+            keeps=meeting.drop_nonfinite,
+            extra=meeting.extra_args(step, now.weight),
         )
-        if not is_masked(c)
-    ]
-    stacked = any(c.ndim > 1 for c, _ in pairs)
-    workers = pairs[0][0].shape[0] if stacked else 0
-
-    def fits(shape, c):
-        size = int(np.prod(shape))
-        return c.size == size or (stacked and c.shape[1] == -(-size // workers))
-
-    # With the worker axis first: stacked states come with stacked parameters.
-    for axes in (1, 0) if stacked else (0, 1):
-        counts = {p.shape[:axes] for _, p in pairs if p.ndim >= axes}
-        same = len(counts) <= 1 and (not axes or not stacked or counts == {(workers,)})
-        if same and all(p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs):
-            break
-    else:
-        raise ValueError(
-            "The state holds one piece of its center, or pieces for other parameters. "
-            "Ask for the center outside of the mapped function, of the state of all "
-            "workers together."
+        worker = worker._replace(
+            params=self.sharded.whole(center, walked),
+            accumulated=zeros_like(worker.accumulated),
         )
-
-    def join(c, p):
-        if is_masked(c):
-            return c
-        shape = p.shape[axes:]
-        return c.reshape(-1)[: int(np.prod(shape))].reshape(shape)
-
-    return jax.tree.map(join, center.tree, params, is_leaf=is_masked)
+        now = now._replace(worker=worker, center=Center(center, outer))
+        return meeting.settle(now, walked, worker.params)
 
 
 def _is_affine(rule: CenterRule, period: Period) -> bool:

@@ -5,9 +5,9 @@ from typing import Unpack
 
 import optax
 
+from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
-from optx_sync.center.rule import CenterRule, Period
 from optx_sync.collectives import AxisName
 
 

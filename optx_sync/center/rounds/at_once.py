@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round at once: workers contribute, agree and take in one step."""
+
+from typing import Any, NamedTuple
+
+from optx_sync.center.fragments import LANDS, SETS_OUT, Whole
+from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+
+
+class AtOnce(NamedTuple):
+    """Every phase of a round in the step in which it is due."""
+
+    meeting: Meeting
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        return (), parts.each(self.meeting.exchange.init, center)
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        return either(step.due, lambda now: self._round(now, step), now)
+
+    def _round(self, now: Now, step: Step) -> Now:
+        walked = now.worker.params
+        now = step.parts.in_turn(
+            step.part(),
+            lambda seen, part: self._meet(seen, step, part),
+            now,
+            SETS_OUT | LANDS,
+        )
+        return self.meeting.settle(now, walked, now.center.value)
+
+    def _meet(self, now: Now, step: Step, part: int) -> Now:
+        now, contribution = self.meeting.bring(now, step, part)
+        now, total, pushed = self.meeting.agree(now, step, contribution)
+        return self.meeting.land(now, step, total, pushed, step.at(part))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds in line: in every step one part sets out, and the one before it lands.
+
+The sum of what set out a step before stands in no conditional and depends on the state
+alone, so that the compiler may hide it behind the step.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.center.fragments import SETS_OUT, Buffer, Outgoing, Pending, Whole
+from optx_sync.center.rounds.later import arrive
+from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.collectives import localize, vary_like
+from optx_sync.trees import row_of, where, with_row
+
+
+class InLine(NamedTuple):
+    """An exchange in every step, of what set out in the step before."""
+
+    meeting: Meeting
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        weight = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
+        buffer = Buffer(parts, center).zeros()
+        remembered = self.meeting.exchange.init(buffer)
+        if parts.number > 1:
+            remembered = jax.tree.map(
+                lambda x: jnp.stack([x] * parts.number), remembered
+            )
+        return Outgoing(buffer, jnp.zeros((), jnp.int32), weight), remembered
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        buffer = Buffer(step.parts, now.center.value)
+        lands = step.rounds != 0
+        now, summed, remembered = self._sum(now, step, lands)
+        before = now.pending
+        now = now._replace(pending=summed, exchange=())
+        now = either(lands, lambda now: arrive(self.meeting, now, step, buffer), now)
+        now = self._set_out(now._replace(pending=before), step, buffer)
+        return now._replace(exchange=remembered)
+
+    def _sum(self, now: Now, step: Step, lands: Any) -> tuple[Now, Pending, Any]:
+        """(now, the sum of what is pending, what the exchange remembers of all)."""
+        parts, memory, last = step.parts, now.exchange, step.part(ago=1)
+        if parts.number > 1:
+            memory = row_of(memory, last)
+        values, steps, weight = now.pending
+        before = now._replace(
+            exchange=memory, weight=weight if self.meeting.drop_nonfinite else None
+        )
+        # Other weights may have been given a step before than are given now.
+        alike = not self.meeting.drop_nonfinite
+        after, total, pushed = self.meeting.agree(
+            before, step._replace(alike=alike), values
+        )
+        # Before the first round nothing is pending.
+        exchange, outliers, agreed = where(
+            lands,
+            (after.exchange, after.outliers, after.agreed),
+            (before.exchange, before.outliers, before.agreed),
+        )
+        if parts.number > 1:
+            exchange = with_row(now.exchange, last, exchange)
+        now = now._replace(outliers=outliers, agreed=agreed)
+        pushed = pushed if self.meeting.drop_nonfinite else ()
+        return now, Pending(total, steps, pushed), exchange
+
+    def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:
+        walked = now.worker.params
+
+        def set_out(now, part):
+            now, contribution = self.meeting.bring(now, step, part)
+            weight = now.weight if self.meeting.drop_nonfinite else ()
+            pending = Outgoing(buffer.pack(contribution), step.at(part).steps, weight)
+            return now._replace(pending=pending)
+
+        before = now.pending
+        now = step.parts.in_turn(step.part(), set_out, now, SETS_OUT)
+        now = self.meeting.settle(now, walked, now.center.value)
+        pending = localize(now.pending, self.meeting.axis_name)
+        return now._replace(pending=vary_like(pending, before))

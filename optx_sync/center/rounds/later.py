@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round in two halves: the sum is taken in one step and lands `delay` steps later."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from optx_sync.center.contract import Round
+from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Pending, Whole
+from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+
+
+class Later(NamedTuple):
+    """The center absorbs a sum, and workers take, `delay` steps after it was taken."""
+
+    meeting: Meeting
+    delay: int
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        pushed = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
+        buffer = Buffer(parts, center).zeros()
+        pending = Pending(buffer, jnp.zeros((), jnp.int32), pushed)
+        return pending, parts.each(self.meeting.exchange.init, center)
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round: what lands, lands before the next part sets out."""
+        buffer = Buffer(step.parts, now.center.value)
+        lands = (step.rounds != 0) & (step.quiet < self.delay)
+        lands &= (step.steps >= self.delay) | step.due
+        now = either(lands, lambda now: arrive(self.meeting, now, step, buffer), now)
+        return either(step.due, lambda now: self._set_out(now, step, buffer), now)
+
+    def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:
+        walked = now.worker.params
+
+        def set_out(now, part):
+            now, contribution = self.meeting.bring(now, step, part)
+            now, total, pushed = self.meeting.agree(now, step, contribution)
+            pushed = pushed if self.meeting.drop_nonfinite else ()
+            pending = Pending(buffer.pack(total), step.at(part).steps, pushed)
+            return now._replace(pending=pending)
+
+        now = step.parts.in_turn(step.part(), set_out, now, SETS_OUT)
+        return self.meeting.settle(now, walked, now.center.value)
+
+
+def arrive(meeting: Meeting, now: Now, step: Step, buffer: Buffer) -> Now:
+    """What is pending lands; nothing is sent."""
+    pending = now.pending
+
+    def land(now, part):
+        at = Round(step.num_workers, step.period, pending.steps)
+        total = buffer.unpack(pending.values, part)
+        return meeting.land(now, step, total, pending.pushed, at)
+
+    return step.parts.in_turn(step.part(ago=1), land, now, LANDS)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phases of a round in lockstep: bring, agree, land, settle.
+
+A round makes each of them once, of the part of the parameters that meets; which phases
+stand together, and in which conditional, is the round's (`at_once`, `later`, `in_line`,
+`in_pieces`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center import worker as work
+from optx_sync.center.contract import CenterRule, InnerState, Round
+from optx_sync.center.fragments import Whole
+from optx_sync.center.state import MeasuredOwn, norm_of
+from optx_sync.center.worker import Center, Worker
+from optx_sync.collectives import (
+    AxisName,
+    everywhere,
+    localize,
+    reduce,
+    vary_like,
+)
+from optx_sync.exchange.rule import Exchange, count_outlier, meet_temporarily
+from optx_sync.measures import measure_of, square_sum, to_sum
+from optx_sync.trees import is_finite, is_floating, is_inexact, where
+
+
+class Now(NamedTuple):
+    """What a round may change: the operands and results of its conditionals."""
+
+    worker: Worker
+    center: Center
+    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
+    exchange: Any  # what the exchange remembers, of each part
+    dropped: Any  # int32[]
+    outliers: Any  # int32[], or ()
+    measured: Any  # `MeasuredOwn`, or ()
+    agreed: Any  # `Measured`, or ()
+    # Of this round alone. `None` where all contributions count alike.
+    weight: Any  # float[], this worker's
+    # `None` without `drop_nonfinite`.
+    well: Any  # bool[], whether this worker is finite
+
+
+class Step(NamedTuple):
+    """What is known of a step."""
+
+    num_workers: int
+    period: int | None  # in steps; None where it is a schedule
+    due: Any  # bool or bool[], whether workers meet in this step
+    steps: Any  # int32[], the workers' steps since their last round, with this one
+    ages: Any  # int32[P], those since each part met; () where there is one
+    rounds: Any  # int32[], before this step
+    quiet: Any  # int32[], the steps since the last round before this one
+    parts: Whole
+    params: Any  # as they came, whose types say how a worker is sharded
+    alike: bool  # whether all weights are 0 or 1
+    extra_args: dict[str, Any]
+
+    def at(self, part: int) -> Round:
+        """What a rule may know of the meeting of a part."""
+        steps = self.steps if self.parts.number == 1 else self.ages[part]
+        return Round(self.num_workers, self.period, steps)
+
+    def part(self, ago: int = 0) -> Any:
+        """The part that meets in the next exchange, or met so many before that."""
+        number = self.parts.number
+        return (self.rounds - ago) % number if number > 1 else 0
+
+
+class Meeting(NamedTuple):
+    """The phases of a round, as the arguments of `center_variable` ask for them."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    axis_name: AxisName
+    exchange: Exchange
+    inner_state: InnerState
+    drop_nonfinite: bool
+    measure: bool
+    keep_local: Any
+
+    def start_center(self, parts: Whole, center: Any) -> Center:
+        """The center, with an outer state for each part."""
+        outer = self.rule.outer
+        return Center(center, () if outer is None else parts.each(outer.init, center))
+
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+        """(now, what this worker contributes)."""
+        before = now.worker
+        worker, contribution = work.bring(
+            self.rule, before, now.center.value, step.at(part)
+        )
+        contribution = localize(contribution, self.axis_name)
+        measured = now.measured
+        if self.measure:
+            x = work.as_center(before.params, now.center.value)
+            apart = jax.tree.map(jnp.subtract, x, now.center.value)
+            like = measured.distance_before_round
+            measured = MeasuredOwn(norm_of(apart, like=like))
+        now = now._replace(worker=worker, measured=measured)
+        return self.leave_out(now, step, contribution), contribution
+
+    def leave_out(self, now: Now, step: Step, contribution: Any) -> Now:
+        """Weight 0 for a worker that is not finite, if those are to be dropped."""
+        if not self.drop_nonfinite:
+            return now
+        finite = everywhere(is_finite(contribution), step.params, self.axis_name)
+        well = localize(now.well & finite, self.axis_name)
+        weight = jnp.where(well, now.weight, jnp.zeros_like(now.weight))
+        return now._replace(well=well, weight=weight)
+
+    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+        """(now, the sum or mean that the center absorbs, the sum of the weights)."""
+        weight, scalars = now.weight, {}
+        if self.measure:
+            like = now.measured.distance_before_round
+            square = square_sum(contribution, like)
+            scalars = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
+        elif self.rule.mean_over is None and not step.alike:
+            scalars = {"contributors": (weight > 0).astype(jnp.float32)}
+        brought = contribution, now.exchange, self.axis_name
+        met = meet_temporarily(self.exchange, *brought, weight=weight, also=scalars)
+        mean, agreed = met.mean, now.agreed
+        if self.measure:
+            like = agreed.update_norm
+            agreed = measure_of(agreed, met.also, met.weight, square_sum(mean, like))
+        outliers = count_outlier(
+            self.exchange, contribution, mean, self.axis_name, weight, now.outliers
+        )
+        now = now._replace(exchange=met.state, outliers=outliers, agreed=agreed)
+        if self.rule.mean_over is None:
+            # As many as there would be if nobody had left any out.
+            count = met.also.get("contributors", met.weight)
+            mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
+        return now, mean, met.weight
+
+    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+        """The center absorbs what workers contributed, and this worker takes of it."""
+        before = now.center
+        extra = self.extra_args(step, now.weight)
+        after = work.absorb(self.rule, before, vary_like(total, before.value), **extra)
+        if self.drop_nonfinite:
+            after = where(pushed > 0, after, before)
+        agreed = now.agreed
+        if self.measure:
+            change = jax.tree.map(jnp.subtract, after.value, before.value)
+            norm = norm_of(change, like=agreed.update_norm)
+            agreed = agreed._replace(update_norm=norm)
+        worker = work.take(
+            self.rule, now.worker, before.value, after.value, at, self.keep_local
+        )
+        return now._replace(worker=worker, center=after, agreed=agreed)
+
+    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+        """What else a round does to a worker; a broken one starts anew.
+
+        Args:
+            now: After the other phases, of all parts.
+            walked: The worker's parameters before them.
+            center: What a broken worker takes.
+        """
+        worker = now.worker
+        moved = getattr(self.inner, "moved", None)
+        if moved is not None:
+            worker = worker._replace(inner=moved(worker.inner, walked, worker.params))
+        if self.inner_state == "average":
+            inner = _average(worker.inner, self.axis_name, now.weight)
+            worker = worker._replace(inner=inner)
+        elif self.inner_state == "reset":
+            worker = worker._replace(inner=self.inner.init(worker.params))
+        dropped = now.dropped
+        if self.drop_nonfinite:
+            worker = work.mend(self.inner, worker, center, now.well)
+            dropped = dropped + (~now.well).astype(jnp.int32)
+        return now._replace(worker=worker, dropped=dropped)
+
+    def extra_args(self, step: Step, weight: Any) -> dict[str, Any]:
+        """What the worker's optimizer gets when it makes a step at the center."""
+        if self.rule.outer is not self.inner:
+            return {}
+
+        def mean(name, value):
+            if isinstance(value, bool | int | float):
+                return value
+            scalar = getattr(value, "ndim", None) == 0
+            if not scalar or not is_floating(value.dtype):
+                raise ValueError(
+                    f"The center makes a step of `inner`, which gets the mean of the "
+                    f"workers' extra arguments. Of {name!r} there is none: it is no "
+                    f"floating scalar but {value!r}. Pass an optimizer of its own for "
+                    "the center, outer=, which gets no extra arguments."
+                )
+            own = localize(jnp.asarray(value), self.axis_name)
+            return reduce(own, self.axis_name, weight=weight)
+
+        # `batch_size` is for a `cross_shard(measure=True)` inside.
+        given = {k: v for k, v in step.extra_args.items() if k != "batch_size"}
+        return {name: mean(name, value) for name, value in given.items()}
+
+
+def either(due: Any, change: Callable[[Now], Now], now: Now) -> Now:
+    """`change(now)` where due, else `now`.
+
+    No conditional where `due` is known. JAX carries what `change` hands on unchanged
+    around the conditional.
+    """
+
+    def changed(now):
+        after = change(now)._replace(weight=now.weight, well=now.well)
+        return vary_like(after, now)
+
+    if isinstance(due, bool):
+        return changed(now) if due else now
+    return jax.lax.cond(due, changed, lambda now: now, now)
+
+
+def _average(state: Any, axis_name: AxisName, weight: Any) -> Any:
+    """The mean of the floating leaves of the workers' inner states."""
+    leaves, treedef = jax.tree.flatten(state)
+    floating = [i for i, x in enumerate(leaves) if is_inexact(x.dtype)]
+    means = reduce([leaves[i] for i in floating], axis_name, weight=weight)
+    for i, mean in zip(floating, means, strict=True):
+        leaves[i] = mean
+    return treedef.unflatten(leaves)

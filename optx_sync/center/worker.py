@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker does: walk, bring, take; and how its center absorbs what it brings.
+
+Pure functions of a worker and a center. Lockstep, simulation, gossip and the runtime
+call them, and add what is theirs: collectives, the order of events, messages.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optx_sync.center.contract import CenterRule, Own, Period, Round
+from optx_sync.checks import fill_missing
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import (
+    Tree,
+    accumulator_dtype,
+    add_updates,
+    at_least_float32,
+    cast_like,
+    explains_inner,
+    is_gradient_leaf,
+    is_inexact,
+    is_nothing,
+    path_name,
+    round_to,
+    where,
+    zeros_like,
+)
+
+
+class Worker(NamedTuple):
+    """What one worker holds."""
+
+    params: Any  # x, in their own dtypes
+    inner: Any  # state of its optimizer
+    # s, the center that it took last, or () where that is the center now. For a rule
+    # with `take`: the center as it was before the worker's last round.
+    taken: Any
+    accumulated: Any  # what it summed up since its last round, or ()
+
+
+class Center(NamedTuple):
+    """What workers share."""
+
+    value: Any  # c, like the parameters, at least float32
+    outer: Any  # state of the rule's outer transformation, or ()
+
+
+def walk(
+    inner: optax.GradientTransformationExtraArgs,
+    rule: CenterRule,
+    worker: Worker,
+    center: Any,
+    grads: Any,
+    at: Round,
+    **extra_args: Any,
+) -> Worker:
+    """The worker after one step alone: its gradient goes through `inner`."""
+    params = worker.params
+    if rule.penalty is not None:
+        taken = _taken(worker, center)
+        grads = jax.tree.map(
+            lambda grad, param, s: _penalised(rule, grad, param, s, at),
+            grads,
+            params,
+            taken,
+            is_leaf=is_gradient_leaf,
+        )
+    with explains_inner(grads):
+        updates, inner_state = inner.update(grads, worker.inner, params, **extra_args)
+    updates = jax.tree.map(
+        _dense, fill_missing(updates, params), params, is_leaf=is_gradient_leaf
+    )
+    accumulated = worker.accumulated
+    if rule.accumulate is not None:
+        # The total comes second so that a `None` or row-sparse leaf is one leaf.
+        accumulated = jax.tree.map(
+            _added,
+            grads if rule.accumulate == "gradients" else updates,
+            accumulated,
+            is_leaf=is_gradient_leaf,
+        )
+    return worker._replace(
+        params=add_updates(params, updates),
+        inner=cast_like(inner_state, worker.inner),
+        accumulated=accumulated,
+    )
+
+
+def bring(
+    rule: CenterRule, worker: Worker, center: Any, at: Round
+) -> tuple[Worker, Any]:
+    """(the worker, its sums started anew; what it contributes, not yet divided)."""
+    contribution = contribute(
+        rule,
+        as_center(worker.params, center),
+        _taken(worker, center),
+        worker.accumulated,
+        center,
+        at,
+    )
+    return worker._replace(accumulated=zeros_like(worker.accumulated)), contribution
+
+
+def contribute(
+    rule: CenterRule, params: Any, taken: Any, accumulated: Any, center: Any, at: Round
+) -> Any:
+    """The rule's `contribute` of each array, all of them in the center's dtypes."""
+    if rule.accumulate is None:
+        accumulated = jax.tree.map(lambda c: None, center)
+    return jax.tree.map(
+        lambda c, x, s, a: rule.contribute(Own(x, s, a), c, at),
+        center,
+        params,
+        taken,
+        accumulated,
+    )
+
+
+def share_of_one(rule: CenterRule, contribution: Any, at: Round) -> Any:
+    """What a worker that comes alone adds to the mean that its rule asks for."""
+    if rule.mean_over != "workers":
+        return contribution
+    return jax.tree.map(
+        lambda x: x / jnp.asarray(at.num_workers, x.dtype), contribution
+    )
+
+
+def weigh_alone(rule: CenterRule, contribution: Any, at: Round) -> Any:
+    """The contribution of a worker that comes alone, times what `weigh` says."""
+    if rule.weigh is None:
+        return contribution
+    # What a user writes of integers and numbers is a float.
+    with jax.numpy_dtype_promotion("standard"):
+        factor = jnp.asarray(rule.weigh(at))
+    if factor.ndim:
+        raise ValueError(
+            "weigh must return a scalar, by which a contribution is multiplied; got an "
+            f"array of shape {factor.shape}."
+        )
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
+
+
+def absorb(
+    rule: CenterRule, center: Center, total: Any, /, **extra_args: Any
+) -> Center:
+    """The center after the sum or mean of contributions."""
+    value, outer = center
+    if rule.outer is None:
+        value = jax.tree.map(lambda c, t: c + t.astype(c.dtype), value, total)
+        return Center(value, outer)
+    outer_tx = optax.with_extra_args_support(rule.outer)
+    updates, outer = outer_tx.update(total, outer, value, **extra_args)
+    return Center(optax.apply_updates(value, updates), outer)
+
+
+def take(
+    rule: CenterRule,
+    worker: Worker,
+    before: Any,
+    after: Any,
+    at: Round,
+    keep_local: Any = 0,
+) -> Worker:
+    """The worker after a round that has moved the center from `before` to `after`.
+
+    `keep_local` is the share of its own that stays where the rule takes the center.
+    """
+    x = as_center(worker.params, after)
+    formula = rule.take
+    if formula is not None:
+        x = jax.tree.map(lambda x, b, a: formula(x, b, a, at), x, before, after)
+    elif isinstance(keep_local, int | float) and keep_local == 0:
+        x = after
+    else:
+        x = jax.tree.map(lambda x, c: _mixed(x, c, keep_local), x, after)
+    taken = worker.taken
+    if not is_nothing(taken):
+        taken = after if formula is None else before
+    return worker._replace(params=round_like(x, worker.params), taken=taken)
+
+
+def stand_still(worker: Worker, walked: Worker, broken: Any) -> Worker:
+    """`walked`, but with the parameters from before the step where it is broken."""
+    return walked._replace(params=where(broken, worker.params, walked.params))
+
+
+def mend(
+    inner: optax.GradientTransformation, worker: Worker, center: Any, well: Any
+) -> Worker:
+    """A broken worker takes the center, a fresh inner state, and sums up anew."""
+    params = where(well, worker.params, round_like(center, worker.params))
+    return worker._replace(
+        params=params,
+        inner=where(well, worker.inner, inner.init(params)),
+        accumulated=where(well, worker.accumulated, zeros_like(worker.accumulated)),
+    )
+
+
+def is_due(
+    communication_period: Period, steps: Any, local_step: jax.Array | int
+) -> Any:
+    """Whether a worker meets the center in this step: bool[].
+
+    Args:
+        communication_period: Steps between rounds. A schedule is read at the step in
+            which the period began: read at the current one, a period that grows faster
+            than the steps pass would never be reached.
+        steps: int32[], its steps since its last round, this one included.
+        local_step: int32[], its steps before this one.
+    """
+    if not callable(communication_period):
+        return steps >= communication_period
+    begin = local_step - (steps - 1)
+    period = jnp.asarray(communication_period(begin))
+    if period.ndim:
+        raise ValueError(
+            "communication_period must be a schedule of scalars; it returned an array "
+            f"of shape {period.shape}."
+        )
+    # Schedules may give floats; the counter is exact in float32 up to 2^24.
+    return jnp.asarray(steps, jnp.float32) >= period.astype(jnp.float32)
+
+
+def start_center(params: Tree, dtype: Any = None) -> Tree:
+    """A copy of the parameters, at least float32 unless a dtype is given.
+
+    The copy shares no buffer with the parameters, so that both can be donated.
+    """
+
+    def copy(path, param):
+        if not hasattr(param, "dtype"):
+            raise TypeError(
+                f"The parameter at {path_name(path)} is {param!r} of type "
+                f"{type(param).__name__}; workers exchange arrays. Pass for example "
+                f"jnp.asarray({param!r})."
+            )
+        if not is_inexact(param.dtype):
+            raise TypeError(
+                f"The parameter at {path_name(path)} has dtype "
+                f"{param.dtype}; workers exchange floating parameters only. Leave it "
+                "out with optax.masked."
+            )
+        wide = accumulator_dtype(param.dtype, dtype)
+        if isinstance(param, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(param.shape, wide)
+        return jnp.array(param, dtype=wide, copy=True)
+
+    return jax.tree_util.tree_map_with_path(copy, params)
+
+
+def start_accumulated(rule: CenterRule, center: Tree) -> Tree:
+    """Zeros for what a worker sums up between rounds, or () if it does not."""
+    return () if rule.accumulate is None else zeros_like(center)
+
+
+def as_center(params: Tree, center: Tree) -> Tree:
+    """Parameters in the center's dtypes, as their own dtypes round them."""
+
+    def widen(param, center):
+        # Where the cast that rounded them stands beside this one, XLA may drop both.
+        wide = at_least_float32(param.dtype)
+        return round_to(param.astype(wide), param.dtype).astype(center.dtype)
+
+    return jax.tree.map(widen, params, center)
+
+
+def round_like(tree: Any, like: Any) -> Any:
+    """The tree in the dtypes of another one."""
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, like)
+
+
+def _taken(worker: Worker, center: Any) -> Any:
+    return center if is_nothing(worker.taken) else worker.taken
+
+
+def _penalised(rule: CenterRule, grad: Any, param: Any, taken: Any, at: Round) -> Any:
+    if grad is None or rule.penalty is None:
+        return grad
+    pull = rule.penalty(Own(param.astype(taken.dtype), taken, None), at)
+    grad = _dense(grad, param)
+    wide = at_least_float32(grad.dtype)
+    total = grad.astype(wide) + pull.astype(wide)
+    return round_to(total, grad.dtype).astype(grad.dtype)
+
+
+def _added(value: Any, total: Any) -> Any:
+    if value is None:
+        return total
+    if isinstance(value, IndexedSlices):
+        return total + value
+    return total + value.astype(total.dtype)
+
+
+def _mixed(x: Any, center: Any, keep_local: Any) -> Any:
+    own = jnp.asarray(keep_local, center.dtype)
+    return own * x + (1 - own) * center
+
+
+def _dense(update: Any, param: jax.Array) -> Any:
+    if isinstance(update, IndexedSlices):
+        return update.to_dense(param.shape[0])
+    return update
