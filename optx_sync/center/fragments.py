@@ -279,11 +279,8 @@ class Partition(Whole):
                 }
                 after = change(_with_fields(whole, read | seen), number)
                 found = _fields_of(after)
-                after = (
-                    {name: found[name] for name in seen},
-                    _with_fields(after, fields),
-                )
-                return vary_like(after, given)
+                found = {name: found[name] for name in seen}
+                return vary_like((found, _with_fields(after, fields)), given)
 
             fields = _fields_of(now)
             seen = {name: self._of_part(name, fields[name], number) for name in changes}

@@ -136,7 +136,8 @@ def center_variable(
     not negative, its examples say, or a bool): the mean becomes a weighted one, and
     where a rule adds contributions up it is that mean times the number of workers with
     a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
-    all weights are 0 the mean is 0. Where `inner` is a wrapper of this package itself
+    all weights are 0 the center stays (with `delay`, and without `drop_nonfinite`, its
+    outer optimizer makes a step on 0). Where `inner` is a wrapper of this package itself
     that takes weights, such as `cross_shard`, the weight goes there and not here.
 
     Args:
@@ -469,7 +470,8 @@ class _Lockstep(NamedTuple):
                 "weight has to travel in the state: pass drop_nonfinite=True, with "
                 "which the state has a place for it, or a longer communication_period."
             )
-        return own_weight(weight, meeting.axis_name), jnp.result_type(weight) == bool
+        alike = jnp.result_type(weight) == jnp.bool_
+        return own_weight(weight, meeting.axis_name), alike
 
     def check_step(self, grads: Any, state: CenterState, params: Any) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""

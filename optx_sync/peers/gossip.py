@@ -304,9 +304,8 @@ def gossip(
             well = ~(state.broken | ~finite)
             worker = work.stand_still(before, worker, ~well)
             weight = jnp.float32(1) if weight is None else weight
-            weight = localize(
-                jnp.where(well, weight, jnp.zeros_like(weight)), axis_name
-            )
+            weight = jnp.where(well, weight, jnp.zeros_like(weight))
+            weight = localize(weight, axis_name)
 
         def meeting(now: _Now) -> _Now:
             """A round."""

@@ -484,9 +484,8 @@ class _Run(NamedTuple):
             now, pushed, at = self.bring(now, event, part)
             return self.land(now, pushed, now.well, at)
 
-        return self.settle(
-            self.parts.in_turn(self.part(event), meet, now, SETS_OUT | LANDS)
-        )
+        both = SETS_OUT | LANDS
+        return self.settle(self.parts.in_turn(self.part(event), meet, now, both))
 
     def set_out(self, now: _Now, event: _Event) -> _Now:
         """The first half of a round in two: a part is pending."""

@@ -189,6 +189,29 @@ VARIANTS = {
     ),
 }
 
+# Weights that differ, some 0, and a round in which all are.
+WEIGHTS = np.random.default_rng(4).integers(0, 4, (STEPS, WORKERS)).astype(np.float32)
+WEIGHTS[8] = 0.0
+# As in VARIANTS, with `weight` an argument of every step.
+WEIGHED = {
+    "elastic_weighed": (
+        oxs.elastic_average(**EVERY_THIRD, moving_rate=0.2, rho=0.3),
+        {"rule": "elastic", "rate": 0.2, "rho": 0.3},
+    ),
+    "agn_sum_weighed": (
+        oxs.agn(**EVERY_THIRD, reduction="sum", outer=optax.sgd(0.02)),
+        {"rule": "agn", "outer": reference.momentum(0.02), "mean": False},
+    ),
+    "local_sgd_weighed": (
+        oxs.local_sgd(**EVERY_THIRD, inner_state="average"),
+        {"rule": "local_sgd", "inner_state": "average"},
+    ),
+    "diloco_weighed_drop": (
+        oxs.diloco(**EVERY_THIRD, drop_nonfinite=True, measure=True),
+        {"rule": "diloco", "outer": NUMPY_OUTER, "broken": BROKEN},
+    ),
+}
+
 
 # Every mechanism once, in each context: means and sums, constant and scheduled periods,
 # an outer optimizer, what is accumulated, half precision, broken workers.
@@ -215,12 +238,14 @@ def case(name):
         leaves = PARAMS if name == "diloco" else {"matrix": PARAMS["matrix"]}
         grads = gradients(leaves)
         return tx, leaves, grads, grads, {"inner": NUMPY_INNER, **arguments}
-    if name in VARIANTS:
-        tx, arguments = VARIANTS[name]
+    if name in VARIANTS or name in WEIGHED:
+        tx, arguments = (VARIANTS | WEIGHED)[name]
         leaves = {leaf: PARAMS[leaf] for leaf in ("matrix", "scalar")}
         grads = gradients(leaves)
         replayed = breaks(grads) if "broken" in arguments else grads
         arguments = {"inner": NUMPY_INNER, "period": lambda t: 3, **arguments}
+        if name in WEIGHED:
+            arguments["weights"] = WEIGHTS
         return tx, leaves, grads, replayed, arguments
     tx, arguments = HALF_CASES[name.removesuffix("_half")]
     grads = coarse_gradients()
@@ -264,8 +289,8 @@ def expected(name):
     return [{leaf: pair[part] for leaf, pair in pairs.items()} for part in (0, 1)]
 
 
-def check(context, names):
-    history, state = contexts.replay(context, *inputs(names))
+def check(context, names, extra=None):
+    history, state = contexts.replay(context, *inputs(names), extra)
     for name in names:
         own = state.inner_states[name].inner_state
         workers, centers = expected(name)
@@ -279,7 +304,7 @@ def check(context, names):
         )
         for half in {"bfloat16", "float16"} & workers.keys():
             np.testing.assert_array_equal(history[name][half], workers[half])
-        broken = "broken" in VARIANTS.get(name, (None, ()))[1]
+        broken = "broken" in (VARIANTS | WEIGHED).get(name, (None, ()))[1]
         dropped = DROPPED if broken else [0] * WORKERS
         np.testing.assert_array_equal(oxs.metrics(own).dropped, dropped)
 
@@ -291,6 +316,32 @@ def test_one_answer_everywhere(context):
 
 def test_the_other_cases_in_one_context():
     check("vmap_axes", [name for name in NAMES if name not in EVERYWHERE])
+
+
+@pytest.mark.parametrize("context", contexts.DISTINCT)
+def test_contributions_are_weighed(context):
+    check(context, WEIGHED, {"weight": WEIGHTS})
+
+
+def test_equal_weights_change_no_bit_and_a_weight_of_0_leaves_no_trace():
+    names = ["elastic", "agn", "local_sgd", "diloco"]
+    tx, params, grads = inputs(names)
+    plain, _ = contexts.replay("vmap_axes", tx, params, grads)
+    for weight in (np.float32(1), np.int32(512), np.bool_(True)):
+        extra = {"weight": np.full((STEPS, WORKERS), weight)}
+        weighed, _ = contexts.replay("vmap_axes", tx, params, grads, extra)
+        jax.tree.map(np.testing.assert_array_equal, weighed, plain)
+    tx, params, grads = inputs(names[1:])
+    extra = {"weight": np.full((STEPS, WORKERS), 2.0, np.float32)}
+    extra["weight"][:, 3] = 0.0
+    others = jax.tree.map(lambda g: g[:, :3], grads)
+    expected, _ = contexts.replay("vmap_axes", tx, params, others)
+    grads = jax.tree.map(np.copy, grads)
+    grads["local_sgd"]["matrix"][:, 3] = np.nan
+    without, _ = contexts.replay("vmap_axes", tx, params, grads, extra)
+    for name in names[1:]:
+        first = jax.tree.map(lambda x: x[:, :3], without[name])
+        contexts.assert_close(first, expected[name])
 
 
 def process_cases():

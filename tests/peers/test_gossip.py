@@ -324,6 +324,38 @@ def test_who_is_not_finite_sends_nothing_and_comes_back():
         np.testing.assert_allclose(history[k], x, atol=1e-5)
 
 
+WEIGHTS = np.random.default_rng(3).integers(0, 3, (12, contexts.REPLICAS))
+
+
+@pytest.mark.parametrize("graph", [oxs.graphs.metropolis(LINE[:3]), None])
+@pytest.mark.parametrize("context", ["shard_map_axes", "vmap_axes"])
+def test_contributions_are_weighed(graph, context):
+    graph = oxs.graphs.grid(4) if graph is None else graph  # all in one group
+    tx, params = oxs.gossip(optax.sgd(1.0), AXIS, graph=graph), tree(np.zeros(D))
+    weights = WEIGHTS.astype(np.float32)
+    weights[4] = 0.0
+    found, _ = contexts.replay(context, tx, params, tree(GRADS), {"weight": weights})
+    x = np.zeros((4, D))
+    for k, (gradient, weight) in enumerate(zip(GRADS, weights[..., None], strict=True)):
+        w, before = graph.matrices(4)[0], x
+        x = x - gradient
+        mass = w @ weight
+        mean = w @ (weight * x) / np.where(mass > 0, mass, 1)
+        # All centers of a complete graph are one, which stays if nobody has weight.
+        x = np.where(mass > 0, mean, before if graph.rounds(4)[0].groups else x)
+        np.testing.assert_allclose(rows(found)[k], x, atol=1e-5)
+
+
+def test_equal_weights_change_no_bit():
+    for graph in (oxs.graphs.metropolis(LINE[:3]), oxs.graphs.exponential()):
+        tx, params = oxs.gossip(optax.sgd(1.0), AXIS, graph=graph), tree(np.zeros(D))
+        plain, _ = contexts.replay("vmap_axes", tx, params, tree(GRADS))
+        for weight in (np.float32(1), np.int32(512), np.bool_(True)):
+            extra = {"weight": np.full(WEIGHTS.shape, weight)}
+            found, _ = contexts.replay("vmap_axes", tx, params, tree(GRADS), extra)
+            jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
 def test_half_precision_travels_and_is_averaged_in_float32():
     tx = oxs.gossip(optax.sgd(0.01), AXIS, graph=oxs.graphs.ring())
     params = jnp.ones(6, jnp.bfloat16)

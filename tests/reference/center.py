@@ -36,13 +36,15 @@ def lockstep(
     mean=True,
     inner_state="keep",
     broken=None,
+    weights=None,
 ):
     """Workers' parameters [T, N, ...] and centers [T, ...] for gradients [T, N, ...].
 
     `rule` is "elastic", "agn", "agn_updates", "local_sgd" or "diloco"; `period` is a
     function of the 0-based step; `broken` bool[T, N] says whose step brings a NaN
-    (though `grads` has none): it stands still until the next round, without it. The
-    workers' dtype is that of `x0`: half precision parameters, gradients and updates are
+    (though `grads` has none): it stands still until the next round, without it.
+    `weights` [T, N] are those of contributions to a round in each step. The workers'
+    dtype is that of `x0`: half precision parameters, gradients and updates are
     rounded to it, all else is float32.
     """
     dtype = np.asarray(x0).dtype
@@ -72,16 +74,21 @@ def lockstep(
         total = total + (update if rule == "agn_updates" else grad)
         since += 1
         if since >= period(t):
-            came = F(max(workers - out.sum(), 1))
+            weight = np.where(out, F(0), F(1))
+            if weights is not None:
+                weight = weight * F(weights[t]).reshape(out.shape)
+            came = F(max((weight > 0).sum(), 1))
+            # Of weights that are 0 or 1 the sums are those of who is in the round.
+            weight = weight * came / (weight.sum() or F(1))
 
-            def pushed(values, out=out):
-                return np.where(out, F(0), values).sum(0)
+            def pushed(values, weight=weight):
+                return np.where(weight == 0, F(0), weight * values).sum(0)
 
             if rule == "elastic":
                 pull = F(rate) * (x - c)
                 taken, before, c = c, x, c + pushed(pull)
                 x = before - pull
-            elif not out.all():
+            elif weight.any():
                 if rule == "local_sgd":
                     c = c + pushed(x - c) / came
                 elif rule == "diloco":

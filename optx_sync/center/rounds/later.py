@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from optx_sync.center.contract import Round
 from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Pending, Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.trees import is_nothing
 
 
 class Later(NamedTuple):
@@ -52,6 +53,7 @@ def arrive(meeting: Meeting, now: Now, step: Step, buffer: Buffer) -> Now:
     def land(now, part):
         at = Round(step.num_workers, step.period, pending.steps)
         total = buffer.unpack(pending.values, part)
-        return meeting.land(now, step, total, pending.pushed, at)
+        pushed = None if is_nothing(pending.pushed) else pending.pushed
+        return meeting.land(now, step, total, pushed, at)
 
     return step.parts.in_turn(step.part(ago=1), land, now, LANDS)
