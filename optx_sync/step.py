@@ -154,6 +154,8 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
 
     Raises:
         TypeError: `tx` is neither.
+        ValueError: A schedule that gives no number, or NaN. A compiled step cannot
+            raise: there the workers meet in every step in which the period is NaN.
 
     Example:
         >>> import optax
@@ -170,8 +172,28 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
             "due needs the transformation of a center rule, or a communication period;"
             f" got {type(tx).__name__}. Inside optax.chain pass the period itself."
         )
+    try:
+        hash(period)
+    except TypeError:
+        period = _ByIdentity(period)
     begin = _begin_of_period(period, step)
     return begin + _steps(period, begin) <= step + 1
+
+
+class _ByIdentity:
+    """A schedule without a hash, as the caches below take it."""
+
+    def __init__(self, schedule: optax.Schedule):
+        self.schedule = schedule
+
+    def __call__(self, step: Any) -> Any:
+        return self.schedule(step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.schedule is other.schedule
+
+    def __hash__(self) -> int:
+        return id(self.schedule)
 
 
 def _begin_of_period(period: optax.Schedule, step: int) -> int:
@@ -191,5 +213,11 @@ def _begins(period: optax.Schedule) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, as `is_due` compares it."""
-    length = float(jax.device_get(period(begin)))
+    given = np.asarray(jax.device_get(period(begin)))
+    if given.shape or given.dtype == object or np.isnan(given):
+        raise ValueError(
+            "communication_period must be a schedule of scalars, numbers of steps; it "
+            f"gave {given} for the period that begins in step {begin}."
+        )
+    length = float(given)
     return max(1, int(min(np.ceil(length), 2**31)))

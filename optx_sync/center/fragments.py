@@ -62,12 +62,14 @@ class _Strided(NamedTuple):
     def __call__(self, path: tuple[Any, ...], leaf: Any) -> Part:
         for key in path:
             place = getattr(key, "idx", None)
-            if place is None:
-                name = getattr(key, "key", getattr(key, "name", ""))
-                digits = re.search(r"\d+$", str(name))
-                place = None if digits is None else int(digits.group())
             if place is not None:
                 return place % self.number
+            name = getattr(key, "key", getattr(key, "name", ""))
+            # A flat name is a path of its own: "layers.0.weight", ("layers", 0).
+            for part in name if isinstance(name, tuple) else (name,):
+                digits = re.search(r"\d+(?=[./]|$)", str(part))
+                if digits is not None:
+                    return int(digits.group()) % self.number
         if not leaf.shape:
             return 0
         return np.arange(leaf.shape[0]) % self.number
@@ -76,11 +78,13 @@ class _Strided(NamedTuple):
 def strided(number: int) -> Fragments:
     """Parts that take every n-th layer, for `fragments=` of a center rule.
 
-    A leaf with a number in its path, `params["layers"][3]["kernel"]` or
-    `params["block_3"]["kernel"]`, belongs to layer 3 as a whole, and so to part 3 mod
-    n. Of every other leaf row i along axis 0 belongs to part i mod n: layers that are
-    scanned are one leaf with the layers along axis 0, and what is no layer, an
-    embedding say, is shared out evenly. A scalar belongs to part 0.
+    A leaf with a number in its path, `params["layers"][3]["kernel"]`,
+    `params["block_3"]["kernel"]` or the flat `params["layers.3.kernel"]`, belongs to
+    layer 3 as a whole, and so to part 3 mod n; the first number counts, at the end of a
+    name or before a dot or slash in it. Of every other leaf row i along axis 0 belongs
+    to part i mod n: layers that are scanned are one leaf with the layers along axis 0,
+    and what is no layer, an embedding say, is shared out evenly. A scalar belongs to
+    part 0.
 
     Args:
         number: n, the number of parts.
