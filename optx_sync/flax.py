@@ -135,7 +135,6 @@ def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -
         center = center_params(train_state.opt_state, train_state.params)
         return train_state.replace(params=center)
     params = nnx.state(train_state, optimizer.wrt, graph=optimizer.graph)
-    opt_state = nnx.as_pure(optimizer.opt_state)
     model = nnx.clone(train_state)
-    nnx.update(model, center_params(opt_state, nnx.as_pure(params)))
+    nnx.update(model, center_params(optimizer.opt_state, params))
     return model

@@ -49,10 +49,6 @@ class Measured(NamedTuple):
     noise: Any  # float32[], the moving average of S, or ()
     signal: Any  # float32[], the moving average of |G|^2, or ()
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
-
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from optx_sync.placement.fields import stands_last
 from optx_sync.trees import Tree, add_updates, explains_inner
 
 Period = int | optax.Schedule
@@ -127,7 +128,7 @@ def _refuse_what_follows(state: Any) -> None:
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()
     for place, link in enumerate(links[:-1]):
-        if getattr(link, "stands_last", False):
+        if stands_last(link):
             raise ValueError(
                 f"Link {place} of this chain of {len(links)} has a "
                 f"{type(link).__name__}: it turns new parameters into updates, so what "

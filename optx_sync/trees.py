@@ -2,6 +2,7 @@
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -189,6 +190,13 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
         return x if kept else x.astype(dtype)
 
     return jax.tree.map(cast, tree, like)
+
+
+def pure(tree: Tree) -> Tree:
+    """The tree with arrays in place of the variables in which Flax's NNX wraps them."""
+    # It is optional, and has been loaded by whoever has such a tree.
+    nnx = sys.modules.get("flax.nnx")
+    return tree if nnx is None else nnx.as_pure(tree)
 
 
 def first_worker(x: jax.Array) -> jax.Array:

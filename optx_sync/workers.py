@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
-from optx_sync.sharding import stack, state_axes, state_specs
+from optx_sync.placement.axes import stack, state_axes, state_specs
 from optx_sync.trees import Tree, path_name
 
 

@@ -37,10 +37,6 @@ class Pending(NamedTuple):
     steps: jax.Array  # int32[], `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
-
 
 class Outgoing(NamedTuple):
     """What a worker contributes to the sum of the next step: its own."""
@@ -48,10 +44,6 @@ class Outgoing(NamedTuple):
     values: Any  # a tuple of arrays, of the size of the largest part
     steps: jax.Array  # int32[], `Round.steps` of its round
     weight: Any  # float32[], 0 where the worker is left out, or ()
-
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
 
 
 class _Strided(NamedTuple):

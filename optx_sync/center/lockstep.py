@@ -54,7 +54,7 @@ from optx_sync.center.rule import (
     keeps_before,
 )
 from optx_sync.center.sharded import ShardedCenter
-from optx_sync.center.state import CenterState, MeasuredOwn, SoftCenterState, norm_of
+from optx_sync.center.state import MeasuredOwn, norm_of, state_class
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
     ALONE,
@@ -76,6 +76,7 @@ from optx_sync.exchange.rule import (
 )
 from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.measures import start as start_measured
+from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     add_updates,
@@ -268,7 +269,7 @@ def center_variable(
         check_whole_center(streams, measure, keep_local)
         sharded = ShardedCenter(rule, period, axis_name, exchange)
     # What a round does not change stays out of the conditional.
-    state_of = CenterState if rule.take is None else SoftCenterState
+    state_of = state_class(rule)
     changes_inner = inner_state != "keep" or drop_nonfinite or inner_moved is not None
 
     def plan(center):
@@ -333,7 +334,7 @@ def center_variable(
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
-            return _but_counters(localize_where_mapped, tree, axis_name)
+            return map_but_counters(lambda x: localize_where_mapped(x, axis_name), tree)
 
         return state_of(
             local_step=jnp.zeros((), jnp.int32),
@@ -389,7 +390,7 @@ def center_variable(
         x, accumulated = localize(
             (add_updates(params, updates), accumulated), axis_name
         )
-        inner_new = _but_counters(localize, inner_new, axis_name)
+        inner_new = map_but_counters(lambda x: localize(x, axis_name), inner_new)
         broken = state.broken
         if drop_nonfinite:
             finite_now = everywhere(is_finite(x), params, axis_name)
@@ -688,29 +689,6 @@ def center_variable(
         return state._replace(center=center, taken=taken, inner=within)
 
     return direct_transformation(init, landing_update(apply), apply, between, moved)
-
-
-def _but_counters(vary: Callable[[Any, AxisName], Any], tree: Any, axis_name) -> Any:
-    """`vary` of a state, except for counters of center rules in it.
-
-    All workers of all levels share these, so that conditionals on them are agreed on.
-    """
-
-    def counts(x):
-        return hasattr(type(x), "counter_fields")
-
-    def visit(node):
-        if not counts(node):
-            return vary(node, axis_name)
-        return node._replace(
-            **{
-                field: _but_counters(vary, value, axis_name)
-                for field, value in node._asdict().items()
-                if field not in node.counter_fields
-            }
-        )
-
-    return jax.tree.map(visit, tree, is_leaf=counts)
 
 
 def _either(

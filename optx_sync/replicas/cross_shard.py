@@ -51,8 +51,8 @@ from optx_sync.measures import (
     start,
     to_sum,
 )
+from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.sharding import InPieces
 from optx_sync.trees import (
     Tree,
     cast_like,
@@ -93,15 +93,12 @@ class CrossShardState(NamedTuple):
     measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all replicas whatever the parameters are."""
-        return ()
-
-    @property
-    def replicated_fields(self) -> tuple[str, ...]:
-        """The fields that are equal where the parameters are."""
-        return ("measured", "inner")
+    field_kinds = fields.table(
+        exchange=fields.OWN,
+        outliers=fields.OWN_COUNT,
+        measured=fields.LIKE_PARAMS.told,
+        inner=fields.LIKE_PARAMS,
+    )
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` has measured, and how often this one was an outlier."""
@@ -115,6 +112,13 @@ class CrossShardState(NamedTuple):
             **measures(measured),
             outliers=None if isinstance(counts, tuple) else counts,
         )
+
+
+class SummedCrossShardState(CrossShardState):
+    """Of `reduction="sum"`."""
+
+    __slots__ = ()
+    field_kinds = fields.table(CrossShardState.field_kinds, exchange=fields.OF_SUMS)
 
 
 @shows_call(_CALL)
@@ -253,6 +257,7 @@ def cross_shard(
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
+    state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
     keeps_state = remembers(exchange) or exchange.outlier is not None
     if grads != "local" and (keeps_state or not exchange.linear):
         raise ValueError(
@@ -335,7 +340,7 @@ def cross_shard(
             return state
         kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
         measured = like_params(start(), params, axis_name) if measure else ()
-        return CrossShardState(*kept, measured, state)
+        return state_of(*kept, measured, state)
 
     def update(
         updates, state, params=None, *, weight=None, batch_size=None, **extra_args
@@ -364,7 +369,7 @@ def cross_shard(
             own = localize(now.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
-            state = CrossShardState(memory, outliers, vary_like(now, measured), state)
+            state = state_of(memory, outliers, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -448,7 +453,7 @@ def _in_pieces(
     def init(params):
         check_params(params)
         if is_placeholder(params):
-            return InPieces(inner.init(params))
+            return fields.InPieces(inner.init(params))
         elementwise.check(params)
         return own_pieces(inner.init, params, axis_name)
 
@@ -476,7 +481,9 @@ def _in_pieces(
         own_params = None if params is None else cut(params, axis_name)
         new, inner_state = inner.update(pieces, state.tree, own_params, **extra_args)
         new = gather(localize(new, axis_name), like, axis_name)
-        state = InPieces(vary_like(cast_like(inner_state, state.tree), state.tree))
+        state = fields.InPieces(
+            vary_like(cast_like(inner_state, state.tree), state.tree)
+        )
         return fill_missing(new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)

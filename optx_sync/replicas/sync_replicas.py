@@ -46,6 +46,7 @@ from optx_sync.measures import (
     square_sum,
     start,
 )
+from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -59,7 +60,6 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
-from optx_sync.resizing import Resizing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -120,17 +120,9 @@ class Gathered(NamedTuple):
     squares: jax.Array  # float32[], their squared norms
     inverse: jax.Array  # float32[], 1 / the examples behind each
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
-
 
 class SyncReplicasState(NamedTuple):
-    """State of `sync_replicas`; `shared_fields` are equal on all replicas.
-
-    `replicated_fields` are equal too where the parameters are; the rest is the
-    replica's own.
-    """
+    """State of `sync_replicas`."""
 
     global_step: jax.Array  # int32[], updates
     accumulated: jax.Array  # int32[], gradients since the last one, of all replicas
@@ -146,20 +138,20 @@ class SyncReplicasState(NamedTuple):
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all replicas."""
-        return ("global_step", "accumulated")
-
-    @property
-    def replicated_fields(self) -> tuple[str, ...]:
-        """The fields that are equal where the parameters are."""
-        return ("measured", "inner", "averages")
-
-    @property
-    def stands_last(self) -> bool:
-        """Whether nothing may stand after it in a chain: it averages what it gives."""
-        return not (isinstance(self.averages, tuple) and self.averages == ())
+    field_kinds = fields.table(
+        global_step=fields.SHARED.told,
+        accumulated=fields.SHARED_ANEW.told,
+        accumulator=fields.ANEW,
+        outcome=fields.ANEW,
+        outcome_counts=fields.OWN_COUNT,
+        exchange=fields.OF_SUMS,
+        contributed=fields.ANEW,
+        outliers=fields.OWN_COUNT,
+        gathered=fields.ANEW.told,
+        measured=fields.LIKE_PARAMS.told,
+        inner=fields.LIKE_PARAMS,
+        averages=fields.COPIES,
+    )
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
@@ -172,34 +164,15 @@ class SyncReplicasState(NamedTuple):
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 
-    @property
-    def worker_axes(self) -> int:
-        """How many replica axes parameters have in front."""
-        return jnp.ndim(self.outcome)
-
-    def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
-        """The state of another number of replicas: see `oxs.resize`."""
+    def lost_by_resize(self, fewer: bool) -> list[str]:
+        """What another number of replicas costs in the middle of an update."""
+        del fewer
         waiting = int(jnp.ravel(self.accumulated)[0])
-        if waiting:
-            how.loses(f"{waiting} gradient(s) accumulated for the next update")
-        return self._replace(
-            global_step=how.equal(self.global_step),
-            accumulated=how.zeros(self.accumulated),
-            accumulator=how.zeros(self.accumulator),
-            outcome=how.equal(self.outcome) * 0 - 1,
-            outcome_counts=how.joined_by_zeros(self.outcome_counts),
-            exchange=how.of_sums().tree(self.exchange, fresh.exchange),
-            contributed=how.zeros(self.contributed),
-            outliers=how.joined_by_zeros(self.outliers),
-            gathered=how.zeros(self.gathered),
-            measured=how.equal(self.measured),
-            inner=how.equal(self.inner),
-            averages=how.equal(self.averages),
-        )
+        return [f"{waiting} gradient(s) accumulated for the next update"][: waiting > 0]
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if not self.stands_last:
+        if isinstance(self.averages, tuple) and self.averages == ():
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."

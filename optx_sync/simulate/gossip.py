@@ -11,7 +11,7 @@ from optx_sync.center.formulas import is_due, local_step, start_center, worker_p
 from optx_sync.center.rule import CenterRule, Period, Round, check_period
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.peers.gossip import mean_params
-from optx_sync.sharding import stack
+from optx_sync.placement.axes import stack
 from optx_sync.simulate.replay import (
     GradFn,
     Record,

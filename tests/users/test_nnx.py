@@ -144,6 +144,34 @@ def test_sync_optimizer_steps_directly(on_mesh):
         np.testing.assert_array_equal(kernel, np.asarray(center.kernel[...]))
 
 
+def test_what_is_read_of_an_nnx_optimizer_and_resized():
+    """Variables stand for arrays in its state, and in what `nnx.state` gives."""
+    tx = oxs.local_sgd(
+        optax.adam(0.1), "data", communication_period=2, fragments=2, measure=True
+    )
+    model, optimizer = oxs.stack(start(tx), WORKERS)
+    params = nnx.state(model, nnx.Param)
+    state = optimizer.opt_state
+    pure = nnx.as_pure((state, params))
+    found = oxs.metrics(state, params)
+    chex.assert_trees_all_equal(found, oxs.metrics(*pure))
+    assert found.fragment_ages.shape == (WORKERS, 2)
+    assert found.distance.shape == (WORKERS,)
+    center = oxs.center_params(state, params)
+    assert isinstance(center["kernel"], nnx.Param)
+    chex.assert_trees_all_equal(nnx.as_pure(center), oxs.center_params(*pure))
+    resized = oxs.resize(tx, params, state, 6)
+    assert isinstance(resized[0]["kernel"], nnx.Param)
+    assert resized[0]["kernel"].shape == (6, 3, 2)
+    chex.assert_trees_all_equal(
+        nnx.as_pure(resized), oxs.resize(tx, *reversed(pure), 6)
+    )
+    # As it is put back.
+    nnx.update(model, resized[0])
+    nnx.update(optimizer.opt_state, nnx.state(resized[1]))
+    assert oxs.metrics(optimizer.opt_state).rounds.shape == (6,)
+
+
 # From one script to the next: lines removed and added, without the docstring's.
 CHANGED = {
     ("cross_shard", "diloco"): 4,
