@@ -1023,8 +1023,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            'if grads != "local" and (keeps_state or not exchange.linear):',
-            'if grads != "local" and keeps_state:',
+            'if grads != "local" and exchange is not None:',
+            'if grads != "local" and exchange is all_reduce:',
         ),
     ],
     "step": [

@@ -198,7 +198,8 @@ def cross_shard(
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-            how often a replica was an outlier.
+            how often a replica was an outlier. Gradients that are reduced already
+            (`grads`) take none.
         shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
             act on each number alone, as `optax.adam` does; what does not is found out
             by trying it. One that needs a norm may add it up itself, over `axis_name`.
@@ -247,19 +248,19 @@ def cross_shard(
     inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    exchange = check_exchange(exchange, all_reduce())
-    reduced_names = check_extra_args(reduce_extra_args)
     if grads not in get_args(Grads):
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    keeps_state = remembers(exchange) or exchange.outlier is not None
-    if grads != "local" and (keeps_state or not exchange.linear):
+    if grads != "local" and exchange is not None:
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
             "oxs.localize(params, axis_name) before jax.grad."
         )
+    exchange = check_exchange(exchange, all_reduce())
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    reduced_names = check_extra_args(reduce_extra_args)
     if group_assignment is not None:
         check_group_assignment(group_assignment)
         if grads != "local":
