@@ -263,12 +263,20 @@ def sync_replicas(
     merges rows correctly only if each gradient's are sorted and unique. Here equal rows
     are summed first.)
 
-    `update` takes two more arguments, scalars that may differ between replicas:
+    `update` takes more arguments. Two are scalars that may differ between replicas:
 
     * `contributes` (bool): `False` leaves this replica's gradient out, whatever it
       holds. Default: `True`.
     * `gradient_step` (int): the `global_step` at which the gradient was computed.
       Default: the current one.
+
+    One says when, and is equal on all of them:
+
+    * `meet` (bool): in place of the counter, whether the update is made in this step,
+      of what has been accumulated so far, fewer gradients than R or more. A bool of
+      Python's leaves the conditional out of the program (see `oxs.due`), unless this
+      step's gradients may be left out. Where nothing has been accumulated `True`
+      changes nothing, as a step without an update. Default: the counter decides.
 
     Each replica keeps the sum of its own gradients. A step that cannot complete an
     update sends one flag per replica and nothing else; `inner` runs, and the sums
@@ -439,6 +447,7 @@ def sync_replicas(
             require_dense(grads)
         grads = unique_rows(grads)
 
+        contributes_all = contributes is True
         contributes = _extra(contributes, "contributes", jnp.bool_)
         fresh = jnp.bool_(True)
         if gradient_step is not None:
@@ -454,6 +463,10 @@ def sync_replicas(
         outcome = _outcome(used, fresh, finite, contributes)
         accumulated = state.accumulated + arrived
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
+        all_count = contributes_all and gradient_step is None and not drop_nonfinite
+        if meet is not None and meet is not False and not all_count:
+            # Of no gradients there is no mean.
+            complete = jnp.logical_and(meet, accumulated > 0)
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
         # Over other axes along which gradients vary lie shards.
         alone = localize(state.measured.update_norm, axis_name) if measure else None

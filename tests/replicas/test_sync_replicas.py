@@ -457,6 +457,37 @@ def test_late_replicas_do_not_starve_an_update():
     assert state.outcome_counts.no_token.tolist() == [0] * N
 
 
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("given", [True, "traced"])
+def test_meeting_with_nothing_accumulated_is_no_update(given, robust):
+    """The mean of no gradients was NaN, and so were parameters, trace and averages."""
+    exchange = oxs.exchange.median() if robust else None
+    tx: Any = sync_replicas(
+        *(optax.sgd(1.0, momentum=0.9), AXIS, 2),
+        drop_nonfinite=True,
+        variable_averages=0.9,
+        exchange=exchange,
+    )
+    nobody = {"contributes": jnp.zeros(N, bool)}
+    params = jnp.ones(2)
+
+    def two_steps(traced, grads, extra):
+        state, meet = tx.init(params), True if given is True else traced
+        _, before = tx.update(grads, state, params, meet=True)
+        updates, after = tx.update(grads * jnp.nan, before, params, meet=meet, **extra)
+        return before, updates, after
+
+    run = jax.jit(jax.vmap(two_steps, (None, 0, 0), axis_name=AXIS))
+    for extra in ({}, nobody):
+        before, updates, after = run(jnp.bool_(True), jnp.ones((N, 2)), extra)
+        np.testing.assert_array_equal(updates, 0)
+        assert after.global_step.tolist() == before.global_step.tolist() == [1] * N
+        same = ("inner", "averages", "accumulated", "accumulator", "contributed")
+        for field in same:
+            old, new = getattr(before, field), getattr(after, field)
+            assert jax.tree.all(jax.tree.map(np.array_equal, old, new)), field
+
+
 def test_one_replica():
     tx = sync_replicas(optax.sgd(1.0), AXIS, 2, total_num_replicas=1)
     step = lanes(tx, jnp.zeros(2), 1)
