@@ -553,14 +553,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "before_me = (numbers - global_step) % replicas < (me - global_step) % replicas",
-            "before_me = numbers < me",
+            "last = numbers < global_step % replicas",
+            "last = numbers < 0",
             SYNC,
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "return candidate & (ahead < tokens), arrived",
-            "return candidate & (ahead <= tokens), arrived",
+            "(place <= tokens)",
+            "(place <= tokens + 1)",
             SYNC,
         ),
         Mutant(
@@ -586,8 +586,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/accumulator.py",
-            "jnp.where(accepted, old + grad.astype(old.dtype), old)",
-            "old + grad.astype(old.dtype) * accepted.astype(old.dtype)",
+            "jnp.where(accepted, old + weighed(grad, old.dtype), old)",
+            "old + weighed(grad, old.dtype) * accepted.astype(old.dtype)",
             SYNC,
         ),
         Mutant(
@@ -604,8 +604,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/accumulator.py",
-            "size = min(len(counts), at_most * grad.values.shape[0])",
-            "size = min(len(counts), grad.values.shape[0])",
+            "size = min(len(weights), at_most * grad.values.shape[0])",
+            "size = min(len(weights), grad.values.shape[0])",
             SYNC,
         ),
         Mutant("replicas/accumulator.py", "values / divisor)", "values)", SYNC),
@@ -1018,8 +1018,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "weight = own.astype(jnp.float32)",
-            "weight = (own > 0).astype(jnp.float32)",
+            "                    weight = own\n",
+            "                    weight = (own > 0).astype(own.dtype)\n",
         ),
         Mutant(
             "replicas/cross_shard.py",

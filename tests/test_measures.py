@@ -67,6 +67,7 @@ def everything() -> Any:
             SGD, AXIS, group_assignment=[[0, 2], [1, 3]], measure=True
         ),
         "sync": sync(SGD, AXIS, 6, measure=True),
+        "sync_weighed": sync(SGD, AXIS, 5, measure=True),
         "center": oxs.diloco(
             optax.sgd(1.0),
             AXIS,
@@ -86,6 +87,11 @@ def everything() -> Any:
             "weighed": {"weight": weight, "batch_size": batch_size},
             "equal": {"batch_size": 5},
             "sync": {"batch_size": batch_size, "contributes": contributes},
+            "sync_weighed": {
+                "weight": weight,
+                "batch_size": batch_size,
+                "contributes": contributes,
+            },
         }
         after = {
             name: tx.update(updates, state[name], params, **extra.get(name, {}))[1]
@@ -119,10 +125,15 @@ def test_the_same_in_every_context(context):
     moved = vectors[1] - 0.5 * equal @ vectors[0]
     six = np.concatenate([vectors[0], vectors[1][contributes[1]]])[:6]
     batches = np.concatenate([BATCHES, BATCHES[contributes[1]]])[:6]
+    # With weights the last replica is left out of both steps.
+    five = [*vectors[0][:3], *vectors[1][:2]]
+    weights = np.array([*WEIGHTS[:3], *WEIGHTS[:2]])
+    weighed = (weights / weights.sum(), np.array([*BATCHES[:3], *BATCHES[:2]]))
     expected = {
         "weighed": (*twice(vectors, shares, BATCHES), 3),
         "equal": (*twice(vectors, equal, np.full(4, 5)), 4),
         "sync": (*reference(six, np.full(6, 1 / 6), batches), 6),
+        "sync_weighed": (*reference(np.array(five), *weighed), 5),
         "center": (*reference(moved, equal, np.ones(4))[:2], 0, 0, 4),
     }
     for name, (agreement, norm, noise, signal, contributors) in expected.items():
@@ -320,7 +331,7 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
             {**weights, "batch_size": BATCHES},
             5,
         ),
-        (lambda **o: oxs.sync_replicas(SGD, AXIS, 4, **o), {}, 2),
+        (lambda **o: oxs.sync_replicas(SGD, AXIS, 4, **o), {}, 4),
         (lambda **o: oxs.diloco(SGD, AXIS, communication_period=1, **o), {}, 1),
     ):
         without = {k: v for k, v in extra.items() if k == "weight"}

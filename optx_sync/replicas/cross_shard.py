@@ -36,6 +36,7 @@ from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    check_weight,
     count_outlier,
     remembers,
     require_dense,
@@ -525,13 +526,7 @@ def _exchanged(
 ) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     require_local(grads, axis_name, "gradient")
-    if weight is not None and not exchange.takes_weights:
-        if jnp.result_type(weight) != jnp.bool_:
-            raise ValueError(
-                "This exchange counts all replicas alike and takes no weight. Pass a "
-                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
-                "which takes weights."
-            )
+    check_weight(exchange, weight)
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
