@@ -1013,13 +1013,13 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "means, weight = like_grads(means), own > 0",
-            "means, weight = like_grads(means), own >= 0",
+            "means, weight = like_grads(means), contributed > 0",
+            "means, weight = like_grads(means), contributed >= 0",
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "                    weight = own\n",
-            "                    weight = (own > 0).astype(own.dtype)\n",
+            "                    weight = contributed\n",
+            "                    weight = (contributed > 0).astype(some.dtype)\n",
         ),
         Mutant(
             "replicas/cross_shard.py",
