@@ -261,8 +261,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "collectives.py",
-            "index = index * axis_size(axis) + _bound(lax.axis_index, axis)",
-            "index = index + 2 * _bound(lax.axis_index, axis)",
+            "index = index * axis_size(axis) + own",
+            "index = index + 2 * own",
         ),
         Mutant(
             "collectives.py",

@@ -29,6 +29,7 @@ from optx_sync.collectives import (
     own_weight,
     reduce,
     require_local,
+    require_whole_lanes,
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
@@ -465,6 +466,7 @@ def sync_replicas(
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
+        require_whole_lanes(grads, axis_name)
         check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
