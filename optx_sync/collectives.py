@@ -381,8 +381,9 @@ def require_local(
                     f"The {what} at {path} does not vary over the mesh axis {axis!r}: "
                     f"its type is {jax.typeof(values_of(leaf))}. Inside "
                     "jax.shard_map(check_vma=True) autodiff has already summed the "
-                    "gradient of a replicated parameter, and summing it again would be "
-                    f"wrong. {mend}"
+                    "gradient of a replicated parameter, unless this program has "
+                    "averaged it before (oxs.reduce, jax.lax.pmean); reducing it again "
+                    f"would be wrong. {mend}"
                 )
 
 

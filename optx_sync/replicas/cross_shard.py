@@ -383,6 +383,9 @@ def all_reduce_grads(
 
         optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
 
+    An optimizer in front of it is each replica's own, with moments of its own gradient,
+    and what is averaged are its steps: seldom what is meant, and nothing can tell.
+
     A chain hands extra arguments to each of its links by itself, so the `value` of a
     link behind this one must be reduced before: `value=oxs.reduce(loss, "data")`.
 
