@@ -15,8 +15,8 @@ class SyncTrainState(train_state.TrainState):
     """A Flax `TrainState` whose `apply_gradients` passes extra arguments on.
 
     Flax's own keeps all keyword arguments for itself. Here those that are no field of
-    the state go to the transformation: `weight` of `cross_shard`, `contributes` and
-    `gradient_step` of `sync_replicas`.
+    the state go to the transformation: `weight` of `cross_shard`, `weight`,
+    `contributes` and `gradient_step` of `sync_replicas`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

@@ -84,7 +84,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
         `sync_replicas`, `GossipMetrics` for `gossip` and `noloco`, `CrossShardMetrics`
-        for `cross_shard` with an exchange that remembers or counts something.
+        for `cross_shard` with `measure=True` or an exchange that counts outliers.
 
     Raises:
         ValueError: There is no state in it that has metrics.
@@ -97,7 +97,10 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         >>> oxs.metrics(state, jnp.ones(4)).distance
         Array(2., dtype=float32)
     """
-    such_as = "oxs.local_sgd(...) or oxs.sync_replicas(...)"
+    such_as = (
+        "oxs.local_sgd(...), oxs.sync_replicas(...) or oxs.cross_shard(..., "
+        "measure=True)"
+    )
     found, *_ = _require(state, "metrics", such_as)
     return found.metrics(pure(params))
 
@@ -219,10 +222,13 @@ def _require(state: Any, answer: str, such_as: str) -> list[Any]:
 
     found = fields.nodes_of(pure(state), answers)
     if not found:
-        what = {"center_params": "center", "averaged_params": "moving average"}
+        what = {
+            "center_params": "is no center",
+            "averaged_params": "is no moving average",
+            "metrics": "are no metrics",
+        }
         raise ValueError(
-            f"There is no {what.get(answer, answer)} in this state, of type "
-            f"{type(state).__name__}. Pass the state of an optimizer that has one, "
-            f"such as {such_as}."
+            f"There {what[answer]} in this state, of type {type(state).__name__}. Pass "
+            f"the state of an optimizer that has such, for example {such_as}."
         )
     return found

@@ -54,7 +54,7 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
             for x, mark in zip(leaves, marks, strict=True)
         ]
     filled = treedef.unflatten(leaves)
-    for counter in ("steps_since_round", "accumulated"):
+    for counter in ("steps_since_round", "accumulated", "total_weight"):
         filled = at_a_round(filled, counter)
     return jax.tree.map(fill, oxs.stack(params, workers)), filled
 

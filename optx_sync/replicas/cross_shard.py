@@ -36,6 +36,7 @@ from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    check_weight,
     count_outlier,
     remembers,
     require_dense,
@@ -202,7 +203,8 @@ def cross_shard(
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-            how often a replica was an outlier.
+            how often a replica was an outlier. Gradients that are reduced already
+            (`grads`) take none.
         shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
             act on each number alone, as `optax.adam` does; what does not is found out
             by trying it. One that needs a norm may add it up itself, over `axis_name`.
@@ -251,20 +253,20 @@ def cross_shard(
     inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    exchange = check_exchange(exchange, all_reduce())
-    reduced_names = check_extra_args(reduce_extra_args)
     if grads not in get_args(Grads):
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
     state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
-    keeps_state = remembers(exchange) or exchange.outlier is not None
-    if grads != "local" and (keeps_state or not exchange.linear):
+    if grads != "local" and exchange is not None:
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
             "oxs.localize(params, axis_name) before jax.grad."
         )
+    exchange = check_exchange(exchange, all_reduce())
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    reduced_names = check_extra_args(reduce_extra_args)
     if group_assignment is not None:
         check_group_assignment(group_assignment)
         if grads != "local":
@@ -385,6 +387,9 @@ def all_reduce_grads(
     after it the reduced one:
 
         optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
+
+    An optimizer in front of it is each replica's own, with moments of its own gradient,
+    and what is averaged are its steps: seldom what is meant, and nothing can tell.
 
     A chain hands extra arguments to each of its links by itself, so the `value` of a
     link behind this one must be reduced before: `value=oxs.reduce(loss, "data")`.
@@ -531,13 +536,7 @@ def _exchanged(
 ) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     require_local(grads, axis_name, "gradient")
-    if weight is not None and not exchange.takes_weights:
-        if jnp.result_type(weight) != jnp.bool_:
-            raise ValueError(
-                "This exchange counts all replicas alike and takes no weight. Pass a "
-                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
-                "which takes weights."
-            )
+    check_weight(exchange, weight)
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
