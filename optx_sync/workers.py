@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
+from optx_sync.in_place import returns_changes
 from optx_sync.sharding import stack, state_axes, state_specs
 from optx_sync.trees import Tree, path_name
 
@@ -37,6 +38,8 @@ def map_workers(
     `jax.jit`, which may donate. Workers on two levels, as data parallel replicas inside
     of each worker, are one `map_workers` inside of another.
 
+    `fun` gets copies: what it changes in place, as Flax NNX does, it returns as well.
+
     Args:
         fun: A function of one worker's arguments. Collectives over `axis_name`, as all
             of this package's wrappers make them, go over the workers.
@@ -56,7 +59,8 @@ def map_workers(
         TypeError: `axis_name` is not a str or a tuple of them, or `mesh` no mesh.
         ValueError: The mesh has no such axis; a tuple without a mesh; axes that do not
             fit the arguments; another number of workers than there are positions along
-            the mesh axis; a result that is said to be equal on all workers and is not.
+            the mesh axis; a result that is said to be equal on all workers and is not;
+            NNX variables that `fun` changes in place and does not return.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,6 +74,7 @@ def map_workers(
     axes = check_axis_name(axis_name)
     for where, marks in (("in_axes", in_axes), ("out_axes", out_axes)):
         _check_marks(marks, where)
+    fun = returns_changes(fun, "map_workers")
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(

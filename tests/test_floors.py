@@ -16,6 +16,7 @@ FLOORS = {
     "hlo": 1,
     "trees": 1,
     "step": 2,
+    "in_place": 2,
     "rows": 2,
     "sharding": 2,
     "audit": 2,
