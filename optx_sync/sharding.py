@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import first_worker, is_masked
+from optx_sync.trees import first_worker, is_masked, is_slices
 
 
 class InPieces(NamedTuple):
@@ -179,7 +179,14 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
 
 
 def stack(tree: Any, n: int, axes: Any = None) -> Any:
-    """Put a worker axis in front: `n` equal copies of every leaf.
+    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+
+    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
+    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
+    transformation are folded where workers have parameters of their own, in `inner` of
+    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
+    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
 
     Args:
         tree: A tree of arrays, for example one worker's parameters or state.
@@ -205,7 +212,22 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
             return repeat(x)
         return in_rows(x, n)
 
-    return _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    def fold(keys, worker):
+        one = jax.vmap(lambda key: jax.random.fold_in(key, worker))
+        return one(keys.reshape(-1)).reshape(keys.shape)
+
+    stacked = _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    if n == 1 or not any(map(_is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda own, x, copies: (
+            jax.vmap(fold)(copies, workers) if own and copies.ndim > x.ndim else copies
+        ),
+        _own_keys(tree),
+        tree,
+        stacked,
+    )
 
 
 def unstack(tree: Any, axes: Any = None) -> Any:
@@ -281,6 +303,43 @@ def in_pieces(tree: Any, around: bool = True) -> Any:
         return jax.tree.map(lambda _: found, node)
 
     return jax.tree.map(visit, tree, is_leaf=lambda x: _is_ours(x) or is_in_pieces(x))
+
+
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _own_keys(tree: Any, own: bool = True, ours: bool = False) -> Any:
+    """Whether each leaf is a random key of which each worker gets its own.
+
+    `own` says whether workers may differ in what holds the tree, `ours` whether a
+    state of this package holds it.
+    """
+
+    def visit(node):
+        if _is_ours(node):
+            equal = *node.shared_fields, *getattr(node, "replicated_fields", ())
+            differ = own or not ours
+            return type(node)(
+                **{
+                    field: _own_keys(x, differ and field not in equal, True)
+                    for field, x in node._asdict().items()
+                }
+            )
+        if _is_optax(node):
+            # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
+            return type(node)(*(_own_keys(x, own and ours, ours) for x in node))
+        # The numbers of rows have a key's dtype, so that nothing adds to them.
+        return jax.tree.map(lambda x: own and not is_slices(node) and _is_key(x), node)
+
+    return jax.tree.map(
+        visit, tree, is_leaf=lambda x: _is_ours(x) or _is_optax(x) or is_slices(x)
+    )
+
+
+def _is_optax(x: Any) -> bool:
+    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
 def _is_spec(x: Any) -> bool:

@@ -159,7 +159,9 @@ def start_workers(
     All workers start from the same parameters. Parameters and state are stacked,
     `[n, ...]`, but for what the workers share: counters and center. With a mesh they
     are placed along its axis `axis_name`, computed where they are to live; parameters
-    that lie sharded on the mesh already keep their shards, and so does the state.
+    that lie sharded on the mesh already keep their shards, and so does the state. Of
+    random keys in the state each worker gets its own where workers may differ, as
+    `oxs.stack` says.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
