@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import first_worker, is_masked, is_slices
+from optx_sync.trees import check_arrays, first_worker, is_masked, is_slices
 
 
 class InPieces(NamedTuple):
@@ -75,7 +75,9 @@ def state_axes(
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
+    check_arrays(params, "The parameter")
     state = jax.eval_shape(tx.init, params)
+    _refuse_around_center(state)
     _check_levels(state, level + 1)
     return _mark(state, lambda shared, _: None if shared else 0, replicated, level)
 
@@ -118,6 +120,7 @@ def state_specs(
         >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
+    check_arrays(params, "The parameter")
     full_specs = jax.tree.broadcast(
         param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -203,6 +206,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
+    check_arrays(tree, "What is stacked")
 
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
@@ -348,6 +352,38 @@ def _is_spec(x: Any) -> bool:
 
 def _is_ours(x: Any) -> bool:
     return hasattr(type(x), "shared_fields")
+
+
+# Optax's wrappers that make a step of what they wrap in some steps only.
+_SOMETIMES = (
+    "ApplyIfFiniteState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+    "MultiStepsState",
+)
+
+
+def _refuse_around_center(state: Any) -> None:
+    """Refuse a wrapper that decides for each worker whether a center rule steps."""
+
+    def sometimes(x):
+        return _is_optax(x) and type(x).__name__ in _SOMETIMES
+
+    def is_center(x):
+        return hasattr(type(x), "center_params")
+
+    for node in jax.tree.leaves(state, is_leaf=sometimes):
+        within = jax.tree.leaves(node, is_leaf=is_center)
+        if sometimes(node) and any(map(is_center, within)):
+            name = type(node).__name__.removesuffix("State")
+            raise ValueError(
+                f"Optax's {name} stands around a center rule: it decides by what is a "
+                "worker's own whether the rule makes a step, and so whether this "
+                "worker meets the others, who wait. Put it inside of the rule, for "
+                "example oxs.diloco(optax.apply_if_finite(optax.adam(1e-3), 3), "
+                "'workers'), or around optax.MultiSteps(optax.adam(1e-3), "
+                "4).gradient_transformation()."
+            )
 
 
 def _check_levels(state: Any, levels: int) -> None:
