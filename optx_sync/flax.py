@@ -129,8 +129,15 @@ def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -
         A copy with the center for parameters; go on training with the original.
 
     Raises:
+        TypeError: An NNX model without its optimizer.
         ValueError: There is no center in the optimizer's state.
     """
+    if optimizer is None and not hasattr(train_state, "opt_state"):
+        raise TypeError(
+            f"There is no optimizer's state in a {type(train_state).__name__}, and the "
+            "center lies there. Pass an NNX model with its optimizer, "
+            "oxs.swap_center(model, optimizer), or a TrainState."
+        )
     if optimizer is None:
         center = center_params(train_state.opt_state, train_state.params)
         return train_state.replace(params=center)

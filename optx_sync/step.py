@@ -2,8 +2,9 @@
 """`apply_gradients`: one optimizer step that returns parameters."""
 
 import bisect
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,8 +42,8 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
         `communication_period` is what `due` reads. `moved(state, before, after)` is the
         state after another wrapper has moved the parameters, `None` where none cares.
         """
-        made = super().__new__(cls, init, update)
-        made.apply = apply
+        made = super().__new__(cls, init, _explained(init, update))
+        made.apply = _explained(init, apply)
         made.communication_period = communication_period
         made.moved = moved
         return made
@@ -118,9 +119,74 @@ def apply_gradients(
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
-    with explains_inner(grads):
+    with _explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
     return add_updates(params, updates), state
+
+
+def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
+    """A step that says so where it is handed the state of another transformation."""
+
+    @functools.wraps(step)
+    def explained(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> Any:
+        with _explains_state(init, state, params):
+            return step(updates, state, params, **extra_args)
+
+    return explained
+
+
+@contextlib.contextmanager
+def _explains_state(
+    init: Callable[..., Any], state: Any, params: Any
+) -> Iterator[None]:
+    """Say where a step fails because its state is not one that `init` gives."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if params is None:
+            raise
+        try:
+            expected = jax.eval_shape(init, params)
+        except (AttributeError, TypeError, ValueError):
+            raise error from None
+        found = _difference(state, expected, "state")
+        if found is None:
+            raise
+        where, got, wanted = found
+        raise ValueError(
+            f"The state is not one of this transformation: {where} is {got}; in that "
+            f"of tx.init(params) it is {wanted}. Another transformation has made it, "
+            "or this one with other arguments (fragments, delay, exchange, inner, "
+            "outer) or parameters, such as shards. Start with tx.init(params), in "
+            "oxs.start_workers; go on with a saved state under the arguments that it "
+            "was made with."
+        ) from error
+
+
+def _difference(tree: Any, expected: Any, where: str) -> tuple[str, str, str] | None:
+    """Where two states have another form first: its name, what is there, what not."""
+    if jax.tree.structure(tree) == jax.tree.structure(expected):
+        return None
+    parts = isinstance(expected, tuple) and type(tree) is type(expected)
+    if parts and len(tree) == len(expected):
+        names = [f".{name}" for name in getattr(expected, "_fields", ())]
+        names = names or [f"[{i}]" for i in range(len(expected))]
+        for name, part, like in zip(names, tree, expected, strict=True):
+            if found := _difference(part, like, where + name):
+                return found
+    if type(tree) is type(expected) and not isinstance(tree, tuple):
+        return where, _describe(tree), "one with other leaves"
+    return where, _describe(tree), _describe(expected)
+
+
+def _describe(tree: Any) -> str:
+    if hasattr(tree, "dtype"):
+        return "an array"
+    if type(tree) is tuple:
+        return f"a tuple of {len(tree)}" if tree else "empty"
+    return f"of type {type(tree).__name__}"
 
 
 def _refuse_what_follows(state: Any) -> None:

@@ -3,6 +3,7 @@
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -128,6 +129,19 @@ def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in pairs]
 
 
+def check_arrays(tree: Tree, what: str, root: str = "the root") -> None:
+    """Refuse functions and settings among a tree's leaves, as Equinox modules hold."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+            raise TypeError(
+                f"{what} at {path_name(path, root)} is no array; it is of type "
+                f"{type(leaf).__name__}. Split the arrays off before, `params, static ="
+                " eqx.partition(model, eqx.is_inexact_array)` with Equinox, or "
+                "eqx.filter for the first of the two, and put them together inside of "
+                "the step, `model = eqx.combine(params, static)`."
+            )
+
+
 @contextlib.contextmanager
 def explains_inner(grads: Tree) -> Iterator[None]:
     """Say what to do where a transformation cannot run on these gradients.
@@ -138,6 +152,8 @@ def explains_inner(grads: Tree) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
+        if _is_ours(error):
+            raise
         if "manual axis types do not match" in str(error):
             raise TypeError(
                 "A conditional or loop inside the inner transformation joins values "
@@ -158,6 +174,24 @@ def explains_inner(grads: Tree) -> Iterator[None]:
             "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
             "by oxs.on_values, or pass the gradient's to_dense(rows)."
         ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it came through a wrapper or exchange of this package, further inside.
+
+    Those explain what their own inner transformation does, and no more of it is one.
+    """
+    modules = [
+        frame.f_globals.get("__name__", "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    # The first two are `explains_inner` itself and who calls the transformation.
+    rooms = ("exchange", "replicas", "center", "peers", "step")
+    return any(
+        module.startswith(f"optx_sync.{room}")
+        for module in modules[2:]
+        for room in rooms
+    )
 
 
 def is_finite(tree: Tree) -> jax.Array:

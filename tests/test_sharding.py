@@ -366,3 +366,67 @@ def test_unstack_of_what_has_no_worker_axis():
         oxs.unstack({"scalar": jnp.float32(1)})
     axes = {"scalar": None}
     assert oxs.unstack({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
+
+
+# Random keys.
+
+WORKERS = 4
+
+
+def folded(key, n=WORKERS):
+    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(n)]
+
+
+def words(keys):
+    return jax.random.key_data(keys)
+
+
+NOISY = optax.add_noise(0.1, 0.5, jax.random.key(3))
+
+
+def noise_key(state):
+    return optax.tree_utils.tree_get(state, "rng_key")
+
+
+# A transformation, and whether its noise may differ between the workers.
+HOLD_KEYS = {
+    "local_sgd": (oxs.local_sgd(NOISY, "workers"), True),
+    "gossip": (oxs.gossip(optax.chain(NOISY, optax.sgd(0.1)), "workers"), True),
+    "cross_shard": (oxs.cross_shard(NOISY, "workers", measure=True), False),
+    "sync_replicas": (oxs.sync_replicas(NOISY, "workers", 2), False),
+    "chain": (optax.chain(oxs.all_reduce_grads("workers"), NOISY), False),
+    "masked": (optax.masked(oxs.local_sgd(NOISY, "workers"), True), True),
+    "inside": (
+        oxs.diloco(oxs.cross_shard(NOISY, "chips", measure=True), "workers"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("tx", "differ"), HOLD_KEYS.values(), ids=HOLD_KEYS)
+def test_random_keys_of_a_state_differ_where_workers_may(tx, differ):
+    key = jax.random.key(3)
+    _, state, axes = oxs.start_workers(tx, jnp.zeros(3), WORKERS)
+    found = words(noise_key(state))
+    expected = folded(key) if differ else [words(key)] * WORKERS
+    np.testing.assert_array_equal(found, expected)
+    # There and back is the identity: a step may end with `stack(state, 1, axes)`.
+    back = oxs.stack(oxs.unstack(state, axes), 1, axes)
+    np.testing.assert_array_equal(words(noise_key(back)), found[:1])
+
+
+def test_random_keys_beside_other_leaves():
+    key, raw = jax.random.key(7), np.array([0, 7], np.uint32)
+    rows = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))
+    several = jax.random.split(key, (2, 3))
+    tree = {"key": key, "raw": raw, "rows": rows, "several": several, "equal": key}
+    axes = jax.tree.map(lambda _: 0, tree) | {"equal": None}
+    stacked = oxs.stack(tree, WORKERS, axes)
+    np.testing.assert_array_equal(words(stacked["key"]), folded(key))
+    assert stacked["several"].shape == (WORKERS, 2, 3)
+    np.testing.assert_array_equal(
+        words(stacked["several"][:, 1, 2]), folded(several[1, 2])
+    )
+    np.testing.assert_array_equal(stacked["raw"], [raw] * WORKERS)
+    np.testing.assert_array_equal(stacked["rows"].indices, [[2, 0]] * WORKERS)
+    np.testing.assert_array_equal(words(stacked["equal"]), words(key))

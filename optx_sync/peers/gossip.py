@@ -29,7 +29,7 @@ from optx_sync.center.formulas import (
     start_center,
 )
 from optx_sync.center.rule import CenterRule, Own, Period, Round, check_period
-from optx_sync.checks import check_inner, check_params
+from optx_sync.checks import check_inner, check_params, shows_call
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -139,6 +139,10 @@ class _Meeting(NamedTuple):
     inner: Any
 
 
+@shows_call(
+    "oxs.gossip(optax.sgd(0.1), 'workers'), without exchange=: partners send their "
+    "parameters as they are"
+)
 def gossip(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -352,6 +356,10 @@ def gossip(
     return direct_transformation(init, landing_update(apply), apply, period)
 
 
+@shows_call(
+    "oxs.noloco(optax.adamw(1e-3), 'workers'), without exchange=: partners send their "
+    "parameters as they are"
+)
 def noloco(
     inner: optax.GradientTransformation,
     axis_name: AxisName,

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.placement import fields
-from optx_sync.trees import first_worker, is_masked
+from optx_sync.trees import check_arrays, first_worker, is_masked, is_slices
 
 
 def state_axes(
@@ -48,7 +48,9 @@ def state_axes(
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
+    check_arrays(params, "The parameter")
     state = jax.eval_shape(tx.init, params)
+    _refuse_around_center(state)
     _check_levels(state, level + 1)
     return _axes(state, replicated, level)
 
@@ -91,6 +93,7 @@ def state_specs(
         >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
+    check_arrays(params, "The parameter")
     full_specs = jax.tree.broadcast(
         param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -152,7 +155,14 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
 
 
 def stack(tree: Any, n: int, axes: Any = None) -> Any:
-    """Put a worker axis in front: `n` equal copies of every leaf.
+    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+
+    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
+    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
+    transformation are folded where workers have parameters of their own, in `inner` of
+    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
+    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
 
     Args:
         tree: A tree of arrays, for example one worker's parameters or state.
@@ -169,6 +179,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
+    check_arrays(tree, "What is stacked")
 
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
@@ -178,7 +189,22 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
             return repeat(x)
         return fields.in_rows(x, n)
 
-    return _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    def fold(keys, worker):
+        one = jax.vmap(lambda key: jax.random.fold_in(key, worker))
+        return one(keys.reshape(-1)).reshape(keys.shape)
+
+    stacked = _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    if n == 1 or not any(map(_is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda own, x, copies: (
+            jax.vmap(fold)(copies, workers) if own and copies.ndim > x.ndim else copies
+        ),
+        own_keys(tree),
+        tree,
+        stacked,
+    )
 
 
 def unstack(tree: Any, axes: Any = None) -> Any:
@@ -258,6 +284,44 @@ def in_pieces(tree: Any, around: bool = True) -> Any:
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
 
 
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def own_keys(tree: Any, own: bool = True, ours: bool = False) -> Any:
+    """Whether each leaf is a random key of which each worker gets its own.
+
+    `own` says whether workers may differ in what holds the tree, `ours` whether a
+    state of this package holds it.
+    """
+
+    def visit(node):
+        if fields.is_level(node):
+            differ = own or not ours
+            return node._replace(
+                **{
+                    name: own_keys(x, differ and kind.whose == "own", True)
+                    for name, kind, x in fields.fields_of(node)
+                }
+            )
+        if _is_optax(node):
+            # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
+            return type(node)(*(own_keys(x, own and ours, ours) for x in node))
+        # The numbers of rows have a key's dtype, so that nothing adds to them.
+        return jax.tree.map(lambda x: own and not is_slices(node) and _is_key(x), node)
+
+    return jax.tree.map(
+        visit,
+        tree,
+        is_leaf=lambda x: fields.is_level(x) or _is_optax(x) or is_slices(x),
+    )
+
+
+def _is_optax(x: Any) -> bool:
+    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -273,6 +337,38 @@ def _is_injected(x: Any) -> bool:
         fields.center_of(node)
         for node in fields.nodes_of(x.inner_state, fields.is_level)
     )
+
+
+# Optax's wrappers that make a step of what they wrap in some steps only.
+_SOMETIMES = (
+    "ApplyIfFiniteState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+    "MultiStepsState",
+)
+
+
+def _refuse_around_center(state: Any) -> None:
+    """Refuse a wrapper that decides for each worker whether a center rule steps."""
+
+    def sometimes(x):
+        return _is_optax(x) and type(x).__name__ in _SOMETIMES
+
+    def is_center(x):
+        return hasattr(type(x), "center_params")
+
+    for node in jax.tree.leaves(state, is_leaf=sometimes):
+        within = jax.tree.leaves(node, is_leaf=is_center)
+        if sometimes(node) and any(map(is_center, within)):
+            name = type(node).__name__.removesuffix("State")
+            raise ValueError(
+                f"Optax's {name} stands around a center rule: it decides by what is a "
+                "worker's own whether the rule makes a step, and so whether this "
+                "worker meets the others, who wait. Put it inside of the rule, for "
+                "example oxs.diloco(optax.apply_if_finite(optax.adam(1e-3), 3), "
+                "'workers'), or around optax.MultiSteps(optax.adam(1e-3), "
+                "4).gradient_transformation()."
+            )
 
 
 def _check_levels(state: Any, levels: int) -> None:

@@ -15,7 +15,7 @@ import optax
 
 from optx_sync.checks import check_count
 from optx_sync.placement import fields
-from optx_sync.placement.axes import in_pieces, state_axes
+from optx_sync.placement.axes import in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -153,6 +153,12 @@ def resize(
         last = jax.tree.map(lambda x: x[0], last)
     fresh = jax.tree.map(_on_host, tx.init(last))
     resized = how.tree(stacked, fresh)
+    # A joiner draws what nobody else draws.
+    resized = jax.tree.map(
+        lambda x, own: x.fold_in(before) if own and isinstance(x, _Keys) else x,
+        resized,
+        own_keys(state),
+    )
     _say(how.lost, strict)
     leaves = [
         fields.in_rows(x[0], n) if flag else x if there else x[0]
@@ -237,6 +243,16 @@ class _Keys(np.ndarray):
     def __array_finalize__(self, like: Any) -> None:
         """A part of them is of the same kind."""
         self.impl = getattr(like, "impl", None)
+
+    def fold_in(self, first: int) -> "_Keys":
+        """The same keys `[N]`, but from this worker on each with its number in it."""
+        folded = np.array(self)
+        for worker in range(first, len(self)):
+            keys = jax.random.wrap_key_data(jnp.asarray(folded[worker]), impl=self.impl)
+            fold = jax.vmap(lambda key, worker=worker: jax.random.fold_in(key, worker))
+            new = fold(keys.reshape(-1)).reshape(keys.shape)
+            folded[worker] = jax.random.key_data(new)
+        return _Keys.of(folded, self)
 
     @staticmethod
     def of(numbers: Any, like: Any) -> "_Keys":

@@ -558,7 +558,7 @@ def test_what_a_step_cannot_do_is_refused():
     with pytest.raises(ValueError, match="an optimizer of its own"):
         step(in_line, in_line, value=jnp.float32(0))
     other = oxs.agn(INNER, AXIS, communication_period=4, fragments=oxs.strided(2))
-    with pytest.raises(ValueError, match="does not fit these parameters"):
+    with pytest.raises(ValueError, match="is not one of this transformation"):
         step(oxs.agn(INNER, AXIS, communication_period=4, fragments=2), other)
     with pytest.raises(ValueError, match="around another center rule"):
         oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
