@@ -50,11 +50,11 @@ from optx_sync.state import center_params as center_params
 from optx_sync.state import metrics as metrics
 from optx_sync.state import slot as slot
 from optx_sync.state import slot_names as slot_names
-from optx_sync.sharding import stack as stack
-from optx_sync.sharding import state_axes as state_axes
-from optx_sync.sharding import state_specs as state_specs
-from optx_sync.sharding import unstack as unstack
-from optx_sync.resizing import resize as resize
+from optx_sync.placement.axes import stack as stack
+from optx_sync.placement.axes import state_axes as state_axes
+from optx_sync.placement.axes import state_specs as state_specs
+from optx_sync.placement.axes import unstack as unstack
+from optx_sync.placement.resize import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit

@@ -12,7 +12,12 @@ import numpy as np
 import optax
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
-from optx_sync.trees import is_gradient_leaf, leaves_with_names, values_of
+from optx_sync.trees import (
+    check_arrays,
+    is_gradient_leaf,
+    leaves_with_names,
+    values_of,
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -70,7 +75,12 @@ def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
 
 
 def check_params(params: Any) -> None:
-    """Refuse a Flax NNX module: its arrays are what a transformation is for."""
+    """Refuse what holds parameters among other things: arrays alone are trained."""
+    check_no_train_state(params)
+    numbers = jax.tree.map(
+        lambda x: () if _is_nnx_module(x) else x, params, is_leaf=_is_nnx_module
+    )
+    check_arrays(numbers, "The parameter")
     for leaf in jax.tree.leaves(params, is_leaf=_is_nnx_module):
         if _is_nnx_module(leaf):
             raise TypeError(
@@ -78,6 +88,18 @@ def check_params(params: Any) -> None:
                 "Flax NNX module. Pass nnx.state(module, nnx.Param), as nnx.Optimizer "
                 "does; what this package has for Flax is optx_sync.flax."
             )
+
+
+def check_no_train_state(params: Any) -> None:
+    """Refuse a training state, as Flax has one, in place of its parameters."""
+    if hasattr(params, "params") and hasattr(params, "opt_state"):
+        name = type(params).__name__
+        raise TypeError(
+            f"What is wanted are parameters; got a {name}, which holds them beside the "
+            "optimizer's state and counters. Pass state.params: oxs.start_workers("
+            f"state.tx, state.params, n). A whole {name} is stacked by oxs.stack(state,"
+            " n), and mapped with axis 0."
+        )
 
 
 def _is_nnx_module(x: Any) -> bool:
@@ -96,11 +118,12 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
     if jnp.ndim(counter):
         raise ValueError(
             "A step takes the state of one worker; the counters of this one have shape "
-            f"{jnp.shape(counter)}. Map the step over all of a state that is stacked "
-            "whole (in_axes=0), or stack it as state_axes says: `axes = "
-            "oxs.state_axes(tx, params)`, `oxs.stack(tx.init(params), n, axes)` and "
-            "in_axes=axes. Inside jax.shard_map take the worker axis off: "
-            "`oxs.unstack(state, axes)`. oxs.map_workers does all of this."
+            f"{jnp.shape(counter)}. If a step has returned them so, its out_axes lack "
+            "the state's axes: `out_axes=(0, axes)`, as in in_axes. Otherwise stack "
+            "the state as state_axes says: `axes = oxs.state_axes(tx, params)`, "
+            "`oxs.stack(tx.init(params), n, axes)` and in_axes=axes, or map over all "
+            "of one that is stacked whole (in_axes=0). Inside jax.shard_map take the "
+            "worker axis off: `oxs.unstack(state, axes)`. oxs.map_workers does this."
         )
     if params is None:
         return
@@ -108,10 +131,18 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
     for path, leaf in leaves_with_names(kept):
         if leaf is None or found.get(path) is None:
             continue
-        if jnp.shape(leaf) != jnp.shape(found[path]):
+        shape, own = jnp.shape(leaf), jnp.shape(found[path])
+        if shape != own and shape[1:] == own and shape[0] > 1:
             raise ValueError(
-                f"The parameter at {path} has shape {jnp.shape(found[path])}, but in "
-                f"the state it has {jnp.shape(leaf)}. Inside jax.shard_map take the "
+                f"The parameter at {path} has shape {own}, but in the state it has "
+                f"{shape}: tx.init got the parameters of {shape[0]} workers. It takes "
+                "those of one: `oxs.start_workers(tx, params, n)`, or tx.init(params) "
+                "before oxs.stack."
+            )
+        if shape != own:
+            raise ValueError(
+                f"The parameter at {path} has shape {own}, but in "
+                f"the state it has {shape}. Inside jax.shard_map take the "
                 "worker axis off both, `oxs.unstack(params)` and `oxs.unstack(state, "
                 "oxs.state_axes(tx, params))`, or let oxs.map_workers do it; the state "
                 "is that of tx.init for one worker's parameters."

@@ -33,6 +33,10 @@ AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
 Reduction: TypeAlias = Literal["mean", "sum"]
 Tree = TypeVar("Tree")
+# What a message recommends where Explicit axes do not do.
+_AUTO_MESH = (
+    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+)
 
 
 class _Alone(tuple):
@@ -329,7 +333,18 @@ def axis_index(axis_name: AxisName) -> jax.Array:
     """This replica's number, int32 in `range(axis_size)`; the first axis is major."""
     index = jnp.int32(0)
     for axis in check_axis_name(axis_name):
-        index = index * axis_size(axis) + _bound(lax.axis_index, axis)
+        own = _bound(lax.axis_index, axis)
+        try:
+            index = index * axis_size(axis) + own
+        except ValueError as error:
+            if "not found in mesh" not in str(error):
+                raise
+            raise ValueError(
+                "Lanes of jax.vmap that lie along an Explicit mesh axis, as "
+                "jax.make_mesh makes them by default, need the mesh: call this within "
+                "`with jax.set_mesh(mesh):`, or make the mesh of the compiler's own "
+                f"axes: {_AUTO_MESH}."
+            ) from error
     return index
 
 
@@ -366,9 +381,31 @@ def require_local(
                     f"The {what} at {path} does not vary over the mesh axis {axis!r}: "
                     f"its type is {jax.typeof(values_of(leaf))}. Inside "
                     "jax.shard_map(check_vma=True) autodiff has already summed the "
-                    "gradient of a replicated parameter, and summing it again would be "
-                    f"wrong. {mend}"
+                    "gradient of a replicated parameter, unless this program has "
+                    "averaged it before (oxs.reduce, jax.lax.pmean); reducing it again "
+                    f"would be wrong. {mend}"
                 )
+
+
+def require_whole_lanes(tree: Any, axis_name: AxisName) -> bool:
+    """Whether these are lanes of `jax.vmap` on a mesh of Explicit axes.
+
+    Lanes that are sharded over such axes themselves are refused: JAX has no sum of
+    them, and where they meet an array that lies otherwise it speaks of shardings.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    placed = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
+    if not any(at.mesh.explicit_axes for at in placed):
+        return False
+    if any(axis in manual for axis in check_axis_name(axis_name)):
+        return False
+    if any(part is not None for at in placed for part in at.spec):
+        raise ValueError(
+            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
+            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
+            f"of the compiler's own axes: {_AUTO_MESH}."
+        )
+    return True
 
 
 def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -> None:
@@ -700,19 +737,9 @@ def _sum(operands: Sequence[jax.Array], axes, groups: _Groups | None):
 
 def _psum(operands, axes):
     """`lax.psum`, also for lanes of `jax.vmap` that lie on a mesh of Explicit axes."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    placed = [jax.typeof(x).sharding for x in operands]
-    explicit = any(at.mesh.explicit_axes for at in placed)
-    if not explicit or any(axis in manual for axis in axes):
+    if not require_whole_lanes(operands, axes):
         return lax.psum(operands, axes)
     # There JAX's own psum gives its result the sharding of the axis that it sums over.
-    if any(part is not None for at in placed for part in at.spec):
-        raise ValueError(
-            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
-            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
-            "of the compiler's own axes: jax.make_mesh(shape, names, axis_types="
-            "(jax.sharding.AxisType.Auto,) * len(names))."
-        )
     for axis in axes:
         operands = [
             jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands

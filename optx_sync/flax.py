@@ -15,8 +15,8 @@ class SyncTrainState(train_state.TrainState):
     """A Flax `TrainState` whose `apply_gradients` passes extra arguments on.
 
     Flax's own keeps all keyword arguments for itself. Here those that are no field of
-    the state go to the transformation: `weight` of `cross_shard`, `contributes` and
-    `gradient_step` of `sync_replicas`.
+    the state go to the transformation: `weight` of `cross_shard`, `weight`,
+    `contributes` and `gradient_step` of `sync_replicas`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -129,13 +129,19 @@ def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -
         A copy with the center for parameters; go on training with the original.
 
     Raises:
+        TypeError: An NNX model without its optimizer.
         ValueError: There is no center in the optimizer's state.
     """
+    if optimizer is None and not hasattr(train_state, "opt_state"):
+        raise TypeError(
+            f"There is no optimizer's state in a {type(train_state).__name__}, and the "
+            "center lies there. Pass an NNX model with its optimizer, "
+            "oxs.swap_center(model, optimizer), or a TrainState."
+        )
     if optimizer is None:
         center = center_params(train_state.opt_state, train_state.params)
         return train_state.replace(params=center)
     params = nnx.state(train_state, optimizer.wrt, graph=optimizer.graph)
-    opt_state = nnx.as_pure(optimizer.opt_state)
     model = nnx.clone(train_state)
-    nnx.update(model, center_params(opt_state, nnx.as_pure(params)))
+    nnx.update(model, center_params(optimizer.opt_state, params))
     return model

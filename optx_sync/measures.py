@@ -49,10 +49,6 @@ class Measured(NamedTuple):
     noise: Any  # float32[], the moving average of S, or ()
     signal: Any  # float32[], the moving average of |G|^2, or ()
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
-
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without what the caller cannot know."""
@@ -172,9 +168,12 @@ def measure_of(
     noise, signal = before.noise, before.signal
     if not isinstance(noise, tuple):
         now = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
+        now = now, mean_square - own_inverse * now
+        # A NaN, from a gradient or a batch of 0 examples, would stay for ever.
+        counts = known & jnp.isfinite(now[0]) & jnp.isfinite(now[1])
         noise, signal = (
-            jnp.where(known, DECAY * old + (1 - DECAY) * new, old)
-            for old, new in ((noise, now), (signal, mean_square - own_inverse * now))
+            jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
+            for old, new in zip((noise, signal), now, strict=True)
         )
     norm = jnp.sqrt(squares)
     return Measured(agreement, norm, before.update_norm, contributors, noise, signal)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.sharding import is_in_pieces
-from optx_sync.trees import is_masked
+from optx_sync.placement import fields
+from optx_sync.trees import is_masked, pure
 
 
 def center_params(state: optax.OptState, params: optax.Params) -> Any:
@@ -37,9 +37,10 @@ def center_params(state: optax.OptState, params: optax.Params) -> Any:
         >>> oxs.center_params(oxs.stack(tx.init(params), 4), oxs.stack(params, 4))
         Array([0., 1., 2.], dtype=float32)
     """
+    form, params = jax.tree.structure(params), pure(params)
     for found in _require(state, "center_params", "oxs.local_sgd(...)"):
         params = found.center_params(params)
-    return params
+    return form.unflatten(jax.tree.leaves(params))
 
 
 def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
@@ -65,8 +66,9 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
         {'w': Array([1., 1.], dtype=float32)}
     """
     such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
+    form = jax.tree.structure(params)
     found, *_ = _require(state, "averaged_params", such_as)
-    return found.averaged_params(params)
+    return form.unflatten(jax.tree.leaves(found.averaged_params(pure(params))))
 
 
 def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
@@ -82,7 +84,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
         `sync_replicas`, `GossipMetrics` for `gossip` and `noloco`, `CrossShardMetrics`
-        for `cross_shard` with an exchange that remembers or counts something.
+        for `cross_shard` with `measure=True` or an exchange that counts outliers.
 
     Raises:
         ValueError: There is no state in it that has metrics.
@@ -95,9 +97,12 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         >>> oxs.metrics(state, jnp.ones(4)).distance
         Array(2., dtype=float32)
     """
-    such_as = "oxs.local_sgd(...) or oxs.sync_replicas(...)"
+    such_as = (
+        "oxs.local_sgd(...), oxs.sync_replicas(...) or oxs.cross_shard(..., "
+        "measure=True)"
+    )
     found, *_ = _require(state, "metrics", such_as)
-    return found.metrics(params)
+    return found.metrics(pure(params))
 
 
 def slot_names(state: optax.OptState) -> tuple[str, ...]:
@@ -158,8 +163,12 @@ def slot(state: optax.OptState, name: str) -> Any:
 
 def _slots(node, path=()):
     """Path and tree of every slot: the last fields of nested NamedTuples."""
-    if is_in_pieces(node):
+    if fields.is_in_pieces(node):
         yield from _slots(node.tree, path)
+    elif fields.declares(node):
+        for name, kind, value in fields.fields_of(node):
+            if kind.slots:
+                yield from _slots(value, (*path, name))
     elif hasattr(type(node), "named_slots"):
         for name, tree in node.named_slots().items():
             yield [*path, name], tree
@@ -211,12 +220,15 @@ def _require(state: Any, answer: str, such_as: str) -> list[Any]:
     def answers(x):
         return hasattr(type(x), answer)
 
-    found = [x for x in jax.tree.leaves(state, is_leaf=answers) if answers(x)]
+    found = fields.nodes_of(pure(state), answers)
     if not found:
-        what = {"center_params": "center", "averaged_params": "moving average"}
+        what = {
+            "center_params": "is no center",
+            "averaged_params": "is no moving average",
+            "metrics": "are no metrics",
+        }
         raise ValueError(
-            f"There is no {what.get(answer, answer)} in this state, of type "
-            f"{type(state).__name__}. Pass the state of an optimizer that has one, "
-            f"such as {such_as}."
+            f"There {what[answer]} in this state, of type {type(state).__name__}. Pass "
+            f"the state of an optimizer that has such, for example {such_as}."
         )
     return found

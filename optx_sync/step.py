@@ -2,14 +2,16 @@
 """`apply_gradients`: one optimizer step that returns parameters."""
 
 import bisect
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from optx_sync.placement.fields import stands_last
 from optx_sync.trees import (
     Tree,
     add_updates,
@@ -47,8 +49,8 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
         `communication_period` is what `due` reads. `moved(state, before, after)` is the
         state after another wrapper has moved the parameters, `None` where none cares.
         """
-        made = super().__new__(cls, init, update)
-        made.apply = apply
+        made = super().__new__(cls, init, _explained(init, update))
+        made.apply = _explained(init, apply)
         made.communication_period = communication_period
         made.moved = moved
         return made
@@ -163,9 +165,74 @@ def apply_gradients(
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
-    with explains_inner(grads):
+    with _explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
     return add_updates(params, updates), state
+
+
+def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
+    """A step that says so where it is handed the state of another transformation."""
+
+    @functools.wraps(step)
+    def explained(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> Any:
+        with _explains_state(init, state, params):
+            return step(updates, state, params, **extra_args)
+
+    return explained
+
+
+@contextlib.contextmanager
+def _explains_state(
+    init: Callable[..., Any], state: Any, params: Any
+) -> Iterator[None]:
+    """Say where a step fails because its state is not one that `init` gives."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if params is None:
+            raise
+        try:
+            expected = jax.eval_shape(init, params)
+        except (AttributeError, TypeError, ValueError):
+            raise error from None
+        found = _difference(state, expected, "state")
+        if found is None:
+            raise
+        where, got, wanted = found
+        raise ValueError(
+            f"The state is not one of this transformation: {where} is {got}; in that "
+            f"of tx.init(params) it is {wanted}. Another transformation has made it, "
+            "or this one with other arguments (fragments, delay, exchange, inner, "
+            "outer) or parameters, such as shards. Start with tx.init(params), in "
+            "oxs.start_workers; go on with a saved state under the arguments that it "
+            "was made with."
+        ) from error
+
+
+def _difference(tree: Any, expected: Any, where: str) -> tuple[str, str, str] | None:
+    """Where two states have another form first: its name, what is there, what not."""
+    if jax.tree.structure(tree) == jax.tree.structure(expected):
+        return None
+    parts = isinstance(expected, tuple) and type(tree) is type(expected)
+    if parts and len(tree) == len(expected):
+        names = [f".{name}" for name in getattr(expected, "_fields", ())]
+        names = names or [f"[{i}]" for i in range(len(expected))]
+        for name, part, like in zip(names, tree, expected, strict=True):
+            if found := _difference(part, like, where + name):
+                return found
+    if type(tree) is type(expected) and not isinstance(tree, tuple):
+        return where, _describe(tree), "one with other leaves"
+    return where, _describe(tree), _describe(expected)
+
+
+def _describe(tree: Any) -> str:
+    if hasattr(tree, "dtype"):
+        return "an array"
+    if type(tree) is tuple:
+        return f"a tuple of {len(tree)}" if tree else "empty"
+    return f"of type {type(tree).__name__}"
 
 
 def _refuse_what_follows(state: Any) -> None:
@@ -173,7 +240,7 @@ def _refuse_what_follows(state: Any) -> None:
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()
     for place, link in enumerate(links[:-1]):
-        if getattr(link, "stands_last", False):
+        if stands_last(link):
             raise ValueError(
                 f"Link {place} of this chain of {len(links)} has a "
                 f"{type(link).__name__}: it turns new parameters into updates, so what "
@@ -200,6 +267,8 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
 
     Raises:
         TypeError: `tx` is neither.
+        ValueError: A schedule that gives no number, or NaN. A compiled step cannot
+            raise: there the workers meet in every step in which the period is NaN.
 
     Example:
         >>> import optax
@@ -216,8 +285,28 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
             "due needs the transformation of a center rule, or a communication period;"
             f" got {type(tx).__name__}. Inside optax.chain pass the period itself."
         )
+    try:
+        hash(period)
+    except TypeError:
+        period = _ByIdentity(period)
     begin = _begin_of_period(period, step)
     return begin + _steps(period, begin) <= step + 1
+
+
+class _ByIdentity:
+    """A schedule without a hash, as the caches below take it."""
+
+    def __init__(self, schedule: optax.Schedule):
+        self.schedule = schedule
+
+    def __call__(self, step: Any) -> Any:
+        return self.schedule(step)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.schedule is other.schedule
+
+    def __hash__(self) -> int:
+        return id(self.schedule)
 
 
 def _begin_of_period(period: optax.Schedule, step: int) -> int:
@@ -237,5 +326,11 @@ def _begins(period: optax.Schedule) -> list[int]:
 @functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, as `is_due` compares it."""
-    length = float(jax.device_get(period(begin)))
+    given = np.asarray(jax.device_get(period(begin)))
+    if given.shape or given.dtype == object or np.isnan(given):
+        raise ValueError(
+            "communication_period must be a schedule of scalars, numbers of steps; it "
+            f"gave {given} for the period that begins in step {begin}."
+        )
+    length = float(given)
     return max(1, int(min(np.ceil(length), 2**31)))

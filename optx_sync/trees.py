@@ -2,6 +2,9 @@
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
 import contextlib
+import functools
+import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -46,6 +49,37 @@ def is_placeholder(tree: Tree) -> bool:
     """Whether this is the tree without leaves that `optax.tree.map_params` inits."""
     plain = tree is None or isinstance(tree, dict | list | tuple)
     return not plain and not jax.tree.leaves(tree)
+
+
+def with_shapes(placeholder: Any, params: Tree) -> Any:
+    """Optax's tree without leaves, which also tells the shapes of the parameters."""
+    leaves, treedef = jax.tree.flatten(params)
+    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    return _shaped(type(placeholder))(treedef, shapes)
+
+
+def shapes_of(placeholder: Any) -> Tree | None:
+    """The parameters' shapes, of a tree that `with_shapes` has made; else `None`."""
+    if not hasattr(placeholder, "shapes"):
+        return None
+    structs = [jax.ShapeDtypeStruct(*shape) for shape in placeholder.shapes]
+    return placeholder.treedef.unflatten(structs)
+
+
+@functools.cache
+def _shaped(placeholder: type) -> Any:
+    """A class of trees without leaves that Optax takes for its own."""
+
+    class Shaped(placeholder):
+        def __init__(self, treedef: Any, shapes: Any):
+            self.treedef, self.shapes = treedef, shapes
+
+    jax.tree_util.register_pytree_node(
+        Shaped,
+        lambda tree: ((), (tree.treedef, tree.shapes)),
+        lambda known, _: Shaped(*known),
+    )
+    return Shaped
 
 
 def is_nothing(tree: Tree) -> bool:
@@ -132,6 +166,19 @@ def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in pairs]
 
 
+def check_arrays(tree: Tree, what: str, root: str = "the root") -> None:
+    """Refuse functions and settings among a tree's leaves, as Equinox modules hold."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+            raise TypeError(
+                f"{what} at {path_name(path, root)} is no array; it is of type "
+                f"{type(leaf).__name__}. Split the arrays off before, `params, static ="
+                " eqx.partition(model, eqx.is_inexact_array)` with Equinox, or "
+                "eqx.filter for the first of the two, and put them together inside of "
+                "the step, `model = eqx.combine(params, static)`."
+            )
+
+
 @contextlib.contextmanager
 def explains_inner(grads: Tree) -> Iterator[None]:
     """Say what to do where a transformation cannot run on these gradients.
@@ -142,6 +189,8 @@ def explains_inner(grads: Tree) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
+        if _is_ours(error):
+            raise
         if "manual axis types do not match" in str(error):
             raise TypeError(
                 "A conditional or loop inside the inner transformation joins values "
@@ -162,6 +211,24 @@ def explains_inner(grads: Tree) -> Iterator[None]:
             "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
             "by oxs.on_values, or pass the gradient's to_dense(rows)."
         ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it came through a wrapper or exchange of this package, further inside.
+
+    Those explain what their own inner transformation does, and no more of it is one.
+    """
+    modules = [
+        frame.f_globals.get("__name__", "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    # The first two are `explains_inner` itself and who calls the transformation.
+    rooms = ("exchange", "replicas", "center", "peers", "step")
+    return any(
+        module.startswith(f"optx_sync.{room}")
+        for module in modules[2:]
+        for room in rooms
+    )
 
 
 def is_finite(tree: Tree) -> jax.Array:
@@ -194,6 +261,13 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
         return x if kept else x.astype(dtype)
 
     return jax.tree.map(cast, tree, like)
+
+
+def pure(tree: Tree) -> Tree:
+    """The tree with arrays in place of the variables in which Flax's NNX wraps them."""
+    # It is optional, and has been loaded by whoever has such a tree.
+    nnx = sys.modules.get("flax.nnx")
+    return tree if nnx is None else nnx.as_pure(tree)
 
 
 def first_worker(x: jax.Array) -> jax.Array:

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from optx_sync.checks import check_no_train_state
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
-from optx_sync.sharding import stack, state_axes, state_specs
-from optx_sync.trees import Tree, path_name
+from optx_sync.in_place import returns_changes
+from optx_sync.placement.axes import stack, state_axes, state_specs
+from optx_sync.trees import Tree, check_arrays, path_name
+
+_STACK = "oxs.stack(x, n), or oxs.start_workers(tx, params, n)"
 
 
 def map_workers(
@@ -37,6 +41,8 @@ def map_workers(
     `jax.jit`, which may donate. Workers on two levels, as data parallel replicas inside
     of each worker, are one `map_workers` inside of another.
 
+    `fun` gets copies: what it changes in place, as Flax NNX does, it returns as well.
+
     Args:
         fun: A function of one worker's arguments. Collectives over `axis_name`, as all
             of this package's wrappers make them, go over the workers.
@@ -56,7 +62,8 @@ def map_workers(
         TypeError: `axis_name` is not a str or a tuple of them, or `mesh` no mesh.
         ValueError: The mesh has no such axis; a tuple without a mesh; axes that do not
             fit the arguments; another number of workers than there are positions along
-            the mesh axis; a result that is said to be equal on all workers and is not.
+            the mesh axis; a result that is said to be equal on all workers and is not;
+            NNX variables that `fun` changes in place and does not return.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,6 +77,7 @@ def map_workers(
     axes = check_axis_name(axis_name)
     for where, marks in (("in_axes", in_axes), ("out_axes", out_axes)):
         _check_marks(marks, where)
+    fun = _one_worker(fun)
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(
@@ -91,8 +99,8 @@ def map_workers(
                     raise
                 raise ValueError(
                     "A result of map_workers has None in out_axes, equal on all "
-                    "workers, but is computed from what is each worker's own. Give it "
-                    f"axis 0, or let the workers agree with oxs.reduce(x, {axes!r})."
+                    "workers, but is computed from what is each worker's own. "
+                    f"{_agree(axes)}"
                 ) from error
 
         return simulated
@@ -136,6 +144,8 @@ def map_workers(
 
     @functools.wraps(fun)
     def mapped_on_mesh(*args: Any, **kwargs: Any) -> Any:
+        check_arrays(args, "The argument of map_workers")
+        check_arrays(kwargs, "The argument of map_workers")
         return on_mesh(args, kwargs)
 
     return mapped_on_mesh
@@ -154,7 +164,9 @@ def start_workers(
     All workers start from the same parameters. Parameters and state are stacked,
     `[n, ...]`, but for what the workers share: counters and center. With a mesh they
     are placed along its axis `axis_name`, computed where they are to live; parameters
-    that lie sharded on the mesh already keep their shards, and so does the state.
+    that lie sharded on the mesh already keep their shards, and so does the state. Of
+    random keys in the state each worker gets its own where workers may differ, as
+    `oxs.stack` says.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -190,6 +202,7 @@ def start_workers(
         >>> oxs.center_params(state, params)["w"]
         Array([-0.2, -0.2, -0.2], dtype=float32)
     """
+    check_no_train_state(params)
     axes = state_axes(tx, params)
     if mesh is None:
         return *_started(tx, params, n), axes
@@ -261,6 +274,19 @@ def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
     return stack(params, n), stack(tx.init(params), n, state_axes(tx, params))
 
 
+def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of one worker, whose results are looked at."""
+    fun = returns_changes(fun, "map_workers")
+
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        results = fun(*args, **kwargs)
+        check_arrays(results, "The result of map_workers")
+        return results
+
+    return checked
+
+
 def _entry(axes: tuple[str, ...]) -> AxisName:
     """One axis by its name, several as a tuple: an entry of a `PartitionSpec`."""
     return axes if len(axes) > 1 else "".join(axes)
@@ -310,6 +336,15 @@ def _wrong_number(what: str, axes: Any, positions: int) -> str:
     )
 
 
+def _agree(axes: tuple[str, ...]) -> str:
+    return (
+        f"Give it axis 0, or let the workers agree with oxs.reduce(x, {axes!r}). "
+        "Parameters that went through oxs.localize stay each worker's own: only the "
+        "loss needs these, oxs.value_and_grad(loss, axis_name=...), and "
+        "apply_gradients those from before it."
+    )
+
+
 def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
     """The mark of each leaf of a tree, from a prefix of it."""
     found = []
@@ -341,6 +376,9 @@ def _check_arguments(
         )
     marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    for (path, leaf), mark in zip(leaves, marks, strict=True):
+        if mark is not None:
+            check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
     workers = positions
     for (path, leaf), mark in zip(leaves, marks, strict=True):
         if mark is None:
@@ -350,18 +388,23 @@ def _check_arguments(
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
                 "it None in in_axes if it is equal for all workers, else "
-                "oxs.stack(x, n)."
+                "oxs.stack(x, n); oxs.start_workers stacks one worker's parameters and "
+                "the state that tx.init gives of them."
             )
         size = jnp.shape(leaf)[0]
         workers = size if workers is None else workers
         if size != workers and positions is None:
             raise ValueError(
                 f"{where} has shape {jnp.shape(leaf)}, of {size} workers; others are "
-                f"of {workers}. Give it None in in_axes if it is equal for all workers."
+                f"of {workers}. Give it None in in_axes if it is equal for all workers,"
+                f" and stack it first if it is one worker's: {_STACK}."
             )
         if size != workers:
             what = f"{where} has shape {jnp.shape(leaf)}, of {size} workers"
-            raise ValueError(_wrong_number(what, axes, workers))
+            wrong = _wrong_number(what, axes, workers)
+            raise ValueError(
+                f"{wrong} What is one worker's is stacked first: {_STACK}."
+            )
     if workers is None:
         raise ValueError(
             "No argument of map_workers holds an array that has axis 0 in in_axes, so "
@@ -402,8 +445,7 @@ def _results(results: Any, out_axes: Any, axes: tuple[str, ...]) -> Any:
             raise ValueError(
                 f"The result {path_name(paths[i][0])} of map_workers has None in "
                 "out_axes, equal on all workers, but is each worker's own: its type is "
-                f"{jax.typeof(leaves[i])}. Give it axis 0, or let the workers agree "
-                f"with oxs.reduce(x, {axes!r})."
+                f"{jax.typeof(leaves[i])}. {_agree(axes)}"
             )
     return treedef.unflatten(leaves)
 

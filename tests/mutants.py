@@ -261,8 +261,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "collectives.py",
-            "index = index * axis_size(axis) + _bound(lax.axis_index, axis)",
-            "index = index + 2 * _bound(lax.axis_index, axis)",
+            "index = index * axis_size(axis) + own",
+            "index = index + 2 * own",
         ),
         Mutant(
             "collectives.py",
@@ -553,14 +553,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "before_me = (numbers - global_step) % replicas < (me - global_step) % replicas",
-            "before_me = numbers < me",
+            "last = numbers < global_step % replicas",
+            "last = numbers < 0",
             SYNC,
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "return candidate & (ahead < tokens), arrived",
-            "return candidate & (ahead <= tokens), arrived",
+            "(place <= tokens)",
+            "(place <= tokens + 1)",
             SYNC,
         ),
         Mutant(
@@ -586,8 +586,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/accumulator.py",
-            "jnp.where(accepted, old + grad.astype(old.dtype), old)",
-            "old + grad.astype(old.dtype) * accepted.astype(old.dtype)",
+            "jnp.where(accepted, old + weighed(grad, old.dtype), old)",
+            "old + weighed(grad, old.dtype) * accepted.astype(old.dtype)",
             SYNC,
         ),
         Mutant(
@@ -604,8 +604,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/accumulator.py",
-            "size = min(len(counts), at_most * grad.values.shape[0])",
-            "size = min(len(counts), grad.values.shape[0])",
+            "size = min(len(weights), at_most * grad.values.shape[0])",
+            "size = min(len(weights), grad.values.shape[0])",
             SYNC,
         ),
         Mutant("replicas/accumulator.py", "values / divisor)", "values)", SYNC),
@@ -1013,18 +1013,18 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "means, weight = like_grads(means), own > 0",
-            "means, weight = like_grads(means), own >= 0",
+            "means, weight = like_grads(means), contributed > 0",
+            "means, weight = like_grads(means), contributed >= 0",
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "weight = own.astype(jnp.float32)",
-            "weight = (own > 0).astype(jnp.float32)",
+            "                    weight = contributed\n",
+            "                    weight = (contributed > 0).astype(some.dtype)\n",
         ),
         Mutant(
             "replicas/cross_shard.py",
-            'if grads != "local" and (keeps_state or not exchange.linear):',
-            'if grads != "local" and keeps_state:',
+            'if grads != "local" and exchange is not None:',
+            'if grads != "local" and exchange is all_reduce:',
         ),
     ],
     "step": [

@@ -4,6 +4,7 @@
 program for each context, beside the same program under `jax.vmap`.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -164,3 +165,31 @@ def test_islands_over_explicit_axes_are_refused():
     mean = jax.vmap(lambda x: oxs.reduce(x, AXIS), axis_name=AXIS, spmd_axis_name=AXIS)
     with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
         mean(x)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("name", ["cross_shard", "sync_replicas"])
+def test_wrappers_refuse_such_islands(name, is_set):
+    """JAX spoke of the shardings of a select's cases, where the state lay elsewhere."""
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
+    at = NamedSharding(mesh, P(None, "model"))
+    grads = jax.device_put(jnp.ones((4, 8)), at)
+    tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
+    if name == "cross_shard":
+        tx = oxs.cross_shard(optax.sgd(0.1), AXIS)
+    state = oxs.stack(tx.init(jnp.zeros(8)), 4)
+    step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
+            jax.eval_shape(step, grads, state)
+
+
+def test_a_mesh_of_explicit_axes_that_is_not_set():
+    """JAX said of its axis that it was not found in mesh: ()."""
+    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
+    tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
+    state = oxs.stack(tx.init(jnp.zeros(8)), 4)
+    whole = jax.device_put((jnp.ones((4, 8)), state), NamedSharding(mesh, P(AXIS)))
+    step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"with jax\.set_mesh\(mesh\).*AxisType\.Auto"):
+        jax.eval_shape(step, *whole)

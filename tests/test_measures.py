@@ -67,6 +67,7 @@ def everything() -> Any:
             SGD, AXIS, group_assignment=[[0, 2], [1, 3]], measure=True
         ),
         "sync": sync(SGD, AXIS, 6, measure=True),
+        "sync_weighed": sync(SGD, AXIS, 5, measure=True),
         "center": oxs.diloco(
             optax.sgd(1.0),
             AXIS,
@@ -86,6 +87,11 @@ def everything() -> Any:
             "weighed": {"weight": weight, "batch_size": batch_size},
             "equal": {"batch_size": 5},
             "sync": {"batch_size": batch_size, "contributes": contributes},
+            "sync_weighed": {
+                "weight": weight,
+                "batch_size": batch_size,
+                "contributes": contributes,
+            },
         }
         after = {
             name: tx.update(updates, state[name], params, **extra.get(name, {}))[1]
@@ -119,10 +125,15 @@ def test_the_same_in_every_context(context):
     moved = vectors[1] - 0.5 * equal @ vectors[0]
     six = np.concatenate([vectors[0], vectors[1][contributes[1]]])[:6]
     batches = np.concatenate([BATCHES, BATCHES[contributes[1]]])[:6]
+    # With weights the last replica is left out of both steps.
+    five = [*vectors[0][:3], *vectors[1][:2]]
+    weights = np.array([*WEIGHTS[:3], *WEIGHTS[:2]])
+    weighed = (weights / weights.sum(), np.array([*BATCHES[:3], *BATCHES[:2]]))
     expected = {
         "weighed": (*twice(vectors, shares, BATCHES), 3),
         "equal": (*twice(vectors, equal, np.full(4, 5)), 4),
         "sync": (*reference(six, np.full(6, 1 / 6), batches), 6),
+        "sync_weighed": (*reference(np.array(five), *weighed), 5),
         "center": (*reference(moved, equal, np.ones(4))[:2], 0, 0, 4),
     }
     for name, (agreement, norm, noise, signal, contributors) in expected.items():
@@ -231,6 +242,45 @@ def test_a_replica_without_weight_leaves_no_trace():
     assert np.isfinite(np.stack(nobody[:5])).all() and float(nobody.contributors) == 0
 
 
+@pytest.mark.parametrize("build", ["cross_shard", "sync_replicas"])
+@pytest.mark.parametrize("bad", ["gradient", "batch_size", "every_batch_size"])
+def test_a_round_that_cannot_be_measured_stays_out_of_the_averages(build, bad):
+    """A guard skips its update, and one NaN would stay in the averages for ever."""
+    inner = optax.apply_if_finite(SGD, 9)
+    tx: Any = (
+        oxs.cross_shard(inner, AXIS, measure=True)
+        if build == "cross_shard"
+        else oxs.sync_replicas(inner, AXIS, WORKERS, measure=True)
+    )
+    grads = draw(3)
+    spoilt = jax.tree.map(np.copy, grads)
+    batches = np.full((3, WORKERS), 2.0, np.float32)
+    if bad == "gradient":
+        spoilt["w"][1, 2, 0, 0] = np.nan
+    else:
+        batches[1, 2 if bad == "batch_size" else slice(None)] = 0
+
+    def steps(grads, batches):
+        state, told = tx.init(PARAMS), []
+        for t in range(3):
+            now = jax.tree.map(lambda g, t=t: g[t], grads)
+            given = 0 if bad == "every_batch_size" and t == 1 else batches[t]
+            state = tx.update(now, state, PARAMS, batch_size=given)[1]
+            now = oxs.metrics(state)
+            told.append((now.noise_scale, now.contributors))
+        return told
+
+    run = jax.jit(jax.vmap(steps, 1, None, axis_name=AXIS))
+    (first, _), (second, contributors), (third, _) = run(spoilt, batches)
+    assert float(first) == float(second) != 0
+    assert float(contributors) == WORKERS
+    vectors = [flat(jax.tree.map(lambda g, t=t: g[t], grads)) for t in (0, 2)]
+    equal, twos = np.full(WORKERS, 1 / WORKERS), np.full(WORKERS, 2)
+    before = reference(vectors[0], equal, twos)[2:]
+    noise, signal = reference(vectors[1], equal, twos, before)[2:]
+    np.testing.assert_allclose(third, noise / signal, rtol=2e-4)
+
+
 def test_rows_are_measured_as_the_table_would_be():
     rng = np.random.default_rng(3)
     table = np.zeros((5, 2), np.float32)
@@ -281,7 +331,7 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
             {**weights, "batch_size": BATCHES},
             5,
         ),
-        (lambda **o: oxs.sync_replicas(SGD, AXIS, 4, **o), {}, 2),
+        (lambda **o: oxs.sync_replicas(SGD, AXIS, 4, **o), {}, 4),
         (lambda **o: oxs.diloco(SGD, AXIS, communication_period=1, **o), {}, 1),
     ):
         without = {k: v for k, v in extra.items() if k == "weight"}

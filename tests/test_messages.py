@@ -1,12 +1,15 @@
 """What every wrapper says to the first mistakes: short, and with the way out."""
 
+import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -140,7 +143,7 @@ def test_large_trees_are_not_printed():
     params = {f"layer_{i}": jnp.zeros(3) for i in range(1000)}
     state = optax.adam(0.1).init(params)
     for read in (oxs.center_params, oxs.metrics, oxs.averaged_params):
-        refuse(ValueError, "There is no ", lambda: read(state, params), most=300)  # noqa: B023
+        refuse(ValueError, "There are no ", lambda: read(state, params), most=300)  # noqa: B023
     tx = oxs.local_sgd(SGD, AXIS)
     grads = {**params, "other": jnp.zeros(3)}
     step = jax.vmap(lambda _: tx.update(grads, tx.init(params), params), axis_name=AXIS)
@@ -197,3 +200,185 @@ def test_what_stands_behind_a_center_is_seen_by_apply_gradients(first):
         jax.eval_shape(
             jax.vmap(lambda _, good=good: step(_, good), axis_name=AXIS), jnp.arange(2)
         )
+
+
+# The first mistakes with workers: what is called, and what the message says. Each is
+# made on a mesh and simulated; those of `ON_MESH` have no type to be seen without one.
+DILOCO = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4)
+PARTS = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4, fragments=2)
+MODULE = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+TRAIN_STATE = TrainState.create(apply_fn=jnp.tanh, params=PARAMS, tx=DILOCO)
+
+
+def start(tx, params=PARAMS, mesh=None):
+    return oxs.start_workers(tx, params, N, mesh=mesh, axis_name=AXIS)
+
+
+def run(mesh, tx, state=None, *, params=None, axes=None, out=None, steps=1):
+    """Steps of all workers, with what is given in place of what is right."""
+    good = start(tx)
+    state = good[1] if state is None else state
+    params = good[0] if params is None else params
+    axes = oxs.state_axes(tx, PARAMS) if axes is None else axes
+
+    def step(params, state, grads):
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    mapped = oxs.map_workers(
+        step,
+        AXIS,
+        mesh=mesh,
+        in_axes=(0, axes, 0),
+        out_axes=(0, axes) if out is None else out,
+    )
+    for _ in range(steps):
+        params, state = jax.eval_shape(mapped, params, state, good[0])
+
+
+def made_by(tx, other):
+    """A run of one transformation with the state of another."""
+    state, axes = start(other)[1:]
+    good = oxs.state_axes(tx, PARAMS)
+    return lambda mesh: run(mesh, tx, state, axes=axes, out=(0, good))
+
+
+def localized(mesh):
+    tx = oxs.cross_shard(SGD, AXIS)
+
+    def step(params, state, inputs):
+        params = oxs.localize(params, AXIS)
+        grads = jax.grad(lambda params: jnp.sum(inputs @ params["w"]))(params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    mapped = oxs.map_workers(
+        step, AXIS, mesh=mesh, in_axes=(None, None, 0), out_axes=None
+    )
+    jax.eval_shape(mapped, PARAMS, tx.init(PARAMS), jnp.ones((N, 2, 3)))
+
+
+def around(wrap):
+    return lambda mesh: start(wrap(DILOCO), mesh=mesh)
+
+
+def same(mesh, *args, in_axes: Any = 0):
+    mapped = oxs.map_workers(lambda *args: args, AXIS, mesh=mesh, in_axes=in_axes)
+    return mapped(*args)
+
+
+INSIDE = r"around a center rule.* Put it inside of the rule"
+ANOTHER = r"state is not one of this transformation: state{}; .* other arguments"
+FILTER = r"at {}.activation is no array; .*eqx.partition\(model.*eqx.filter.*combine"
+MISTAKES = {
+    "multi_steps": (
+        around(lambda tx: optax.MultiSteps(tx, 2).gradient_transformation()),
+        f"MultiSteps stands {INSIDE}",
+    ),
+    "apply_if_finite": (
+        around(lambda tx: optax.apply_if_finite(tx, 3)),
+        f"ApplyIfFinite stands {INSIDE}",
+    ),
+    "in a chain": (
+        around(lambda tx: optax.chain(optax.clip(1.0), optax.apply_if_finite(tx, 3))),
+        f"ApplyIfFinite stands {INSIDE}",
+    ),
+    "fragments": (made_by(DILOCO, PARTS), ANOTHER.format(".ages is an array")),
+    "no fragments": (made_by(PARTS, DILOCO), ANOTHER.format(".ages is empty")),
+    "adam's state": (
+        made_by(DILOCO, optax.adam(0.1)),
+        ANOTHER.format(" is a tuple of 2"),
+    ),
+    "sgd inside": (
+        made_by(DILOCO, oxs.diloco(SGD, AXIS, communication_period=4)),
+        ANOTHER.format(r".inner\[0\] is of type EmptyState"),
+    ),
+    "adam's state, sync_replicas": (
+        made_by(KEEPING["sync_replicas"], optax.adam(0.1)),
+        ANOTHER.format(" is a tuple of 2"),
+    ),
+    "adam's state, Optax": (
+        made_by(optax.sgd(0.1, 0.9), optax.chain(SGD, SGD)),
+        ANOTHER.format(r"\[0\] is a tuple of 2"),
+    ),
+    "stack": (
+        lambda mesh: run(mesh, DILOCO, params=PARAMS),
+        r"stack\w* .*first.*: oxs.stack\(x, n\), or oxs.start_workers",
+    ),
+    "stack of the state": (
+        lambda mesh: run(mesh, DILOCO, DILOCO.init(PARAMS)),
+        r"is a scalar.* oxs.stack\(x, n\); oxs.start_workers stacks one worker's",
+    ),
+    "out_axes": (
+        lambda mesh: run(mesh, DILOCO, out=0, steps=2),
+        r"counters .* shape \(4,\).* has returned them so.* `out_axes=\(0, axes\)`",
+    ),
+    "init of all": (
+        lambda mesh: run(
+            mesh,
+            DILOCO,
+            oxs.stack(
+                DILOCO.init(oxs.stack(PARAMS, N)), N, oxs.state_axes(DILOCO, PARAMS)
+            ),
+        ),
+        r"in the state it has \(4, 2\): tx.init got the parameters of 4 workers",
+    ),
+    "localized": (localized, "went through oxs.localize stay .* those from before it"),
+    "module, start": (lambda mesh: start(DILOCO, MODULE, mesh), FILTER.format("")),
+    "module, Optax": (lambda mesh: start(SGD, MODULE, mesh), FILTER.format("")),
+    "module, init": (lambda mesh: DILOCO.init(MODULE), FILTER.format("")),
+    "module, stack": (lambda mesh: oxs.stack(MODULE, N), FILTER.format("")),
+    "module, specs": (
+        lambda mesh: oxs.state_specs(SGD, MODULE, P(), AXIS),
+        FILTER.format(""),
+    ),
+    "module, map": (lambda mesh: same(mesh, MODULE), FILTER.format(r"\[0\]")),
+    "module, all": (
+        lambda mesh: same(mesh, MODULE, jnp.ones(N), in_axes=(None, 0)),
+        FILTER.format(r"\[0\]"),
+    ),
+    "train state": (
+        lambda mesh: start(DILOCO, TRAIN_STATE, mesh),
+        r"got a TrainState.* state.params: oxs.start_workers\(state.tx, state.params",
+    ),
+    "train state, Optax": (
+        lambda mesh: start(SGD, TRAIN_STATE, mesh),
+        r"got a TrainState.* oxs.stack\(state, n\)",
+    ),
+    "gossip's exchange": (
+        lambda mesh: oxs.gossip(
+            SGD,
+            AXIS,
+            exchange=oxs.exchange.quantized(),  # pyright: ignore[reportCallIssue]
+        ),
+        "gossip: .*'exchange'.* without exchange=: partners send .* as they are",
+    ),
+    "swap_center": (
+        lambda mesh: oxs.swap_center(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+        r"no optimizer's state in a Linear.* oxs.swap_center\(model, optimizer\)",
+    ),
+}
+ON_MESH = ("localized",)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_with_workers(mistake, on_mesh):
+    if not on_mesh and mistake in ON_MESH:
+        return
+    call, message = MISTAKES[mistake]
+    call = functools.partial(call, contexts.mesh() if on_mesh else None)
+    refuse((TypeError, ValueError), message, call)
+
+
+def test_an_exchange_that_fails_is_no_inner_transformation():
+    """JAX's words for it are those for a conditional inside of an optimizer."""
+
+    def meet(*args, **kwargs):
+        raise TypeError("manual axis types do not match, in an exchange")
+
+    exchange = oxs.exchange.all_reduce()._replace(meet=meet)
+    tx = oxs.cross_shard(SGD, AXIS, exchange=exchange)
+    run = jax.vmap(
+        lambda _: oxs.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)[0],
+        axis_name=AXIS,
+    )
+    refuse(TypeError, "^manual axis types do not match, in", run, jnp.arange(2))

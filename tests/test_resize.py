@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync.placement.fields import declares, fields_of, nodes_of
 
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -53,14 +54,14 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
             for x, mark in zip(leaves, marks, strict=True)
         ]
     filled = treedef.unflatten(leaves)
-    for counter in ("steps_since_round", "accumulated"):
+    for counter in ("steps_since_round", "accumulated", "total_weight"):
         filled = at_a_round(filled, counter)
     return jax.tree.map(fill, oxs.stack(params, workers)), filled
 
 
 def at_a_round(state, counter):
     def is_ours(x):
-        return hasattr(type(x), "resized") and counter in x._fields
+        return declares(x) and counter in x._fields
 
     def zero(x):
         if not is_ours(x):
@@ -85,11 +86,12 @@ def equal(a, b):
 
 def shared_of(state):
     """What workers share: in every wrapper of this package that is in a state."""
-    found = []
-    for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "resized")):
-        if hasattr(type(node), "shared_fields"):
-            found += [getattr(node, field) for field in node.shared_fields]
-    return found
+    return [
+        value
+        for node in nodes_of(state)
+        for _, kind, value in fields_of(node)
+        if kind.is_shared
+    ]
 
 
 def drops(name):
@@ -129,7 +131,8 @@ def test_laws(name, stacked):
         _, other = oxs.resize(tx, fewer, fewer_state, N, joiners=joiners)
         for path, counts in optax.tree_utils.tree_get_all_with_path(other, "count"):
             counts = np.asarray(counts)
-            if counts.ndim and name not in ("sync",) and "outer" not in str(path):
+            equals = name in ("sync", "cross_shard")  # They stay such.
+            if counts.ndim and not equals and "outer" not in str(path):
                 right = 0 if joiners == "fresh" else 1
                 np.testing.assert_array_equal(counts, [1] * 3 + [right] * (N - 3))
 
@@ -166,10 +169,26 @@ def test_where_parameters_go():
     equal(oxs.resize(tx, params, state, 7), oxs.stack((one, tx.init(one)), 7))
 
 
+HALF_WAY = oxs.CenterRule(
+    contribute=lambda own, center, at: own.params - center,
+    take=lambda x, before, after, at: x + 0.5 * (after - x),
+    mean_over="workers",
+)
+
+
 def test_what_is_owed_is_shared_out():
     """The sum of what will have arrived: under a mean, and where things are added."""
-    for name, scale in (("local_sgd", True), ("elastic", False), ("cross_shard", True)):
-        tx = CASES[name]
+    sgd = optax.sgd(0.1)
+    for tx, mean in (
+        (CASES["local_sgd"], True),
+        (CASES["elastic"], False),
+        (CASES["cross_shard"], True),
+        (oxs.cross_shard(sgd, AXIS, reduction="sum", exchange=OWES), False),
+        (oxs.agn(sgd, AXIS, reduction="sum", exchange=OWES), False),
+        (oxs.agn(sgd, AXIS, exchange=OWES), True),
+        (oxs.sync_replicas(sgd, AXIS, 3, exchange=OWES), False),
+        (oxs.center_variable(sgd, HALF_WAY, AXIS, exchange=OWES), True),
+    ):
         params, state = trained(tx)
         for n in (3, 11):
             _, new = oxs.resize(tx, params, state, n)
@@ -177,9 +196,35 @@ def test_what_is_owed_is_shared_out():
                 np.asarray(s.exchange.error["w"], np.float64).sum(0)
                 for s in (state, new)
             )
-            if scale:
+            if mean:
                 before, after = before / N, after / n
             np.testing.assert_allclose(after, before, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        oxs.cross_shard(ADAM, AXIS, exchange=oxs.exchange.median()),
+        oxs.sync_replicas(ADAM, AXIS, N, exchange=oxs.exchange.median()),
+        oxs.local_sgd(ADAM, AXIS, exchange=oxs.exchange.median()),
+        oxs.local_sgd(
+            oxs.cross_shard(ADAM, "data", exchange=oxs.exchange.median()), AXIS
+        ),
+    ],
+    ids=["cross_shard", "sync_replicas", "local_sgd", "inside"],
+)
+def test_a_joiner_was_no_outlier_before(tx):
+    params, state = trained(tx)
+    counts = jnp.zeros(N, jnp.int32).at[5].set(20)
+    state = optax.tree_utils.tree_set(
+        state, lambda path, x: isinstance(x, jax.Array), outliers=counts
+    )
+    _, new = oxs.resize(tx, params, state, 10)
+    found = dict(optax.tree_utils.tree_get_all_with_path(new, "outliers"))
+    assert any(not isinstance(x, tuple) for x in found.values())
+    for x in found.values():
+        if not isinstance(x, tuple):
+            np.testing.assert_array_equal(x, [0] * 5 + [20] + [0] * 4)
 
 
 def test_four_go_on_as_four_from_that_center():
@@ -292,8 +337,9 @@ def test_random_keys_are_no_numbers():
     state: Any
     params, state, _ = oxs.start_workers(tx, PARAMS, 2)
     _, new = oxs.resize(tx, params, state, 5)
-    first = state.inner["key"][0]
-    equal(new.inner["key"], jnp.stack([first] * 5))
+    keys = new.inner["key"]
+    equal(keys[:2], state.inner["key"])
+    assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         oxs.resize(tx, params, state, 1, strict=True)

@@ -1,5 +1,7 @@
 """Where a state lives: specs, axes and the worker axis itself."""
 
+import importlib
+import pathlib
 from typing import Any
 
 import jax
@@ -11,7 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync.outer.delayed_nesterov import DelayedNesterovState
+from optx_sync.center.state import CenterState
+from optx_sync.peers.gossip import OwnCenterState
+from optx_sync.placement.fields import fields_of
+from optx_sync.replicas.cross_shard import CrossShardState
 
+PACKAGE = pathlib.Path(oxs.__file__).parent
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
 SPECS = {"w": P("fsdp", None), "b": P()}
 LABELS = {"w": "first", "b": "second"}
@@ -99,7 +107,7 @@ def test_what_workers_share_has_no_worker_axis():
     state: Any = tx.init(PARAMS)
     axes: Any = oxs.state_axes(tx, PARAMS)
     specs: Any = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    shared = set(state.shared_fields)
+    shared = {name for name, kind, _ in fields_of(state) if kind.is_shared}
     assert {"center"} < shared < set(state._fields)
     for field in state._fields:
         at = getattr(axes, field)
@@ -133,6 +141,65 @@ def test_what_workers_share_is_found_inside_of_optax(around):
     stacked = oxs.stack(state, 3, axes)
     assert optax.tree_utils.tree_get(stacked, "center")["w"].shape == (4, 2)
     assert jax.tree.structure(stacked) == jax.tree.structure(state)
+
+
+def test_every_state_says_whose_its_fields_are():
+    found = set()
+    for room in ("replicas", "center", "peers", "exchange"):
+        for file in sorted((PACKAGE / room).glob("*.py")):
+            module = importlib.import_module(f"optx_sync.{room}.{file.stem}")
+            found |= {
+                x
+                for name, x in vars(module).items()
+                if name.endswith("State") and hasattr(x, "_fields")
+            }
+    # An Optax optimizer's: it is whose the field is that holds it.
+    found -= {DelayedNesterovState}
+    assert {CrossShardState, CenterState, OwnCenterState} < found
+    for state in found:
+        assert set(getattr(state, "field_kinds", ())) == set(state._fields), state
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("at_center", ["outer", "inner"])
+def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
+    """All workers share it, since it may act at the center."""
+
+    def make(rate):
+        if at_center == "outer":
+            outer = optax.sgd(rate, 0.5)
+            return oxs.diloco(
+                optax.sgd(0.1), "workers", outer=outer, communication_period=2
+            )
+        return oxs.agn(optax.sgd(rate, 0.5), "workers", communication_period=2)
+
+    mesh = None
+    if on_mesh:
+        mesh = jax.make_mesh((4,), ("workers",), devices=jax.devices()[:4])
+    grads = oxs.stack(PARAMS, 4)
+    results = []
+    for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
+        params, state, axes = oxs.start_workers(
+            tx, PARAMS, 4, mesh=mesh, axis_name="workers"
+        )
+
+        def step(params, state, grads, tx=tx):
+            return oxs.apply_gradients(tx, grads, state, params)
+
+        step = jax.jit(
+            oxs.map_workers(
+                step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes)
+            )
+        )
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(4):
+                params, state = step(params, state, grads)
+        results.append((params, state))
+    (expected, _), (found, state) = results
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), found, expected)
+    assert state.hyperparams["rate"].shape == state.count.shape == ()
+    _, new = oxs.resize(tx, found, state, 3, strict=True)
+    assert new.count.shape == () and int(new.count) == 4
 
 
 def test_factored_slots_keep_the_specs_of_their_axes():
@@ -299,3 +366,67 @@ def test_unstack_of_what_has_no_worker_axis():
         oxs.unstack({"scalar": jnp.float32(1)})
     axes = {"scalar": None}
     assert oxs.unstack({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
+
+
+# Random keys.
+
+WORKERS = 4
+
+
+def folded(key, n=WORKERS):
+    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(n)]
+
+
+def words(keys):
+    return jax.random.key_data(keys)
+
+
+NOISY = optax.add_noise(0.1, 0.5, jax.random.key(3))
+
+
+def noise_key(state):
+    return optax.tree_utils.tree_get(state, "rng_key")
+
+
+# A transformation, and whether its noise may differ between the workers.
+HOLD_KEYS = {
+    "local_sgd": (oxs.local_sgd(NOISY, "workers"), True),
+    "gossip": (oxs.gossip(optax.chain(NOISY, optax.sgd(0.1)), "workers"), True),
+    "cross_shard": (oxs.cross_shard(NOISY, "workers", measure=True), False),
+    "sync_replicas": (oxs.sync_replicas(NOISY, "workers", 2), False),
+    "chain": (optax.chain(oxs.all_reduce_grads("workers"), NOISY), False),
+    "masked": (optax.masked(oxs.local_sgd(NOISY, "workers"), True), True),
+    "inside": (
+        oxs.diloco(oxs.cross_shard(NOISY, "chips", measure=True), "workers"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("tx", "differ"), HOLD_KEYS.values(), ids=HOLD_KEYS)
+def test_random_keys_of_a_state_differ_where_workers_may(tx, differ):
+    key = jax.random.key(3)
+    _, state, axes = oxs.start_workers(tx, jnp.zeros(3), WORKERS)
+    found = words(noise_key(state))
+    expected = folded(key) if differ else [words(key)] * WORKERS
+    np.testing.assert_array_equal(found, expected)
+    # There and back is the identity: a step may end with `stack(state, 1, axes)`.
+    back = oxs.stack(oxs.unstack(state, axes), 1, axes)
+    np.testing.assert_array_equal(words(noise_key(back)), found[:1])
+
+
+def test_random_keys_beside_other_leaves():
+    key, raw = jax.random.key(7), np.array([0, 7], np.uint32)
+    rows = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))
+    several = jax.random.split(key, (2, 3))
+    tree = {"key": key, "raw": raw, "rows": rows, "several": several, "equal": key}
+    axes = jax.tree.map(lambda _: 0, tree) | {"equal": None}
+    stacked = oxs.stack(tree, WORKERS, axes)
+    np.testing.assert_array_equal(words(stacked["key"]), folded(key))
+    assert stacked["several"].shape == (WORKERS, 2, 3)
+    np.testing.assert_array_equal(
+        words(stacked["several"][:, 1, 2]), folded(several[1, 2])
+    )
+    np.testing.assert_array_equal(stacked["raw"], [raw] * WORKERS)
+    np.testing.assert_array_equal(stacked["rows"].indices, [[2, 0]] * WORKERS)
+    np.testing.assert_array_equal(words(stacked["equal"]), words(key))

@@ -124,5 +124,11 @@ def test_a_train_state_trains_with_a_center():
 
 @pytest.mark.parametrize("read", [oxs.center_params, oxs.metrics])
 def test_a_state_without_a_center(read):
-    with pytest.raises(ValueError, match=r"There is no .* of type tuple.*local_sgd"):
+    with pytest.raises(ValueError, match=r"no .* in this state.*tuple.*local_sgd"):
         read(optax.adam(0.1).init(PARAMS), PARAMS)
+
+
+def test_metrics_of_a_cross_shard_that_measures_nothing():
+    state = oxs.cross_shard(optax.adam(0.1), AXIS).init(PARAMS)
+    with pytest.raises(ValueError, match=r"no metrics.*cross_shard.*measure=True"):
+        oxs.metrics(state)

@@ -1,5 +1,6 @@
 """`apply_gradients`, `meet=` and `due`: a step that returns parameters."""
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -231,3 +232,31 @@ def test_due():
     assert [step for step in range(14) if oxs.due(tx, step)] == met
     with pytest.raises(TypeError, match=r"due needs .*Inside optax.chain"):
         oxs.due(optax.chain(tx, optax.identity()), 3)
+
+
+@dataclasses.dataclass  # which takes the hash away
+class Growing:
+    """A period of as many steps as it is told, and one more after each."""
+
+    first: int
+
+    def __call__(self, step):
+        return self.first + (step > 0)
+
+
+def test_due_of_a_schedule_without_a_hash():
+    for _ in range(2):
+        schedule = Growing(2)
+        assert [step for step in range(9) if oxs.due(schedule, step)] == [1, 4, 7]
+        schedule = Growing(3)
+        assert [step for step in range(9) if oxs.due(schedule, step)] == [2, 6]
+
+
+@pytest.mark.parametrize("length", [np.nan, jnp.nan, np.ones(1), None])
+def test_due_refuses_a_period_that_is_no_number(length):
+    def schedule(step):
+        return 2 if step < 2 else length
+
+    assert [oxs.due(schedule, step) for step in range(2)] == [False, True]
+    with pytest.raises(ValueError, match=r"gave .* begins in step 2"):
+        oxs.due(schedule, 2)

@@ -39,10 +39,6 @@ class Pending(NamedTuple):
     steps: jax.Array  # int32[], `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
-
 
 class Outgoing(NamedTuple):
     """What a worker contributes to the sum of the next step: its own."""
@@ -50,10 +46,6 @@ class Outgoing(NamedTuple):
     values: Any  # a tuple of arrays, of the size of the largest part
     steps: jax.Array  # int32[], `Round.steps` of its round
     weight: Any  # float32[], 0 where the worker is left out, or ()
-
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
 
 
 class _Strided(NamedTuple):
@@ -64,12 +56,14 @@ class _Strided(NamedTuple):
     def __call__(self, path: tuple[Any, ...], leaf: Any) -> Part:
         for key in path:
             place = getattr(key, "idx", None)
-            if place is None:
-                name = getattr(key, "key", getattr(key, "name", ""))
-                digits = re.search(r"\d+$", str(name))
-                place = None if digits is None else int(digits.group())
             if place is not None:
                 return place % self.number
+            name = getattr(key, "key", getattr(key, "name", ""))
+            # A flat name is a path of its own: "layers.0.weight", ("layers", 0).
+            for part in name if isinstance(name, tuple) else (name,):
+                digits = re.search(r"\d+(?=[./]|$)", str(part))
+                if digits is not None:
+                    return int(digits.group()) % self.number
         if not leaf.shape:
             return 0
         return np.arange(leaf.shape[0]) % self.number
@@ -78,11 +72,13 @@ class _Strided(NamedTuple):
 def strided(number: int) -> Fragments:
     """Parts that take every n-th layer, for `fragments=` of a center rule.
 
-    A leaf with a number in its path, `params["layers"][3]["kernel"]` or
-    `params["block_3"]["kernel"]`, belongs to layer 3 as a whole, and so to part 3 mod
-    n. Of every other leaf row i along axis 0 belongs to part i mod n: layers that are
-    scanned are one leaf with the layers along axis 0, and what is no layer, an
-    embedding say, is shared out evenly. A scalar belongs to part 0.
+    A leaf with a number in its path, `params["layers"][3]["kernel"]`,
+    `params["block_3"]["kernel"]` or the flat `params["layers.3.kernel"]`, belongs to
+    layer 3 as a whole, and so to part 3 mod n; the first number counts, at the end of a
+    name or before a dot or slash in it. Of every other leaf row i along axis 0 belongs
+    to part i mod n: layers that are scanned are one leaf with the layers along axis 0,
+    and what is no layer, an embedding say, is shared out evenly. A scalar belongs to
+    part 0.
 
     Args:
         number: n, the number of parts.

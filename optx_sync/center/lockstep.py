@@ -2,7 +2,6 @@
 """`center_variable`: workers in lockstep that meet at a center every few steps."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Step
-from optx_sync.center.state import CenterState, MeasuredOwn, SoftCenterState
+from optx_sync.center.state import CenterState, MeasuredOwn, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
@@ -55,8 +54,14 @@ from optx_sync.exchange.rule import (
     start_outliers,
 )
 from optx_sync.measures import start as start_measured
+from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
-from optx_sync.trees import check_accumulator_dtype, is_finite, is_placeholder
+from optx_sync.trees import (
+    check_accumulator_dtype,
+    is_finite,
+    is_placeholder,
+    shapes_of,
+)
 
 
 def center_variable(
@@ -137,7 +142,7 @@ def center_variable(
     where a rule adds contributions up it is that mean times the number of workers with
     a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
     all weights are 0 the center stays (with `delay`, and without `drop_nonfinite`, its
-    outer optimizer makes a step on 0). Where `inner` is a wrapper of this package itself
+    outer optimizer makes a step on 0). Where `inner` is itself a wrapper of this package
     that takes weights, such as `cross_shard`, the weight goes there and not here.
 
     Args:
@@ -298,7 +303,9 @@ class _Lockstep(NamedTuple):
         if self.sharded is not None:
             return (), Center(*self.sharded.start(center)), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
-        known = number_of_parts(self.fragments)
+        known, shapes = number_of_parts(self.fragments), shapes_of(center)
+        if known is None and shapes is not None:
+            known = split(self.fragments, shapes).number
 
         def each(start):
             if known == 1:
@@ -325,9 +332,10 @@ class _Lockstep(NamedTuple):
             checks.refuse_hidden_center(inner)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
-        own = functools.partial(_but_counters, localize_where_mapped, meeting.axis_name)
-        state_of = CenterState if rule.take is None else SoftCenterState
-        return state_of(
+        own = functools.partial(
+            map_but_counters, lambda x: localize_where_mapped(x, meeting.axis_name)
+        )
+        return state_class(rule)(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -447,7 +455,7 @@ class _Lockstep(NamedTuple):
         axis_name = self.meeting.axis_name
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
         x, accumulated = localize((worker.params, worker.accumulated), axis_name)
-        inner = _but_counters(localize, axis_name, worker.inner)
+        inner = map_but_counters(lambda x: localize(x, axis_name), worker.inner)
         worker = worker._replace(params=x, inner=inner, accumulated=accumulated)
         if not self.meeting.drop_nonfinite:
             return worker, None
@@ -525,28 +533,3 @@ class _Lockstep(NamedTuple):
 
 def _static(period: Period) -> int | None:
     return None if callable(period) else period
-
-
-def _but_counters(
-    vary: Callable[[Any, AxisName], Any], axis_name: AxisName, tree: Any
-) -> Any:
-    """`vary` of a state, except for counters of center rules in it.
-
-    All workers of all levels share these, so that conditionals on them are agreed on.
-    """
-
-    def counts(x):
-        return hasattr(type(x), "counter_fields")
-
-    def visit(node):
-        if not counts(node):
-            return vary(node, axis_name)
-        return node._replace(
-            **{
-                field: _but_counters(vary, axis_name, value)
-                for field, value in node._asdict().items()
-                if field not in node.counter_fields
-            }
-        )
-
-    return jax.tree.map(visit, tree, is_leaf=counts)

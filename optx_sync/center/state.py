@@ -9,10 +9,10 @@ import numpy as np
 import optax
 
 from optx_sync.center.checks import holds_center
-from optx_sync.center.fragments import Outgoing, Pending
+from optx_sync.center.contract import CenterRule
+from optx_sync.center.fragments import Outgoing
 from optx_sync.measures import square_sum
-from optx_sync.resizing import Resizing, take_center
-from optx_sync.sharding import InPieces, is_in_pieces
+from optx_sync.placement import fields
 from optx_sync.trees import Tree, first_worker, is_masked
 
 
@@ -20,10 +20,6 @@ class MeasuredOwn(NamedTuple):
     """What `measure=True` keeps of a worker's own last round; 0 before the first."""
 
     distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
-
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
 
 
 class CenterMetrics(NamedTuple):
@@ -55,8 +51,25 @@ class CenterMetrics(NamedTuple):
     fragment_ages: jax.Array | None  # int32[P], steps since each one met
 
 
+def _has_parts(state: "CenterState") -> bool:
+    return not isinstance(state.ages, tuple)
+
+
+def _kind_of_center(state: "CenterState") -> fields.Kind:
+    # Of several parts most are on their way at any time, and go on.
+    return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
+
+
+def _kind_of_pending(state: "CenterState") -> fields.Kind:
+    return (fields.ANEW if isinstance(state.pending, Outgoing) else fields.SHARED).told
+
+
+def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
+    return fields.OWN_SUM if _has_parts(state) else fields.ANEW
+
+
 class CenterState(NamedTuple):
-    """State of `center_variable`; `shared_fields` are equal on all workers."""
+    """State of `center_variable`: of a rule that takes the center, and a mean."""
 
     local_step: jax.Array  # int32[], steps of a worker
     steps_since_round: jax.Array  # int32[]
@@ -77,26 +90,29 @@ class CenterState(NamedTuple):
     agreed: Any  # `Measured`, of the last round, or ()
     inner: optax.OptState
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all workers."""
-        summed = ("pending",) if isinstance(self.pending, Pending) else ()
-        return (*self.counter_fields, "center", "taken", "outer", "agreed", *summed)
-
-    @property
-    def counter_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on the workers of all levels of nested rules."""
-        return ("local_step", "steps_since_round", "global_step", "ages")
-
-    @property
-    def stands_last(self) -> bool:
-        """Whether nothing may stand after it in a chain."""
-        return True
+    field_kinds = fields.table(
+        local_step=fields.COUNTER,
+        steps_since_round=fields.COUNTER,
+        global_step=fields.COUNTER,
+        ages=fields.COUNTER,
+        center=_kind_of_center,
+        taken=fields.SHARED,
+        outer=fields.SHARED,
+        pending=_kind_of_pending,
+        accumulated=_kind_of_accumulated,
+        broken=fields.ANEW,
+        dropped=fields.OWN_COUNT,
+        exchange=fields.OWN,
+        outliers=fields.OWN_COUNT,
+        measured=fields.OWN_COUNT,
+        agreed=fields.SHARED.told,
+        inner=fields.OWN,
+    )
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center: Any = self.center
-        if is_in_pieces(center):
+        if fields.is_in_pieces(center):
             center = whole_center(center, params)
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
@@ -122,7 +138,7 @@ class CenterState(NamedTuple):
                 return p.astype(c.dtype) - c
 
             center: Any = self.center
-            if is_in_pieces(center):
+            if fields.is_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
@@ -131,7 +147,7 @@ class CenterState(NamedTuple):
         found = {name: getattr(self.agreed, name, ()) for name in names}
         found["outliers"] = self.outliers
         last = ages = None
-        if not isinstance(self.ages, tuple):
+        if _has_parts(self):
             ages = self.ages
             last = jnp.where(
                 self.global_step > 0, (self.global_step - 1) % ages.shape[-1], -1
@@ -147,24 +163,8 @@ class CenterState(NamedTuple):
             **{k: None if isinstance(x, tuple) else x for k, x in found.items()},
         )
 
-    @property
-    def worker_axes(self) -> int:
-        """How many worker axes parameters have in front."""
-        return jnp.ndim(self.dropped)
-
-    @property
-    def takes_center(self) -> bool:
-        """Whether workers take the center whole."""
-        return True
-
-    def resized_params(self, how: Resizing, params: Tree) -> Tree:
-        """The parameters of another number of workers: see `oxs.resize`."""
-        # Of several parts most are on their way at any time, and go on.
-        everyone = self.takes_center and isinstance(self.ages, tuple)
-        return take_center(how, params, self.center, everyone)
-
-    def resized(self, how: Resizing, fresh: "CenterState") -> "CenterState":
-        """The state of another number of workers: see `oxs.resize`."""
+    def lost_by_resize(self, fewer: bool) -> list[str]:
+        """What another number of workers costs in the middle of a round."""
         steps = int(jnp.ravel(self.steps_since_round)[0])
         if steps and holds_center(self.inner):
             raise ValueError(
@@ -172,45 +172,45 @@ class CenterState(NamedTuple):
                 f"its center: {steps} step(s) since the last round. Resize right after "
                 "a round of the outer rule."
             )
-        accumulated = how.zeros(self.accumulated)
-        if not isinstance(self.ages, tuple):
-            accumulated = how.joined_by_zeros(self.accumulated)
-            if how.after < how.before:
-                how.loses("what leaving workers have learned since their parts met")
-        elif steps and (self.takes_center or jax.tree.leaves(self.accumulated)):
-            what = "have learned" if self.takes_center else "accumulated"
-            how.loses(f"what workers {what} in {steps} step(s) since their last round")
-        # A worker that goes a part of the way adds that part to the center.
-        of_exchange = how if self.takes_center else how.of_sums()
-        shared = {
-            field: how.equal(getattr(self, field)) for field in self.shared_fields
-        }
-        pending = shared.pop("pending", self.pending)
-        if isinstance(pending, Outgoing):
-            how.loses("what workers contributed to the sum of the next step")
-            pending = how.zeros(pending)
-        return self._replace(
-            **shared,
-            pending=pending,
-            accumulated=accumulated,
-            broken=how.zeros(self.broken),
-            dropped=how.joined_by_zeros(self.dropped),
-            exchange=of_exchange.tree(self.exchange, fresh.exchange),
-            outliers=how.joined_by_zeros(self.outliers),
-            measured=how.joined_by_zeros(self.measured),
-            inner=how.own(self.inner, fresh.inner),
-        )
+        lost = []
+        learned = fields.kind_of(self, "center") == fields.TAKEN_CENTER
+        if _has_parts(self):
+            if fewer:
+                lost += ["what leaving workers have learned since their parts met"]
+        elif steps and (learned or jax.tree.leaves(self.accumulated)):
+            what = "have learned" if learned else "accumulated"
+            lost += [f"what workers {what} in {steps} step(s) since their last round"]
+        if isinstance(self.pending, Outgoing):
+            lost += ["what workers contributed to the sum of the next step"]
+        return lost
+
+
+class SummedCenterState(CenterState):
+    """Of a rule that takes the center, and adds contributions up."""
+
+    __slots__ = ()
+    field_kinds = fields.table(CenterState.field_kinds, exchange=fields.OF_SUMS)
 
 
 class SoftCenterState(CenterState):
-    """State of a rule whose workers take a part of the way to the center."""
+    """Of a rule whose workers take a part of the way to the center, and a mean."""
 
     __slots__ = ()
+    field_kinds = fields.table(CenterState.field_kinds, center=fields.CENTER)
 
-    @property
-    def takes_center(self) -> bool:
-        """Whether workers take the center whole."""
-        return False
+
+class SoftSummedCenterState(SoftCenterState):
+    """Of a rule whose workers take a part of the way and add contributions up."""
+
+    __slots__ = ()
+    field_kinds = fields.table(SoftCenterState.field_kinds, exchange=fields.OF_SUMS)
+
+
+def state_class(rule: CenterRule) -> type[CenterState]:
+    """Which of them is a rule's: no array says what becomes of it in `resize`."""
+    if rule.mean_over is None:
+        return SummedCenterState if rule.take is None else SoftSummedCenterState
+    return CenterState if rule.take is None else SoftCenterState
 
 
 def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
@@ -218,7 +218,7 @@ def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
     return jnp.sqrt(square_sum(tree, like, stacked))
 
 
-def whole_center(center: InPieces, params: Tree) -> Tree:
+def whole_center(center: fields.InPieces, params: Tree) -> Tree:
     """The center in one piece, from the pieces of all workers or as `init` makes it.
 
     `params` are those of one worker, or of all with a worker axis in front.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optx_sync.collectives import localize, own_weight, weigh
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.rule import Code, Exchange, check_exchange
+from optx_sync.placement.fields import OWED, OWN, table
 from optx_sync.trees import Tree, at_least_float32, round_to
 
 
@@ -19,10 +20,7 @@ class ErrorFeedbackState(NamedTuple):
     error: Tree  # what it owes, in units of weight times value; at least float32
     exchange: Any  # the state of the exchange inside
 
-    def resized(self, how: Any, fresh: "ErrorFeedbackState") -> "ErrorFeedbackState":
-        """The state of another number of replicas: see `oxs.resize`."""
-        inside = how.tree(self.exchange, fresh.exchange)
-        return ErrorFeedbackState(how.owed(self.error), inside)
+    field_kinds = table(error=OWED, exchange=OWN)
 
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:

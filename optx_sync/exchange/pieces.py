@@ -31,7 +31,7 @@ from optx_sync.collectives import (
     weigh,
 )
 from optx_sync.exchange.rule import require_dense
-from optx_sync.sharding import InPieces, in_rows
+from optx_sync.placement.fields import InPieces, in_rows
 from optx_sync.trees import (
     Tree,
     at_least_float32,

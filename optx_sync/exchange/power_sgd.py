@@ -11,6 +11,7 @@ import numpy as np
 from optx_sync.collectives import localize, own_weight, reduce, weigh
 from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.exchange.rule import Code, Exchange
+from optx_sync.placement.fields import LIKE_PARAMS, table
 from optx_sync.trees import at_least_float32, leaves_with_names
 
 
@@ -18,6 +19,8 @@ class PowerSGDState(NamedTuple):
     """State of `power_sgd`, equal on all replicas."""
 
     factors: jax.Array  # float32[], the last Q of all compressed leaves, joined
+
+    field_kinds = table(factors=LIKE_PARAMS)
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:

@@ -212,5 +212,5 @@ def _read(
     _, blocks, length = shape
     octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
     codes = unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
-    scales = from_bytes(scales, jnp.float32)[..., None].astype(dtype)
+    scales = from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
     return (codes.astype(dtype) - (2 ** (bits - 1) - 1)) * scales

@@ -152,6 +152,18 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
             )
 
 
+def check_weight(exchange: Exchange, weight: Any) -> None:
+    """Refuse a weight that is more than a flag where the exchange has no use for it."""
+    if weight is None or exchange.takes_weights:
+        return
+    if jnp.result_type(weight) != jnp.bool_:
+        raise ValueError(
+            "This exchange counts all replicas alike and takes no weight. Pass a bool "
+            "to leave a replica out, or clip with oxs.exchange.clipped(...), which "
+            "takes weights."
+        )
+
+
 def require_exact(exchange: Exchange) -> None:
     """Refuse to measure gradients where an exchange does not give their mean."""
     if exchange.meet_and_sum is None:

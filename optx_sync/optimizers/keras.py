@@ -66,8 +66,9 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
         ImportError: If Keras is not installed.
         RuntimeError: If Keras runs on another backend.
-        TypeError: If `optimizer` is not a Keras optimizer, or is a ``MultiOptimizer``;
-            at the update, for a row-sparse gradient.
+        TypeError: If `optimizer` is not a Keras optimizer, is a ``MultiOptimizer``, or
+            is of a class that its configuration does not make anew; at the update, for
+            a row-sparse gradient.
         ValueError: If variables, not names, were excluded from the weight decay.
 
     Example:
@@ -96,7 +97,16 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         """A new copy of the optimizer, built on parameters given as (path, leaf)."""
         own_config = copy.deepcopy(config)
         _show_rate(optimizer, own_config)
-        built = type(optimizer).from_config(own_config)
+        try:
+            built = type(optimizer).from_config(own_config)
+        except TypeError as error:
+            raise TypeError(
+                "keras makes a copy of the optimizer, and "
+                f"{type(optimizer).__name__}.from_config(get_config()) makes none: "
+                f"{error}. Let its __init__ take **kwargs and hand them to "
+                "super().__init__ (a name and a weight_decay are among them), and its "
+                "get_config return the arguments that it adds."
+            ) from error
         excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
         if excluded is not None:
             built.exclude_from_weight_decay(var_names=[excluded.pattern])

@@ -20,7 +20,7 @@ from optx_sync.center import worker as work
 from optx_sync.center.checks import check_step, holds_center
 from optx_sync.center.contract import CenterRule, Own, Period, Round, check_period
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_inner, check_params
+from optx_sync.checks import check_inner, check_params, shows_call
 from optx_sync.collectives import (
     AxisName,
     axis_index,
@@ -43,7 +43,7 @@ from optx_sync.peers.graphs import (
     exponential,
     random_pairs,
 )
-from optx_sync.resizing import Resizing
+from optx_sync.placement import fields
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import (
     Tree,
@@ -72,7 +72,7 @@ class GossipMetrics(NamedTuple):
 
 
 class OwnCenterState(NamedTuple):
-    """State of `gossip`; only the counters, `shared_fields`, are equal on all."""
+    """State of `gossip`; only the counters are equal on all workers."""
 
     local_step: jax.Array  # int32[], steps of a worker
     steps_since_round: jax.Array  # int32[]
@@ -83,15 +83,16 @@ class OwnCenterState(NamedTuple):
     dropped: jax.Array  # int32[], rounds that left this worker out
     inner: optax.OptState
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all workers."""
-        return ("local_step", "steps_since_round", "global_step")
-
-    @property
-    def stands_last(self) -> bool:
-        """Whether nothing may stand after it in a chain."""
-        return True
+    field_kinds = fields.table(
+        local_step=fields.SHARED.told,
+        steps_since_round=fields.SHARED.told,
+        global_step=fields.SHARED.told,
+        center=fields.COPIES,
+        outer=fields.LIKE_PARAMS,
+        broken=fields.ANEW,
+        dropped=fields.OWN_COUNT,
+        inner=fields.OWN,
+    )
 
     def center_params(self, params: Tree) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.
@@ -120,25 +121,6 @@ class OwnCenterState(NamedTuple):
             self.global_step, self.steps_since_round, self.dropped, distance
         )
 
-    @property
-    def worker_axes(self) -> int:
-        """How many worker axes parameters have in front."""
-        return jnp.ndim(self.dropped)
-
-    def resized(self, how: Resizing, fresh: "OwnCenterState") -> "OwnCenterState":
-        """The state of another number of workers: see `oxs.resize`."""
-        shared = {
-            field: how.equal(getattr(self, field)) for field in self.shared_fields
-        }
-        return self._replace(
-            **shared,
-            center=how.own(self.center, None),
-            outer=how.own(self.outer, None),
-            broken=how.zeros(self.broken),
-            dropped=how.joined_by_zeros(self.dropped),
-            inner=how.own(self.inner, fresh.inner),
-        )
-
 
 class _Now(NamedTuple):
     """What a round changes: the operands and results of the conditional."""
@@ -148,6 +130,10 @@ class _Now(NamedTuple):
     dropped: Any
 
 
+@shows_call(
+    "oxs.gossip(optax.sgd(0.1), 'workers'), without exchange=: partners send their "
+    "parameters as they are"
+)
 def gossip(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -357,6 +343,10 @@ def gossip(
     return direct_transformation(init, landing_update(apply), apply, period)
 
 
+@shows_call(
+    "oxs.noloco(optax.adamw(1e-3), 'workers'), without exchange=: partners send their "
+    "parameters as they are"
+)
 def noloco(
     inner: optax.GradientTransformation,
     axis_name: AxisName,

@@ -3,7 +3,7 @@
 
 The original's accumulators: dense gradients have one divisor, the number accumulated,
 and a row of a row-sparse gradient has its own, the number of gradients that contained
-this row.
+this row. With weights both numbers are sums of weights.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import accumulator_dtype, is_gradient_leaf
+from optx_sync.trees import accumulator_dtype, at_least_float32, is_gradient_leaf
+
+# The dtypes of sums for which weights are kept in float64.
+_WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}
 
 
 class Accumulator(NamedTuple):
     """What has been accumulated since the last update."""
 
     sums: Any  # like the parameters, float32 for half precision
-    # int32[rows of all leaves, one leaf behind the other]: the gradients that contained
-    # a row. One array, since its parts have not the parameters' shapes.
-    row_counts: jax.Array
+    # [rows of all leaves, one leaf behind the other], in the dtype of weights: the sum
+    # of the weights of the gradients that contained a row. One array, since its parts
+    # have not the parameters' shapes.
+    row_weights: jax.Array
 
 
 def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
@@ -31,15 +35,25 @@ def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
         lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype, dtype)), params
     )
     rows = sum(map(_rows, jax.tree.leaves(sums)))
-    return Accumulator(sums, jnp.zeros(rows, jnp.int32))
+    wide = {x.dtype for x in jax.tree.leaves(sums)} & _WIDE
+    return Accumulator(sums, jnp.zeros(rows, jnp.float64 if wide else jnp.float32))
 
 
-def accumulate(accumulator: Accumulator, grads: Any, accepted: Any) -> Accumulator:
+def accumulate(
+    accumulator: Accumulator, grads: Any, accepted: Any, weight: Any = 1
+) -> Accumulator:
     """Add a gradient where `accepted` holds; elsewhere it leaves no trace, NaN or not.
 
-    Row-sparse leaves are as `sum_duplicates` leaves them.
+    It is multiplied by its weight, a scalar. Row-sparse leaves are as `sum_duplicates`
+    leaves them.
     """
-    sums, row_counts = [], accumulator.row_counts
+    sums, row_weights = [], accumulator.row_weights
+    weight = jnp.asarray(weight, row_weights.dtype)
+
+    def weighed(x, dtype):
+        wide = at_least_float32(x.dtype)
+        return (x.astype(wide) * weight.astype(wide)).astype(dtype)
+
     leaves, treedef, olds, starts = _match(accumulator, grads)
     for grad, old, start in zip(leaves, olds, starts, strict=True):
         if grad is None:
@@ -48,17 +62,17 @@ def accumulate(accumulator: Accumulator, grads: Any, accepted: Any) -> Accumulat
             indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))
             sums.append(
                 old.at[indices].add(
-                    grad.values.astype(old.dtype),
+                    weighed(grad.values, old.dtype),
                     mode="drop",
                     wrap_negative_indices=False,
                 )
             )
-            row_counts = row_counts.at[_behind(indices, start, _rows(old))].add(
-                1, mode="drop", wrap_negative_indices=False
+            row_weights = row_weights.at[_behind(indices, start, _rows(old))].add(
+                weight, mode="drop", wrap_negative_indices=False
             )
         else:
-            sums.append(jnp.where(accepted, old + grad.astype(old.dtype), old))
-    return Accumulator(treedef.unflatten(sums), row_counts)
+            sums.append(jnp.where(accepted, old + weighed(grad, old.dtype), old))
+    return Accumulator(treedef.unflatten(sums), row_weights)
 
 
 def mean_of(
@@ -73,8 +87,9 @@ def mean_of(
     Args:
         accumulator: This replica's, or the only one.
         grads: A gradient, of which only form, number of rows and dtypes matter.
-        count: The number of gradients accumulated by all replicas.
-        at_most: The largest number that `count` can be.
+        count: The number of gradients accumulated by all replicas, with weights the
+            sum of these.
+        at_most: The largest number of gradients that can have been accumulated.
         total: The sum over the replicas of a tree of arrays.
 
     Returns:
@@ -82,20 +97,20 @@ def mean_of(
         rows of a gradient) entries, sorted and unique.
     """
     leaves, treedef, sums, starts = _match(accumulator, grads)
-    row_counts = accumulator.row_counts
+    row_weights = accumulator.row_weights
     sparse = any(isinstance(grad, IndexedSlices) for grad in leaves)
     needed = [
         None if grad is None else own for grad, own in zip(leaves, sums, strict=True)
     ]
-    sums, row_counts = total((needed, row_counts if sparse else None))
+    sums, row_weights = total((needed, row_weights if sparse else None))
     means = []
     for grad, summed, start in zip(leaves, sums, starts, strict=True):
         if grad is None:
             means.append(None)
         elif isinstance(grad, IndexedSlices):
-            counts = row_counts[start : start + _rows(summed)]
-            size = min(len(counts), at_most * grad.values.shape[0])
-            mean = _rows_mean(summed, counts, size)
+            weights = row_weights[start : start + _rows(summed)]
+            size = min(len(weights), at_most * grad.values.shape[0])
+            mean = _rows_mean(summed, weights, size)
             means.append(mean.map_values(lambda v, d=grad.values.dtype: v.astype(d)))
         else:
             means.append((summed / count.astype(summed.dtype)).astype(grad.dtype))
@@ -108,7 +123,7 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     But where gradients with fewer rows complete an update that ones with more rows
     began, the rows for which `mean` had no room wait for the next one.
     """
-    sums, row_counts = [], accumulator.row_counts
+    sums, row_weights = [], accumulator.row_weights
     leaves, treedef, olds, starts = _match(accumulator, mean)
     for taken, old, start in zip(leaves, olds, starts, strict=True):
         if isinstance(taken, IndexedSlices):
@@ -116,12 +131,12 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
             sums.append(
                 old.at[indices].set(0, mode="drop", wrap_negative_indices=False)
             )
-            row_counts = row_counts.at[_behind(indices, start, _rows(old))].set(
+            row_weights = row_weights.at[_behind(indices, start, _rows(old))].set(
                 0, mode="drop", wrap_negative_indices=False
             )
         else:
             sums.append(old if old is None else _zeros_after(taken, old, count))
-    return Accumulator(treedef.unflatten(sums), row_counts)
+    return Accumulator(treedef.unflatten(sums), row_weights)
 
 
 def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
@@ -145,11 +160,11 @@ def unique_rows(grads: Any) -> Any:
     )
 
 
-def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:
-    """The touched rows, each divided by its own count."""
-    rows = jnp.nonzero(counts > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
+def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
+    """The touched rows, each divided by its own weights."""
+    rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
     values = sums.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    divisor = counts.at[rows].get(
+    divisor = weights.at[rows].get(
         mode="fill", fill_value=1, wrap_negative_indices=False
     )
     divisor = divisor.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
@@ -158,7 +173,7 @@ def _rows_mean(sums: jax.Array, counts: jax.Array, size: int) -> IndexedSlices:
 
 
 def _match(accumulator: Accumulator, grads: Any):
-    """Leaves of the gradients, their tree, and for each its sum and its first count."""
+    """Leaves of the gradients, their tree, for each its sum and its first weight."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
     starts, start = [], 0
@@ -169,7 +184,7 @@ def _match(accumulator: Accumulator, grads: Any):
 
 
 def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
-    """Where a leaf's rows are counted; rows out of range must not count elsewhere."""
+    """Where a leaf's rows are weighed; rows out of range must not count elsewhere."""
     in_range = (indices >= 0) & (indices < rows)
     return jnp.where(in_range, indices + start, jnp.full_like(indices, -1))
 

@@ -36,6 +36,7 @@ from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    check_weight,
     count_outlier,
     remembers,
     require_dense,
@@ -51,8 +52,8 @@ from optx_sync.measures import (
     start,
     to_sum,
 )
+from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.sharding import InPieces
 from optx_sync.trees import (
     Tree,
     cast_like,
@@ -93,15 +94,12 @@ class CrossShardState(NamedTuple):
     measured: Any  # `Measured`, of the last step, or ()
     inner: optax.OptState  # the state of `inner`
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all replicas whatever the parameters are."""
-        return ()
-
-    @property
-    def replicated_fields(self) -> tuple[str, ...]:
-        """The fields that are equal where the parameters are."""
-        return ("measured", "inner")
+    field_kinds = fields.table(
+        exchange=fields.OWN,
+        outliers=fields.OWN_COUNT,
+        measured=fields.LIKE_PARAMS.told,
+        inner=fields.LIKE_PARAMS,
+    )
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` has measured, and how often this one was an outlier."""
@@ -115,6 +113,13 @@ class CrossShardState(NamedTuple):
             **measures(measured),
             outliers=None if isinstance(counts, tuple) else counts,
         )
+
+
+class SummedCrossShardState(CrossShardState):
+    """Of `reduction="sum"`."""
+
+    __slots__ = ()
+    field_kinds = fields.table(CrossShardState.field_kinds, exchange=fields.OF_SUMS)
 
 
 @shows_call(_CALL)
@@ -198,7 +203,8 @@ def cross_shard(
             `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-            how often a replica was an outlier.
+            how often a replica was an outlier. Gradients that are reduced already
+            (`grads`) take none.
         shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
             act on each number alone, as `optax.adam` does; what does not is found out
             by trying it. One that needs a norm may add it up itself, over `axis_name`.
@@ -247,19 +253,20 @@ def cross_shard(
     inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    exchange = check_exchange(exchange, all_reduce())
-    reduced_names = check_extra_args(reduce_extra_args)
     if grads not in get_args(Grads):
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    keeps_state = remembers(exchange) or exchange.outlier is not None
-    if grads != "local" and (keeps_state or not exchange.linear):
+    state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
+    if grads != "local" and exchange is not None:
         raise ValueError(
             f"An exchange needs each replica's own gradient, but grads={grads!r} says "
             "that they are reduced already. Use grads='local', with "
             "oxs.localize(params, axis_name) before jax.grad."
         )
+    exchange = check_exchange(exchange, all_reduce())
+    keeps_state = remembers(exchange) or exchange.outlier is not None
+    reduced_names = check_extra_args(reduce_extra_args)
     if group_assignment is not None:
         check_group_assignment(group_assignment)
         if grads != "local":
@@ -335,7 +342,7 @@ def cross_shard(
             return state
         kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
         measured = like_params(start(), params, axis_name) if measure else ()
-        return CrossShardState(*kept, measured, state)
+        return state_of(*kept, measured, state)
 
     def update(
         updates, state, params=None, *, weight=None, batch_size=None, **extra_args
@@ -364,7 +371,7 @@ def cross_shard(
             own = localize(now.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
-            state = CrossShardState(memory, outliers, vary_like(now, measured), state)
+            state = state_of(memory, outliers, vary_like(now, measured), state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -380,6 +387,9 @@ def all_reduce_grads(
     after it the reduced one:
 
         optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
+
+    An optimizer in front of it is each replica's own, with moments of its own gradient,
+    and what is averaged are its steps: seldom what is meant, and nothing can tell.
 
     A chain hands extra arguments to each of its links by itself, so the `value` of a
     link behind this one must be reduced before: `value=oxs.reduce(loss, "data")`.
@@ -448,7 +458,7 @@ def _in_pieces(
     def init(params):
         check_params(params)
         if is_placeholder(params):
-            return InPieces(inner.init(params))
+            return fields.InPieces(inner.init(params))
         elementwise.check(params)
         return own_pieces(inner.init, params, axis_name)
 
@@ -476,7 +486,9 @@ def _in_pieces(
         own_params = None if params is None else cut(params, axis_name)
         new, inner_state = inner.update(pieces, state.tree, own_params, **extra_args)
         new = gather(localize(new, axis_name), like, axis_name)
-        state = InPieces(vary_like(cast_like(inner_state, state.tree), state.tree))
+        state = fields.InPieces(
+            vary_like(cast_like(inner_state, state.tree), state.tree)
+        )
         return fill_missing(new, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -524,13 +536,7 @@ def _exchanged(
 ) -> tuple[Tree, Any, Any, Any]:
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     require_local(grads, axis_name, "gradient")
-    if weight is not None and not exchange.takes_weights:
-        if jnp.result_type(weight) != jnp.bool_:
-            raise ValueError(
-                "This exchange counts all replicas alike and takes no weight. Pass a "
-                "bool to leave a replica out, or clip with oxs.exchange.clipped(...), "
-                "which takes weights."
-            )
+    check_weight(exchange, weight)
     if not exchange.takes_rows:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}

@@ -25,14 +25,18 @@ from optx_sync.collectives import (
     localize,
     localize_where_mapped,
     mean_extra_args,
+    or_one,
+    own_weight,
     reduce,
     require_local,
+    require_whole_lanes,
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
+    check_weight,
     count_outlier,
     require_dense,
     require_exact,
@@ -46,6 +50,7 @@ from optx_sync.measures import (
     square_sum,
     start,
 )
+from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -59,7 +64,6 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
-from optx_sync.resizing import Resizing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
@@ -87,7 +91,7 @@ class Outcomes(NamedTuple):
     used: Any  # accumulated
     stale: Any  # computed before the last update
     nonfinite: Any  # held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: Any  # `contributes` was False
+    not_contributed: Any  # `contributes` was False, or the weight 0
     no_token: Any  # the tokens of this update were gone
 
 
@@ -100,7 +104,7 @@ class SyncReplicasMetrics(NamedTuple):
     used: jax.Array  # bool[], it was accumulated
     stale: jax.Array  # bool[], it was computed before the last update
     nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: jax.Array  # bool[], `contributes` was False
+    not_contributed: jax.Array  # bool[], `contributes` was False, or the weight 0
     no_token: jax.Array  # bool[], the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
     # Of the last update, equal on all replicas, with `measure=True`; otherwise None.
@@ -115,30 +119,33 @@ class SyncReplicasMetrics(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What `measure=True` sums up of a replica's own gradients between updates."""
+    """What `measure=True` sums up of a replica's own gradients between updates.
 
-    squares: jax.Array  # float32[], their squared norms
-    inverse: jax.Array  # float32[], 1 / the examples behind each
+    With w the weight of a gradient, |g| its norm, b the examples behind it; named as
+    `optx_sync.measures.to_sum` names them.
+    """
 
-    def named_slots(self) -> dict[str, Tree]:
-        """None of these is an array for each parameter."""
-        return {}
+    squares: jax.Array  # float32[], w |g|^2
+    own_squares: jax.Array  # float32[], w^2 |g|^2
+    inverse: jax.Array  # float32[], w / b
+    own_inverse: jax.Array  # float32[], w^2 / b
 
 
 class SyncReplicasState(NamedTuple):
-    """State of `sync_replicas`; `shared_fields` are equal on all replicas.
-
-    `replicated_fields` are equal too where the parameters are; the rest is the
-    replica's own.
-    """
+    """State of `sync_replicas`."""
 
     global_step: jax.Array  # int32[], updates
     accumulated: jax.Array  # int32[], gradients since the last one, of all replicas
+    # float32[], or float64[] where a sum is: the sum of the weights of these. All kept
+    # weights are multiples of `weight_unit`, the largest of the first ones ever; 0
+    # before. So weights that are all equal are 1, and half precision sums stay small.
+    total_weight: jax.Array
+    weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
     outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
     outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
-    # int32[], its own gradients since the last update, or () with a linear exchange
+    # The weights of its own gradients since the last update, () with a linear exchange
     contributed: Any
     outliers: Any  # int32[], updates in which it was an outlier, or ()
     gathered: Any  # `Gathered`, of this replica, or ()
@@ -146,20 +153,22 @@ class SyncReplicasState(NamedTuple):
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
-    @property
-    def shared_fields(self) -> tuple[str, ...]:
-        """The fields that are equal on all replicas."""
-        return ("global_step", "accumulated")
-
-    @property
-    def replicated_fields(self) -> tuple[str, ...]:
-        """The fields that are equal where the parameters are."""
-        return ("measured", "inner", "averages")
-
-    @property
-    def stands_last(self) -> bool:
-        """Whether nothing may stand after it in a chain: it averages what it gives."""
-        return not (isinstance(self.averages, tuple) and self.averages == ())
+    field_kinds = fields.table(
+        global_step=fields.SHARED.told,
+        accumulated=fields.SHARED_ANEW.told,
+        total_weight=fields.SHARED_ANEW.told,
+        weight_unit=fields.SHARED.told,
+        accumulator=fields.ANEW,
+        outcome=fields.ANEW,
+        outcome_counts=fields.OWN_COUNT,
+        exchange=fields.OF_SUMS,
+        contributed=fields.ANEW,
+        outliers=fields.OWN_COUNT,
+        gathered=fields.ANEW.told,
+        measured=fields.LIKE_PARAMS.told,
+        inner=fields.LIKE_PARAMS,
+        averages=fields.COPIES,
+    )
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
@@ -172,34 +181,15 @@ class SyncReplicasState(NamedTuple):
             outliers=None if isinstance(self.outliers, tuple) else self.outliers,
         )
 
-    @property
-    def worker_axes(self) -> int:
-        """How many replica axes parameters have in front."""
-        return jnp.ndim(self.outcome)
-
-    def resized(self, how: Resizing, fresh: "SyncReplicasState") -> "SyncReplicasState":
-        """The state of another number of replicas: see `oxs.resize`."""
+    def lost_by_resize(self, fewer: bool) -> list[str]:
+        """What another number of replicas costs in the middle of an update."""
+        del fewer
         waiting = int(jnp.ravel(self.accumulated)[0])
-        if waiting:
-            how.loses(f"{waiting} gradient(s) accumulated for the next update")
-        return self._replace(
-            global_step=how.equal(self.global_step),
-            accumulated=how.zeros(self.accumulated),
-            accumulator=how.zeros(self.accumulator),
-            outcome=how.equal(self.outcome) * 0 - 1,
-            outcome_counts=how.joined_by_zeros(self.outcome_counts),
-            exchange=how.of_sums().tree(self.exchange, fresh.exchange),
-            contributed=how.zeros(self.contributed),
-            outliers=how.joined_by_zeros(self.outliers),
-            gathered=how.zeros(self.gathered),
-            measured=how.equal(self.measured),
-            inner=how.equal(self.inner),
-            averages=how.equal(self.averages),
-        )
+        return [f"{waiting} gradient(s) accumulated for the next update"][: waiting > 0]
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if not self.stands_last:
+        if isinstance(self.averages, tuple) and self.averages == ():
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -241,9 +231,9 @@ def sync_replicas(
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
     With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
-    accumulated since the last update:
+    g_i, of weight w_i (1 if left out), accumulated since the last update:
 
-        |A| >= R:  updates = inner(sum of A / |A|);  A = {};  global_step += 1
+        |A| >= R:  updates = inner(sum w_i g_i / sum w_i);  A = {};  global_step += 1
         |A| <  R:  updates = 0; parameters, inner state and averages stay as they are
 
     A gradient is accumulated if its replica `contributes`, if it is fresh
@@ -263,12 +253,26 @@ def sync_replicas(
     merges rows correctly only if each gradient's are sorted and unique. Here equal rows
     are summed first.)
 
-    `update` takes two more arguments, scalars that may differ between replicas:
+    `update` takes more arguments. Three are scalars that may differ between replicas:
 
     * `contributes` (bool): `False` leaves this replica's gradient out, whatever it
       holds. Default: `True`.
+    * `weight` (a number that is not negative, or a bool): the weight of this gradient
+      in the mean, its number of tokens, say. A gradient of weight 0 leaves no trace and
+      is not counted, as with `contributes=False`; every other one counts as one of the
+      R. A row of a row-sparse gradient is divided by the weights of those gradients
+      that contained it. Where all weights are and stay the same the result is to the
+      bit that without weights.
     * `gradient_step` (int): the `global_step` at which the gradient was computed.
       Default: the current one.
+
+    One says when, and is equal on all of them:
+
+    * `meet` (bool): in place of the counter, whether the update is made in this step,
+      of what has been accumulated so far, fewer gradients than R or more. A bool of
+      Python's leaves the conditional out of the program (see `oxs.due`), unless this
+      step's gradients may be left out. Where nothing has been accumulated `True`
+      changes nothing, as a step without an update. Default: the counter decides.
 
     Each replica keeps the sum of its own gradients. A step that cannot complete an
     update sends one flag per replica and nothing else; `inner` runs, and the sums
@@ -279,8 +283,8 @@ def sync_replicas(
     averages: e = e - (1 - decay) (e - params), after each update.
 
     Row-sparse gradients (`IndexedSlices` of k rows) are accumulated in a dense array,
-    which is what travels, with an int32 count per row. `inner` gets row-sparse means of
-    min(rows, max(N, R) k) rows. An average moves the whole table. For a `None`
+    which is what travels, with the sum of the weights per row. `inner` gets row-sparse
+    means of min(rows, max(N, R) k) rows. An average moves the whole table. For a `None`
     gradient `inner` gets what Optax does with `None`, and the update is zeros.
 
     The state holds what is each replica's own: start with `oxs.stack(tx.init(params),
@@ -306,15 +310,17 @@ def sync_replicas(
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
         reduce_extra_args: The names of extra arguments of which `inner` gets the mean
-            over the replicas whose gradients this step used, as for `cross_shard`.
-        exchange: How the replicas' sums become one; `None`: an all-reduce. The counts
+            over the replicas whose gradients this step used, by their weights, as for
+            `cross_shard`.
+        exchange: How the replicas' sums become one; `None`: an all-reduce. The weights
             of rows are summed exactly whatever it is, and row-sparse gradients need
             `oxs.exchange.all_reduce`. A robust one gets from each replica of which
             gradients were accumulated the mean of these, one vote each however many
-            (`clipped`: weighted by their number), and `oxs.metrics(state)` counts how
-            often a replica was an outlier.
+            (`clipped`: by their weights, 1 each if left out), and `oxs.metrics(state)`
+            counts how often a replica was an outlier. One that counts all replicas
+            alike takes a bool for a weight.
         measure: As for `cross_shard`, of the gradients of each update, with the extra
-            argument `batch_size`. Two scalars travel with each update. Dense gradients
+            argument `batch_size`. Four scalars travel with each update. Dense gradients
             only.
 
     Returns:
@@ -328,7 +334,7 @@ def sync_replicas(
             averages; at the call, no variables, an axis
             that is not mapped or whose size is not `total_num_replicas`, gradients that
             autodiff has summed already or that do not match the parameters, missing
-            `params`.
+            `params`, a weight that has no meaning or is negative.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -380,18 +386,26 @@ def sync_replicas(
             # What is a replica's own varies over the axis from the start.
             return localize_where_mapped(tree, axis_name)
 
+        accumulator = start_accumulator(params, dtype)
+        weights = accumulator.row_weights.dtype
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
             accumulated=jnp.zeros((), jnp.int32),
-            accumulator=own(start_accumulator(params, dtype)),
+            total_weight=jnp.zeros((), weights),
+            weight_unit=jnp.zeros((), weights),
+            accumulator=own(accumulator),
             outcome=own(jnp.full((), -1, jnp.int32)),
             outcome_counts=own(
                 Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
             ),
             exchange=own(exchange.init(params)),
-            contributed=() if exchange.linear else own(jnp.zeros((), jnp.int32)),
+            contributed=() if exchange.linear else own(jnp.zeros((), weights)),
             outliers=own(start_outliers(exchange)),
-            gathered=own(Gathered(jnp.float32(0), jnp.float32(0))) if measure else (),
+            gathered=own(
+                Gathered(*(jnp.zeros((), jnp.float32) for _ in Gathered._fields))
+            )
+            if measure
+            else (),
             measured=like_params(start(), params, axis_name) if measure else (),
             inner=inner.init(params),
             averages=averages,
@@ -404,6 +418,7 @@ def sync_replicas(
         params,
         *,
         contributes=True,
+        weight=None,
         gradient_step=None,
         meet=None,
         batch_size=None,
@@ -424,6 +439,7 @@ def sync_replicas(
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
+        require_whole_lanes(grads, axis_name)
         check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
         if total_num_replicas not in (None, replicas):
@@ -439,21 +455,40 @@ def sync_replicas(
             require_dense(grads)
         grads = unique_rows(grads)
 
-        contributes = _extra(contributes, "contributes", jnp.bool_)
+        check_weight(exchange, weight)
+        all_count = contributes is True and weight is None and gradient_step is None
+        all_count = all_count and not drop_nonfinite
+        given: Any = own_weight(1 if weight is None else weight, axis_name)
+        given = given.astype(state.total_weight.dtype)
+        contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
+        finite = is_finite((grads, given)) if drop_nonfinite else jnp.bool_(True)
         fresh = jnp.bool_(True)
         if gradient_step is not None:
             gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
             fresh = gradient_step.astype(jnp.int32) >= state.global_step
-        finite = is_finite(grads) if drop_nonfinite else jnp.bool_(True)
         used, arrived = _hand_out(
             contributes & fresh & finite,
+            given,
             tokens - state.accumulated,
             state.global_step,
             axis_name,
         )
         outcome = _outcome(used, fresh, finite, contributes)
-        accumulated = state.accumulated + arrived
+        accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
+        first = jnp.max(jnp.where(jnp.isfinite(arrived), arrived, 0))
+        weight_unit = jnp.where(state.weight_unit > 0, state.weight_unit, first)
+
+        def in_units(weights):
+            unit = or_one(weight_unit)
+            # Not every device divides a number by itself to 1.
+            return jnp.where(weights == unit, 1, weights / unit)
+
+        total_weight = state.total_weight + jnp.sum(in_units(arrived))
+        own = jnp.where(used, in_units(given), 0)
         complete = accumulated >= replicas_to_aggregate if meet is None else meet
+        if meet is not None and meet is not False and not all_count:
+            # Of no gradients there is no mean.
+            complete = jnp.logical_and(meet, accumulated > 0)
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
         # Over other axes along which gradients vary lie shards.
         alone = localize(state.measured.update_norm, axis_name) if measure else None
@@ -462,11 +497,14 @@ def sync_replicas(
             """What has been gathered, this step's gradient included if it is used."""
             if not measure:
                 return ()
-            own = square_sum(grads, alone), 1 / jnp.asarray(batch_size, jnp.float32)
-            return Gathered(
-                gathered.squares + jnp.where(used, own[0], 0),
-                gathered.inverse + jnp.where(used, own[1], 0),
+            square = square_sum(grads, alone)
+            inverse = 1 / jnp.asarray(batch_size, jnp.float32)
+            once = own.astype(jnp.float32)
+            twice = once * once
+            now = Gathered(
+                *(once * square, twice * square, once * inverse, twice * inverse)
             )
+            return jax.tree.map(lambda x, y: x + jnp.where(used, y, 0), gathered, now)
 
         def move(_, accumulator, kept, inner_state, averages):
             """The update: the mean of all that was accumulated goes through inner."""
@@ -480,7 +518,7 @@ def sync_replicas(
 
             def total(sums):
                 nonlocal remembered, scalars
-                sums, row_counts = like_grads(sums[0]), sums[1]
+                sums, row_weights = like_grads(sums[0]), sums[1]
                 if not measure or exchange.meet_and_sum is None:
                     means, _, remembered = exchange.meet(sums, remembered, axis_name)
                 else:
@@ -488,35 +526,35 @@ def sync_replicas(
                         sums, remembered, axis_name, gathered._asdict()
                     )
                 sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
-                row_counts = reduce(row_counts, axis_name, reduction="sum")
-                return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_counts
+                row_weights = reduce(row_weights, axis_name, reduction="sum")
+                return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_weights
 
             def voted(sums):
                 """What a rule makes of the replicas' own means, of those that count."""
                 nonlocal remembered, outliers
-                sums, row_counts = sums
-                own = contributed + used.astype(jnp.int32)
-                some = jnp.maximum(own, 1)
+                sums, row_weights = sums
+                some = or_one(contributed)
                 means = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
-                means, weight = like_grads(means), own > 0
+                means, weight = like_grads(means), contributed > 0
                 if exchange.takes_weights:
-                    weight = own.astype(jnp.float32)
+                    weight = contributed
                 result, _, remembered = exchange.meet(
                     means, remembered, axis_name, weight=weight
                 )
                 outliers = count_outlier(
-                    exchange, means, result, axis_name, own > 0, outliers
+                    exchange, means, result, axis_name, contributed > 0, outliers
                 )
-                return jax.tree.leaves(result, is_leaf=is_gradient_leaf), row_counts
+                return jax.tree.leaves(result, is_leaf=is_gradient_leaf), row_weights
 
             if exchange.linear:
-                mean = mean_of(accumulator, grads, accumulated, tokens, total)
+                mean = mean_of(accumulator, grads, total_weight, tokens, total)
             else:
+                contributed = contributed + own
                 one = jnp.ones((), jnp.int32)
                 mean = mean_of(accumulator, grads, one, tokens, voted)
                 contributed = jnp.zeros_like(contributed)
             extra = mean_extra_args(
-                extra_args, reduced_names, axis_name, weight=used.astype(jnp.float32)
+                extra_args, reduced_names, axis_name, weight=jnp.where(used, given, 0)
             )
             with explains_inner(grads):
                 moved, new_inner = inner.update(mean, inner_state, params, **extra)
@@ -524,8 +562,9 @@ def sync_replicas(
             moved = fill_missing(moved, params)
             new_params = None if params is None else add_updates(params, moved)
             if measure:
+                scalars["contributors"] = accumulated.astype(jnp.float32)
                 square = square_sum(mean, alone)
-                measured = measure_of(measured, scalars, accumulated, square)._replace(
+                measured = measure_of(measured, scalars, total_weight, square)._replace(
                     update_norm=jnp.sqrt(square_sum(moved, alone))
                 )
                 gathered = zeros_like(gathered)
@@ -543,14 +582,13 @@ def sync_replicas(
             result = params if direct else _no_updates(shapes)
             kept = kept._replace(gathered=gather(kept.gathered))
             if not exchange.linear:
-                own = kept.contributed + used.astype(jnp.int32)
-                kept = kept._replace(contributed=own)
+                kept = kept._replace(contributed=kept.contributed + own)
             return result, accumulator, kept, inner_state, averages
 
         # The parameters are an operand so that XLA hands them on in place.
         before = (
             params if direct else (),
-            accumulate(state.accumulator, grads, used),
+            accumulate(state.accumulator, grads, used, own),
             _Kept(
                 state.exchange,
                 state.contributed,
@@ -579,6 +617,10 @@ def sync_replicas(
         return result, SyncReplicasState(
             global_step=new_step,
             accumulated=jnp.where(complete, jnp.zeros_like(accumulated), accumulated),
+            total_weight=jnp.where(
+                complete, jnp.zeros_like(total_weight), total_weight
+            ),
+            weight_unit=weight_unit,
             accumulator=accumulator,
             outcome=outcome,
             outcome_counts=Outcomes(*counts),
@@ -641,18 +683,25 @@ def _outcome(used, fresh, finite, contributes):
     return outcome
 
 
-def _hand_out(candidate, tokens, global_step, axis_name):
-    """Whether this replica's gradient gets a token, and how many get one."""
+def _hand_out(candidate, weight, tokens, global_step, axis_name):
+    """Whether this replica's gradient gets a token, and the weights [N] of all that do.
+
+    Of the others the weight is 0.
+    """
     replicas = axis_size(axis_name)
     numbers = jnp.arange(replicas, dtype=jnp.int32)
-    me = axis_index(axis_name)
-    mine = jnp.where(numbers == me, candidate, False).astype(jnp.int32)
-    everyone = reduce(mine, axis_name, reduction="sum")
-    # Another replica is the first one in each update.
-    before_me = (numbers - global_step) % replicas < (me - global_step) % replicas
-    ahead = jnp.sum(jnp.where(before_me, everyone, 0), dtype=jnp.int32)
-    arrived = jnp.minimum(jnp.sum(everyone, dtype=jnp.int32), tokens)
-    return candidate & (ahead < tokens), arrived
+    mine = numbers == axis_index(axis_name)
+    sent = jnp.where(mine & candidate, weight, jnp.zeros_like(weight))
+    everyone = reduce(sent, axis_name, reduction="sum")
+    flags = (everyone != 0).astype(jnp.int32)
+    # Another replica is the first one in each update; those before it are the last.
+    last = numbers < global_step % replicas
+    before = jnp.sum(flags, where=last, dtype=jnp.int32)
+    ahead = jnp.where(last, jnp.sum(flags, dtype=jnp.int32), 0) - before
+    place = ahead + jnp.cumsum(flags, dtype=jnp.int32)
+    served = (flags > 0) & (place <= tokens)
+    arrived = jnp.where(served, everyone, jnp.zeros_like(everyone))
+    return jnp.any(mine & served), arrived
 
 
 def _no_updates(shapes):

@@ -11,7 +11,6 @@ from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRe
 from optx_sync.simulate.asynchronous import AsynchronousState as AsynchronousState
 from optx_sync.simulate.asynchronous import WorkerState as WorkerState
 from optx_sync.simulate.asynchronous import asynchronous as asynchronous
-from optx_sync.simulate.delayed import delayed as delayed
 from optx_sync.simulate.gossip import GossipRecord as GossipRecord
 from optx_sync.simulate.gossip import GossipWorkers as GossipWorkers
 from optx_sync.simulate.gossip import gossip as gossip

@@ -1,4 +1,4 @@
-"""Delayed Nesterov, weights by staleness, late gradients: workers one by one."""
+"""Delayed Nesterov, weights by staleness: workers one by one."""
 
 from typing import Any
 
@@ -109,28 +109,12 @@ def test_weights_of_contributions():
     np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
 
 
-def test_late_gradients():
-    tx: Any = oxs.simulate.delayed(optax.sgd(0.1, 0.9), 3)
-    found = jax.jit(lambda: steps(tx))()
-    np.testing.assert_array_equal(found[:3], np.ones((3, 3)))
-    on_time = jax.jit(lambda: steps(optax.sgd(0.1, 0.9)))()
-    np.testing.assert_allclose(found[3:], on_time[:-3], rtol=1e-6)
-    same = steps(oxs.simulate.delayed(optax.sgd(0.1), 0))
-    np.testing.assert_array_equal(same, steps(optax.sgd(0.1)))
-
-
 def test_what_is_refused():
     wrong: Any = oxs
     for call, error, message in (
         (lambda: wrong.delayed_nesterov(0.7, every=0), ValueError, "every must be 1"),
         (lambda: wrong.delayed_nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
         (lambda: wrong.delayed_nesterov(0.7, c=-1), ValueError, "c must lie in"),
-        (lambda: wrong.simulate.delayed(1, 1), TypeError, "inner must be an Optax"),
-        (
-            lambda: wrong.simulate.delayed(optax.sgd(1.0), -1),
-            ValueError,
-            "steps must be 0 or more",
-        ),
         (
             lambda: wrong.center_variable(
                 optax.sgd(1.0), oxs.diloco_rule()._replace(weigh=weigh), "workers"

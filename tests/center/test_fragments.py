@@ -473,6 +473,26 @@ def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
         assert set(axes.pending.values) == {0} and axes.ages is None
 
 
+LAYERS = {
+    "list": ({"layers": [0, 0, 0, 0]}, [0, 1, 2, 0]),
+    "names": ({"block_3": {"kernel": 0}, "block_4": 0}, [0, 1]),
+    "dots": ({"layers.4.mlp.0.weight": 0, "layers.5.weight": 0}, [1, 2]),
+    "slashes": ({"model": {"block_4/fc_0/bias": 0, "block_5/bias": 0}}, [1, 2]),
+    "tuples": ({("layers", 4, "fc_0"): 0, ("layers", 5, "fc_0"): 0}, [1, 2]),
+    "no layers": ({"conv2d.weight": 0, "head/x2a": 0}, None),
+}
+
+
+@pytest.mark.parametrize("names", LAYERS)
+def test_strided_reads_the_number_of_a_layer(names):
+    tree, parts = LAYERS[names]
+    params = jax.tree.map(lambda _: np.zeros(4), tree)
+    found = jax.tree.leaves(jax.tree_util.tree_map_with_path(oxs.strided(3), params))
+    if parts is None:
+        parts = [[0, 1, 2, 0]] * len(found)
+    np.testing.assert_array_equal(found, parts)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
     "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
@@ -538,7 +558,7 @@ def test_what_a_step_cannot_do_is_refused():
     with pytest.raises(ValueError, match="an optimizer of its own"):
         step(in_line, in_line, value=jnp.float32(0))
     other = oxs.agn(INNER, AXIS, communication_period=4, fragments=oxs.strided(2))
-    with pytest.raises(ValueError, match="does not fit these parameters"):
+    with pytest.raises(ValueError, match="is not one of this transformation"):
         step(oxs.agn(INNER, AXIS, communication_period=4, fragments=2), other)
     with pytest.raises(ValueError, match="around another center rule"):
         oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)

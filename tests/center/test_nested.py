@@ -208,7 +208,7 @@ def test_levels_of_a_state():
     inside = oxs.sync_replicas(optax.adam(0.1), "inside", 2)
     both = oxs.sync_replicas(inside, "data", 2)
     shared: Any = oxs.state_axes(both, PARAMS, replicated=True)
-    assert shared.accumulator.row_counts == 0
+    assert shared.accumulator.row_weights == 0
     assert jax.tree.leaves(shared.inner) == []
     for level in (-1, 2):
         with pytest.raises(ValueError, match=r"has 2 level.*got level"):

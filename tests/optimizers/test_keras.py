@@ -335,6 +335,22 @@ def test_what_is_refused():
         keras(K.MultiOptimizer(K.OptimizerMap(default_optimizer=K.SGD(0.1))))
 
 
+def test_a_class_that_its_configuration_does_not_make():
+    class Halving(K.SGD):
+        def __init__(self, half=0.5):
+            super().__init__(half)
+
+    class Mended(K.SGD):
+        def __init__(self, half=0.5, **kwargs):
+            super().__init__(**{"learning_rate": half, **kwargs})
+
+    with pytest.raises(TypeError, match=r"Halving.* 'name'.*Let its __init__"):
+        keras(Halving())
+    tx, params = keras(Mended(0.25)), jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert_close(updates, jnp.full(2, -0.25))
+
+
 def test_keras_missing_or_on_another_backend(monkeypatch):
     optimizer = K.SGD(0.1)
     monkeypatch.setattr(library.backend, "backend", lambda: "tensorflow")

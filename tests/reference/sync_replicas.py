@@ -43,43 +43,49 @@ def decide(required, contributes, lag, finite):
     return outcome, complete, global_step
 
 
-def momentum(param, grads, used, complete, learning_rate, decay):
-    """The parameter after each step, [T, ...], for gradients [T, N, ...]."""
+def momentum(param, grads, used, weights, complete, learning_rate, decay):
+    """The parameter after each step, [T, ...], for gradients [T, N, ...].
+
+    The mean is sum w_i g_i / sum w_i over the gradients that were used.
+    """
     param, trace = np.array(param, np.float32), np.zeros_like(param)
-    waiting, history = [], []
-    for grad, of_step, now in zip(grads, used, complete, strict=True):
-        waiting += list(grad[of_step])
+    waiting, weight, history = [], np.float32(0), []
+    for grad, of_step, w, now in zip(grads, used, weights, complete, strict=True):
+        waiting += [own * g for own, g in zip(w[of_step], grad[of_step], strict=True)]
+        weight += np.sum(w[of_step], dtype=np.float32)
         if now:
-            mean = np.sum(waiting, axis=0, dtype=np.float32) / np.float32(len(waiting))
+            mean = np.sum(waiting, axis=0, dtype=np.float32) / weight
             trace = np.float32(decay) * trace + mean
             param = param - np.float32(learning_rate) * trace
-            waiting = []
+            waiting, weight = [], np.float32(0)
         history.append(param)
     return np.stack(history)
 
 
-def momentum_rows(table, indices, values, used, complete, learning_rate, decay):
+def momentum_rows(
+    table, indices, values, used, weights, complete, learning_rate, decay
+):
     """The same for rows [T, N, k]: each row's own mean, touched rows only."""
     table, trace = np.array(table, np.float32), np.zeros_like(table)
-    sums, counts = np.zeros_like(table), np.zeros(len(table), int)
+    sums, divisors = np.zeros_like(table), np.zeros(len(table), np.float32)
     history = []
-    for of_indices, of_values, of_step, now in zip(
-        indices, values, used, complete, strict=True
+    for of_indices, of_values, of_step, of_weights, now in zip(
+        indices, values, used, weights, complete, strict=True
     ):
-        for rows, row_values in zip(
-            of_indices[of_step], of_values[of_step], strict=True
+        for rows, row_values, weight in zip(
+            of_indices[of_step], of_values[of_step], of_weights[of_step], strict=True
         ):
             for row, value in zip(rows, row_values, strict=True):
                 if 0 <= row < len(table):
-                    sums[row] += value
-            counts[[r for r in set(rows.tolist()) if 0 <= r < len(table)]] += 1
+                    sums[row] += weight * value
+            divisors[[r for r in set(rows.tolist()) if 0 <= r < len(table)]] += weight
         if now:
-            touched = counts > 0
-            mean = sums[touched] / counts[touched].astype(np.float32)[:, None]
+            touched = divisors > 0
+            mean = sums[touched] / divisors[touched][:, None]
             trace[touched] = np.float32(decay) * trace[touched] + mean
             table = table.copy()
             table[touched] -= np.float32(learning_rate) * trace[touched]
-            sums, counts = np.zeros_like(table), np.zeros(len(table), int)
+            sums, divisors = np.zeros_like(sums), np.zeros_like(divisors)
         history.append(table)
     return np.stack(history)
 

@@ -911,6 +911,18 @@ def test_recorded_from_the_original(name, context):
             r"permutation of range\(4\)",
             {"group_assignment": [[0, 1], [2, 7]]},
         ),
+        *(
+            (ValueError, match, {"grads": grads, "exchange": exchange})
+            for grads, match in (
+                ("summed", "An exchange needs each replica's own.*'summed'.*reduced"),
+                ("averaged", "An exchange needs each replica's own.*'averaged'"),
+            )
+            for exchange in (
+                oxs.exchange.all_reduce(jnp.bfloat16),
+                oxs.exchange.quantized(),
+                oxs.exchange.top_k(1, 2),
+            )
+        ),
         (
             ValueError,
             "group_assignment needs each replica's own.*'summed'.*oxs.localize",

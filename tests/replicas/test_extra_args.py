@@ -69,6 +69,11 @@ FIRST_AND_THIRD = jnp.array([1, 0, 1, 0])
             [2.0] * N,
         ),
         (
+            oxs.sync_replicas(by_value(), AXIS, 2),
+            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
+            [3.0] * N,
+        ),
+        (
             oxs.sync_replicas(by_value(), AXIS, N, reduce_extra_args=()),
             {},
             VALUES.tolist(),

@@ -55,6 +55,15 @@ def faults(seed=0):
     return contributes, lag, finite
 
 
+def weights_of(name):
+    """[T, N]: token counts, or none, in one of the cases; 1 elsewhere."""
+    if name != "several":
+        return np.ones((STEPS, N), np.float32)
+    drawn = np.random.default_rng(1).choice([0, 0.5, 1, 30, 1000], (STEPS, N))
+    drawn[-8:] = np.maximum(drawn[-8:], 0.5)  # So that the tokens run out.
+    return drawn.astype(np.float32)
+
+
 def gradients(seed=0):
     """Gradients [T, N, ...] that are spoilt where they must leave no trace."""
     rng = np.random.default_rng(seed)
@@ -77,12 +86,14 @@ def gradients(seed=0):
     return grads, indices
 
 
-def by_lag(tx):
+def by_lag(tx, weighted):
     """The extra argument `lag`, how old a gradient is, in place of `gradient_step`."""
 
-    def update(updates, state, params=None, *, lag=0, **extra):
-        step = state.global_step - lag
-        return tx.update(updates, state, params, gradient_step=step, **extra)
+    def update(updates, state, params=None, *, lag=0, weight=None, **extra):
+        extra = {**extra, "gradient_step": state.global_step - lag}
+        if weighted:
+            extra["weight"] = weight
+        return tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -108,7 +119,8 @@ def inputs():
                         variable_averages=average_decay,
                         variables_to_average=averaged,
                         drop_nonfinite=True,
-                    )
+                    ),
+                    weighted=name == "several",
                 ),
                 {other: other == name for other in REQUIRED},
             )
@@ -123,7 +135,7 @@ def inputs():
         tx,
         {name: {leaf: PARAMS[leaf] for leaf in leaves_of(name)} for name in REQUIRED},
         {name: {leaf: tree[leaf] for leaf in leaves_of(name)} for name in REQUIRED},
-        {"contributes": contributes, "lag": lag},
+        {"contributes": contributes, "lag": lag, "weight": weights_of("several")},
     )
 
 
@@ -132,10 +144,14 @@ def expected():
     """For each of REQUIRED: parameters and averages [T, ...], outcome [T, N], steps."""
     grads, indices = gradients()
     result = {}
+    contributes, *others = faults()
     for name, required in REQUIRED.items():
-        outcome, complete, steps = reference.decide(required, *faults())
+        weights = weights_of(name)
+        outcome, complete, steps = reference.decide(
+            required, contributes & (weights > 0), *others
+        )
         used = outcome == reference.OUTCOMES.index("used")
-        how = (used, complete, RATE, DECAY)
+        how = (used, weights, complete, RATE, DECAY)
         history = {"fixed": np.broadcast_to(PARAMS["fixed"], (STEPS, 2))}
         for leaf in ("scalar", "matrix"):
             history[leaf] = reference.momentum(PARAMS[leaf], grads[leaf], *how)
@@ -443,6 +459,135 @@ def test_tokens_are_handed_out_fairly():
     assert np.argwhere(arrived[3]).tolist() == [[0], [3]]
 
 
+def weighed(tx, grads, weight=None, params=None):
+    """The updates [T, N, ...] and last state, for gradients and weights [T, N, ...]."""
+    params = jnp.zeros(grads.shape[2:]) if params is None else params
+
+    def body(grads, weights):
+        def step(state, now):
+            grads, weight = now
+            updates, state = tx.update(grads, state, params, weight=weight)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(params), (grads, weights))
+
+    run = jax.jit(jax.vmap(body, 1, (0, 1), axis_name=AXIS))
+    state, updates = run(grads, weight)
+    return np.asarray(updates), state
+
+
+def test_fedavg_s_mean_in_one_batch_and_in_several():
+    """FedJAX's sum w_i x_i / sum w_i, and its figures.
+
+    From `test_tree_mean` in `fedjax/core/tree_util_test.py` of FedJAX.
+    """
+    values = jnp.array([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    weights, mean = jnp.array([6, 7, 8]), [2.1904761904761907, 3.1904761904761907]
+    updates, _ = weighed(
+        sync_replicas(optax.identity(), AXIS, 3), values[None], weights[None]
+    )
+    np.testing.assert_allclose(updates[0], [mean] * 3, rtol=1e-6)
+    # One replica that gets them one after the other; the sum of the weights divides.
+    updates, _ = weighed(
+        sync_replicas(optax.identity(), AXIS, 3), values[:, None], weights[:, None]
+    )
+    np.testing.assert_allclose(updates[:, 0], [[0, 0], [0, 0], mean], rtol=1e-6)
+
+
+def test_equal_weights_are_none():
+    """To the bit, several batches for an update and rows included."""
+    exchanges: Any = oxs.exchange
+    made = [
+        sync_replicas(optax.sgd(0.1), AXIS, 2 * N - 1, exchange=exchange)
+        for exchange in (
+            None,
+            exchanges.clipped("median"),
+            exchanges.error_feedback(exchanges.quantized()),
+        )
+    ]
+    on_rows = sync_replicas(oxs.optimizers.gradient_descent(0.1), AXIS, 2 * N - 1)
+    params = jnp.zeros((ROWS, 3))
+    rng = np.random.default_rng(4)
+    grads = rng.normal(size=(5, N, 2, 3)).astype(np.float32)
+
+    def body(grads, weight):
+        given = {} if weight is None else {"weight": weight}
+
+        def step(states, values):
+            slices = oxs.IndexedSlices(jnp.array([0, 2]), values)
+            after = [
+                oxs.apply_gradients(tx, gradient, state, at, **given)
+                for tx, gradient, (at, state) in zip(
+                    (*made, on_rows),
+                    (*[slices.to_dense(ROWS)] * 3, slices),
+                    states,
+                    strict=True,
+                )
+            ]
+            return after, [at for at, _ in after]
+
+        start = [(params, init(tx, params)) for tx in (*made, on_rows)]
+        return jax.lax.scan(step, start, grads)[1]
+
+    run = jax.jit(jax.vmap(body, (1, 0), axis_name=AXIS))
+    plain = run(grads, None)
+    for history in plain:
+        assert len(np.unique(history[0, :, 0, 0])) == 3, "the case has two updates"
+    for weight in (1, 0.1, 3, 1021):
+        found = run(grads, np.full(N, weight, np.float32))
+        jax.tree.map(np.testing.assert_array_equal, found, plain)
+
+
+@pytest.mark.parametrize("kind", [np.float32, bool])
+def test_a_replica_of_weight_0_leaves_no_trace_and_does_not_count(kind):
+    tx = sync_replicas(optax.sgd(1.0), AXIS, 3, variable_averages=0.5)
+    step = lanes(tx, jnp.zeros(2))
+    grads = jnp.arange(2.0 * N).reshape(N, 2).at[1].set(jnp.nan)
+    left_out = step(grads, contributes=jnp.array([True, False, True, True]))
+    weightless = step(grads, weight=np.array([1, 0, 1, 1], kind))
+    jax.tree.map(np.testing.assert_array_equal, weightless, left_out)
+    updates, state = weightless
+    np.testing.assert_allclose(updates, [-10 / 3, -13 / 3], rtol=1e-6)
+    assert oxs.metrics(state).not_contributed.tolist() == [False, True, False, False]
+    _, state = step(grads, weight=np.array([0, 0, 1, 1], kind))
+    assert state.global_step == 0 and state.accumulated == 2
+    # A weight that is not finite is no number to average with.
+    drops = sync_replicas(optax.sgd(1.0), AXIS, 3, drop_nonfinite=True)
+    updates, state = lanes(drops, jnp.zeros(2))(
+        jnp.ones((N, 2)), weight=jnp.array([1, jnp.inf, 2, jnp.nan])
+    )
+    assert oxs.metrics(state).nonfinite.tolist() == [False, True, False, True]
+
+
+def test_clipped_weighs_each_replica_s_mean_by_the_weights_behind_it():
+    grads = np.random.default_rng(3).normal(size=(2, N, 3)).astype(np.float32)
+    weights = np.array([[1, 4, 0, 2], [9, 0.5, 0, 3]], np.float32)
+    exchange = oxs.exchange.clipped(1e9)
+    tx = sync_replicas(optax.identity(), AXIS, 6, exchange=exchange)
+    updates, _ = weighed(tx, grads, weights)
+    right = np.average(grads.reshape(-1, 3), 0, weights.reshape(-1))
+    np.testing.assert_allclose(updates[1], [right] * N, rtol=1e-5)
+
+
+def test_token_counts_do_not_overflow_half_precision_sums():
+    tx = sync_replicas(optax.identity(), AXIS, 2 * N, accumulator_dtype=jnp.float16)
+    tokens = np.full((2, N), 60_000, np.int32)
+    tokens[1] = 30_000
+    grads = np.stack([np.full((N, 2), 3.0), np.full((N, 2), 9.0)]).astype(np.float32)
+    updates, _ = weighed(tx, grads, tokens)
+    np.testing.assert_allclose(updates[1], 5.0, rtol=1e-3)
+
+
+def test_weights_of_double_precision():
+    with jax.enable_x64(True):
+        grads = np.random.default_rng(3).normal(size=(2, N, 3))
+        weights = 1 + np.random.default_rng(4).random((2, N))
+        tx = sync_replicas(optax.identity(), AXIS, 2 * N)
+        updates, _ = weighed(tx, grads, weights, jnp.zeros(3, jnp.float64))
+        right = np.average(grads.reshape(-1, 3), 0, weights.reshape(-1))
+        np.testing.assert_allclose(updates[1], [right] * N, rtol=1e-13)
+
+
 def test_late_replicas_do_not_starve_an_update():
     """Gradients that are not used leave the tokens to those that are."""
     tx = sync_replicas(optax.identity(), AXIS, 6)
@@ -455,6 +600,37 @@ def test_late_replicas_do_not_starve_an_update():
     assert int(state.global_step) == 1
     assert float(updates) == 1.0
     assert state.outcome_counts.no_token.tolist() == [0] * N
+
+
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("given", [True, "traced"])
+def test_meeting_with_nothing_accumulated_is_no_update(given, robust):
+    """The mean of no gradients was NaN, and so were parameters, trace and averages."""
+    exchange = oxs.exchange.median() if robust else None
+    tx: Any = sync_replicas(
+        *(optax.sgd(1.0, momentum=0.9), AXIS, 2),
+        drop_nonfinite=True,
+        variable_averages=0.9,
+        exchange=exchange,
+    )
+    nobody = {"contributes": jnp.zeros(N, bool)}
+    params = jnp.ones(2)
+
+    def two_steps(traced, grads, extra):
+        state, meet = tx.init(params), True if given is True else traced
+        _, before = tx.update(grads, state, params, meet=True)
+        updates, after = tx.update(grads * jnp.nan, before, params, meet=meet, **extra)
+        return before, updates, after
+
+    run = jax.jit(jax.vmap(two_steps, (None, 0, 0), axis_name=AXIS))
+    for extra in ({}, nobody, {"weight": jnp.zeros(N, bool)}):
+        before, updates, after = run(jnp.bool_(True), jnp.ones((N, 2)), extra)
+        np.testing.assert_array_equal(updates, 0)
+        assert after.global_step.tolist() == before.global_step.tolist() == [1] * N
+        same = ("inner", "averages", "accumulated", "accumulator", "contributed")
+        for field in same:
+            old, new = getattr(before, field), getattr(after, field)
+            assert jax.tree.all(jax.tree.map(np.array_equal, old, new)), field
 
 
 def test_one_replica():
@@ -543,7 +719,7 @@ def test_rows_without_room_wait_for_the_next_update():
     table = moved_by(table, updates)
     # Rows 5 and 7 hold two gradients now, row 8 has one of the first update too.
     assert table[:, 0].tolist() == [0, 2, 0, 2, 0, 1, 0, 1, 2]
-    assert not np.any(state.accumulator.row_counts)
+    assert not np.any(state.accumulator.row_weights)
 
 
 def test_state_is_what_optax_expects():
@@ -742,6 +918,11 @@ def test_refuses_no_variables(empty):
         (TypeError, "must be a bool", {}, {"contributes": jnp.ones(N)}),
         (ValueError, "be a scalar", {}, {"contributes": jnp.ones((N, 2), bool)}),
         (TypeError, "must be an integer", {}, {"gradient_step": jnp.ones(N)}),
+        (ValueError, "weight must be a scalar", {}, {"weight": jnp.ones((N, 2))}),
+        *(
+            (ValueError, "takes no weight", {"exchange": rule}, {"weight": jnp.ones(N)})
+            for rule in (oxs.exchange.median(), oxs.exchange.krum(0))
+        ),
     ],
 )
 def test_refused_at_the_call(kind, message, keywords, extra):

@@ -1,6 +1,7 @@
 """`nnx.Optimizer` as it is, inside of `pmap` and `shard_map`; `SyncOptimizer`."""
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,98 @@ def test_sync_optimizer_steps_directly(on_mesh):
     for worker in range(WORKERS):
         kernel = np.asarray(model.kernel[...])[worker]
         np.testing.assert_array_equal(kernel, np.asarray(center.kernel[...]))
+
+
+def test_what_is_read_of_an_nnx_optimizer_and_resized():
+    """Variables stand for arrays in its state, and in what `nnx.state` gives."""
+    tx = oxs.local_sgd(
+        optax.adam(0.1), "data", communication_period=2, fragments=2, measure=True
+    )
+    model, optimizer = oxs.stack(start(tx), WORKERS)
+    params = nnx.state(model, nnx.Param)
+    state = optimizer.opt_state
+    pure = nnx.as_pure((state, params))
+    found = oxs.metrics(state, params)
+    chex.assert_trees_all_equal(found, oxs.metrics(*pure))
+    assert found.fragment_ages.shape == (WORKERS, 2)
+    assert found.distance.shape == (WORKERS,)
+    center = oxs.center_params(state, params)
+    assert isinstance(center["kernel"], nnx.Param)
+    chex.assert_trees_all_equal(nnx.as_pure(center), oxs.center_params(*pure))
+    resized = oxs.resize(tx, params, state, 6)
+    assert isinstance(resized[0]["kernel"], nnx.Param)
+    assert resized[0]["kernel"].shape == (6, 3, 2)
+    chex.assert_trees_all_equal(
+        nnx.as_pure(resized), oxs.resize(tx, *reversed(pure), 6)
+    )
+    # As it is put back.
+    nnx.update(model, resized[0])
+    nnx.update(optimizer.opt_state, nnx.state(resized[1]))
+    assert oxs.metrics(optimizer.opt_state).rounds.shape == (6,)
+
+
+class Guarded(nnx.Module):
+    """With counters of random keys, and blocks that NNX writes back as they were."""
+
+    def __init__(self, rngs, block):
+        self.one, self.two = (nnx.Linear(3, 2, rngs=rngs) for _ in range(2))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.block = block
+
+    def __call__(self, x):
+        both = self.block(lambda one, two, x: one(x) + two(x))
+        return both(self.one, self.two, x)
+
+
+def in_place(model, optimizer, inputs, targets):
+    train_step(model, optimizer, inputs, targets)
+
+
+def forgetful(model, optimizer, inputs, targets):
+    train_step(model, optimizer, inputs, targets)
+    return model
+
+
+def grads_alone(model, optimizer, inputs, targets):
+    return nnx.grad(lambda model: square_error(model.dropout(inputs), 0.0))(model)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize(
+    ("step", "first"),
+    [(in_place, "[0]"), (forgetful, "[1]"), (grads_alone, "[0].dropout")],
+)
+def test_what_is_changed_in_place_is_returned(step, first, on_mesh):
+    mesh = None
+    if on_mesh:
+        mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+    model = Guarded(nnx.Rngs(0), nnx.remat)
+    both = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    mapped = jax.jit(oxs.map_workers(step, "data", mesh=mesh))
+    message = rf"its argument {re.escape(first)}.* in place .* nnx.clone\(model\)"
+    with pytest.raises(ValueError, match=message):
+        mapped(*oxs.stack(both, WORKERS), *(x[0] for x in batches(1)))
+
+
+@pytest.mark.parametrize("block", [lambda f: f, nnx.remat, nnx.jit])
+def test_what_is_left_as_it_was_need_not_be_returned(block):
+    """To evaluate; and changes that come back as a state, or are made in a copy."""
+
+    def evaluate(model, inputs, targets):
+        copy = nnx.clone(model)
+        copy.dropout(inputs)
+        return square_error(model(inputs), targets)
+
+    def with_state(model, inputs, targets):
+        grads = nnx.grad(lambda model: square_error(model(inputs), targets))(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda x, g: x - g, params, grads))
+        return nnx.state(model)
+
+    model = oxs.stack(Guarded(nnx.Rngs(0), block), WORKERS)
+    batch = [x[0] for x in batches(1)]
+    for step in (evaluate, with_state):
+        jax.eval_shape(oxs.map_workers(step, "data"), model, *batch)
 
 
 # From one script to the next: lines removed and added, without the docstring's.

@@ -34,7 +34,7 @@ from optx_sync.collectives import (
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.exchange.rule import Exchange
-from optx_sync.sharding import InPieces
+from optx_sync.placement.fields import InPieces
 from optx_sync.trees import Tree, is_placeholder, where, zeros_like
 
 _OPTION = "shard_center=True"

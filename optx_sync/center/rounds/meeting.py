@@ -116,7 +116,7 @@ class Meeting(NamedTuple):
         return now._replace(well=well, weight=weight)
 
     def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
-        """(now, the sum or mean that the center absorbs, the sum of weights or `None`)."""
+        """(now, the sum or mean for the center, the sum of weights or `None`)."""
         weight, scalars = now.weight, {}
         if self.measure:
             like = now.measured.distance_before_round

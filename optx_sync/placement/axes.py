@@ -1,49 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of an optimizer lives: specs and axes from those of the parameters.
+"""Specs and axes of a state, from the kinds of its fields and the parameters' specs.
 
-A state class of this package names in `shared_fields` what is equal on all workers (its
-counters, the center). Everything else is the worker's own: it has a worker axis in
-front when the states of several workers are held together. `replicated_fields` are
-equal too, and have no such axis, where the parameters are replicated themselves.
-
-Where such a state holds another one there are levels, the outermost is 0: workers of
-one level share what its state says. `counter_fields` are shared on all levels.
-
-`InPieces` marks what the workers share of which each holds a piece only: `stack` cuts
-it instead of copying it.
+What is equal on all workers (counters, the center) has no worker axis when the states
+of several workers are held together; all else has one in front. What is equal where the
+parameters are has none where they are replicated themselves.
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.trees import first_worker, is_masked
-
-
-class InPieces(NamedTuple):
-    """A tree whose arrays lie in pieces, one on each worker; its scalars do not.
-
-    An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
-    last ones padded. Where no axis is mapped, in what `init` returns, N is 1: it is
-    flat and whole.
-    """
-
-    tree: Any
-
-
-def is_in_pieces(x: Any) -> bool:
-    """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
-    return isinstance(x, InPieces)
-
-
-def in_rows(x: Any, n: int) -> Any:
-    """A flat array, padded, as a piece for each of n workers: `[n, k]`."""
-    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
+from optx_sync.placement import fields
+from optx_sync.trees import (
+    check_arrays,
+    first_worker,
+    is_masked,
+    is_slices,
+    with_shapes,
+)
 
 
 def state_axes(
@@ -75,9 +54,11 @@ def state_axes(
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
+    check_arrays(params, "The parameter")
     state = jax.eval_shape(tx.init, params)
+    _refuse_around_center(state)
     _check_levels(state, level + 1)
-    return _mark(state, lambda shared, _: None if shared else 0, replicated, level)
+    return _axes(state, replicated, level)
 
 
 def state_specs(
@@ -118,12 +99,14 @@ def state_specs(
         >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
+    check_arrays(params, "The parameter")
     full_specs = jax.tree.broadcast(
         param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
-        tx,
+        # Parts are of these parameters, which Optax's tree without leaves does not know.
+        lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
             leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)
         ),
@@ -137,11 +120,11 @@ def state_specs(
     placed = jax.tree.map(
         lambda node: (
             jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=_is_spec)
-            if is_in_pieces(node)
+            if fields.is_in_pieces(node)
             else node
         ),
         placed,
-        is_leaf=lambda x: is_in_pieces(x) or _is_spec(x),
+        is_leaf=lambda x: fields.is_in_pieces(x) or _is_spec(x),
     )
     # Of a part of a state whose form only the parameters tell there is one spec.
     placed = jax.tree.broadcast(
@@ -152,7 +135,7 @@ def state_specs(
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
     _check_levels(state, len(levels))
     for level, axis in reversed(list(enumerate(levels))):
-        axes = _mark(state, lambda shared, _: None if shared else 0, replicated, level)
+        axes = _axes(state, replicated, level)
         placed = _map(
             lambda spec, axis=axis: PartitionSpec(axis, *spec),
             placed,
@@ -179,7 +162,14 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
 
 
 def stack(tree: Any, n: int, axes: Any = None) -> Any:
-    """Put a worker axis in front: `n` equal copies of every leaf.
+    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+
+    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
+    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
+    transformation are folded where workers have parameters of their own, in `inner` of
+    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
+    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
 
     Args:
         tree: A tree of arrays, for example one worker's parameters or state.
@@ -196,6 +186,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
+    check_arrays(tree, "What is stacked")
 
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
@@ -203,9 +194,24 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     def cut(x):
         if not jnp.ndim(x):
             return repeat(x)
-        return in_rows(x, n)
+        return fields.in_rows(x, n)
 
-    return _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    def fold(keys, worker):
+        one = jax.vmap(lambda key: jax.random.fold_in(key, worker))
+        return one(keys.reshape(-1)).reshape(keys.shape)
+
+    stacked = _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    if n == 1 or not any(map(_is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda own, x, copies: (
+            jax.vmap(fold)(copies, workers) if own and copies.ndim > x.ndim else copies
+        ),
+        own_keys(tree),
+        tree,
+        stacked,
+    )
 
 
 def unstack(tree: Any, axes: Any = None) -> Any:
@@ -272,39 +278,117 @@ def in_pieces(tree: Any, around: bool = True) -> Any:
     """Whether each leaf is in pieces over the workers of the outermost level."""
 
     def visit(node):
-        if _is_ours(node):
-            fields = node._asdict().items()
-            return type(node)(
-                **{f: in_pieces(x, f in node.shared_fields) for f, x in fields}
+        if fields.is_level(node):
+            return node._replace(
+                **{
+                    f: in_pieces(x, kind.is_shared)
+                    for f, kind, x in fields.fields_of(node)
+                }
             )
-        found = around and is_in_pieces(node)
+        found = around and fields.is_in_pieces(node)
         return jax.tree.map(lambda _: found, node)
 
-    return jax.tree.map(visit, tree, is_leaf=lambda x: _is_ours(x) or is_in_pieces(x))
+    return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
+
+
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def own_keys(tree: Any, own: bool = True, ours: bool = False) -> Any:
+    """Whether each leaf is a random key of which each worker gets its own.
+
+    `own` says whether workers may differ in what holds the tree, `ours` whether a
+    state of this package holds it.
+    """
+
+    def visit(node):
+        if fields.is_level(node):
+            differ = own or not ours
+            return node._replace(
+                **{
+                    name: own_keys(x, differ and kind.whose == "own", True)
+                    for name, kind, x in fields.fields_of(node)
+                }
+            )
+        if _is_optax(node):
+            # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
+            return type(node)(*(own_keys(x, own and ours, ours) for x in node))
+        # The numbers of rows have a key's dtype, so that nothing adds to them.
+        return jax.tree.map(lambda x: own and not is_slices(node) and _is_key(x), node)
+
+    return jax.tree.map(
+        visit,
+        tree,
+        is_leaf=lambda x: fields.is_level(x) or _is_optax(x) or is_slices(x),
+    )
+
+
+def _is_optax(x: Any) -> bool:
+    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _is_ours(x: Any) -> bool:
-    return hasattr(type(x), "shared_fields")
+def _is_level_or_pieces(x: Any) -> bool:
+    return fields.is_level(x) or fields.is_in_pieces(x)
+
+
+def _is_injected(x: Any) -> bool:
+    """Whether this is what `optax.inject_hyperparams` keeps around a center rule."""
+    injected = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
+    return isinstance(x, injected) and any(
+        fields.center_of(node)
+        for node in fields.nodes_of(x.inner_state, fields.is_level)
+    )
+
+
+# Optax's wrappers that make a step of what they wrap in some steps only.
+_SOMETIMES = (
+    "ApplyIfFiniteState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+    "MultiStepsState",
+)
+
+
+def _refuse_around_center(state: Any) -> None:
+    """Refuse a wrapper that decides for each worker whether a center rule steps."""
+
+    def sometimes(x):
+        return _is_optax(x) and type(x).__name__ in _SOMETIMES
+
+    def is_center(x):
+        return hasattr(type(x), "center_params")
+
+    for node in jax.tree.leaves(state, is_leaf=sometimes):
+        within = jax.tree.leaves(node, is_leaf=is_center)
+        if sometimes(node) and any(map(is_center, within)):
+            name = type(node).__name__.removesuffix("State")
+            raise ValueError(
+                f"Optax's {name} stands around a center rule: it decides by what is a "
+                "worker's own whether the rule makes a step, and so whether this "
+                "worker meets the others, who wait. Put it inside of the rule, for "
+                "example oxs.diloco(optax.apply_if_finite(optax.adam(1e-3), 3), "
+                "'workers'), or around optax.MultiSteps(optax.adam(1e-3), "
+                "4).gradient_transformation()."
+            )
 
 
 def _check_levels(state: Any, levels: int) -> None:
     """Refuse more levels than there are states that hold another one."""
 
-    def is_level(x):
-        return _is_ours(x) or is_in_pieces(x)
-
-    def own(node):
-        if is_in_pieces(node):
+    def inside(node):
+        if fields.is_in_pieces(node):
             return ()
-        return [x for f, x in node._asdict().items() if f not in node.shared_fields]
+        return [x for _, kind, x in fields.fields_of(node) if not kind.is_shared]
 
     def depth(tree: Any) -> int:
-        levels = filter(is_level, jax.tree.leaves(tree, is_leaf=is_level))
-        return max((1 + depth(own(node)) for node in levels), default=0)
+        nodes = fields.nodes_of(tree, _is_level_or_pieces)
+        return max((1 + depth(inside(node)) for node in nodes), default=0)
 
     found = max(depth(state), 1)
     if not 1 <= levels <= found:
@@ -315,38 +399,40 @@ def _check_levels(state: Any, levels: int) -> None:
         )
 
 
-def _mark(
-    tree: Any,
-    mark: Callable[[bool, Any], Any],
-    replicated: bool,
-    level: int,
-    around: bool | None = None,
-) -> Any:
-    """`mark(is it shared, leaf)` for every leaf of a state.
+def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -> Any:
+    """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around` says whether the field that holds the tree is shared; `None`: no state of
     this package holds it. `level` counts down to that which is asked for.
     """
+    shared = replicated if around is None else around
+
+    def is_equal(kind):
+        if level == 0:
+            return kind.is_shared or (replicated and kind.whose == "params")
+        return kind.whose == "all levels"
 
     def visit(node):
-        shared = replicated if around is None else around
-        if not _is_ours(node):
-            cut = is_in_pieces(node) and level == (-1 if around else 0)
-            return jax.tree.map(
-                lambda x: mark(shared and not (cut and jnp.ndim(x)), x), node
+        if fields.is_level(node):
+            return node._replace(
+                **{
+                    field: _axes(
+                        value, replicated, level - 1, bool(around) or is_equal(kind)
+                    )
+                    for field, kind, value in fields.fields_of(node)
+                }
             )
-        equal = getattr(node, "counter_fields", ())
-        if level == 0:
-            equal = node.shared_fields
-            if replicated:
-                equal = (*equal, *getattr(node, "replicated_fields", ()))
-        return type(node)(
-            **{
-                field: _mark(
-                    value, mark, replicated, level - 1, bool(around) or field in equal
-                )
-                for field, value in node._asdict().items()
-            }
+        if _is_injected(node):
+            # What acts at the center is no worker's own.
+            whose = None if shared or level == 0 else 0
+            numbers = jax.tree.map(lambda _: whose, node._replace(inner_state=()))
+            inside = _axes(node.inner_state, replicated, level, around)
+            return numbers._replace(inner_state=inside)
+        cut = fields.is_in_pieces(node) and level == (-1 if around else 0)
+        return jax.tree.map(
+            lambda x: None if shared and not (cut and jnp.ndim(x)) else 0, node
         )
 
-    return jax.tree.map(visit, tree, is_leaf=lambda x: _is_ours(x) or is_in_pieces(x))
+    return jax.tree.map(
+        visit, tree, is_leaf=lambda x: _is_level_or_pieces(x) or _is_injected(x)
+    )

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`resize`: go on with another number of workers.
 
-Every state of this package answers for itself: `resized(how, fresh)` is the state of
-`how.after` workers, of which it keeps what they share, and says to `how.loses` what it
-cannot keep. All arrays have the worker axis in front then, `[N, ...]`, also those that
-are equal on all workers. `fresh` is the state of a worker that begins.
+What becomes of a field is its kind's. All arrays have the worker axis in front here,
+`[N, ...]`, also those that are equal on all workers.
 """
 
-import copy
 import warnings
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +14,9 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
-from optx_sync.sharding import in_pieces, in_rows, is_in_pieces, state_axes
-from optx_sync.trees import Tree, is_inexact, is_masked, path_name
+from optx_sync.placement import fields
+from optx_sync.placement.axes import in_pieces, own_keys, state_axes
+from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
 
@@ -46,6 +44,7 @@ def resize(
         in pieces (`shard_state`, `shard_center`)                cut anew
         the worker's own, such as Adam's       survivors keep theirs; joiners get the
         moments and counts                     mean, of integers the maximum
+        their own counts of rounds, outliers   survivors keep theirs, joiners begin at 0
         error feedback                         what leavers owe is shared out
         gradients accumulated for an update    dropped
 
@@ -95,6 +94,8 @@ def resize(
         raise ValueError(
             f"joiners must be one of 'mean', 'first' and 'fresh'; got {joiners!r}."
         )
+    forms = jax.tree.structure((params, state))
+    params, state = pure((params, state))
     one = params
     if not replicated:
         for _ in range(_worker_axes(state)):
@@ -128,8 +129,8 @@ def resize(
         )
     before = sizes.pop() if sizes else n
     if n == before:
-        return jax.tree.map(jnp.copy, (params, state))
-    how = Resizing(before, n, joiners)
+        return forms.unflatten(jax.tree.leaves(jax.tree.map(jnp.copy, (params, state))))
+    how = _Resizing(before, n, joiners, [])
     leaves, treedef = jax.tree.flatten(state)
     # Pieces are put together: flat and whole they are shared by all workers.
     whole = [
@@ -143,102 +144,94 @@ def resize(
     everyone = jax.tree.map(_on_host, params)
     if replicated:
         everyone = jax.tree.map(lambda x: _repeat(x, before), everyone)
-    new_params = how.own(everyone, None)
-    for node in _nodes(stacked):
-        if hasattr(node, "resized_params"):
-            new_params = node.resized_params(how, new_params)
+    new_params = jax.tree.map(lambda x: how.array(fields.OWN, x), everyone)
+    for node in fields.nodes_of(stacked):
+        if found := fields.center_of(node):
+            new_params = _at_center(how, new_params, *found)
     last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
     for _ in range(0 if replicated else _worker_axes(state) - 1):
         last = jax.tree.map(lambda x: x[0], last)
     fresh = jax.tree.map(_on_host, tx.init(last))
     resized = how.tree(stacked, fresh)
+    # A joiner draws what nobody else draws.
+    resized = jax.tree.map(
+        lambda x, own: x.fold_in(before) if own and isinstance(x, _Keys) else x,
+        resized,
+        own_keys(state),
+    )
     _say(how.lost, strict)
     leaves = [
-        in_rows(x[0], n) if flag else x if there else x[0]
+        fields.in_rows(x[0], n) if flag else x if there else x[0]
         for x, there, flag in zip(jax.tree.leaves(resized), has_axis, cut, strict=True)
     ]
     if replicated:
         new_params = jax.tree.map(lambda x: x[0], new_params)
-    return jax.tree.map(_back, (new_params, treedef.unflatten(leaves)))
+    return forms.unflatten(map(_back, jax.tree.leaves((new_params, leaves))))
 
 
-class Resizing:
+class _Resizing(NamedTuple):
     """From how many workers to how many, and what becomes of arrays `[N, ...]`."""
 
-    def __init__(self, before: int, after: int, joiners: Joiners):
-        self.before: int = before
-        self.after: int = after
-        self.joiners: Joiners = joiners
-        self.lost: list[str] = []
-        # Under a mean what one replica owes counts as a share of all of them.
-        self.owed_scale: float = after / before
-
-    def of_sums(self) -> "Resizing":
-        """The same where contributions are added up: what is owed stays as it is."""
-        other = copy.copy(self)
-        other.owed_scale = 1.0
-        return other
-
-    def loses(self, what: str) -> None:
-        """Say what cannot be kept."""
-        self.lost.append(what)
+    before: int
+    after: int
+    joiners: Joiners
+    lost: list[str]
+    # Whether what is owed is added up, and whether the tree is in one worker's state,
+    # where levels keep their size.
+    added: bool = False
+    inside: bool = False
 
     def tree(self, tree: Tree, fresh: Tree) -> Tree:
-        """A tree in which states answer for themselves, and other leaves are owned."""
+        """A tree in which states say what their fields are, and all else is owned.
+
+        `fresh` is that of a worker that begins, with `None` where joiners get none.
+        """
 
         def visit(node, fresh):
-            if _is_node(node):
-                return node.resized(self, fresh)
-            return self.own(node, fresh)
+            if not fields.declares(node):
+                return self.array(fields.OWN, node, fresh)
+            if hasattr(node, "lost_by_resize") and not self.inside:
+                self.lost.extend(node.lost_by_resize(self.after < self.before))
+            return node._replace(
+                **{
+                    name: self._field(kind, name, value, getattr(fresh, name))
+                    for name, kind, value in fields.fields_of(node)
+                }
+            )
 
-        return jax.tree.map(visit, tree, fresh, is_leaf=_is_node)
+        return jax.tree.map(visit, tree, fresh, is_leaf=fields.declares)
 
-    def equal(self, tree: Tree) -> Tree:
-        """What all workers share."""
-        return jax.tree.map(lambda x: _repeat(x[0], self.after), tree)
-
-    def zeros(self, tree: Tree) -> Tree:
-        """Nothing, for everyone."""
-        return jax.tree.map(
-            lambda x: np.zeros((self.after, *x.shape[1:]), x.dtype), tree
+    def _field(self, kind: fields.Kind, name: str, tree: Tree, fresh: Tree) -> Tree:
+        if self.inside:
+            counts = kind.resized == "from 0"
+            kind = fields.OWN_COUNT if counts else fields.OWN
+        how = self._replace(
+            added=self.added or kind.added, inside=self.inside or name == "inner"
         )
+        if kind.whose == "params":
+            fresh = jax.tree.map(lambda _: None, tree)
+        if kind.resized == "kept" and not kind.is_shared:
+            return how.tree(tree, fresh)
+        return jax.tree.map(lambda x, new: how.array(kind, x, new), tree, fresh)
 
-    def joined_by_zeros(self, tree: Tree) -> Tree:
-        """What is a worker's own and begins at 0."""
-        none = jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), tree)
-        return jax.tree.map(self._joined, tree, none)
-
-    def own(self, tree: Tree, fresh: Tree | None) -> Tree:
-        """What is a worker's own: survivors keep theirs, joiners get what is said.
-
-        `fresh` is `None` where there is no such beginning: they get the mean then.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        begin = [None] * len(leaves) if fresh is None else treedef.flatten_up_to(fresh)
-        return treedef.unflatten(map(self._own, leaves, begin))
-
-    def owed(self, tree: Tree) -> Tree:
-        """Sums that workers still owe: none of it is lost."""
-
-        def share(x):
-            kept = x[: self.after].astype(np.float64)
-            kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
-            return (kept * self.owed_scale).astype(x.dtype)
-
-        return self.joined_by_zeros(jax.tree.map(share, tree))
-
-    def _own(self, x, fresh):
-        joiner = x[0]
-        if self.joiners == "fresh" and fresh is not None:
-            joiner = np.broadcast_to(np.asarray(fresh, x.dtype), x.shape[1:])
+    def array(self, kind: fields.Kind, x: Any, fresh: Any = None) -> Any:
+        """An array of such a kind."""
+        kept, joiner = x[: self.after], x[0]
+        if kind.is_shared or kind.resized == "anew":
+            kept, joiner = x[:0], joiner if kind.resized == "kept" else fresh
+        elif kind.resized != "kept":
+            joiner = np.zeros_like(joiner)
+        elif self.joiners == "fresh" and fresh is not None:
+            joiner = fresh
         elif self.joiners != "first" and not isinstance(x, _Keys):
             joiner = _mean(x) if is_inexact(x.dtype) else x.max(0)
-        return self._joined(x, joiner)
-
-    def _joined(self, x, joiner):
-        kept = x[: self.after]
+        if kind.resized == "owed":
+            kept = kept.astype(np.float64)
+            kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
+            # Under a mean what one replica owes counts as a share of all of them.
+            kept = kept * (1.0 if self.added else self.after / self.before)
         new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
-        joined = np.concatenate([kept, new])
+        joined = np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])
         return _Keys.of(joined, x) if isinstance(x, _Keys) else joined
 
 
@@ -250,6 +243,16 @@ class _Keys(np.ndarray):
     def __array_finalize__(self, like: Any) -> None:
         """A part of them is of the same kind."""
         self.impl = getattr(like, "impl", None)
+
+    def fold_in(self, first: int) -> "_Keys":
+        """The same keys `[N]`, but from this worker on each with its number in it."""
+        folded = np.array(self)
+        for worker in range(first, len(self)):
+            keys = jax.random.wrap_key_data(jnp.asarray(folded[worker]), impl=self.impl)
+            fold = jax.vmap(lambda key, worker=worker: jax.random.fold_in(key, worker))
+            new = fold(keys.reshape(-1)).reshape(keys.shape)
+            folded[worker] = jax.random.key_data(new)
+        return _Keys.of(folded, self)
 
     @staticmethod
     def of(numbers: Any, like: Any) -> "_Keys":
@@ -291,24 +294,23 @@ def _first_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
 
 
-def _is_node(x: Any) -> bool:
-    return hasattr(type(x), "resized")
-
-
-def _nodes(tree: Tree) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_node) if _is_node(x)]
-
-
 def _worker_axes(state: Any) -> int:
     """How many worker axes parameters have: one for each of rules in each other."""
-    return max(1, *(getattr(node, "worker_axes", 1) for node in _nodes(state)), 1)
+    counts = [
+        x.ndim
+        for node in fields.nodes_of(state, fields.is_level)
+        for _, kind, value in fields.fields_of(node)
+        if kind == fields.OWN_COUNT
+        for x in jax.tree.leaves(value)
+    ]
+    return max(1, *counts, 1)
 
 
 def _has_axis(state: Any, like: Any, axes: Any, cut: list[bool]) -> list[bool]:
     """Whether each leaf of a state has the worker axis."""
     treedef = jax.tree.structure(like)
     # Of rules in each other some have an axis of the inner workers alone.
-    counters = [getattr(node, "global_step", 0) for node in _nodes(state)]
+    counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]
     stacked = any(jnp.ndim(counter) for counter in counters)
     found = []
     for (path, x), one, mark, flag in zip(
@@ -359,16 +361,16 @@ def _say(lost: list[str], strict: bool) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def take_center(how: Resizing, params: Tree, center: Tree, everyone: bool) -> Tree:
+def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
     """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
-    if is_in_pieces(center):
+    if fields.is_in_pieces(center):
         center = jax.tree.map(
             lambda c, p: c if is_masked(c) else c.reshape(how.before, *p.shape[1:]),
             center.tree,
             params,
             is_leaf=is_masked,
         )
-    first = 0 if everyone else min(how.before, how.after)
+    first = 0 if kind.lands == "everyone" else min(how.before, how.after)
 
     def place(c, p):
         if is_masked(c):

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose the fields of a state are: each class says it once, in one table.
+
+    class MyState(NamedTuple):
+        rounds: jax.Array
+        dropped: jax.Array
+        inner: optax.OptState
+
+        field_kinds = table(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
+
+From the table follow the worker axes (`state_axes`, `state_specs`, `stack`), what
+another number of workers does to a field (`resize`), which fields are slots, what a
+chain may hold behind the state, and over which axes a field varies.
+
+A state with a field `inner` is a wrapper's, and a level of workers: where such a state
+holds another one the outermost is level 0, and the workers of one level share what its
+state says. Other states with a table, those of exchanges, stand in a field of one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+
+class Kind(NamedTuple):
+    """Whose a field is, and what becomes of it."""
+
+    # Equal on the workers of all levels; on those of its own; where the parameters are
+    # equal; or on none: a worker's own.
+    whose: Literal["all levels", "level", "params", "own"]
+    # What another number of workers makes of it. "kept": of what is shared all of it;
+    # survivors keep their own, and joiners get what `resize` is asked for (what is
+    # equal where the parameters are never a fresh one). "from 0": survivors keep
+    # theirs, joiners begin at 0. "anew": all begin as `init` does. "owed": it is a sum
+    # that is still to be sent, of which what leavers owe is shared out.
+    resized: Literal["kept", "from 0", "anew", "owed"] = "kept"
+    # Whether what is owed in it is added up. Otherwise it is averaged, so that it
+    # counts as a share of all workers and is scaled to their number.
+    added: bool = False
+    # Whether there are arrays for each parameter in it, and not just numbers.
+    slots: bool = True
+    # Who begins there with another number of workers, where it holds parameters.
+    lands: Literal["nobody", "joiners", "everyone"] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has no worker axis on its own level."""
+        return self.whose in ("all levels", "level")
+
+    @property
+    def is_center(self) -> bool:
+        """Whether parameters begin there."""
+        return self.lands in ("joiners", "everyone")
+
+    @property
+    def told(self) -> "Kind":
+        """The same for numbers that are no slots."""
+        return self._replace(slots=False)
+
+
+COUNTER = Kind("all levels").told
+SHARED = Kind("level")
+SHARED_ANEW = Kind("level", "anew")
+LIKE_PARAMS = Kind("params")
+OWN = Kind("own")
+OWN_COUNT = Kind("own", "from 0").told
+OWN_SUM = Kind("own", "from 0")
+ANEW = Kind("own", "anew")
+# What an exchange remembers of contributions that are added up; `OWN` if averaged.
+OF_SUMS = Kind("own", added=True)
+OWED = Kind("own", "owed")
+# Copies of the parameters, which are computed from the new ones.
+COPIES = Kind("params", lands="nobody")
+CENTER = Kind("level", lands="joiners")
+TAKEN_CENTER = Kind("level", lands="everyone")
+
+# A kind, or what tells it from a state.
+Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
+
+
+class Declares(Protocol):
+    """A NamedTuple with a table of its fields."""
+
+    @property
+    def field_kinds(self) -> Table:
+        """The kind of each field."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def table(before: Table | None = None, /, **kinds: Kind | Callable[[Any], Kind]):
+    """A class's table: the kind of each of its fields, over those of a base class."""
+    return MappingProxyType({**(before or {}), **kinds})
+
+
+def declares(x: Any) -> bool:
+    """Whether this is a state with a table."""
+    return hasattr(type(x), "field_kinds")
+
+
+def is_level(x: Any) -> bool:
+    """Whether this is the state of a wrapper: a level of workers."""
+    return declares(x) and hasattr(type(x), "inner")
+
+
+def kind_of(state: Declares, name: str) -> Kind:
+    """The kind of a field."""
+    kind = state.field_kinds[name]
+    return kind if isinstance(kind, Kind) else kind(state)
+
+
+def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
+    """(name, kind, value) of every field."""
+    for name, value in state._asdict().items():
+        yield name, kind_of(state, name), value
+
+
+def nodes_of(tree: Any, is_node: Callable[[Any], bool] = declares) -> list[Any]:
+    """The states in a tree that are in no other one."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
+
+
+def center_of(state: Declares) -> tuple[Kind, Any] | None:
+    """(kind, value) of the field where parameters begin, if there is one."""
+    for _, kind, value in fields_of(state):
+        if kind.is_center:
+            return kind, value
+    return None
+
+
+def stands_last(state: Any) -> bool:
+    """Whether nothing may stand after it in a chain: it has seen the new parameters."""
+    return declares(state) and any(
+        kind.lands and jax.tree.leaves(value) for _, kind, value in fields_of(state)
+    )
+
+
+def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of every leaf of a state, but for what workers of all levels share.
+
+    Conditionals on these are agreed on.
+    """
+
+    def visit(node):
+        if not is_level(node):
+            return function(node)
+        return node._replace(
+            **{
+                name: map_but_counters(function, value)
+                for name, kind, value in fields_of(node)
+                if kind.whose != "all levels"
+            }
+        )
+
+    return jax.tree.map(visit, tree, is_leaf=is_level)
+
+
+class InPieces(NamedTuple):
+    """A tree whose arrays lie in pieces, one on each worker; its scalars do not.
+
+    An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
+    last ones padded. Where no axis is mapped, in what `init` returns, N is 1: it is
+    flat and whole.
+    """
+
+    tree: Any
+
+
+def is_in_pieces(x: Any) -> bool:
+    """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
+    return isinstance(x, InPieces)
+
+
+def in_rows(x: Any, n: int) -> Any:
+    """A flat array, padded, as a piece for each of n workers: `[n, k]`."""
+    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)

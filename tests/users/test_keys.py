@@ -1,0 +1,98 @@
+"""Each worker draws dropout masks of its own, wherever it runs and after a restart."""
+
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+
+import optx_sync as oxs
+from tests.users.data import WORKERS
+
+ROW = np.ones((WORKERS, 16), np.float32)
+TX = oxs.cross_shard(optax.sgd(0.1), "data")
+
+
+class State(TrainState):
+    key: Any
+
+
+def linen():
+    dropout: Any = nn.Dropout(0.5, deterministic=False)
+    state = State.create(
+        apply_fn=dropout.apply,
+        params={"w": jnp.ones(16)},
+        tx=TX,
+        key=jax.random.key(1),
+    )
+
+    def step(state, x):
+        key = jax.random.fold_in(state.key, state.step)
+        mask = state.apply_fn({}, x, rngs={"dropout": key})
+        return state.apply_gradients(grads={"w": mask}), mask
+
+    return state, step
+
+
+def with_nnx():
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def step(model, x):
+        mask = model(x)
+        return model, mask
+
+    return model, step
+
+
+def equinox():
+    dropout = eqx.nn.Dropout(0.5)
+
+    def step(key, x):
+        key, drawn = jax.random.split(key)
+        return key, dropout(x, key=drawn)
+
+    return jax.random.key(1), step
+
+
+styles = pytest.mark.parametrize("start", [linen, with_nnx, equinox])
+
+
+@styles
+def test_masks_differ_and_are_the_same_on_a_mesh(start):
+    one, step = start()
+    mesh = jax.make_mesh(
+        (WORKERS,), ("data",), (AxisType.Auto,), devices=jax.devices()[:WORKERS]
+    )
+    drawn = []
+    for place in (None, mesh):
+        held, masks = oxs.stack(one, WORKERS), []
+        mapped = jax.jit(oxs.map_workers(step, "data", mesh=place))
+        for _ in range(2):
+            held, mask = mapped(held, ROW)
+            masks.extend(np.asarray(mask))
+        drawn.append(masks)
+    assert len(np.unique(np.stack(drawn[0]), axis=0)) == 2 * WORKERS
+    np.testing.assert_array_equal(*drawn)
+
+
+@styles
+def test_a_restored_run_goes_on_with_its_keys(start, tmp_path):
+    one, step = start()
+    mapped = jax.jit(oxs.map_workers(step, "data"))
+    held, _ = mapped(oxs.stack(one, WORKERS), ROW)
+    leaves, treedef = jax.tree.flatten(held)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", leaves)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", leaves)
+    _, expected = mapped(held, ROW)
+    _, mask = mapped(treedef.unflatten(restored), ROW)
+    np.testing.assert_array_equal(mask, expected)
