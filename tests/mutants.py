@@ -85,7 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "peers": (*GOSSIP, *SIMULATED_GOSSIP),
     "step": ("tests/test_step.py", *CENTER),
     "state": ("tests/test_state.py", "tests/test_slots.py"),
-    "sharding": ("tests/test_sharding.py", "tests/test_state.py", *CENTER, *SYNC),
+    "placement": ("tests/test_sharding.py", "tests/test_state.py", *CENTER, *SYNC),
     "simulate": (*SIMULATED_REPLICAS, *SIMULATED_CENTER),
     "runtime": (
         "tests/runtime/test_protocol.py",
@@ -686,8 +686,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/state.py",
-            '"center", "taken", "outer", "agreed", *summed)',
-            '"center", "outer", "agreed", *summed)',
+            "taken=fields.SHARED",
+            "taken=fields.OWN",
             LOCKSTEP,
         ),
         Mutant(
@@ -945,7 +945,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             PIECES[1:],
         ),
         Mutant(
-            "resizing.py",
+            "placement/resize.py",
             "x.reshape(-1)[: one.size] if flag else x",
             "x.reshape(-1)[-one.size :] if flag else x",
             PIECES[1:],
@@ -1056,41 +1056,41 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return end in (path[-len(end) :], _words(path)[-len(end) :])",
             "return end == path[-len(end) :]",
         ),
-        Mutant("state.py", 'if hasattr(type(node), "named_slots"):', "if False:"),
+        Mutant("state.py", 'elif hasattr(type(node), "named_slots"):', "elif False:"),
         Mutant(
             "state.py",
             "for candidate in (_words(path), path):",
             "for candidate in (path,):",
         ),
     ],
-    "sharding": [
+    "placement": [
         Mutant(
-            "sharding.py",
+            "placement/axes.py",
             "shared = replicated if around is None else around",
             "shared = bool(around)",
             SYNC,
         ),
         Mutant(
-            "sharding.py",
-            "            if replicated:\n                equal",
-            "            if False:\n                equal",
+            "placement/axes.py",
+            "        if replicated:\n            equal",
+            "        if False:\n            equal",
             SYNC,
         ),
         Mutant(
-            "sharding.py",
-            "bool(around) or field in equal",
-            "field in equal",
+            "placement/axes.py",
+            "bool(around) or kind.whose in equal",
+            "kind.whose in equal",
             ("tests/center/test_nested.py",),
         ),
         Mutant(
-            "sharding.py",
+            "placement/axes.py",
             "lambda spec, axis=axis: PartitionSpec(axis, *spec)",
             "lambda spec, axis=axis: PartitionSpec(axis)",
         ),
-        Mutant("sharding.py", "shared=jnp.copy,", "shared=lambda x: x,"),
-        Mutant("sharding.py", "if jnp.ndim(x) == 0:", "if False:"),
+        Mutant("placement/axes.py", "shared=jnp.copy,", "shared=lambda x: x,"),
+        Mutant("placement/axes.py", "if jnp.ndim(x) == 0:", "if False:"),
         Mutant(
-            "sharding.py",
+            "placement/axes.py",
             "leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)",
             "_spec_of_kept_axes(leaf, spec, param)",
         ),

@@ -46,7 +46,9 @@ def state_axes(
     Returns:
         A tree like the state, of `None` for what is equal on all workers (this
         package's counters and the center: they stay unbatched, so that conditionals on
-        them stay conditionals) and 0 for all that is per worker.
+        them stay conditionals) and 0 for all that is per worker. What
+        `optax.inject_hyperparams` keeps around a center rule is shared, as it may act
+        at the center; a rate of each worker's own is injected inside, in `inner`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -192,9 +194,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x):
-        if not jnp.ndim(x):
-            return repeat(x)
-        return fields.in_rows(x, n)
+        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
     def fold(keys, worker):
         one = jax.vmap(lambda key: jax.random.fold_in(key, worker))
@@ -261,16 +261,12 @@ def _map(
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
-    cut = [False] * len(leaves)
-    if pieces is not None:
-        cut = jax.tree.leaves(in_pieces(tree))
+    cut = jax.tree.leaves(in_pieces(tree)) if pieces else [False] * len(leaves)
     return treedef.unflatten(
         shared(leaf)
         if mark is None
-        else pieces(leaf)
-        if in_pieces and pieces is not None
-        else function(leaf)
-        for leaf, mark, in_pieces in zip(leaves, marks, cut, strict=True)
+        else (pieces if flag and pieces else function)(leaf)
+        for leaf, mark, flag in zip(leaves, marks, cut, strict=True)
     )
 
 
@@ -407,17 +403,21 @@ def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -
     """
     shared = replicated if around is None else around
 
-    def is_equal(kind):
-        if level == 0:
-            return kind.is_shared or (replicated and kind.whose == "params")
-        return kind.whose == "all levels"
+    equal = {"all levels"}
+    if level == 0:
+        equal |= {"level"}
+        if replicated:
+            equal |= {"params"}
 
     def visit(node):
         if fields.is_level(node):
             return node._replace(
                 **{
                     field: _axes(
-                        value, replicated, level - 1, bool(around) or is_equal(kind)
+                        value,
+                        replicated,
+                        level - 1,
+                        bool(around) or kind.whose in equal,
                     )
                     for field, kind, value in fields.fields_of(node)
                 }
@@ -425,8 +425,8 @@ def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -
         if _is_injected(node):
             # What acts at the center is no worker's own.
             whose = None if shared or level == 0 else 0
-            numbers = jax.tree.map(lambda _: whose, node._replace(inner_state=()))
             inside = _axes(node.inner_state, replicated, level, around)
+            numbers = jax.tree.map(lambda _: whose, node._replace(inner_state=()))
             return numbers._replace(inner_state=inside)
         cut = fields.is_in_pieces(node) and level == (-1 if around else 0)
         return jax.tree.map(

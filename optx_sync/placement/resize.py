@@ -108,16 +108,14 @@ def resize(
             "transformation to go on with, built like the one that made the state."
         )
     axes = state_axes(tx, one, replicated=replicated)
-    cut = [
-        flag and x.ndim > 0
-        for flag, x in zip(
-            jax.tree.leaves(in_pieces(like)), jax.tree.leaves(like), strict=True
-        )
-    ]
+    leaves, treedef = jax.tree.flatten(state)
+    ones = jax.tree.leaves(like)
+    pieces = jax.tree.leaves(in_pieces(like))
+    cut = [flag and one.ndim > 0 for flag, one in zip(pieces, ones, strict=True)]
     has_axis = _has_axis(state, like, axes, cut)
     sizes = {
         x.shape[0]
-        for x, there, flag in zip(jax.tree.leaves(state), has_axis, cut, strict=True)
+        for x, there, flag in zip(leaves, has_axis, cut, strict=True)
         if there or flag
     }
     if not replicated:
@@ -129,16 +127,15 @@ def resize(
         )
     before = sizes.pop() if sizes else n
     if n == before:
-        return forms.unflatten(jax.tree.leaves(jax.tree.map(jnp.copy, (params, state))))
+        return forms.unflatten(map(jnp.copy, jax.tree.leaves((params, state))))
     how = _Resizing(before, n, joiners, [])
-    leaves, treedef = jax.tree.flatten(state)
     # Pieces are put together: flat and whole they are shared by all workers.
     whole = [
         x.reshape(-1)[: one.size] if flag else x
-        for x, one, flag in zip(leaves, jax.tree.leaves(like), cut, strict=True)
+        for x, one, flag in zip(map(_on_host, leaves), ones, cut, strict=True)
     ]
     stacked = treedef.unflatten(
-        _on_host(x) if there else _repeat(_on_host(x), before)
+        x if there else _repeat(x, before)
         for x, there in zip(whole, has_axis, strict=True)
     )
     everyone = jax.tree.map(_on_host, params)

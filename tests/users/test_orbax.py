@@ -1,6 +1,8 @@
 """Checkpoints with Orbax: bit-equal resumption, another number of workers, export."""
 
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from tests import contexts
+from tests import contexts, scripts
 from tests.contexts import AXIS, REPLICAS
 
 # One program trains all of them, each on parameters of its own.
@@ -233,7 +235,7 @@ def test_center_carries_over_to_fewer_and_to_more_workers(name, stacked, tmp_pat
 
     over = 0 if stacked else axes
     save(tmp_path / "eight", train(tx, over, *start(8), 8, seed=8))  # 3, 3 and 2 steps
-    # No program of eight workers is needed to read it: shapes are enough.
+    # No program of eight workers is needed to read it: shapes are enough on one device.
     params, state = restore(tmp_path / "eight", jax.eval_shape(lambda: start(8)))
     exact = oxs.unstack(get(state, "center")) if stacked else get(state, "center")
     for workers in (4, 16):
@@ -302,3 +304,36 @@ def test_states_of_flax_and_nnx_are_such_trees(tmp_path):
         save(tmp_path / name, state)
         like = jax.eval_shape(lambda state=state: state)
         assert_same_bits(restore(tmp_path / name, like), state)
+
+
+# As docs/checkpoints.md has it: a mesh of eight devices in one process, of three in
+# another.
+WRITE = """
+mesh = jax.make_mesh((8,), ("workers",))
+everyone = oxs.start_workers(tx, params, 8, mesh=mesh, axis_name="workers")[:2]
+with StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder, everyone)
+"""
+READ = """
+eight = read(folder, 8)
+mesh = jax.make_mesh((3,), ("workers",))
+places = oxs.state_shardings(tx, params, mesh=mesh, axis_name="workers")
+three, state = jax.device_put(oxs.resize(tx, *eight, 3, strict=True), places)
+print(three["w"].shape, three["w"].sharding.spec[0], int(state[1].global_step))
+"""
+
+
+def test_another_number_of_workers_in_another_process(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    first, *others = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    # Up to where the page trains.
+    first = first[: first.index("def step(")]
+    read = next(block for block in others if block.startswith("def read("))
+    printed = [
+        scripts.run(
+            f'import jax\njax.config.update("jax_num_cpu_devices", {devices})\n{first}'
+            f"folder = Path({str(tmp_path / 'of-eight')!r})\n{code}"
+        )
+        for devices, code in ((8, WRITE), (3, read + READ))
+    ]
+    assert printed[-1].split("\n")[-2] == "(3, 3) workers 0"
