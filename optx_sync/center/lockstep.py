@@ -50,7 +50,7 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.rule import (
     Exchange,
     check_exchange,
-    check_takes_weight,
+    check_weight,
     start_outliers,
 )
 from optx_sync.measures import start as start_measured
@@ -470,7 +470,7 @@ class _Lockstep(NamedTuple):
             if not meeting.drop_nonfinite:
                 return None, True
             return localize(one, meeting.axis_name), True
-        check_takes_weight(meeting.exchange, weight)
+        check_weight(meeting.exchange, weight)
         if isinstance(plan.round, InLine) and not meeting.drop_nonfinite:
             raise ValueError(
                 "With delay=1 and communication_period equal to the number of "

@@ -187,17 +187,6 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
     return exchange
 
 
-def check_takes_weight(exchange: Exchange, weight: Any) -> None:
-    """Refuse a weight that is more than a flag, of an exchange that goes by rank."""
-    if exchange.takes_weights or jnp.result_type(weight) == jnp.bool_:
-        return
-    raise ValueError(
-        "This exchange counts all replicas alike and takes no weight. Pass a bool to "
-        "leave a replica out, or clip with oxs.exchange.clipped(...), which takes "
-        "weights."
-    )
-
-
 class Met(NamedTuple):
     mean: Any
     weight: Any
