@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
-from optx_sync.sharding import in_pieces, in_rows, is_in_pieces, state_axes
+from optx_sync.sharding import in_pieces, in_rows, is_in_pieces, stack, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -229,7 +229,10 @@ class Resizing:
 
     def _own(self, x, fresh):
         joiner = x[0]
-        if self.joiners == "fresh" and fresh is not None:
+        if isinstance(x, _Keys) and np.any(x != joiner):
+            # Where each worker has a key of its own, so have those who join.
+            joiner = _on_host(stack(_back(joiner), self.after))[self.before :]
+        elif self.joiners == "fresh" and fresh is not None:
             joiner = np.broadcast_to(np.asarray(fresh, x.dtype), x.shape[1:])
         elif self.joiners != "first" and not isinstance(x, _Keys):
             joiner = _mean(x) if is_inexact(x.dtype) else x.max(0)

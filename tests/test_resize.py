@@ -280,7 +280,7 @@ def test_what_is_refused():
 
 
 def test_random_keys_are_no_numbers():
-    """Typed ones, too."""
+    """Typed ones, too: where each worker has its own, so have those who join."""
 
     def init(params):
         return {"key": jax.random.key(3), "steps": jnp.zeros((), jnp.int32)}
@@ -292,8 +292,13 @@ def test_random_keys_are_no_numbers():
     state: Any
     params, state, _ = oxs.start_workers(tx, PARAMS, 2)
     _, new = oxs.resize(tx, params, state, 5)
-    first = state.inner["key"][0]
-    equal(new.inner["key"], jnp.stack([first] * 5))
+    keys = new.inner["key"]
+    equal(keys[:2], state.inner["key"])
+    assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
+    shared = oxs.cross_shard(optax.GradientTransformation(init, update), AXIS)
+    _, held, _ = oxs.start_workers(shared, PARAMS, 2)
+    _, held = oxs.resize(shared, params, held, 3)
+    equal(held["key"], jnp.stack([jax.random.key(3)] * 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         oxs.resize(tx, params, state, 1, strict=True)
