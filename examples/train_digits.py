@@ -58,7 +58,6 @@ STRATEGIES = {  # the steps from one meeting to the next, and whose turn it can 
             communication_period=20,
             fragments=4,
             delay=1,
-            keep_local=0.5,
             exchange=CODES,
         ),
         5,

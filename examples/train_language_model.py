@@ -35,7 +35,7 @@ adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.f
 inner = oxs.cross_shard(adam, "data")
 seldom: Any = {"communication_period": PERIOD}
 bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1, "keep_local": 0.5}
+stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1}
 STRATEGIES = {
     "data parallel": oxs.cross_shard(oxs.cross_shard(adam, "pods"), "data"),
     "DiLoCo": oxs.diloco(inner, "pods", **seldom),

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optx_sync.checks import check_no_train_state
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
-from optx_sync.placement.axes import stack, state_axes, state_specs
+from optx_sync.placement.axes import stack, stack_state, state_axes, state_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
 _STACK = "oxs.stack(x, n), or oxs.start_workers(tx, params, n)"
@@ -271,7 +271,7 @@ def state_shardings(
 
 def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
     """Parameters and state of `n` workers."""
-    return stack(params, n), stack(tx.init(params), n, state_axes(tx, params))
+    return stack(params, n), stack_state(tx.init(params), n, state_axes(tx, params))
 
 
 def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -325,7 +325,7 @@ def test_what_is_refused():
 
 
 def test_random_keys_are_no_numbers():
-    """Typed ones, too."""
+    """Typed ones, too: where each worker has its own, so have those who join."""
 
     def init(params):
         return {"key": jax.random.key(3), "steps": jnp.zeros((), jnp.int32)}
@@ -340,6 +340,10 @@ def test_random_keys_are_no_numbers():
     keys = new.inner["key"]
     equal(keys[:2], state.inner["key"])
     assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
+    shared = oxs.cross_shard(optax.GradientTransformation(init, update), AXIS)
+    _, held, _ = oxs.start_workers(shared, PARAMS, 2)
+    _, held = oxs.resize(shared, params, held, 3)
+    equal(held["key"], jnp.stack([jax.random.key(3)] * 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         oxs.resize(tx, params, state, 1, strict=True)

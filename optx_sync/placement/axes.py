@@ -170,6 +170,8 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
     transformation are folded where workers have parameters of their own, in `inner` of
     a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    (A transformation of your own for replicas, whose state holds a key, is seen to be
+    one by `start_workers` only.)
     Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
     are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
 
@@ -188,6 +190,16 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
+    return _stack(tree, n, axes, own=True)
+
+
+def stack_state(state: Any, n: int, axes: Any) -> Any:
+    """`stack` of what a transformation's `init` gives, whatever holds its keys."""
+    return _stack(state, n, axes, own=False)
+
+
+def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
+    """`stack`; `own` says whether keys outside of our states differ."""
     check_arrays(tree, "What is stacked")
 
     def repeat(x):
@@ -205,10 +217,12 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
         return stacked
     workers = jnp.arange(n, dtype=jnp.uint32)
     return jax.tree.map(
-        lambda own, x, copies: (
-            jax.vmap(fold)(copies, workers) if own and copies.ndim > x.ndim else copies
+        lambda folds, x, copies: (
+            jax.vmap(fold)(copies, workers)
+            if folds and copies.ndim > x.ndim
+            else copies
         ),
-        own_keys(tree),
+        own_keys(tree, own),
         tree,
         stacked,
     )
@@ -292,11 +306,11 @@ def _is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def own_keys(tree: Any, own: bool = True, ours: bool = False) -> Any:
+def own_keys(tree: Any, own: bool, ours: bool = False) -> Any:
     """Whether each leaf is a random key of which each worker gets its own.
 
-    `own` says whether workers may differ in what holds the tree, `ours` whether a
-    state of this package holds it.
+    `own` says whether keys in it differ, `ours` whether a state of this package holds
+    the tree.
     """
 
     def visit(node):

@@ -154,7 +154,7 @@ def resize(
     resized = jax.tree.map(
         lambda x, own: x.fold_in(before) if own and isinstance(x, _Keys) else x,
         resized,
-        own_keys(state),
+        own_keys(state, own=False),
     )
     _say(how.lost, strict)
     leaves = [

@@ -35,7 +35,6 @@ def wrappers():
             communication_period=4,
             fragments=2,
             delay=1,
-            keep_local=0.5,
             exchange=bits4,
         ),
         "gossip": oxs.gossip(inner, "workers", communication_period=2),
