@@ -142,8 +142,8 @@ def center_variable(
     where a rule adds contributions up it is that mean times the number of workers with
     a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
     all weights are 0 the center stays (with `delay`, and without `drop_nonfinite`, its
-    outer optimizer makes a step on 0). Where `inner` is itself a wrapper of this package
-    that takes weights, such as `cross_shard`, the weight goes there and not here.
+    outer optimizer makes a step on 0). Where `inner` is itself a wrapper of this
+    package that takes weights, such as `cross_shard`, the weight goes there, not here.
 
     Args:
         inner: The worker's own optimizer.

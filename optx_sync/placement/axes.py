@@ -107,7 +107,7 @@ def state_specs(
     )
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
-        # Parts are of these parameters, which Optax's tree without leaves does not know.
+        # Optax's own tree without leaves does not tell what parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
             leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)
