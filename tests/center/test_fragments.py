@@ -487,7 +487,8 @@ LAYERS = {
 def test_strided_reads_the_number_of_a_layer(names):
     tree, parts = LAYERS[names]
     params = jax.tree.map(lambda _: np.zeros(4), tree)
-    found = jax.tree.leaves(jax.tree_util.tree_map_with_path(oxs.strided(3), params))
+    part_of: Any = oxs.strided(3)
+    found = jax.tree.leaves(jax.tree_util.tree_map_with_path(part_of, params))
     if parts is None:
         parts = [[0, 1, 2, 0]] * len(found)
     np.testing.assert_array_equal(found, parts)

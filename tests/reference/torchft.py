@@ -13,9 +13,9 @@ FILE = pathlib.Path(__file__).parent.parent / "golden" / "streaming_torchft.json
 STEPS, PERIOD, PARTS, INNER_RATE, OUTER_RATE, GRADIENT = 15, 6, 2, 1, 2, 2
 CASES = tuple(itertools.product((0, 1), (0.0, 0.5, 1.0)))
 SOURCE = (
-    "meta-pytorch/torchft, test_fixtures/, the files of diloco_regression_test: "
-    "DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0, _1, _2, _4 and _5 have "
-    "recorded these histories; _3, delay 1 and mix 0, is not among them"
+    "meta-pytorch/torchft 7eb7087, test_fixtures/, the files of diloco_regression_test:"
+    " DiLoCoMockedUpdateTest.test_diloco_mocked_updates_0 to _5 have recorded these "
+    "histories, in the order of the cases"
 )
 
 
