@@ -644,8 +644,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/worker.py",
-            "return jnp.asarray(steps, jnp.float32) >= period",
-            "return jnp.asarray(steps, jnp.float32) > period",
+            "return ~(jnp.asarray(steps, jnp.float32) < period",
+            "return ~(jnp.asarray(steps, jnp.float32) <= period",
             LOCKSTEP,
         ),
         Mutant(

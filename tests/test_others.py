@@ -80,11 +80,19 @@ def test_means_with_the_weights_of_others(source):
     def client(values, weight):
         tx = oxs.cross_shard(optax.sgd(1.0), AXIS)
         step = tx.update(values, tx.init(values), weight=weight)[0]
-        return oxs.reduce(values, AXIS, weight=weight), jax.tree.map(jnp.negative, step)
+        # Federated averaging: each client moves to its values, and they meet.
+        local = oxs.local_sgd(optax.sgd(1.0), AXIS, communication_period=1)
+        start = jax.tree.map(jnp.zeros_like, values)
+        grads = jax.tree.map(jnp.negative, values)
+        params, state = oxs.apply_gradients(
+            local, grads, local.init(start), start, weight=weight
+        )
+        mean = oxs.reduce(values, AXIS, weight=weight)
+        return mean, jax.tree.map(jnp.negative, step), params, state.center
 
     clients = jax.jit(jax.vmap(client, axis_name=AXIS))
-    both = clients(leaves(values), np.asarray(weights, np.float32))
-    for found in both:
+    means = clients(leaves(values), np.asarray(weights, np.float32))
+    for found in means:
         assert_all_have(found, mean, rtol=1e-6, atol=0)
 
 

@@ -222,7 +222,8 @@ def is_due(
             f"of shape {period.shape}."
         )
     # Schedules may give floats; the counter is exact in float32 up to 2^24.
-    return jnp.asarray(steps, jnp.float32) >= period.astype(jnp.float32)
+    # Of NaN no comparison is true: not below it, they meet rather than never again.
+    return ~(jnp.asarray(steps, jnp.float32) < period.astype(jnp.float32))
 
 
 def start_center(params: Tree, dtype: Any = None) -> Tree:

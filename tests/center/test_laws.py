@@ -315,6 +315,18 @@ def test_a_period_that_grows_is_reached():
     assert [end for end in range(1, 101) if oxs.due(tx, end - 1)] == rounds
 
 
+def test_where_a_period_is_nan_the_workers_meet():
+    """`due` refuses it; a compiled step cannot, and must not wait for ever."""
+
+    def period(step):
+        return jnp.where(step < 2, 2.0, jnp.nan)
+
+    steps = jnp.arange(5)
+    since = jnp.array([1, 2, 1, 1, 1])
+    due = [bool(is_due(period, s, t)) for s, t in zip(since, steps, strict=True)]
+    assert due == [False, True, True, True, True]
+
+
 def test_what_a_round_measures():
     """Before the exchange, which leaves no distance behind."""
     arguments = {"communication_period": 2, "measure": True}
