@@ -688,7 +688,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "center/state.py",
             "taken=fields.SHARED",
             "taken=fields.OWN",
-            LOCKSTEP,
+            ("tests/test_sharding.py",),
         ),
         Mutant(
             "center/lockstep.py",

@@ -165,7 +165,7 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
     assert isinstance(resized[0]["kernel"], nnx.Param)
     assert resized[0]["kernel"].shape == (6, 3, 2)
     chex.assert_trees_all_equal(
-        nnx.as_pure(resized), oxs.resize(tx, *reversed(pure), 6)
+        nnx.as_pure(resized), oxs.resize(tx, pure[1], pure[0], 6)
     )
     # As it is put back.
     nnx.update(model, resized[0])
