@@ -206,7 +206,7 @@ def test_what_stands_behind_a_center_is_seen_by_apply_gradients(first):
 # made on a mesh and simulated; those of `ON_MESH` have no type to be seen without one.
 DILOCO = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4)
 PARTS = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4, fragments=2)
-MODULE = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+MODULE: Any = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 TRAIN_STATE = TrainState.create(apply_fn=jnp.tanh, params=PARAMS, tx=DILOCO)
 
 
