@@ -7,7 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from optx_sync.collectives import localize, own_weight, weigh
+from optx_sync.collectives import localize, own_weight, vary_like, weigh
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.rule import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, at_least_float32, round_to
@@ -103,7 +103,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
 
     def init(tree):
         def zeros(leaf):
-            return jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
+            error = jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
+            return vary_like(error, leaf)
 
         return ErrorFeedbackState(jax.tree.map(zeros, tree), exchange.init(tree))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.collectives import axis_size, or_one, own_weight, weigh
+from optx_sync.collectives import axis_size, or_one, own_weight, vary_with, weigh
 from optx_sync.exchange.pieces import (
     flatten,
     from_bytes,
@@ -126,7 +126,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             # which a GPU adds equal positions differs from replica to replica.
             total, _ = jax.lax.scan(
                 lambda total, one: (_add(total, *one), None),
-                jnp.zeros(x.shape, x.dtype),
+                vary_with(jnp.zeros(x.shape, x.dtype), everyone),
                 everyone,
             )
             means.append((total / divisor.astype(x.dtype)).reshape(-1))

@@ -74,6 +74,85 @@ def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
         assert own * pieces <= found[kind] <= 1.04 * own * pieces
 
 
+SHARDS = {"rows": jax.P("inside"), "columns": jax.P(None, "inside"), "whole": jax.P()}
+FED = {
+    "quantized": error_feedback(quantized(4, 16)),
+    "top_k": error_feedback(top_k(4, 16, bits=2)),
+    "power_sgd": error_feedback(power_sgd(1)),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", FED)
+def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
+    """What arrived and what is owed is what was sent, of each shard by itself."""
+    mesh, steps = auto_mesh((REPLICAS, 2), (AXIS, "inside")), 3
+    rng = np.random.default_rng(0)
+    params = {
+        "rows": jnp.zeros((32, 12)),
+        "columns": jnp.zeros((16, 24)),
+        "whole": jnp.zeros(5),
+    }
+    grads = {
+        leaf: rng.normal(size=(REPLICAS, *p.shape)).astype(np.float32)
+        for leaf, p in params.items()
+    }
+    tx = {
+        "replicas": oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=FED[name]),
+        "workers": oxs.local_sgd(
+            optax.sgd(1.0), AXIS, communication_period=1, exchange=FED[name]
+        ),
+    }
+    of_each = {leaf: jax.P(AXIS, *spec) for leaf, spec in SHARDS.items()}
+    axes, specs = ({} for _ in range(2))
+    for kind, one in tx.items():
+        same = {"replicated": kind == "replicas"}
+        axes[kind] = oxs.state_axes(one, params, **same)
+        specs[kind] = oxs.state_specs(one, params, SHARDS, AXIS, **same)
+
+    def train(params, state, grads):
+        state = {kind: oxs.unstack(state[kind], axes[kind]) for kind in tx}
+        params["workers"] = oxs.unstack(params["workers"])
+        grads = oxs.unstack(grads)
+
+        def step(carry, _):
+            params, state = carry
+            moved = {
+                kind: oxs.apply_gradients(one, grads, state[kind], params[kind])
+                for kind, one in tx.items()
+            }
+            return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
+
+        params, state = jax.lax.scan(step, (params, state), length=steps)[0]
+        params["workers"] = oxs.stack(params["workers"], 1)
+        return params, {kind: oxs.stack(state[kind], 1, axes[kind]) for kind in tx}
+
+    placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
+    run = jax.shard_map(
+        train,
+        mesh=mesh,
+        in_specs=(*placed_as, of_each),
+        out_specs=placed_as,
+        check_vma=check_vma,
+    )
+    state = {
+        kind: oxs.stack(one.init(params), REPLICAS, axes[kind])
+        for kind, one in tx.items()
+    }
+    start = {"replicas": params, "workers": oxs.stack(params, REPLICAS)}
+    trained, state = jax.jit(run)(start, state, grads)
+    for kind in tx:
+        # Workers send how far they moved, which is minus their gradients.
+        sign = 1 if kind == "replicas" else -1
+        owed = oxs.slot(state[kind], "error")
+        for leaf, grad in grads.items():
+            arrived = (steps * grad - sign * owed[leaf]).mean(0)
+            found = np.asarray(trained[kind][leaf]).reshape(-1, *params[leaf].shape)[0]
+            np.testing.assert_allclose(-found, arrived, rtol=1e-5, atol=1e-5)
+            if leaf != "whole" or name == "quantized":
+                assert np.abs(owed[leaf]).max() > 0.01
+
+
 def test_bytes_of_the_largest_and_of_factors():
     chunks = -(-NUMBERS // 4096)
     found = between_replicas("shard_map", top_k())
