@@ -638,10 +638,16 @@ def _counted(flag: jax.Array, weight: Any) -> jax.Array:
 
 
 def _norm(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
-    """The norm over all leaves, of values of any size; not finite where one is not."""
-    unit = _unit(_size(leaves, axes))
-    squares = (jnp.sum(jnp.square(jnp.abs(_wide(x)) / unit)) for x in leaves)
-    return unit * jnp.sqrt(sum(sum_over(s.astype(jnp.float32), axes) for s in squares))
+    """The norm over all leaves, of values of any size; not finite where one is not.
+
+    float64 where a leaf is, else float32.
+    """
+    sizes = [jnp.abs(_wide(x)) for x in leaves]
+    double = any(x.dtype == jnp.float64 for x in sizes)
+    dtype = jnp.float64 if double else jnp.float32
+    unit = _unit(_size(leaves, axes, dtype))
+    squares = (jnp.sum(jnp.square(x.astype(dtype) / unit)) for x in sizes)
+    return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype(0)))
 
 
 def _median_over(own: jax.Array, weight: Any, axis_name: AxisName) -> jax.Array:
@@ -726,14 +732,18 @@ def _number(counts: jax.Array) -> jax.Array:
     return jnp.sum(counts, dtype=jnp.int32)
 
 
-def _size(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+def _size(
+    leaves: Sequence[jax.Array], axes: tuple[str, ...], dtype: Any = jnp.float32
+) -> jax.Array:
     """A number as large as the largest value, not finite where one is not."""
-    largest = [_largest(x, axes) for x in leaves]
-    return functools.reduce(jnp.maximum, largest, jnp.float32(0))
+    largest = [_largest(x, axes, dtype) for x in leaves]
+    return functools.reduce(jnp.maximum, largest, dtype(0))
 
 
-def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    largest = jnp.max(jnp.abs(_wide(x)), initial=0).astype(jnp.float32)
+def _largest(
+    x: jax.Array, axes: tuple[str, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+    largest = jnp.max(jnp.abs(_wide(x)), initial=0).astype(dtype)
     return sum_over(largest, axes)
 
 
@@ -747,7 +757,8 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _unit(size: jax.Array) -> jax.Array:
     """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
-    return jnp.clip(or_one(size), 1e-37, 1e37)
+    least = 8 * jnp.finfo(size.dtype).tiny
+    return jnp.clip(or_one(size), least, 1 / least)
 
 
 def _check_tree(tree: Tree, group_assignment: Any, fits: Callable[[Any], bool]) -> None:
