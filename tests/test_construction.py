@@ -113,7 +113,7 @@ others = {
     *("unstack", "rules", "functions", "nested"),
 }
 assert {*made, *others} - {"rules", "functions", "nested"} == set(oxs.__all__)
-assert set(exchanges) == set(ex.__all__) - {"Exchange"}
+assert set(exchanges) == set(ex.__all__) - {"Exchange", "Met"}
 functions = filter(inspect.isfunction, vars(oxs.graphs).values())
 own = {f.__name__ for f in functions if f.__module__ == oxs.graphs.__name__}
 assert set(graphs) == {name for name in own if not name.startswith("_")}

@@ -40,7 +40,13 @@ FLOORS = {
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
     "rows": {"rows/slices"},
-    "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
+    "exchange": {
+        "exchange/contract",
+        "exchange/all_reduce",
+        "exchange/pieces",
+        "exchange/robust/norms",
+        "exchange/robust/transposed",
+    },
     "optimizers": {"optimizers/rule"},
     "center": {
         "center/sharded",

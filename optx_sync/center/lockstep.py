@@ -68,7 +68,7 @@ from optx_sync.collectives import (
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import (
+from optx_sync.exchange.contract import (
     Exchange,
     check_exchange,
     count_outlier,
@@ -352,9 +352,7 @@ def center_variable(
             exchange=own(remembered),
             outliers=own(start_outliers(exchange)),
             measured=own(MeasuredOwn(jnp.float32(0))) if measure else (),
-            agreed=start_measured(exchange.meet_and_sum is not None, False)
-            if measure
-            else (),
+            agreed=start_measured(exchange.exact, False) if measure else (),
             inner=own(within),
         )
 
@@ -436,23 +434,17 @@ def center_variable(
 
         def agree(now: _Meeting, contribution):
             """What the center absorbs: (now, it, the workers in it)."""
-            weight, pushed = now.weight, pushed_of(now.weight)
-            brought = contribution, now.exchange, axis_name
-            agreed = now.agreed
-            if not measure:
-                total, _, remembered = exchange.meet(*brought, weight=weight)
-            else:
+            weight, agreed, also = now.weight, now.agreed, None
+            if measure:
                 square = square_sum(contribution, now.measured.distance_before_round)
-                scalars = to_sum(square, axis_name, weight=weight, alike=True)
-                if exchange.meet_and_sum is None:
-                    total, _, remembered = exchange.meet(*brought, weight=weight)
-                    sums = reduce(scalars, axis_name, reduction="sum")
-                else:
-                    total, _, remembered, sums, _ = exchange.meet_and_sum(
-                        *brought, scalars, weight=weight
-                    )
+                also = to_sum(square, axis_name, weight=weight, alike=True)
+            met = exchange.meet(
+                contribution, now.exchange, axis_name, weight=weight, also=also
+            )
+            total, pushed = met.mean, met.weight
+            if measure:
                 agreed = measure_of(
-                    agreed, sums, pushed, square_sum(total, agreed.update_norm)
+                    agreed, met.also, pushed, square_sum(total, agreed.update_norm)
                 )
             outliers = count_outlier(
                 exchange, contribution, total, axis_name, weight, now.outliers
@@ -461,7 +453,7 @@ def center_variable(
                 total = jax.tree.map(
                     lambda mean: mean * jnp.asarray(pushed, mean.dtype), total
                 )
-            now = now._replace(exchange=remembered, outliers=outliers, agreed=agreed)
+            now = now._replace(exchange=met.state, outliers=outliers, agreed=agreed)
             return now, total, pushed
 
         def land(now: _Meeting, total, pushed, at) -> _Meeting:

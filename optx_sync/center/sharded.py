@@ -24,8 +24,8 @@ from optx_sync.center.formulas import absorb, as_center, contributions, own_of
 from optx_sync.center.rule import CenterRule, Own, Period, Round, reads
 from optx_sync.collectives import AxisName, check_axis_name, vary_like
 from optx_sync.elementwise import Elementwise
+from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.exchange.rule import Exchange
 from optx_sync.sharding import InPieces
 from optx_sync.trees import Tree, is_masked, is_placeholder, where
 

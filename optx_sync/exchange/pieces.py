@@ -31,7 +31,7 @@ from optx_sync.collectives import (
     varying_axes,
     weigh,
 )
-from optx_sync.exchange.rule import require_dense
+from optx_sync.exchange.contract import require_dense
 from optx_sync.sharding import InPieces, in_rows
 from optx_sync.trees import (
     Tree,
@@ -275,15 +275,23 @@ def travel(
     )
 
 
-def require_meetable(tree: Tree, axis_name: AxisName, who: str) -> None:
-    """Refuse leaves that are not dense, real and floating, or that are reduced."""
+def require_meetable(
+    tree: Tree,
+    axis_name: AxisName,
+    who: str,
+    fits: Callable[[Any], bool] = is_floating,
+) -> None:
+    """Refuse leaves that are not dense, whose dtype does not fit, or that are reduced.
+
+    By default real floating dtypes fit.
+    """
     require_dense(tree, who)
     for path, leaf in leaves_with_names(tree):
-        if leaf is not None and not is_floating(leaf.dtype):
+        if leaf is not None and not fits(jnp.result_type(leaf)):
             raise TypeError(
-                f"{who} takes real floating leaves, but the one at {path} has dtype "
-                f"{leaf.dtype}. Use oxs.exchange.all_reduce(), or leave it out with "
-                "optax.masked."
+                f"{who} does not take dtype {jnp.result_type(leaf)}, which the leaf at "
+                f"{path} has: exchanges are of real floating leaves. Use oxs.exchange."
+                "all_reduce(), or leave it out with optax.masked."
             )
     require_local(tree, axis_name)
 

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.checks import check_count, check_interval
 from optx_sync.collectives import (
     localize,
     own_weight,
     reduce,
+    reduce_and_sum,
     sum_shards,
     vary_like,
     weigh,
 )
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.exchange.rule import Code, Exchange
 from optx_sync.trees import (
     Tree,
     at_least_float32,
@@ -78,7 +80,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.power_sgd(rank=1)
         >>> def mean(x):
-        ...     return exchange.meet(x, exchange.init(x), "pods")[0]
+        ...     return exchange.meet(x, exchange.init(x), "pods").mean
         >>> x = jnp.ones((2, 8, 8)) * jnp.array([1.0, 3.0])[:, None, None]
         >>> bool(jnp.allclose(jax.vmap(mean, axis_name="pods")(x), 2.0))
         True
@@ -87,14 +89,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient
         Compression for Distributed Optimization", arXiv:1905.13727.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise TypeError(f"rank must be an integer, for example 1; got {rank!r}.")
-    if rank < 1:
-        raise ValueError(f"rank must be 1 or more; got {rank}. Pass for example 1.")
-    if not min_rate > 0:
-        raise ValueError(
-            f"min_rate must be positive; got {min_rate}. The default is 2."
-        )
+    rank = check_count("rank", rank, "The default is 1.")
+    check_interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
 
     def size_of(leaf) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is worth it, else None."""
@@ -122,7 +118,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
 
         return PowerSGDState(treedef.unflatten(map(factor, leaves, sizes, parts)))
 
-    def meet(tree, state, axis_name, *, weight=None):
+    def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "power_sgd")
         weight = own_weight(weight, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
@@ -135,7 +131,12 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         for i in low:
             last = factors[i].reshape(len(factors[i]), -1).T.astype(wide[i].dtype)
             first[i] = matrices[i] @ _orthonormal(last)
-        first = reduce(first, axis_name, weight=weight)
+        names = also or {}
+        first, sums, total = reduce_and_sum(
+            first, axis_name, list(names.values()), weight=weight
+        )
+        if also is not None:
+            also = dict(zip(names, sums, strict=True))
         left = {i: _orthonormal(first[i]) for i in low}
         right = reduce([matrices[i].T @ left[i] for i in low], axis_name, weight=weight)
         lost = [jnp.zeros_like(x) for x in wide]
@@ -153,7 +154,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         factors = jax.tree.unflatten(
             jax.tree.structure(state.factors, is_leaf=is_masked), factors
         )
-        return mean, lost, PowerSGDState(localize(factors, axis_name))
+        state = PowerSGDState(localize(factors, axis_name))
+        return Met(mean, total, lost, state, also)
 
     def encode(x, state):
         size = size_of(x)

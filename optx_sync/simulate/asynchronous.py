@@ -49,7 +49,7 @@ from optx_sync.center.rule import (
     weighed,
 )
 from optx_sync.checks import check_count, check_grads, check_inner
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.sharding import stack
 from optx_sync.simulate.replay import (
     GradFn,

@@ -24,7 +24,8 @@ def between_replicas(context, exchange):
     """{kind: bytes per device} of the collectives between replicas, as compiled."""
 
     def meet(tree):
-        return exchange.meet(tree, oxs.localize(exchange.init(tree), AXIS), AXIS)[:2]
+        met = exchange.meet(tree, oxs.localize(exchange.init(tree), AXIS), AXIS)
+        return met.mean, met.lost
 
     program = mapped(context, meet, REPLICAS)
     found: dict[str, int] = {}
@@ -181,9 +182,11 @@ def test_two_bits_are_the_means_of_four_bins():
                 for one_bin in (sign & above, sign & ~above):
                     out[largest[one_bin]] = value[one_bin].mean()
     exchange = top_k(15, 40, bits=2)
-    mean, lost, _ = lanes(lambda x: exchange.meet(x, (), AXIS), x.reshape(2, 120))
-    np.testing.assert_allclose(mean[0], sent.mean(0).ravel(), rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(lost, (x - sent).reshape(2, 120), rtol=2e-6, atol=1e-6)
+    met = lanes(lambda x: exchange.meet(x, (), AXIS), x.reshape(2, 120))
+    np.testing.assert_allclose(met.mean[0], sent.mean(0).ravel(), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        met.lost, (x - sent).reshape(2, 120), rtol=2e-6, atol=1e-6
+    )
 
 
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
@@ -197,9 +200,10 @@ def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
 
             def meet(bad, good, fed=fed):
                 state = fed.init(bad)
-                _, _, state = fed.meet(good, state, AXIS)
-                mean, _, state = fed.meet(bad, state, AXIS)
-                return mean, *fed.meet(good, state, AXIS)
+                state = fed.meet(good, state, AXIS).state
+                met = fed.meet(bad, state, AXIS)
+                again = fed.meet(good, met.state, AXIS)
+                return met.mean, again.mean, again.lost, again.state
 
             mean, again, _, state = lanes(meet, bad, good[1])
             assert not np.isfinite(mean[:, 3, 5]).any()
@@ -217,10 +221,10 @@ def test_a_replica_without_weight_keeps_what_it_owes():
         state = exchange.init(x)._replace(error=jnp.arange(50.0))
         return exchange.meet(x, state, AXIS, weight=weight)
 
-    mean, lost, state = lanes(meet, x, jnp.array([2.0, 0.0, 1.0]))
-    assert np.isfinite(mean).all()
-    assert np.array_equal(state.error[1], np.arange(50.0))
-    assert np.array_equal(lost[1], np.zeros(50))
+    met = lanes(meet, x, jnp.array([2.0, 0.0, 1.0]))
+    assert np.isfinite(met.mean).all()
+    assert np.array_equal(met.state.error[1], np.arange(50.0))
+    assert np.array_equal(met.lost[1], np.zeros(50))
 
 
 PARAMS = {
@@ -313,7 +317,7 @@ def step_with_rows(tx):
 
 REFUSED = {
     "bits": (lambda: quantized(bits=2), ValueError, "8 or 4; got 2"),
-    "block": (lambda: quantized(block=0), ValueError, "1 or more; got 0"),
+    "block": (lambda: quantized(block=0), ValueError, "block must be 1 or more"),
     "block's type": (lambda: quantized(block=2.0), TypeError, "an integer"),  # pyright: ignore[reportArgumentType]
     "k": (lambda: top_k(k=65, chunk=64), ValueError, "k=65 and chunk=64"),
     "no k": (lambda: top_k(k=0), ValueError, "k must be 1 or more"),
@@ -365,8 +369,8 @@ def test_a_missing_gradient_is_owed_nothing():
 
     def meet(x):
         state = exchange.init({"w": x, "v": x})
-        mean, lost, new = exchange.meet({"w": x, "v": None}, state, AXIS)
-        return mean, lost, new.error["v"]
+        met = exchange.meet({"w": x, "v": None}, state, AXIS)
+        return met.mean, met.lost, met.state.error["v"]
 
     mean, lost, error = lanes(meet, jnp.ones((2, 3)))
     assert mean["v"] is None and lost["v"] is None

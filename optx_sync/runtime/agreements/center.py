@@ -24,7 +24,7 @@ from optx_sync.center.formulas import (
     worker_params,
 )
 from optx_sync.center.rule import CenterRule, Period, Round, reads
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
     ExpectedCodes,
