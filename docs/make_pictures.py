@@ -145,7 +145,7 @@ def draw_robust():
     }
 
     def meet(x):
-        return [rule.meet(x, (), "data")[0] for rule in rules.values()]
+        return [rule.meet(x, (), "data").mean for rule in rules.values()]
 
     results = jax.vmap(meet, axis_name="data")(sent)
     figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")

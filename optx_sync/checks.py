@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,6 +73,36 @@ def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
             f"{name} must be {least} or more, and below 2**31; got {number}. {mend}"
         )
     return int(number)
+
+
+def check_interval(
+    name: str,
+    value: Any,
+    mend: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    open_ends: bool = False,
+) -> None:
+    """Refuse what is no number in [least, most]; what is traced passes.
+
+    With `open_ends` neither end is in it. A NaN is refused.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | np.number | jax.Array
+    ):
+        raise TypeError(
+            f"{name} must be a number; got {value!r} of type {type(value).__name__}. "
+            f"{mend}"
+        )
+    inside = least < value < most if open_ends else least <= value <= most
+    if not inside:
+        left, right = "()" if open_ends else "[]"
+        raise ValueError(
+            f"{name} must lie in {left}{least:g}, {most:g}{right}; got {value}. {mend}"
+        )
 
 
 def check_params(params: Any) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a transformation may work on pieces of arrays: it is tried, whole and cut."""
 
+import functools
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 import jax.core
@@ -19,15 +21,24 @@ _EXAMPLE = {
 # Sizes of the gradients, so that a threshold is passed; the last one brings a NaN.
 _SCALES = (1e-6, 1.0, 1e6, np.nan)
 _STEPS = 2
+# What a transformation raises that does not work on other parameters than its own.
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 
 
 class Elementwise:
     """The check of one transformation that is to work on pieces.
 
-    It is tried at once on an example, in two steps with gradients of many sizes and a
-    NaN: on two flat halves, each on a replica of its own, it must do what it does on
-    the whole. One that treats parameters by their names, or does not work on the
-    example, is tried by `check` on the real ones in small.
+    `check` tries it on an example, in two steps with gradients of many sizes and a NaN:
+    on two flat halves, each on a replica of its own, it must do what it does on the
+    whole. One that treats parameters by their names, or does not work on the example,
+    is tried on the parameters in small.
+
+    Args:
+        inner: The transformation.
+        axes: The axes along which the pieces lie. It may use them, to add up what it
+            needs of the whole.
+        option: What asks for pieces, as the user wrote it, for the message.
+        who: What the transformation is called, for the message.
     """
 
     def __init__(
@@ -37,31 +48,11 @@ class Elementwise:
         option: str,
         who: str = "inner",
     ):
-        """Try it on the example.
-
-        Args:
-            inner: The transformation.
-            axes: The axes along which the pieces lie. It may use them, to add up
-                what it needs of the whole.
-            option: What asks for pieces, as the user wrote it, for the message.
-            who: What the transformation is called, for the message.
-
-        Raises:
-            ValueError: It is not elementwise.
-        """
         self._inner, self._axes = inner, axes
         self._option, self._who = option, who
-        try:
-            self._clear = self._try(_EXAMPLE) and not self._names_leaves()
-        except (TypeError, ValueError, KeyError, AttributeError):
-            self._clear = False
-            if self._refused is not None:
-                raise
-
-    _refused: str | None = None
 
     def check(self, params: Tree) -> None:
-        """Refuse what the example did not show, for these parameters.
+        """Refuse it for these parameters, where it needs more than each number alone.
 
         Args:
             params: A tree of arrays or `jax.ShapeDtypeStruct`.
@@ -72,25 +63,35 @@ class Elementwise:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
         )
-        self._check_state(shapes)
-        if self._clear:
-            return
-        small = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                tuple(min(4 if axis else 6, n) for axis, n in enumerate(x.shape)),
-                np.float32,
-            ),
-            shapes,
-        )
+        if not self._fits_pieces(shapes):
+            self._refuse("its state has arrays of other sizes than the parameters")
+        agrees = self._on_example
+        if agrees is None:
+            small = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    tuple(min(4 if axis else 6, n) for axis, n in enumerate(x.shape)),
+                    np.float32,
+                ),
+                shapes,
+            )
+            try:
+                agrees = self._agrees(small)
+            except _FAILURES as error:
+                raise ValueError(
+                    f"{self._option} needs to try {self._who} on small arrays, and "
+                    f"that failed: {error} Leave {self._option} out."
+                ) from error
+        if not agrees:
+            self._refuse("it does not act on each number alone")
+
+    @functools.cached_property
+    def _on_example(self) -> bool | None:
+        """Whether the example says that it is elementwise, `None` if it cannot say."""
         try:
-            self._clear = self._try(small)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            if self._refused is not None:
-                raise
-            raise ValueError(
-                f"{self._option} needs to try {self._who} on small arrays, and that "
-                f"failed: {error} Leave {self._option} out."
-            ) from error
+            agrees = self._agrees(_EXAMPLE)
+            return None if agrees and self._names_leaves() else agrees
+        except _FAILURES:
+            return None
 
     def _names_leaves(self) -> bool:
         """Whether it leaves out or tells apart parameters, by name or otherwise."""
@@ -101,8 +102,8 @@ class Elementwise:
         state = jax.eval_shape(self._inner.init, _EXAMPLE)
         return any(map(picks, jax.tree.leaves(state, is_leaf=picks)))
 
-    def _check_state(self, shapes: Tree) -> None:
-        """Refuse a state whose arrays are not cut where the parameters are."""
+    def _fits_pieces(self, shapes: Tree) -> bool:
+        """Whether the arrays of its state are cut where the parameters are."""
         flat, halves = (
             jax.tree.map(
                 lambda x, parts=parts: jax.ShapeDtypeStruct(
@@ -123,11 +124,10 @@ class Elementwise:
             piece = two.ndim == 1 and two.size == one.size
             piece = piece and half.shape == (-(-one.size // 2),)
             same = same and (whole_number or piece)
-        if not same:
-            self._refuse("its state has arrays of other sizes than the parameters")
+        return same
 
-    def _try(self, shapes: Tree) -> bool:
-        """Whole and cut, do the steps agree? Otherwise it is refused."""
+    def _agrees(self, shapes: Tree) -> bool:
+        """Whether the steps agree, whole and cut."""
         with (
             # Outside of what is traced and mapped here, and as Optax expects it.
             jax.core.eval_context(),
@@ -174,7 +174,7 @@ class Elementwise:
             two = np.moveaxis(np.asarray(two), 0, 2).reshape(len(_SCALES), _STEPS, -1)
             two = two[..., : one.shape[-1]]
             if not np.allclose(one, two, rtol=1e-4, atol=1e-12, equal_nan=True):
-                self._refuse("it does not act on each number alone")
+                return False
         return True
 
     def _steps(self, params: Tree, grads: Tree) -> Tree:
@@ -198,8 +198,7 @@ class Elementwise:
             one = _along(one, axis)
         return jax.vmap(one, axis_name=self._axes[0])(params, grads)
 
-    def _refuse(self, reason: str) -> None:
-        self._refused = reason
+    def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
             f"{self._option} lets {self._who} see pieces of arrays, which is right for "
             "transformations that act on each number alone, such as Adam; but with "

@@ -347,15 +347,26 @@ MUTANTS: dict[str, list[Mutant]] = {
             "",
         ),
         Mutant(
-            "exchange/rule.py", "if not isinstance(exchange, Exchange):", "if False:"
+            "exchange/contract.py",
+            "if not isinstance(exchange, Exchange):",
+            "if False:",
         ),
         Mutant(
-            "exchange/rule.py",
+            "exchange/contract.py",
             "return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))",
             "return False",
         ),
-        Mutant("replicas/cross_shard.py", "if not exchange.takes_rows:", "if False:"),
-        Mutant("replicas/cross_shard.py", "if not exchange.takes_groups:", "if False:"),
+        Mutant(
+            "replicas/cross_shard.py",
+            "    if not exchange.exact:\n        require_dense(grads)",
+            "    if False:\n        require_dense(grads)",
+        ),
+        Mutant(
+            "replicas/cross_shard.py",
+            "if not exchange.exact:\n            raise",
+            "if False:\n            raise",
+        ),
+        Mutant("exchange/contract.py", "if not isinstance(met, Met):", "if False:"),
         Mutant(
             "exchange/quantized.py",
             "_lost(mean, second, bits) * total.astype(x.dtype)",
@@ -514,7 +525,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "lambda g: g * size, updates",
             "lambda g: g, updates",
         ),
-        Mutant("replicas/cross_shard.py", "size = len(group_assignment[0])", "pass"),
+        Mutant("collectives.py", "counted: Any = divisor", "counted: Any = size"),
         Mutant(
             "replicas/cross_shard.py",
             "state = vary_like(new_state, inner_state)",
@@ -959,50 +970,48 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "robust": [
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "low, high = jnp.maximum(n - 1, 0) // 2, n // 2",
             "low, high = n // 2, n // 2",
         ),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "cut = jnp.minimum(f, jnp.maximum(n - 1, 0) // 2)",
             "cut = f",
         ),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "nearest = jnp.arange(replicas) < n - wrong - 2",
             "nearest = jnp.arange(replicas) < n - wrong - 1",
         ),
-        Mutant("exchange/robust.py", "last = last * (1 + _EQUAL)", "last = last * 2"),
+        Mutant("exchange/robust", "last = last * (1 + _EQUAL)", "last = last * 2"),
+        Mutant("exchange/robust", "fori_loop(1, steps, step", "fori_loop(1, 1, step"),
         Mutant(
-            "exchange/robust.py", "fori_loop(1, steps, step", "fori_loop(1, 1, step"
-        ),
-        Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "finite = everyone.counts & jnp.isfinite(sizes)",
             "finite = everyone.counts",
         ),
         Mutant(
-            "exchange/robust.py", "return jnp.clip(apart, -_FAR, _FAR)", "return apart"
+            "exchange/robust", "return jnp.clip(apart, -_FAR, _FAR)", "return apart"
         ),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "limit = _median_over(norm, weight, axis_name)",
             "limit = _median_over(norm, None, axis_name)",
         ),
-        Mutant("exchange/robust.py", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
+        Mutant("exchange/robust", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "return _counted(total < 0, weight)",
             "return _counted(total > 0, weight)",
         ),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "return flag if weight is None else flag & _flag(weight)",
             "return flag",
         ),
         Mutant(
-            "exchange/robust.py",
+            "exchange/robust",
             "    def outlier(tree, mean, axis_name, weight):\n        axes = axes_of_shards(tree, axis_name)\n        if",
             "    def outlier(tree, mean, axis_name, weight):\n        axes = ()\n        if",
         ),

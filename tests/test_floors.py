@@ -42,7 +42,13 @@ FLOORS = {
 GROUND = {
     "rows": {"rows/slices"},
     "placement": {"placement/fields", "placement/axes"},
-    "exchange": {"exchange/rule", "exchange/all_reduce", "exchange/pieces"},
+    "exchange": {
+        "exchange/contract",
+        "exchange/all_reduce",
+        "exchange/pieces",
+        "exchange/robust/norms",
+        "exchange/robust/transposed",
+    },
     "optimizers": {"optimizers/rule"},
     "center": {
         "center/rounds/meeting",

@@ -585,8 +585,8 @@ def check_law(meeting):
         def one(state, now):
             tree, weight = now
             given = {"weight": weight} if meeting.weights else {}
-            mean, lost, state = exchange.meet(tree, state, AXIS, **given)
-            return state, (mean, lost)
+            met = exchange.meet(tree, state, AXIS, **given)
+            return met.state, (met.mean, met.lost)
 
         state = oxs.localize(exchange.init(like), AXIS)
         state, results = jax.lax.scan(one, state, (tree, weights))

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.center.state import CenterState
+from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
 from optx_sync.placement.fields import fields_of
 from optx_sync.replicas.cross_shard import CrossShardState

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule, Period, reads
-from optx_sync.exchange.rule import Code, Exchange, check_exchange
+from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, is_floating, leaves_with_names
 
 

@@ -47,7 +47,7 @@ from optx_sync.collectives import (
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import (
+from optx_sync.exchange.contract import (
     Exchange,
     check_exchange,
     check_weight,

@@ -10,7 +10,7 @@ import jax
 from optx_sync.center.contract import InnerState
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.lockstep import center_variable
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 
 
 class CenterOptions(TypedDict, total=False):

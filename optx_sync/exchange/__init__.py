@@ -2,21 +2,23 @@
 """How the arrays of all replicas become one: the value of `exchange=`."""
 
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
+from optx_sync.exchange.contract import Exchange as Exchange
+from optx_sync.exchange.contract import Met as Met
 from optx_sync.exchange.error_feedback import error_feedback as error_feedback
 from optx_sync.exchange.power_sgd import power_sgd as power_sgd
 from optx_sync.exchange.quantized import quantized as quantized
-from optx_sync.exchange.robust import adasum as adasum
-from optx_sync.exchange.robust import clipped as clipped
-from optx_sync.exchange.robust import geometric_median as geometric_median
-from optx_sync.exchange.robust import krum as krum
-from optx_sync.exchange.robust import median as median
-from optx_sync.exchange.robust import sign_majority as sign_majority
-from optx_sync.exchange.robust import trimmed_mean as trimmed_mean
-from optx_sync.exchange.rule import Exchange as Exchange
+from optx_sync.exchange.robust.adasum import adasum as adasum
+from optx_sync.exchange.robust.clipped import clipped as clipped
+from optx_sync.exchange.robust.coordinate import median as median
+from optx_sync.exchange.robust.coordinate import sign_majority as sign_majority
+from optx_sync.exchange.robust.coordinate import trimmed_mean as trimmed_mean
+from optx_sync.exchange.robust.distance import geometric_median as geometric_median
+from optx_sync.exchange.robust.distance import krum as krum
 from optx_sync.exchange.top_k import top_k as top_k
 
 __all__ = [
     "Exchange",
+    "Met",
     "adasum",
     "all_reduce",
     "clipped",

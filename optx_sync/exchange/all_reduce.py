@@ -5,8 +5,8 @@ import functools
 from typing import Any
 
 from optx_sync.collectives import check_sum_dtype, reduce_and_sum
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
-from optx_sync.exchange.rule import Code, Exchange
 
 
 def all_reduce(dtype: Any = None) -> Exchange:
@@ -37,27 +37,25 @@ def all_reduce(dtype: Any = None) -> Exchange:
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.all_reduce(jnp.bfloat16)
         >>> def mean(x):
-        ...     return exchange.meet(x, exchange.init(x), "data")[0]
+        ...     return exchange.meet(x, exchange.init(x), "data").mean
         >>> jax.vmap(mean, axis_name="data")(jnp.array([1.0, 4.0]))
         Array([2.5, 2.5], dtype=float32)
     """
     dtype = check_sum_dtype(dtype)
 
-    def meet_and_sum(
-        tree, state, axis_name, scalars, *, weight=None, group_assignment=None
-    ):
-        mean, sums, divisor = reduce_and_sum(
+    def meet(tree, state, axis_name, *, weight=None, also=None, group_assignment=None):
+        names = also or {}
+        mean, sums, total = reduce_and_sum(
             tree,
             axis_name,
-            list(scalars.values()),
+            list(names.values()),
             weight=weight,
             group_assignment=group_assignment,
             dtype=dtype,
         )
-        return mean, None, state, dict(zip(scalars, sums, strict=True)), divisor
-
-    def meet(tree, state, axis_name, **options):
-        return meet_and_sum(tree, state, axis_name, {}, **options)[:3]
+        if also is not None:
+            also = dict(zip(names, sums, strict=True))
+        return Met(mean, total, None, state, also)
 
     def encode(x, state):
         sent = x if dtype is None else x.astype(dtype)
@@ -66,9 +64,7 @@ def all_reduce(dtype: Any = None) -> Exchange:
     return Exchange(
         lambda tree: (),
         meet,
-        takes_rows=True,
-        takes_groups=True,
-        meet_and_sum=meet_and_sum,
+        exact=True,
         scatter=functools.partial(scatter, dtype=dtype),
         code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

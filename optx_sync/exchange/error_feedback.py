@@ -4,12 +4,12 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
-from optx_sync.collectives import localize, own_weight, weigh
+from optx_sync.checks import check_interval
+from optx_sync.collectives import localize, own_weight, vary_like, weigh
+from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
-from optx_sync.exchange.rule import Code, Exchange, check_exchange
 from optx_sync.placement.fields import OWED, OWN, table
 from optx_sync.trees import Tree, at_least_float32, round_to
 
@@ -72,8 +72,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         >>> x = jnp.tile(jnp.array([7.0, 0.3]), (2, 2))  # two pieces, one block each
         >>> state = jax.vmap(exchange.init)(x)
         >>> def meet(x, state):
-        ...     mean, _, state = exchange.meet(x, state, "pods")
-        ...     return mean, state
+        ...     met = exchange.meet(x, state, "pods")
+        ...     return met.mean, met.state
         >>> meet = jax.jit(jax.vmap(meet, axis_name="pods"))
         >>> for _ in range(3):
         ...     mean, state = meet(x, state)
@@ -86,26 +86,23 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
         Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
     """
-    check_exchange(exchange, exchange)
+    exchange = check_exchange(exchange, exchange)
     if not exchange.linear:
         raise ValueError(
             "error_feedback needs a linear exchange, of which somebody knows what it "
             "loses: what a median leaves out is left out on purpose, and must not come "
             "back. Use the robust exchange alone."
         )
-    concrete = not isinstance(decay, jax.core.Tracer)
-    if concrete and not 0 <= float(decay) <= 1:
-        raise ValueError(
-            f"decay must lie in [0, 1]; got {decay}. Pass for example 1.0."
-        )
+    check_interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
         def zeros(leaf):
-            return jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
+            error = jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
+            return vary_like(error, leaf)
 
         return ErrorFeedbackState(jax.tree.map(zeros, tree), exchange.init(tree))
 
-    def meet(tree, state, axis_name, *, weight=None):
+    def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "error_feedback")
         own = own_weight(weight, axis_name)
         takes_part = True if own is None else own > 0
@@ -125,9 +122,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             wished,
             tree,
         )
-        mean, lost, inner = exchange.meet(
-            sent, state.exchange, axis_name, weight=weight
-        )
+        met = exchange.meet(sent, state.exchange, axis_name, weight=weight, also=also)
 
         def owe(x, wished, lost, mean, error):
             if x is None:
@@ -138,9 +133,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             arrived = jnp.isfinite(new) & jnp.isfinite(mean)
             return jnp.where(arrived, new, error)
 
+        lost = met.lost
         if lost is None:
             lost = jax.tree.map(lambda x: None, sent)
-        error = _map(owe, sent, wished, lost, mean, state.error)
+        error = _map(owe, sent, wished, lost, met.mean, state.error)
 
         def growth(x, new, old):
             if x is None:
@@ -149,7 +145,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             return new - kept * old
 
         grown = _map(growth, tree, error, state.error)
-        return mean, grown, ErrorFeedbackState(*localize((error, inner), axis_name))
+        state = ErrorFeedbackState(*localize((error, met.state), axis_name))
+        return met._replace(lost=grown, state=state)
 
     if exchange.code is None:
         return Exchange(init, meet)

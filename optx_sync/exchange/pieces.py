@@ -9,8 +9,8 @@ platforms, and leaves bytes alone on all of them.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ from optx_sync.collectives import (
     own_weight,
     reduce,
     require_local,
+    varying_axes,
     weigh,
 )
-from optx_sync.exchange.rule import require_dense
+from optx_sync.exchange.contract import require_dense
 from optx_sync.placement.fields import InPieces, in_rows
 from optx_sync.trees import (
     Tree,
@@ -41,29 +42,34 @@ from optx_sync.trees import (
     round_to,
 )
 
+# The dtype of a buffer, and the mesh axes over which it varies.
+Buffer: TypeAlias = tuple[np.dtype, frozenset[str]]
+
 
 class Layout(NamedTuple):
     """Which leaves of a tree lie where in its buffers."""
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]  # of the leaves
-    dtypes: tuple[np.dtype, ...]  # of the leaves in their buffers
-    lengths: dict[np.dtype, int]  # numbers in each buffer, without padding
+    buffers: tuple[Buffer, ...]  # of the leaves
+    lengths: dict[Buffer, int]  # numbers in each buffer, without padding
 
 
 def layout_of(tree: Tree) -> Layout:
-    """The layout of a tree of arrays or `jax.ShapeDtypeStruct`.
+    """The layout of a tree of arrays.
 
-    Half precision leaves lie in the float32 buffer. A buffer is not empty.
+    Half precision leaves lie in a float32 buffer. A buffer is not empty. Leaves that
+    vary over other mesh axes (check_vma=True) lie apart: one that is equal on all
+    shards of a worker would be coded beside what differs, and come back unequal.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    dtypes = tuple(at_least_float32(leaf.dtype) for leaf in leaves)
-    lengths: dict[np.dtype, int] = {}
-    for leaf, dtype in zip(leaves, dtypes, strict=True):
+    buffers = tuple((at_least_float32(x.dtype), varying_axes(x)) for x in leaves)
+    lengths: dict[Buffer, int] = {}
+    for leaf, buffer in zip(leaves, buffers, strict=True):
         if leaf.size:
-            lengths[dtype] = lengths.get(dtype, 0) + leaf.size
+            lengths[buffer] = lengths.get(buffer, 0) + leaf.size
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    return Layout(treedef, shapes, dtypes, lengths)
+    return Layout(treedef, shapes, buffers, lengths)
 
 
 def flatten(tree: Tree) -> list[jax.Array]:
@@ -73,12 +79,12 @@ def flatten(tree: Tree) -> list[jax.Array]:
     return [
         jnp.concatenate(
             [
-                leaf.astype(wide).reshape(-1)
-                for leaf, wide in zip(leaves, layout.dtypes, strict=True)
-                if wide == dtype and leaf.size
+                leaf.astype(buffer[0]).reshape(-1)
+                for leaf, own in zip(leaves, layout.buffers, strict=True)
+                if own == buffer and leaf.size
             ]
         )
-        for dtype in layout.lengths
+        for buffer in layout.lengths
     ]
 
 
@@ -87,14 +93,14 @@ def unflatten(layout: Layout, buffers: Sequence[jax.Array]) -> Tree:
     found = dict(zip(layout.lengths, buffers, strict=True))
     start = dict.fromkeys(layout.lengths, 0)
     leaves = []
-    for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
+    for shape, buffer in zip(layout.shapes, layout.buffers, strict=True):
         size = math.prod(shape)
         if size:
-            at = start[dtype]
-            leaves.append(found[dtype][at : at + size].reshape(shape))
-            start[dtype] += size
+            at = start[buffer]
+            leaves.append(found[buffer][at : at + size].reshape(shape))
+            start[buffer] += size
         else:
-            leaves.append(jnp.zeros(shape, dtype))
+            leaves.append(jnp.zeros(shape, buffer[0]))
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
@@ -147,7 +153,7 @@ def scatter(
         in_rows(x.astype(at_least_float32(x.dtype)).reshape(-1), replicas)
         for x in leaves
     ]
-    return treedef.unflatten(_joined(send, rows))
+    return treedef.unflatten(_joined(send, rows, kinds(rows)))
 
 
 def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
@@ -183,7 +189,7 @@ def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
             continue
         places.append(place)
         found.append(round_to(piece, whole.dtype).astype(whole.dtype)[None])
-    for place, whole in zip(places, _joined(send, found), strict=True):
+    for place, whole in zip(places, _joined(send, found, kinds(found)), strict=True):
         shape = shapes[place].shape
         leaves[place] = whole.reshape(-1)[: math.prod(shape)].reshape(shape)
     return treedef.unflatten(leaves)
@@ -231,14 +237,17 @@ def check_pieces(
 
 
 def _joined(
-    send: Callable[[jax.Array], jax.Array], rows: Sequence[jax.Array]
+    send: Callable[[jax.Array], jax.Array],
+    rows: Sequence[jax.Array],
+    together: Iterable[list[int]],
 ) -> list[jax.Array]:
     """`send` of arrays [rows, numbers] that are joined along axis 1, and cut again.
 
-    What it returns has their numbers along the last axis.
+    `together` says which ones are joined. What `send` returns has their numbers along
+    the last axis.
     """
     results: list[Any] = [None] * len(rows)
-    for places in kinds(rows):
+    for places in together:
         widths = [rows[place].shape[1] for place in places]
         sent = jnp.concatenate([rows[place] for place in places], axis=1)
         moved = send(sent) if sent.size else sent[0]
@@ -253,23 +262,36 @@ def travel(
     messages: Sequence[jax.Array],
     axis_name: AxisName,
 ) -> list[jax.Array]:
-    """Messages of bytes, uint8[rows, bytes], together in one collective over rows."""
-    if not messages:
-        return []
-    ends = np.cumsum([message.shape[1] for message in messages])
-    moved = collective(jnp.concatenate(messages, axis=1), axis_name)
-    return jnp.split(moved, ends[:-1], axis=1)
+    """Messages of bytes, uint8[rows, bytes], together in one collective over rows.
+
+    Those that vary over other mesh axes travel apart, so that what is equal on all
+    shards of a worker stays known to be so.
+    """
+    together: dict[frozenset[str], list[int]] = {}
+    for place, message in enumerate(messages):
+        together.setdefault(varying_axes(message), []).append(place)
+    return _joined(
+        lambda joined: collective(joined, axis_name), messages, together.values()
+    )
 
 
-def require_meetable(tree: Tree, axis_name: AxisName, who: str) -> None:
-    """Refuse leaves that are not dense, real and floating, or that are reduced."""
+def require_meetable(
+    tree: Tree,
+    axis_name: AxisName,
+    who: str,
+    fits: Callable[[Any], bool] = is_floating,
+) -> None:
+    """Refuse leaves that are not dense, whose dtype does not fit, or that are reduced.
+
+    By default real floating dtypes fit.
+    """
     require_dense(tree, who)
     for path, leaf in leaves_with_names(tree):
-        if leaf is not None and not is_floating(leaf.dtype):
+        if leaf is not None and not fits(jnp.result_type(leaf)):
             raise TypeError(
-                f"{who} takes real floating leaves, but the one at {path} has dtype "
-                f"{leaf.dtype}. Use oxs.exchange.all_reduce(), or leave it out with "
-                "optax.masked."
+                f"{who} does not take dtype {jnp.result_type(leaf)}, which the leaf at "
+                f"{path} has: exchanges are of real floating leaves. Use oxs.exchange."
+                "all_reduce(), or leave it out with optax.masked."
             )
     require_local(tree, axis_name)
 

@@ -2,23 +2,41 @@
 """Two factors of each matrix, by one step of power iteration."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from optx_sync.collectives import localize, own_weight, reduce, weigh
+from optx_sync.checks import check_count, check_interval
+from optx_sync.collectives import (
+    localize,
+    own_weight,
+    reduce,
+    reduce_and_sum,
+    sum_shards,
+    vary_like,
+    weigh,
+)
+from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.exchange.rule import Code, Exchange
 from optx_sync.placement.fields import LIKE_PARAMS, table
-from optx_sync.trees import at_least_float32, leaves_with_names
+from optx_sync.trees import (
+    Tree,
+    at_least_float32,
+    is_masked,
+    leaves_with_names,
+    path_name,
+)
 
 
 class PowerSGDState(NamedTuple):
     """State of `power_sgd`, equal on all replicas."""
 
-    factors: jax.Array  # float32[], the last Q of all compressed leaves, joined
+    # Like the tree: float32[rank, ...] for a leaf (n, ...), its last Q transposed; no
+    # leaf, `optax.MaskedNode`, for one that travels whole.
+    factors: Tree
 
     field_kinds = table(factors=LIKE_PARAMS)
 
@@ -40,7 +58,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     are largest. Two all-reduces of rank (n + m) numbers per matrix. Vectors, scalars
     and matrices that this would not make `min_rate` times smaller travel whole, in the
     first of them. Leaves keep their shapes, so that a worker that is sharded itself
-    stays sharded.
+    stays sharded. Where its shards' axes are manual too (`jax.shard_map`), each shard
+    is a matrix of its own, and shards of the same columns have one Q.
 
     Made for `error_feedback(power_sgd(...))`: alone it never sends what is not in its
     `rank` directions. A NaN makes the mean of its leaf NaN, and the next Q stays as it
@@ -64,7 +83,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.power_sgd(rank=1)
         >>> def mean(x):
-        ...     return exchange.meet(x, exchange.init(x), "pods")[0]
+        ...     return exchange.meet(x, exchange.init(x), "pods").mean
         >>> x = jnp.ones((2, 8, 8)) * jnp.array([1.0, 3.0])[:, None, None]
         >>> bool(jnp.allclose(jax.vmap(mean, axis_name="pods")(x), 2.0))
         True
@@ -73,14 +92,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient
         Compression for Distributed Optimization", arXiv:1905.13727.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise TypeError(f"rank must be an integer, for example 1; got {rank!r}.")
-    if rank < 1:
-        raise ValueError(f"rank must be 1 or more; got {rank}. Pass for example 1.")
-    if not min_rate > 0:
-        raise ValueError(
-            f"min_rate must be positive; got {min_rate}. The default is 2."
-        )
+    rank = check_count("rank", rank, "The default is 1.")
+    check_interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
 
     def size_of(leaf) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is worth it, else None."""
@@ -92,31 +105,41 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         return (rows, columns, used) if worth else None
 
     def init(tree):
-        sizes = [size for leaf in jax.tree.leaves(tree) if (size := size_of(leaf))]
-        total = sum(columns * used for _, columns, used in sizes)
+        leaves, treedef = jax.tree.flatten(tree)
+        sizes = [size_of(leaf) for leaf in leaves]
+        numbers = [0 if size is None else size[1] * size[2] for size in sizes]
         # Equal on all replicas, whatever they hold.
-        return PowerSGDState(jax.random.normal(jax.random.key(0), (total,)))
+        drawn = jax.random.normal(jax.random.key(0), (sum(numbers),))
+        parts = jnp.split(drawn, np.cumsum(numbers)[:-1]) if leaves else []
 
-    def meet(tree, state, axis_name, *, weight=None):
+        def factor(leaf, size, part):
+            if size is None:
+                return optax.MaskedNode()
+            _, columns, used = size
+            last = part.reshape(columns, used).T.reshape(used, *leaf.shape[1:])
+            return vary_like(last, leaf)
+
+        return PowerSGDState(treedef.unflatten(map(factor, leaves, sizes, parts)))
+
+    def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "power_sgd")
         weight = own_weight(weight, axis_name)
         leaves, treedef = jax.tree.flatten(tree)
-        sizes = [size_of(leaf) for leaf in leaves]
-        _check_factors(tree, state.factors, sizes)
+        factors = _factors_of(tree, state.factors)
         wide = [leaf.astype(at_least_float32(leaf.dtype)) for leaf in leaves]
-        low = [i for i, size in enumerate(sizes) if size is not None]
+        low = [i for i, factor in enumerate(factors) if not is_masked(factor)]
         matrices = {i: wide[i].reshape(leaves[i].shape[0], -1) for i in low}
-        ends = np.cumsum([size[1] * size[2] for size in sizes if size is not None])
-        last = [
-            part.reshape(matrices[i].shape[1], -1).astype(wide[i].dtype)
-            for i, part in zip(low, jnp.split(state.factors, ends[:-1]), strict=False)
-        ]
         # Small leaves travel with the first factors.
-        first = [
-            matrices[i] @ _orthonormal(last[low.index(i)]) if i in matrices else x
-            for i, x in enumerate(wide)
-        ]
-        first = reduce(first, axis_name, weight=weight)
+        first = list(wide)
+        for i in low:
+            last = factors[i].reshape(len(factors[i]), -1).T.astype(wide[i].dtype)
+            first[i] = matrices[i] @ _orthonormal(last)
+        names = also or {}
+        first, sums, total = reduce_and_sum(
+            first, axis_name, list(names.values()), weight=weight
+        )
+        if also is not None:
+            also = dict(zip(names, sums, strict=True))
         left = {i: _orthonormal(first[i]) for i in low}
         right = reduce([matrices[i].T @ left[i] for i in low], axis_name, weight=weight)
         lost = [jnp.zeros_like(x) for x in wide]
@@ -124,15 +147,18 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             first[i] = (left[i] @ factor.T).reshape(leaves[i].shape)
             kept = left[i] @ (left[i].T @ matrices[i])
             lost[i] = weigh(wide[i] - kept.reshape(leaves[i].shape), weight)
+            # Shards of the rows have one Q: what it was for all of them.
+            new = factor.T.reshape(factors[i].shape).astype(jnp.float32)
+            new = sum_shards(new, factors[i])
+            factors[i] = jnp.where(jnp.isfinite(new), new, factors[i])
         mean, lost = narrowed(
             treedef.unflatten(first), treedef.unflatten(lost), tree, weight
         )
-        factors = state.factors
-        if low:
-            joined = [factor.reshape(-1).astype(jnp.float32) for factor in right]
-            new = jnp.concatenate(joined)
-            factors = jnp.where(jnp.isfinite(new), new, factors)
-        return mean, lost, PowerSGDState(localize(factors, axis_name))
+        factors = jax.tree.unflatten(
+            jax.tree.structure(state.factors, is_leaf=is_masked), factors
+        )
+        state = PowerSGDState(localize(factors, axis_name))
+        return Met(mean, total, lost, state, also)
 
     def encode(x, state):
         size = size_of(x)
@@ -140,11 +166,11 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             return x, jnp.zeros_like(x), state
         rows, columns, used = size
         matrix = x.reshape(rows, columns)
-        last = state.factors.reshape(columns, used).astype(x.dtype)
+        last = state.factors.reshape(used, columns).T.astype(x.dtype)
         left = _orthonormal(matrix @ _orthonormal(last))
         right = matrix.T @ left
         message = jnp.concatenate([left.reshape(-1), right.reshape(-1)])
-        new = right.reshape(-1).astype(jnp.float32)
+        new = right.T.reshape(state.factors.shape).astype(jnp.float32)
         factors = jnp.where(jnp.isfinite(new), new, state.factors)
         return message, x - decode(message, x), PowerSGDState(factors)
 
@@ -164,13 +190,28 @@ def _orthonormal(matrix: jax.Array) -> jax.Array:
     return jnp.linalg.qr(matrix)[0]
 
 
-def _check_factors(tree, factors, sizes) -> None:
-    """Refuse gradients of other leaves than those of `init`."""
-    total = sum(size[1] * size[2] for size in sizes if size is not None)
-    if factors.shape != (total,):
+def _factors_of(tree: Tree, factors: Tree) -> list[Any]:
+    """The last Q of each leaf; refuse other leaves than those of `init`."""
+    kept = dict(jax.tree_util.tree_leaves_with_path(factors, is_leaf=is_masked))
+    found = dict(jax.tree_util.tree_leaves_with_path(tree))
+    if kept.keys() != found.keys():
         paths = [path for path, leaf in leaves_with_names(tree) if leaf is None]
         raise ValueError(
-            f"power_sgd remembers {factors.shape[0]} numbers of factors, but these "
-            f"leaves have {total}; leaves that are None: {paths or 'none'}. Its leaves "
-            "must be those of init: give zeros for a gradient that is missing."
+            f"power_sgd remembers factors of {len(kept)} leaves, and these are "
+            f"{len(found)}; leaves that are None: {paths or 'none'}. Its leaves must "
+            "be those of init: give zeros for a gradient that is missing."
         )
+    for path, factor in kept.items():
+        if is_masked(factor):
+            continue
+        used, *columns = factor.shape
+        shape = found[path].shape
+        if columns != list(shape[1:]) or used > min(shape[0], math.prod(columns)):
+            raise ValueError(
+                f"The leaf at {path_name(path)} has shape {shape}, which does not fit "
+                f"the factor of shape {factor.shape} that power_sgd remembers, [rank, "
+                "columns]. Where a worker is in shards, place the state as oxs."
+                "state_specs(tx, params, param_specs, worker_axis) says, and let no "
+                "shard have fewer rows or columns than `rank`."
+            )
+    return list(kept.values())

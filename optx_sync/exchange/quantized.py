@@ -9,20 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
+from optx_sync.checks import check_count
 from optx_sync.collectives import axis_index, axis_size, or_one, own_weight, weigh
-from optx_sync.exchange.pieces import (
-    flatten,
-    from_bytes,
-    layout_of,
-    narrowed,
-    pack,
-    require_meetable,
-    to_bytes,
-    travel,
-    unflatten,
-    unpack,
-)
-from optx_sync.exchange.rule import Code, Exchange
+from optx_sync.exchange import pieces
+from optx_sync.exchange.contract import Code, Exchange, Met, summed
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -74,7 +64,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.quantized(bits=8)
         >>> def mean(x):
-        ...     return exchange.meet(x, exchange.init(x), "pods")[0]
+        ...     return exchange.meet(x, exchange.init(x), "pods").mean
         >>> x = jnp.array([[127.0, 40.2, 0.0, 8.0], [127.0, 40.4, 0.0, 4.0]])
         >>> jax.jit(jax.vmap(mean, axis_name="pods"))(x)[0].tolist()
         [127.0, 40.0, 0.0, 6.0]
@@ -86,29 +76,25 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         raise ValueError(
             f"bits must be 8 or 4; got {bits!r}. For 2 bits see top_k(bits=2)."
         )
-    if isinstance(block, bool) or not isinstance(block, int | np.integer):
-        raise TypeError(f"block must be an integer, for example 256; got {block!r}.")
-    if block < 1:
-        raise ValueError(f"block must be 1 or more; got {block}. Pass for example 256.")
-    block = int(block)
+    block = check_count("block", block, "The default is 256.")
 
-    def meet(tree, state, axis_name, *, weight=None):
-        require_meetable(tree, axis_name, "quantized")
-        layout, replicas = layout_of(tree), axis_size(axis_name)
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        pieces.require_meetable(tree, axis_name, "quantized")
+        layout, replicas = pieces.layout_of(tree), axis_size(axis_name)
         weight = own_weight(weight, axis_name)
         own = [
             _in_blocks(weigh(buffer, weight), replicas, block)
-            for buffer in flatten(tree)
+            for buffer in pieces.flatten(tree)
         ]
         scales = [_scales(x, bits) for x in own]
         sent = [_message(*pair, bits) for pair in zip(own, scales, strict=True)]
         total = divisor = jnp.float32(replicas)
         if weight is not None:
-            share = to_bytes(weight[None])
+            share = pieces.to_bytes(weight[None])
             sent.append(jnp.broadcast_to(share, (replicas, share.size)))
-        received = travel(collectives.all_to_all, sent, axis_name)
+        received = pieces.travel(collectives.all_to_all, sent, axis_name)
         if weight is not None:
-            total = jnp.sum(from_bytes(received.pop(), weight.dtype))
+            total = jnp.sum(pieces.from_bytes(received.pop(), weight.dtype))
             divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = [
@@ -118,7 +104,13 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         ]
         again = [_scales(mean, bits) for mean in means]
         back = [_message(*pair, bits) for pair in zip(means, again, strict=True)]
-        gathered = travel(collectives.gather, back, axis_name)
+        if weight is not None:
+            # Once more, since what is gathered is known to be equal on all replicas.
+            back.append(pieces.to_bytes(weight[None])[None])
+        gathered = pieces.travel(collectives.gather, back, axis_name)
+        known = total
+        if weight is not None:
+            known = jnp.sum(pieces.from_bytes(gathered.pop(), weight.dtype))
         whole = [
             _read(row, x.shape, bits, x.dtype).reshape(-1)
             for row, x in zip(gathered, own, strict=True)
@@ -129,10 +121,13 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             at_second = _lost(mean, second, bits) * total.astype(x.dtype)
             of_both = _lost(x, first, bits) + jnp.where(mine, at_second, 0.0)
             lost.append(of_both.reshape(-1))
-        mean, lost = narrowed(
-            unflatten(layout, whole), unflatten(layout, lost), tree, weight
+        mean, lost = pieces.narrowed(
+            pieces.unflatten(layout, whole),
+            pieces.unflatten(layout, lost),
+            tree,
+            weight,
         )
-        return mean, lost, state
+        return Met(mean, known, lost, state, summed(also, axis_name))
 
     def encode(x, state):
         own = _in_blocks(x.reshape(-1), 1, block)
@@ -197,12 +192,12 @@ def _lost(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 
 def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """uint8[pieces, bytes]: the codes and scales of each piece."""
-    pieces, top = len(x), 2 ** (bits - 1) - 1
+    top = 2 ** (bits - 1) - 1
     q = _steps(x, scales, bits)
     # What a NaN is as an integer depends on the platform; its scale says it is there.
     codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
-    packed = pack(codes.reshape(pieces, -1), bits)
-    return jnp.concatenate([packed, to_bytes(scales.reshape(pieces, -1))], 1)
+    packed = pieces.pack(codes.reshape(len(x), -1), bits)
+    return jnp.concatenate([packed, pieces.to_bytes(scales.reshape(len(x), -1))], 1)
 
 
 def _read(
@@ -211,6 +206,6 @@ def _read(
     """What the codes and scales of `_message` stand for, in blocks of this shape."""
     _, blocks, length = shape
     octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
-    codes = unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
-    scales = from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
+    codes = pieces.unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
+    scales = pieces.from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
     return (codes.astype(dtype) - (2 ** (bits - 1) - 1)) * scales

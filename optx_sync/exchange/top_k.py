@@ -8,20 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.collectives import axis_size, or_one, own_weight, weigh
-from optx_sync.exchange.pieces import (
-    flatten,
-    from_bytes,
-    layout_of,
-    narrowed,
-    pack,
-    require_meetable,
-    to_bytes,
-    travel,
-    unflatten,
-    unpack,
-)
-from optx_sync.exchange.rule import Code, Exchange
+from optx_sync.checks import check_count
+from optx_sync.collectives import axis_size, or_one, own_weight, vary_with, weigh
+from optx_sync.exchange import pieces
+from optx_sync.exchange.contract import Code, Exchange, Met, summed
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -75,8 +65,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         >>> import optx_sync as oxs
         >>> exchange = oxs.exchange.top_k(k=1, chunk=2)
         >>> def meet(x):
-        ...     mean, lost, _ = exchange.meet(x, exchange.init(x), "pods")
-        ...     return mean, lost
+        ...     met = exchange.meet(x, exchange.init(x), "pods")
+        ...     return met.mean, met.lost
         >>> x = jnp.array([[3.0, 1.0, 0.0, -4.0], [1.0, 5.0, 0.0, -2.0]])
         >>> mean, lost = jax.jit(jax.vmap(meet, axis_name="pods"))(x)
         >>> mean[0].tolist(), lost.tolist()
@@ -86,11 +76,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         Aji, Heafield 2017, "Sparse Communication for Distributed Gradient Descent",
         arXiv:1704.05021. Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706.
     """
-    for name, value in (("k", k), ("chunk", chunk)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} must be an integer; got {value!r}.")
-        if not 1 <= value < 2**31:
-            raise ValueError(f"{name} must be 1 or more; got {value}.")
+    k = check_count("k", k, "The default is 32.")
+    chunk = check_count("chunk", chunk, "The default is 4096.")
     if k > chunk:
         raise ValueError(
             f"k numbers of each chunk are sent, so k can be at most chunk; got k={k} "
@@ -102,38 +89,44 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             "in 8 or 4 bits see oxs.exchange.quantized."
         )
 
-    def meet(tree, state, axis_name, *, weight=None):
-        require_meetable(tree, axis_name, "top_k")
-        layout, replicas = layout_of(tree), axis_size(axis_name)
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        pieces.require_meetable(tree, axis_name, "top_k")
+        layout, replicas = pieces.layout_of(tree), axis_size(axis_name)
         weight = own_weight(weight, axis_name)
-        own = [_in_chunks(weigh(buffer, weight), chunk) for buffer in flatten(tree)]
+        own = [
+            _in_chunks(weigh(buffer, weight), chunk) for buffer in pieces.flatten(tree)
+        ]
         sent, lost = [], []
         for x in own:
             message = _encode(x, min(k, x.shape[1]), bits)
             sent.append(message)
             positions, values = _decode(message, x, min(k, x.shape[1]), bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
-        divisor = jnp.float32(replicas)
+        total = divisor = jnp.float32(replicas)
         if weight is not None:
-            sent.append(to_bytes(weight[None])[None])
-        gathered = travel(collectives.gather, sent, axis_name)
+            sent.append(pieces.to_bytes(weight[None])[None])
+        gathered = pieces.travel(collectives.gather, sent, axis_name)
         if weight is not None:
-            divisor = or_one(jnp.sum(from_bytes(gathered.pop(), weight.dtype)))
+            total = jnp.sum(pieces.from_bytes(gathered.pop(), weight.dtype))
+            divisor = or_one(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
             everyone = _decode(messages, x, min(k, x.shape[1]), bits)
             # One replica after the other: where all are added at once, the order in
             # which a GPU adds equal positions differs from replica to replica.
-            total, _ = jax.lax.scan(
-                lambda total, one: (_add(total, *one), None),
-                jnp.zeros(x.shape, x.dtype),
+            summed_up, _ = jax.lax.scan(
+                lambda so_far, one: (_add(so_far, *one), None),
+                vary_with(jnp.zeros(x.shape, x.dtype), everyone),
                 everyone,
             )
-            means.append((total / divisor.astype(x.dtype)).reshape(-1))
-        mean, lost = narrowed(
-            unflatten(layout, means), unflatten(layout, lost), tree, weight
+            means.append((summed_up / divisor.astype(x.dtype)).reshape(-1))
+        mean, lost = pieces.narrowed(
+            pieces.unflatten(layout, means),
+            pieces.unflatten(layout, lost),
+            tree,
+            weight,
         )
-        return mean, lost, state
+        return Met(mean, total, lost, state, summed(also, axis_name))
 
     def encode(x, state):
         rows = _in_chunks(x.reshape(-1), chunk)
@@ -165,15 +158,15 @@ def _encode(x: jax.Array, k: int, bits: int | None) -> jax.Array:
     """uint8[1, bytes]: the k largest of each chunk, positions and then values."""
     _, positions = jax.lax.top_k(jnp.abs(x), k)
     values = jnp.take_along_axis(x, positions, axis=1)
-    parts = [to_bytes(positions.astype(_position_dtype(x.shape[1])))]
+    parts = [pieces.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
     if bits is None:
-        parts.append(to_bytes(values))
+        parts.append(pieces.to_bytes(values))
     else:
         bins = _bins(values)
         table = jnp.stack(
             [_mean_where(values, bins == number) for number in range(4)], axis=1
         )
-        parts += [pack(bins, 2), to_bytes(table.astype(jnp.float32))]
+        parts += [pieces.pack(bins, 2), pieces.to_bytes(table.astype(jnp.float32))]
     return jnp.concatenate(parts, axis=1).reshape(1, -1)
 
 
@@ -185,12 +178,12 @@ def _decode(
     dtype = _position_dtype(length)
     rows = messages.reshape(messages.shape[0], chunks, -1)
     octets, rest = jnp.split(rows, [k * dtype.itemsize], axis=-1)
-    positions = from_bytes(octets, dtype).astype(jnp.int32)
+    positions = pieces.from_bytes(octets, dtype).astype(jnp.int32)
     if bits is None:
-        return positions, from_bytes(rest, like.dtype)
+        return positions, pieces.from_bytes(rest, like.dtype)
     packed, table = jnp.split(rest, [rest.shape[-1] - 16], axis=-1)
-    bins = unpack(packed, 2, k).astype(jnp.int32)
-    table = from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
+    bins = pieces.unpack(packed, 2, k).astype(jnp.int32)
+    table = pieces.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
     return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 

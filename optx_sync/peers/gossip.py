@@ -203,10 +203,10 @@ def gossip(
     Raises:
         TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
             bad axis name, parameters that are not floating.
-        ValueError: A bad period, a half precision `accumulator_dtype`, an `outer` whose
-            momentum is too high; at the call, a graph that does not fit the number of
-            workers, missing `params`, gradients that autodiff has summed already or
-            that do not match the parameters, an axis that is not mapped.
+        ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or at
+            the call, an `outer` whose momentum is too high, a graph that does not fit
+            the number of workers, missing `params`, gradients that autodiff has summed
+            already or that do not match the parameters, an axis that is not mapped.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -240,17 +240,15 @@ def gossip(
         )
     period = check_period(communication_period)
     dtype = _check_wire(accumulator_dtype)
-    momentum = None
     if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
-        momentum = _momentum_of(outer)
-        if momentum is not None and graph.choose == "draw":
-            _require_stable(_pairs_growth(*momentum), momentum, "random pairs")
     rule = CenterRule(_moved if outer is None else _moved_back, outer)
     static_period = None if callable(period) else period
 
     def init(params):
         check_params(params)
+        if graph.choose == "draw":
+            _check_pairs(outer)
 
         def own(tree):
             # A worker's own fields vary over the axis from the start.
@@ -273,8 +271,8 @@ def gossip(
         """One step that returns parameters."""
         num_workers = check_step(grads, state, params, axis_name)
         rounds = graph.rounds(num_workers)
-        if momentum is not None and graph.choose == "cycle":
-            _check_cycle(graph, num_workers, momentum)
+        if graph.choose == "cycle":
+            _check_cycle(outer, graph, num_workers)
         steps = state.steps_since_round + 1
         at = Round(num_workers, static_period, steps)
         before = Worker(params, state.inner, (), ())
@@ -389,8 +387,8 @@ def noloco(
 
     Raises:
         TypeError: What `gossip` refuses.
-        ValueError: An `outer` whose momentum is too high for pairs, and what `gossip`
-            refuses.
+        ValueError: In `init`, an `outer` whose momentum is too high for pairs; and what
+            `gossip` refuses.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -567,22 +565,26 @@ def _check_wire(dtype: Any) -> Any:
     return dtype
 
 
-def _momentum_of(outer: optax.GradientTransformation) -> Any:
-    """(rate, momentum, nesterov) of an SGD, found out by three steps; None if other."""
+def _momentum_of(outer: optax.GradientTransformation | None) -> Any:
+    """(rate, momentum, nesterov) of an SGD, found out by four steps; None if other."""
+    if outer is None:
+        return None
 
-    def response(first: float) -> np.ndarray | None:
+    def response(first: float) -> np.ndarray:
         param = jnp.zeros((), jnp.float32)
         state, seen = outer.init(param), []
         for gradient in (first, 0.0, 0.0, 0.0):
             update, state = outer.update(jnp.float32(gradient), state, param)
-            if isinstance(update, jax.core.Tracer):
-                return None  # An injected hyper-parameter: not known here.
             seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
-    with jax.numpy_dtype_promotion("standard"):
-        once, twice = response(1.0), response(2.0)
-    if once is None or twice is None or not np.allclose(2 * once, twice, rtol=1e-4):
+    # Outside of what is traced and mapped here, and as Optax expects it.
+    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
+        try:
+            once, twice = response(1.0), response(2.0)
+        except jax.errors.UnexpectedTracerError:
+            return None  # An injected hyper-parameter: not known here.
+    if not np.allclose(2 * once, twice, rtol=1e-4):
         return None
     momentum = once[2] / once[1] if once[1] else 0.0
     for nesterov in (False, True):
@@ -629,8 +631,17 @@ def _cycle_growth(
     return float(max(abs(np.linalg.eigvals(whole))))
 
 
-def _check_cycle(graph: Graph, workers: int, momentum: tuple) -> None:
-    if 1 < workers <= _CHECKED_WORKERS:
+def _check_pairs(outer: optax.GradientTransformation | None) -> None:
+    momentum = _momentum_of(outer)
+    if momentum is not None:
+        _require_stable(_pairs_growth(*momentum), momentum, "random pairs")
+
+
+def _check_cycle(
+    outer: optax.GradientTransformation | None, graph: Graph, workers: int
+) -> None:
+    momentum = _momentum_of(outer)
+    if momentum is not None and 1 < workers <= _CHECKED_WORKERS:
         growth = _cycle_growth(graph.matrices(workers), *momentum)
         _require_stable(growth, momentum, f"this graph of {workers} workers")
 

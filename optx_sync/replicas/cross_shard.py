@@ -32,8 +32,7 @@ from optx_sync.collectives import (
 )
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.exchange.rule import (
+from optx_sync.exchange.contract import (
     Exchange,
     check_exchange,
     check_weight,
@@ -43,6 +42,7 @@ from optx_sync.exchange.rule import (
     require_exact,
     start_outliers,
 )
+from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.measures import (
     check_batch_size,
     like_params,
@@ -275,7 +275,7 @@ def cross_shard(
                 f"grads={grads!r} says that they are reduced over the whole axis. Use "
                 "grads='local', with oxs.localize(params, axis_name) before jax.grad."
             )
-        if not exchange.takes_groups:
+        if not exchange.exact:
             raise ValueError(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
@@ -537,36 +537,29 @@ def _exchanged(
     """The mean or sum of all gradients, what the exchange remembers, and measures."""
     require_local(grads, axis_name, "gradient")
     check_weight(exchange, weight)
-    if not exchange.takes_rows:
+    if not exchange.exact:
         require_dense(grads)
     groups = {} if group_assignment is None else {"group_assignment": group_assignment}
-    if not measured or exchange.meet_and_sum is None:
-        mean, _, memory = exchange.meet(
-            grads, memory, axis_name, weight=weight, **groups
-        )
-    else:
+    own = also = None
+    if measured:
         # Over other axes along which gradients vary lie shards.
         own = localize(measured.update_norm, axis_name)
-        scalars = to_sum(
+        also = to_sum(
             square_sum(grads, own),
             axis_name,
             weight=weight,
             alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
             batch_size=batch_size,
         )
-        mean, _, memory, sums, total = exchange.meet_and_sum(
-            grads, memory, axis_name, scalars, weight=weight, **groups
-        )
+    met = exchange.meet(grads, memory, axis_name, weight=weight, also=also, **groups)
+    mean = met.mean
+    if measured:
         mean_square = square_sum(mean, own)
-        measured = measure_of(measured, sums, total, mean_square, batch_size)
+        measured = measure_of(measured, met.also, met.weight, mean_square, batch_size)
     outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
-    if reduction == "mean":
-        return mean, memory, outliers, measured
-    size = axis_size(axis_name)
-    if group_assignment is not None:
-        size = len(group_assignment[0])
-    total = _map_values(lambda g: g * jnp.asarray(size, g.dtype), mean)
-    return total, memory, outliers, measured
+    if reduction == "sum":
+        mean = _map_values(lambda g: g * jnp.asarray(met.weight, g.dtype), mean)
+    return mean, met.state, outliers, measured
 
 
 def _map_values(function, grads):

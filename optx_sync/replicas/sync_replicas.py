@@ -33,7 +33,7 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.rule import (
+from optx_sync.exchange.contract import (
     Exchange,
     check_exchange,
     check_weight,
@@ -451,7 +451,7 @@ def sync_replicas(
         batch_size = check_batch_size(batch_size)
         if measure:
             require_dense(grads, "measure=True")
-        elif not exchange.takes_rows:
+        elif not exchange.exact:
             require_dense(grads)
         grads = unique_rows(grads)
 
@@ -519,13 +519,12 @@ def sync_replicas(
             def total(sums):
                 nonlocal remembered, scalars
                 sums, row_weights = like_grads(sums[0]), sums[1]
-                if not measure or exchange.meet_and_sum is None:
-                    means, _, remembered = exchange.meet(sums, remembered, axis_name)
-                else:
-                    means, _, remembered, scalars, _ = exchange.meet_and_sum(
-                        sums, remembered, axis_name, gathered._asdict()
-                    )
-                sums = jax.tree.map(lambda x: x * jnp.asarray(replicas, x.dtype), means)
+                also = gathered._asdict() if measure else None
+                met = exchange.meet(sums, remembered, axis_name, also=also)
+                remembered, scalars = met.state, met.also
+                sums = jax.tree.map(
+                    lambda x: x * jnp.asarray(met.weight, x.dtype), met.mean
+                )
                 row_weights = reduce(row_weights, axis_name, reduction="sum")
                 return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_weights
 
@@ -538,9 +537,8 @@ def sync_replicas(
                 means, weight = like_grads(means), contributed > 0
                 if exchange.takes_weights:
                     weight = contributed
-                result, _, remembered = exchange.meet(
-                    means, remembered, axis_name, weight=weight
-                )
+                met = exchange.meet(means, remembered, axis_name, weight=weight)
+                result, remembered = met.mean, met.state
                 outliers = count_outlier(
                     exchange, means, result, axis_name, contributed > 0, outliers
                 )

@@ -18,7 +18,7 @@ from optx_sync.center.contract import (
     weighed,
 )
 from optx_sync.checks import check_inner
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.display import OF_EACH_SERVER, Display, History, log, state
 from optx_sync.runtime.messages import Event

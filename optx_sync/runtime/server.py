@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Held, by_path, check_saved

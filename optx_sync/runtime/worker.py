@@ -14,7 +14,7 @@ from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Own
 from optx_sync.runtime.messages import Joined, Push, Reply

@@ -229,11 +229,12 @@ REFUSED = {
         lambda: sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0), "`take` reads"
     ),
     "outer": (
-        lambda: sharded(oxs.diloco, outer=optax.chain(optax.clip_by_global_norm(1.0))),
+        lambda: start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2),
         "outer optimizer see pieces",
     ),
     "the inner one again": (
-        lambda: oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), "each number alone"
+        lambda: start(oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), 2),
+        "each number alone",
     ),
     "one worker": (
         lambda: oxs.diloco(INNER, None, shard_center=True), "shares a center out"
@@ -249,7 +250,7 @@ REFUSED = {
     "not affine": (
         lambda: oxs.center_variable(
             INNER, oxs.CenterRule(contribute=curved), AXIS, shard_center=True
-        ),
+        ).init(jnp.ones(5)),
         "affine",
     ),
     "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),

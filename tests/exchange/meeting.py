@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,21 +57,26 @@ def placed(context, tree, replicas):
 
 
 def rounds(exchanges, weighted):
-    """A replica's T rounds with every exchange: means, what is lost, last states."""
+    """A replica's T rounds with every exchange: means, what is lost, last states.
+
+    And sums: of the weights, and of a scalar that rides along.
+    """
 
     def run(trees, weights):
         def one(exchange):
             def meet(state, now):
                 tree, weight = now
                 weight = {"weight": weight} if weighted else {}
-                mean, lost, state = exchange.meet(tree, state, AXIS, **weight)
+                also = {"scalar": tree["scalar"]}
+                met = exchange.meet(tree, state, AXIS, also=also, **weight)
                 # Outputs of a scan vary as they do; all_reduce loses nothing.
-                return state, (mean, lost)
+                sums = jnp.float32(met.weight), met.also["scalar"]
+                return met.state, (met.mean, met.lost, sums)
 
             first = jax.tree.map(lambda x: x[0], trees)
             state = oxs.localize(exchange.init(first), AXIS)
-            state, (means, lost) = jax.lax.scan(meet, state, (trees, weights))
-            return means, lost, state
+            state, (means, lost, sums) = jax.lax.scan(meet, state, (trees, weights))
+            return means, lost, state, sums
 
         return {name: one(exchange) for name, exchange in exchanges.items()}
 

@@ -24,7 +24,8 @@ def between_replicas(context, exchange):
     """{kind: bytes per device} of the collectives between replicas, as compiled."""
 
     def meet(tree):
-        return exchange.meet(tree, oxs.localize(exchange.init(tree), AXIS), AXIS)[:2]
+        met = exchange.meet(tree, oxs.localize(exchange.init(tree), AXIS), AXIS)
+        return met.mean, met.lost
 
     program = mapped(context, meet, REPLICAS)
     found: dict[str, int] = {}
@@ -74,6 +75,85 @@ def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
         assert own * pieces <= found[kind] <= 1.04 * own * pieces
 
 
+SHARDS = {"rows": jax.P("inside"), "columns": jax.P(None, "inside"), "whole": jax.P()}
+FED = {
+    "quantized": error_feedback(quantized(4, 16)),
+    "top_k": error_feedback(top_k(4, 16, bits=2)),
+    "power_sgd": error_feedback(power_sgd(1)),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", FED)
+def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
+    """What arrived and what is owed is what was sent, of each shard by itself."""
+    mesh, steps = auto_mesh((REPLICAS, 2), (AXIS, "inside")), 3
+    rng = np.random.default_rng(0)
+    params = {
+        "rows": jnp.zeros((32, 12)),
+        "columns": jnp.zeros((16, 24)),
+        "whole": jnp.zeros(5),
+    }
+    grads = {
+        leaf: rng.normal(size=(REPLICAS, *p.shape)).astype(np.float32)
+        for leaf, p in params.items()
+    }
+    tx = {
+        "replicas": oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=FED[name]),
+        "workers": oxs.local_sgd(
+            optax.sgd(1.0), AXIS, communication_period=1, exchange=FED[name]
+        ),
+    }
+    of_each = {leaf: jax.P(AXIS, *spec) for leaf, spec in SHARDS.items()}
+    axes, specs = ({} for _ in range(2))
+    for kind, one in tx.items():
+        same = {"replicated": kind == "replicas"}
+        axes[kind] = oxs.state_axes(one, params, **same)
+        specs[kind] = oxs.state_specs(one, params, SHARDS, AXIS, **same)
+
+    def train(params, state, grads):
+        state = {kind: oxs.unstack(state[kind], axes[kind]) for kind in tx}
+        params["workers"] = oxs.unstack(params["workers"])
+        grads = oxs.unstack(grads)
+
+        def step(carry, _):
+            params, state = carry
+            moved = {
+                kind: oxs.apply_gradients(one, grads, state[kind], params[kind])
+                for kind, one in tx.items()
+            }
+            return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
+
+        params, state = jax.lax.scan(step, (params, state), length=steps)[0]
+        params["workers"] = oxs.stack(params["workers"], 1)
+        return params, {kind: oxs.stack(state[kind], 1, axes[kind]) for kind in tx}
+
+    placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
+    run = jax.shard_map(
+        train,
+        mesh=mesh,
+        in_specs=(*placed_as, of_each),
+        out_specs=placed_as,
+        check_vma=check_vma,
+    )
+    state = {
+        kind: oxs.stack(one.init(params), REPLICAS, axes[kind])
+        for kind, one in tx.items()
+    }
+    start = {"replicas": params, "workers": oxs.stack(params, REPLICAS)}
+    trained, state = jax.jit(run)(start, state, grads)
+    for kind in tx:
+        # Workers send how far they moved, which is minus their gradients.
+        sign = 1 if kind == "replicas" else -1
+        owed = oxs.slot(state[kind], "error")
+        for leaf, grad in grads.items():
+            arrived = (steps * grad - sign * owed[leaf]).mean(0)
+            found = np.asarray(trained[kind][leaf]).reshape(-1, *params[leaf].shape)[0]
+            np.testing.assert_allclose(-found, arrived, rtol=1e-5, atol=1e-5)
+            if leaf != "whole" or name == "quantized":
+                assert np.abs(owed[leaf]).max() > 0.01
+
+
 def test_bytes_of_the_largest_and_of_factors():
     chunks = -(-NUMBERS // 4096)
     found = between_replicas("shard_map", top_k())
@@ -102,9 +182,11 @@ def test_two_bits_are_the_means_of_four_bins():
                 for one_bin in (sign & above, sign & ~above):
                     out[largest[one_bin]] = value[one_bin].mean()
     exchange = top_k(15, 40, bits=2)
-    mean, lost, _ = lanes(lambda x: exchange.meet(x, (), AXIS), x.reshape(2, 120))
-    np.testing.assert_allclose(mean[0], sent.mean(0).ravel(), rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(lost, (x - sent).reshape(2, 120), rtol=2e-6, atol=1e-6)
+    met = lanes(lambda x: exchange.meet(x, (), AXIS), x.reshape(2, 120))
+    np.testing.assert_allclose(met.mean[0], sent.mean(0).ravel(), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        met.lost, (x - sent).reshape(2, 120), rtol=2e-6, atol=1e-6
+    )
 
 
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
@@ -118,9 +200,10 @@ def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
 
             def meet(bad, good, fed=fed):
                 state = fed.init(bad)
-                _, _, state = fed.meet(good, state, AXIS)
-                mean, _, state = fed.meet(bad, state, AXIS)
-                return mean, *fed.meet(good, state, AXIS)
+                state = fed.meet(good, state, AXIS).state
+                met = fed.meet(bad, state, AXIS)
+                again = fed.meet(good, met.state, AXIS)
+                return met.mean, again.mean, again.lost, again.state
 
             mean, again, _, state = lanes(meet, bad, good[1])
             assert not np.isfinite(mean[:, 3, 5]).any()
@@ -138,10 +221,10 @@ def test_a_replica_without_weight_keeps_what_it_owes():
         state = exchange.init(x)._replace(error=jnp.arange(50.0))
         return exchange.meet(x, state, AXIS, weight=weight)
 
-    mean, lost, state = lanes(meet, x, jnp.array([2.0, 0.0, 1.0]))
-    assert np.isfinite(mean).all()
-    assert np.array_equal(state.error[1], np.arange(50.0))
-    assert np.array_equal(lost[1], np.zeros(50))
+    met = lanes(meet, x, jnp.array([2.0, 0.0, 1.0]))
+    assert np.isfinite(met.mean).all()
+    assert np.array_equal(met.state.error[1], np.arange(50.0))
+    assert np.array_equal(met.lost[1], np.zeros(50))
 
 
 PARAMS = {
@@ -234,7 +317,7 @@ def step_with_rows(tx):
 
 REFUSED = {
     "bits": (lambda: quantized(bits=2), ValueError, "8 or 4; got 2"),
-    "block": (lambda: quantized(block=0), ValueError, "1 or more; got 0"),
+    "block": (lambda: quantized(block=0), ValueError, "block must be 1 or more"),
     "block's type": (lambda: quantized(block=2.0), TypeError, "an integer"),  # pyright: ignore[reportArgumentType]
     "k": (lambda: top_k(k=65, chunk=64), ValueError, "k=65 and chunk=64"),
     "no k": (lambda: top_k(k=0), ValueError, "k must be 1 or more"),
@@ -286,8 +369,8 @@ def test_a_missing_gradient_is_owed_nothing():
 
     def meet(x):
         state = exchange.init({"w": x, "v": x})
-        mean, lost, new = exchange.meet({"w": x, "v": None}, state, AXIS)
-        return mean, lost, new.error["v"]
+        met = exchange.meet({"w": x, "v": None}, state, AXIS)
+        return met.mean, met.lost, met.state.error["v"]
 
     mean, lost, error = lanes(meet, jnp.ones((2, 3)))
     assert mean["v"] is None and lost["v"] is None

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optx_sync as oxs
@@ -86,7 +87,11 @@ def assert_sums(actual, expected, of, message, relative=1e-6):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:3])))
 def test_what_is_lost_is_known(case):
     trees, weights, results = met(*case)
-    for name, (means, lost, _) in results.items():
+    for name, (means, lost, _, (total, also)) in results.items():
+        assert np.array_equal(total, np.broadcast_to(weights.sum(0), total.shape)), name
+        x = trees["scalar"]
+        assert_sums(also[0], x.sum(0), np.abs(x).sum(0), name)
+        assert np.array_equal(also, np.broadcast_to(also[:1], also.shape)), name
         for leaf, x in trees.items():
             mean, sent = means[leaf], weighed(x, weights)
             assert mean.dtype == x.dtype, (name, leaf)
@@ -107,7 +112,7 @@ def test_what_is_lost_is_known(case):
 def test_feedback_gives_back_what_was_lost(case):
     """All that was sent in has arrived in the end, or is owed."""
     trees, weights, results = met(*case)
-    for name, (means, _, state) in results.items():
+    for name, (means, _, state, _) in results.items():
         if not isinstance(state, ErrorFeedbackState) or "power" in name:
             continue
         for leaf, x in trees.items():
@@ -130,3 +135,65 @@ def test_an_all_reduce_in_a_narrower_dtype_rounds_what_travels():
     exchange = oxs.exchange.all_reduce(jnp.bfloat16)
     run = jax.vmap(lambda x: exchange.meet(x, (), "workers")[0], axis_name="workers")
     assert np.asarray(run(x)).tolist() == [[1.0, 4.0]] * 2
+
+
+def by_hand(answer):
+    """An exchange of a user's own, that returns what is given and adds nothing up."""
+
+    def meet(tree, state, axis_name, *, weight=None):
+        return answer(oxs.reduce(tree, axis_name, weight=weight), state)
+
+    return oxs.exchange.Exchange(lambda tree: (), meet)
+
+
+def test_an_exchange_of_your_own_may_leave_the_sums_to_the_library():
+    inside = by_hand(lambda mean, state: oxs.exchange.Met(mean, state=state))
+    exchange = error_feedback(inside)
+
+    def meet(x, weight):
+        state = exchange.init(x)
+        alike = exchange.meet(x, state, "workers")
+        weighted = exchange.meet(x, state, "workers", weight=weight)
+        return weighted.weight, alike.weight, weighted.mean
+
+    x, weights = jnp.array([1.0, 4.0, 5.0]), jnp.array([1.0, 2.0, 0.0])
+    found = jax.vmap(meet, axis_name="workers")(x, weights)
+    assert [list(row) for row in zip(*found, strict=True)] == [[3.0, 3.0, 3.0]] * 3
+
+
+def test_measures_through_an_exchange_of_your_own():
+    """They are added up beside an exchange that carries nothing but its tree."""
+
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        return oxs.exchange.Met(oxs.reduce(tree, axis_name, weight=weight))
+
+    norms = []
+    for exchange in (None, oxs.exchange.Exchange(lambda tree: (), meet)):
+        tx = oxs.local_sgd(
+            *(optax.sgd(1.0), "workers"),
+            communication_period=1,
+            exchange=exchange,
+            measure=True,
+        )
+        params, state, axes = oxs.start_workers(tx, jnp.zeros(2), 2)
+        step = oxs.map_workers(
+            lambda params, state, grads, tx=tx: oxs.apply_gradients(
+                tx, grads, state, params
+            ),
+            "workers",
+            in_axes=(0, axes, 0),
+            out_axes=(0, axes),
+        )
+        params, state = step(params, state, jnp.array([[3.0, 4.0], [0.0, 5.0]]))
+        norms.append(float(oxs.metrics(state, params).contribution_norm))
+    assert norms == [5.0, 5.0]
+
+
+def test_what_meet_returned_before_is_refused_by_name():
+    tx = oxs.cross_shard(
+        optax.sgd(0.1),
+        "workers",
+        exchange=by_hand(lambda mean, state: (mean, None, state)),
+    )
+    with pytest.raises(TypeError, match=r"oxs.exchange.Met; this one returned a tuple"):
+        jax.vmap(lambda x: tx.update(x, tx.init(x)), axis_name="workers")(jnp.ones(2))

@@ -269,7 +269,7 @@ def test_norms_of_float64_arrays_are_float64():
         def clip(x, scale=scale):
             exchange: Any = oxs.exchange.clipped(scale / 2)
             tree = {"a": x[:1], "b": x[1:], "c": jnp.zeros(2, jnp.float32)}
-            mean, _, _ = exchange.meet(tree, (), AXIS)
+            mean = exchange.meet(tree, (), AXIS).mean
             far = exchange.outlier(tree, mean, AXIS, None)
             return jnp.concatenate([mean["a"], mean["b"]]), far
 
@@ -565,9 +565,9 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
     assert len(numbers) >= 3  # of replicas that had a vote
 
 
-def mapped(exchange, tree, n=4, **options):
+def mapped(exchange, tree, n=4):
     def meet(tree):
-        return exchange.meet(tree, (), AXIS, **options)[0]
+        return exchange.meet(tree, (), AXIS).mean
 
     # Traced only: what does not fit is refused then.
     return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), oxs.stack(tree, n))
@@ -579,18 +579,18 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda: oxs.exchange.trimmed_mean(-1), ValueError, "f must be at least 0"),
+        (lambda: oxs.exchange.trimmed_mean(-1), ValueError, "f must be 0 or more"),
         (lambda: oxs.exchange.trimmed_mean(1.0), TypeError, "f must be an integer"),  # pyright: ignore[reportArgumentType]
         (lambda: oxs.exchange.krum(True), TypeError, "f must be an integer"),
-        (lambda: oxs.exchange.krum(1, m=0), ValueError, "m must be at least 1"),
+        (lambda: oxs.exchange.krum(1, m=0), ValueError, "m must be 1 or more"),
         (
             lambda: oxs.exchange.geometric_median(0),
             ValueError,
-            "steps must be at least 1",
+            "steps must be 1 or more",
         ),
-        (lambda: oxs.exchange.clipped(0.0), ValueError, "finite and positive"),
-        (lambda: oxs.exchange.clipped("mean"), ValueError, "'median'"),  # pyright: ignore[reportArgumentType]
-        (lambda: oxs.exchange.clipped(None), TypeError, "number or 'median'"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(0.0), ValueError, r"lie in \(0, inf\)"),
+        (lambda: oxs.exchange.clipped("mean"), TypeError, "'median'"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(None), TypeError, "must be a number"),  # pyright: ignore[reportArgumentType]
         (lambda: oxs.exchange.clipped(1.0, "sum"), TypeError, "exchange must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda: mapped(oxs.exchange.trimmed_mean(2), jnp.ones(3)),
@@ -613,13 +613,6 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
             lambda: mapped(oxs.exchange.median(), jnp.ones(3, jnp.int32)),
             TypeError,
             "dtype int32",
-        ),
-        (
-            lambda: mapped(
-                oxs.exchange.median(), jnp.ones(3), group_assignment=[[0, 1], [2, 3]]
-            ),
-            ValueError,
-            "group_assignment",
         ),
         (
             lambda: oxs.cross_shard(

@@ -481,7 +481,9 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
             "rounds them anew",
         ),
         (
-            lambda: oxs.noloco(optax.sgd(0.1), AXIS, outer=optax.sgd(0.7, 0.9)),
+            lambda: oxs.noloco(optax.sgd(0.1), AXIS, outer=optax.sgd(0.7, 0.9)).init(
+                jnp.ones(3)
+            ),
             ValueError,
             "drift apart",
         ),
@@ -491,7 +493,7 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
                 AXIS,
                 graph=oxs.graphs.random_pairs(),
                 outer=optax.sgd(1.0, 0.9, nesterov=True),
-            ),
+            ).init(jnp.ones(3)),
             ValueError,
             "Nesterov momentum 0.9",
         ),
@@ -580,7 +582,7 @@ def test_momentum_is_refused_where_pairs_drift_apart(rate, momentum, nesterov, s
         ),
     ):
         if stable:
-            make()
+            make().init(jnp.ones(3))
         else:
             with pytest.raises(ValueError, match="drift apart"):
-                make()
+                make().init(jnp.ones(3))

@@ -242,6 +242,10 @@ def sharded(inner, **more):
     return cross_shard(inner, AXIS, shard_state=True, **more)
 
 
+def started(inner, params=None):
+    return sharded(inner).init(jnp.ones(5) if params is None else params)
+
+
 def a_whole_state(grads):
     tx = sharded(optax.sgd(0.1, momentum=0.9))
     state = tx.init(jnp.zeros(5))
@@ -267,20 +271,19 @@ def needs(name):
 
 NORM = optax.normalize_by_update_norm()
 REFUSED = {
-    "clip": (lambda: sharded(optax.clip_by_global_norm(1.0)), "each number alone"),
-    "lamb": (lambda: sharded(optax.lamb(0.1)), "Leave shard_state=True out"),
-    "guard": (lambda: sharded(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
+    "clip": (lambda: started(optax.clip_by_global_norm(1.0)), "each number alone"),
+    "lamb": (lambda: started(optax.lamb(0.1)), "Leave shard_state=True out"),
+    "guard": (lambda: started(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
     "factors of what is large": (
-        lambda: sharded(optax.scale_by_factored_rms()).init(jnp.zeros((128, 128))),
+        lambda: started(optax.scale_by_factored_rms(), jnp.zeros((128, 128))),
         "other sizes",
     ),
     "a part": (
-        lambda: sharded(optax.masked(NORM, {"w": True})).init({"w": jnp.ones(5)}),
+        lambda: started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)}),
         "alone",
     ),
     "no way to try": (
-        lambda: sharded(needs("curvature")).init(jnp.ones(5)),
-        "small arrays",
+        lambda: started(needs("curvature")), "small arrays"
     ),
     "groups": (
         lambda: sharded(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]]),
@@ -309,6 +312,19 @@ def test_refused(name):
     call, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+def test_which_trees_it_has_seen_changes_nothing():
+    """A norm hides where the first tree has no parameter of that name."""
+
+    def named(tree):
+        return {name: name == "normed" for name in tree}
+
+    tx, other = (sharded(optax.masked(NORM, named)) for _ in range(2))
+    tx.init({"w": jnp.ones(5)})
+    for one in (tx, other):
+        with pytest.raises(ValueError, match="each number alone"):
+            one.init({"normed": jnp.ones(5)})
 
 
 def test_hyperparameters_may_be_traced():

@@ -32,8 +32,8 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.elementwise import Elementwise
+from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.exchange.rule import Exchange
 from optx_sync.placement.fields import InPieces
 from optx_sync.trees import Tree, is_placeholder, where, zeros_like
 
@@ -67,18 +67,12 @@ class ShardedCenter:
                 "a difference from the whole center, which nobody holds.) Use "
                 f"oxs.exchange.all_reduce(), or leave {_OPTION} out."
             )
-        self._rule, self._axis_name = rule, axis_name
+        self._rule, self._period, self._axis_name = rule, period, axis_name
         self._scatter = exchange.scatter
         read = reads(rule, period)
         # A contribution that is the worker's alone travels itself.
         self._alone = not (read.taken or read.center)
         self._read = read
-        if not self._alone and not _is_affine(rule, period):
-            raise ValueError(
-                f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
-                "which is the mean of the contributions only where the formula is "
-                f"affine in them; this rule's is not. Leave {_OPTION} out."
-            )
         self._elementwise = None
         if rule.outer is not None:
             self._elementwise = Elementwise(
@@ -89,11 +83,20 @@ class ShardedCenter:
             )
 
     def start(self, center: Tree) -> tuple[InPieces, Any]:
-        """(center, outer state), from a whole center."""
+        """(center, outer state), from a whole center.
+
+        Refuse a rule or an outer optimizer that does not act on each number alone.
+        """
         if is_placeholder(center):
             outer = self._rule.outer
             return InPieces(center), (
                 () if outer is None else InPieces(outer.init(center))
+            )
+        if not self._alone and not _is_affine(self._rule, self._period):
+            raise ValueError(
+                f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
+                "which is the mean of the contributions only where the formula is "
+                f"affine in them; this rule's is not. Leave {_OPTION} out."
             )
         pieces = own_pieces(lambda pieces: pieces, center, self._axis_name)
         if self._rule.outer is None or self._elementwise is None:

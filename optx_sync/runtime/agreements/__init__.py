@@ -4,7 +4,7 @@
 from typing import Any
 
 from optx_sync.center.contract import CenterRule, Period
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.center import center_way
 from optx_sync.runtime.agreements.contract import Way
 from optx_sync.runtime.agreements.sync_replicas import SyncReplicas, sync_replicas_way

@@ -12,7 +12,7 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.coded import check_code, encoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, reads
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
     ExpectedCodes,

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.coded import decoded, message_shapes
-from optx_sync.exchange.rule import Exchange
+from optx_sync.exchange.contract import Exchange
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.trees import is_gradient_leaf, path_name

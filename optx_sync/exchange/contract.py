@@ -10,9 +10,10 @@ its weight and lost_i what did not arrive and replica i owes:
 
     mean * sum_i w_i  ==  sum_i (w_i x_i - lost_i)
 
-A sum is the mean times the sum of the weights.
+A sum is the mean times the sum of the weights, which comes back with it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -20,16 +21,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.collectives import AxisName, GroupAssignment, localize, vary_like
+from optx_sync.collectives import (
+    AxisName,
+    axis_size,
+    localize,
+    own_weight,
+    reduce,
+    vary_like,
+)
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 
+class Met(NamedTuple):
+    """What a meeting gives a replica.
+
+    An exchange of your own may leave `weight` and `also` out, `None`: the library then
+    adds them up in a sum of their own.
+    """
+
+    mean: Tree  # equal on all replicas, in the dtypes of the tree
+    weight: Any = None  # the sum of the weights; the number of replicas without any
+    # In units of weight times value; `None` where nothing is lost that anybody knows.
+    lost: Tree | None = None
+    state: Any = ()  # what this replica remembers now
+    also: dict[str, jax.Array] | None = None  # the sums of the scalars
+
+
 class Meet(Protocol):
-    """`(tree, state, axis_name) -> (mean, lost, state)`, where the axis is mapped.
+    """`(tree, state, axis_name) -> Met`, where the axis is mapped.
 
     `weight` is this replica's, a scalar that is not negative; `None`: all count alike.
     A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the mean is
-    zero. `group_assignment` is given only to an exchange that takes groups.
+    zero. `also` are scalars of this replica, in a dictionary, to be added up over all
+    of them: they ride along where the exchange can carry them. An `exact` exchange
+    takes `group_assignment` as well.
     """
 
     def __call__(
@@ -39,9 +64,9 @@ class Meet(Protocol):
         axis_name: AxisName,
         *,
         weight: jax.Array | float | None = None,
-        group_assignment: GroupAssignment | None = None,
-    ) -> tuple[Tree, Tree | None, Any]:
-        """The mean over the replicas, what is lost, and the next state."""
+        also: dict[str, jax.Array] | None = None,
+    ) -> Met:
+        """The mean over the replicas, and what comes with it."""
         ...
 
 
@@ -64,20 +89,16 @@ class Exchange(NamedTuple):
     Attributes:
         init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a replica
             remembers from exchange to exchange; `()` where that is nothing.
-        meet: See `Meet`. `mean` is equal on all replicas, in the dtypes of `tree`;
-            `lost` is a tree in units of weight times value, or `None` where nothing is
-            lost that anybody knows of.
+        meet: See `Meet` and `Met`.
         linear: Whether the law in this module's head holds.
-        takes_rows: Whether leaves may be row-sparse (`IndexedSlices`).
-        takes_groups: Whether `meet` takes `group_assignment`.
+        exact: Whether the mean is the plain one, of anything: leaves may be row-sparse
+            (`IndexedSlices`), `meet` takes `group_assignment`, and `measure=True`
+            compares gradients with the mean.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
             replica out and all others count alike.
         outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether what this replica
             sent lies far from what `meet` made of it; wrappers count that for
             `oxs.metrics`. `None`: the exchange does not ask.
-        meet_and_sum: `meet` of an exchange whose mean is the exact one, for measures:
-            it takes a dictionary of scalars after `axis_name`, and returns their sums
-            and the divisor of the mean as well.
         code: What a worker pushes without lockstep; `None` where the exchange has no
             meaning for one replica alone.
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
@@ -85,14 +106,14 @@ class Exchange(NamedTuple):
             where the exchange cannot be halved.
 
     Example:
-        The exact mean, written by hand:
+        The mean, written by hand:
 
         >>> import jax, jax.numpy as jnp, optax
         >>> import optx_sync as oxs
-        >>> def meet(tree, state, axis_name, *, weight=None, group_assignment=None):
-        ...     return oxs.reduce(tree, axis_name, weight=weight), None, state
-        >>> exact = oxs.exchange.Exchange(init=lambda tree: (), meet=meet)
-        >>> tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=exact)
+        >>> def meet(tree, state, axis_name, *, weight=None, also=None):
+        ...     return oxs.exchange.Met(oxs.reduce(tree, axis_name, weight=weight))
+        >>> by_hand = oxs.exchange.Exchange(init=lambda tree: (), meet=meet)
+        >>> tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=by_hand)
         >>> def step(gradient):
         ...     return tx.update(gradient, tx.init(gradient))[0]
         >>> jax.vmap(step, axis_name="data")(jnp.array([1.0, 3.0]))
@@ -100,15 +121,11 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Tree], Any]
-    # A `Meet`; one that takes no groups may leave that argument out.
-    meet: Callable[..., tuple[Tree, Tree | None, Any]]
+    meet: Callable[..., Met]  # a `Meet`
     linear: bool = True
-    takes_rows: bool = False
-    takes_groups: bool = False
+    exact: bool = False
     takes_weights: bool = True
     outlier: Callable[[Tree, Tree, AxisName, Any], jax.Array] | None = None
-    # `(tree, state, axis_name, scalars, ...) -> (mean, lost, state, sums, divisor)`.
-    meet_and_sum: Callable[..., tuple[Tree, Tree | None, Any, Any, Any]] | None = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
 
@@ -166,7 +183,7 @@ def check_weight(exchange: Exchange, weight: Any) -> None:
 
 def require_exact(exchange: Exchange) -> None:
     """Refuse to measure gradients where an exchange does not give their mean."""
-    if exchange.meet_and_sum is None:
+    if not exchange.exact:
         raise ValueError(
             "measure=True compares each replica's gradient with the mean of all, and "
             "this exchange gives another one, coded or cut. Measure with "
@@ -175,7 +192,10 @@ def require_exact(exchange: Exchange) -> None:
 
 
 def check_exchange(exchange: Any, default: Exchange) -> Exchange:
-    """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else."""
+    """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else.
+
+    Its `meet` leaves nothing of `Met` out.
+    """
     if exchange is None:
         return default
     if not isinstance(exchange, Exchange):
@@ -184,27 +204,34 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
             f"own; got {exchange!r} of type {type(exchange).__name__}. Write for "
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
-    return exchange
+    return exchange._replace(meet=_complete(exchange.meet))
 
 
-class Met(NamedTuple):
-    mean: Any
-    weight: Any
-    lost: Any
-    state: Any
-    also: Any
+def summed(also: Any, axis_name: AxisName) -> Any:
+    """The sums of scalars that could not ride along."""
+    return None if also is None else reduce(also, axis_name, reduction="sum")
 
 
-def meet_temporarily(exchange, tree, state, axis_name, *, weight, also):
-    from optx_sync.collectives import axis_size, reduce
+def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:
+    """A `meet` that adds up what the one inside leaves out."""
 
-    if exchange.meet_and_sum is not None:
-        mean, lost, state, sums, divisor = exchange.meet_and_sum(
-            tree, state, axis_name, also, weight=weight
-        )
-        return Met(mean, divisor, lost, state, sums)
-    mean, lost, state = exchange.meet(tree, state, axis_name, weight=weight)
-    total = axis_size(axis_name)
-    if weight is not None:
-        total = reduce(weight, axis_name, reduction="sum")
-    return Met(mean, total, lost, state, reduce(also, axis_name, reduction="sum"))
+    @functools.wraps(meet)
+    def complete(tree, state, axis_name, *, weight=None, also=None, **more):
+        if also is not None:
+            more["also"] = also
+        met = meet(tree, state, axis_name, weight=weight, **more)
+        if not isinstance(met, Met):
+            raise TypeError(
+                "The meet of an exchange returns an oxs.exchange.Met; this one "
+                f"returned a {type(met).__name__}. Write for example `return "
+                "oxs.exchange.Met(mean, lost=lost, state=state)`."
+            )
+        if met.weight is None:
+            own = own_weight(weight, axis_name)
+            total = axis_size(axis_name) if own is None else summed(own, axis_name)
+            met = met._replace(weight=total)
+        if met.also is None:
+            met = met._replace(also=summed(also, axis_name))
+        return met
+
+    return complete

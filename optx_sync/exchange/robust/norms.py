@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms of what replicas send, medians over the replicas, and who is an outlier.
+
+An outlier, which `oxs.metrics` counts, is a replica that sent what lies more than three
+times as far from the result as the median of the distances of those that count, in the
+norm over all leaves; or what is not finite. It costs one more number from each replica.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.collectives import (
+    AxisName,
+    axes_of_shards,
+    gather,
+    localize,
+    norm_axes,
+    or_one,
+    sum_over,
+)
+from optx_sync.trees import Tree, at_least_float32
+
+# How many times the typical distance from the result an outlier is away.
+_OUTLYING = 3.0
+
+
+def far_from_result(
+    shard_axes: AxisName | None,
+) -> Callable[[Tree, Tree, AxisName, Any], jax.Array]:
+    """Whether a replica is more than three times the typical distance away."""
+
+    def outlier(tree, mean, axis_name, weight):
+        axes = axes_of_shards(tree, axis_name)
+        if shard_axes is not None:
+            axes = norm_axes(tree, axis_name, shard_axes)
+        apart = jax.tree.map(lambda x, m: wide(x) - wide(m), tree, mean)
+        distance = norm_of(jax.tree.leaves(apart), axes)
+        typical = median_over(distance, weight, axis_name)
+        # So that what is not finite is far.
+        return counted(~(distance <= _OUTLYING * typical), weight)
+
+    return outlier
+
+
+def counted(flag: jax.Array, weight: Any) -> jax.Array:
+    """The flag of a replica that counts; one that does not is no outlier."""
+    return flag if weight is None else flag & flag_of(weight)
+
+
+def norm_of(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+    """The norm over all leaves, of values of any size; not finite where one is not.
+
+    float64 where a leaf is, else float32.
+    """
+    sizes = [jnp.abs(wide(x)) for x in leaves]
+    double = any(x.dtype == jnp.float64 for x in sizes)
+    dtype = jnp.float64 if double else jnp.float32
+    unit = unit_of(size_of(leaves, axes, dtype))
+    squares = (jnp.sum(jnp.square(x.astype(dtype) / unit)) for x in sizes)
+    return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype(0)))
+
+
+def median_over(own: jax.Array, weight: Any, axis_name: AxisName) -> jax.Array:
+    """The median of one number of each replica that counts."""
+    counts = jnp.ones((), bool) if weight is None else flag_of(weight)
+    said = jnp.stack([own, localize(counts, axis_name).astype(own.dtype)])
+    said = gather(said[None], axis_name)
+    return median_of(said[:, 0], said[:, 1] > 0)
+
+
+def median_of(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """The median over axis 0 of those that count, 0 if none does."""
+    n = number_of(counts)
+    values = ordered(values, counts)
+    low, high = jnp.maximum(n - 1, 0) // 2, n // 2
+    half = jnp.asarray(0.5, values.dtype)
+    middle = half * values[low] + half * values[high]
+    return jnp.where(n > 0, middle, jnp.zeros_like(middle))
+
+
+def ordered(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """Sorted along axis 0; what does not count stands last, where a NaN stands too."""
+    counts = counts.reshape((-1,) + (1,) * (values.ndim - 1))
+    return jnp.sort(jnp.where(counts, values, jnp.full_like(values, jnp.nan)), axis=0)
+
+
+def number_of(counts: jax.Array) -> jax.Array:
+    """int32[], how many replicas count."""
+    return jnp.sum(counts, dtype=jnp.int32)
+
+
+def size_of(
+    leaves: Sequence[jax.Array], axes: tuple[str, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+    """A number as large as the largest value, not finite where one is not."""
+    largest = [largest_of(x, axes, dtype) for x in leaves]
+    return functools.reduce(jnp.maximum, largest, dtype(0))
+
+
+def largest_of(
+    x: jax.Array, axes: tuple[str, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+    """The largest absolute value, over all shards; not finite where one is not."""
+    largest = jnp.max(jnp.abs(wide(x)), initial=0).astype(dtype)
+    return sum_over(largest, axes)
+
+
+def unit_of(size: jax.Array) -> jax.Array:
+    """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
+    least = 8 * jnp.finfo(size.dtype).tiny
+    return jnp.clip(or_one(size), least, 1 / least)
+
+
+def flag_of(weight: Any) -> jax.Array:
+    """Whether a replica counts."""
+    return jnp.asarray(weight).astype(bool)
+
+
+def products(block: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The inner products of all replicas' pieces [N, P], over all shards of them."""
+    return sum_over(einsum("ip,jp->ij", block, block), axes)
+
+
+def einsum(which: str, *operands: jax.Array) -> jax.Array:
+    """`jnp.einsum` in full precision."""
+    return jnp.einsum(which, *operands, precision=jax.lax.Precision.HIGHEST)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """The array, in float32 where it is half precision."""
+    return x.astype(at_least_float32(x.dtype))
