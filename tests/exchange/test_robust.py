@@ -3,6 +3,7 @@
 import collections
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +267,7 @@ def test_norms_of_float64_arrays_are_float64():
         expected = v * scale / np.linalg.norm(v, axis=1, keepdims=True)
 
         def clip(x, scale=scale):
-            exchange = oxs.exchange.clipped(scale / 2)
+            exchange: Any = oxs.exchange.clipped(scale / 2)
             tree = {"a": x[:1], "b": x[1:], "c": jnp.zeros(2, jnp.float32)}
             mean = exchange.meet(tree, (), AXIS).mean
             far = exchange.outlier(tree, mean, AXIS, None)
