@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax

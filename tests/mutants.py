@@ -996,18 +996,18 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "exchange/robust",
-            "limit = _median_over(norm, weight, axis_name)",
-            "limit = _median_over(norm, None, axis_name)",
+            "limit = norms.median_over(norm, weight, axis_name)",
+            "limit = norms.median_over(norm, None, axis_name)",
         ),
         Mutant("exchange/robust", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
         Mutant(
             "exchange/robust",
-            "return _counted(total < 0, weight)",
-            "return _counted(total > 0, weight)",
+            "return norms.counted(total < 0, weight)",
+            "return norms.counted(total > 0, weight)",
         ),
         Mutant(
             "exchange/robust",
-            "return flag if weight is None else flag & _flag(weight)",
+            "return flag if weight is None else flag & flag_of(weight)",
             "return flag",
         ),
         Mutant(

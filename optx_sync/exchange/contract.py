@@ -42,9 +42,9 @@ class Met(NamedTuple):
     mean: Tree  # equal on all replicas, in the dtypes of the tree
     weight: Any = None  # the sum of the weights; the number of replicas without any
     # In units of weight times value; `None` where nothing is lost that anybody knows.
-    lost: Tree | None = None
+    lost: Any = None
     state: Any = ()  # what this replica remembers now
-    also: dict[str, jax.Array] | None = None  # the sums of the scalars
+    also: Any = None  # the sums of the scalars, by their names
 
 
 class Meet(Protocol):

@@ -70,17 +70,17 @@ def clipped(
         leaves = jax.tree.leaves(tree)
         axes = norm_axes(tree, axis_name, shard_axes)
         norm = norms.norm_of(leaves, axes)
-        limit = (
-            norms.median_over(norm, weight, axis_name) if isinstance(to, str) else to
-        )
+        limit = to
+        if isinstance(to, str):
+            limit = norms.median_over(norm, weight, axis_name)
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
-        tree = jax.tree.map(
-            lambda x: (norms.wide(x) * factor.astype(norms.wide(x).dtype)).astype(
-                x.dtype
-            ),
-            tree,
-        )
-        return exchange.meet(tree, state, axis_name, weight=weight, also=also)
+
+        def cut(x):
+            wide = norms.wide(x)
+            return (wide * factor.astype(wide.dtype)).astype(x.dtype)
+
+        sent = jax.tree.map(cut, tree)
+        return exchange.meet(sent, state, axis_name, weight=weight, also=also)
 
     return Exchange(
         exchange.init,
