@@ -352,9 +352,7 @@ class _Lockstep(NamedTuple):
             exchange=own(remembered),
             outliers=own(start_outliers(exchange)),
             measured=own(MeasuredOwn(jnp.float32(0))) if meeting.measure else (),
-            agreed=start_measured(exchange.meet_and_sum is not None, False)
-            if meeting.measure
-            else (),
+            agreed=start_measured(exchange.exact, False) if meeting.measure else (),
             inner=own(inner),
         )
 

@@ -25,7 +25,7 @@ from optx_sync.collectives import (
     reduce,
     vary_like,
 )
-from optx_sync.exchange.contract import Exchange, count_outlier, meet_temporarily
+from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.trees import is_finite, is_floating, is_inexact, where
 
@@ -117,15 +117,16 @@ class Meeting(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
         """(now, the sum or mean for the center, the sum of weights or `None`)."""
-        weight, scalars = now.weight, {}
+        weight, also = now.weight, None
         if self.measure:
             like = now.measured.distance_before_round
             square = square_sum(contribution, like)
-            scalars = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
+            also = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
         elif self.rule.mean_over is None and not step.alike:
-            scalars = {"contributors": (weight > 0).astype(jnp.float32)}
-        brought = contribution, now.exchange, self.axis_name
-        met = meet_temporarily(self.exchange, *brought, weight=weight, also=scalars)
+            also = {"contributors": (weight > 0).astype(jnp.float32)}
+        met = self.exchange.meet(
+            contribution, now.exchange, self.axis_name, weight=weight, also=also
+        )
         mean, agreed = met.mean, now.agreed
         if self.measure:
             like = agreed.update_norm
@@ -136,7 +137,7 @@ class Meeting(NamedTuple):
         now = now._replace(exchange=met.state, outliers=outliers, agreed=agreed)
         if self.rule.mean_over is None:
             # As many as there would be if nobody had left any out.
-            count = met.also.get("contributors", met.weight)
+            count = (met.also or {}).get("contributors", met.weight)
             mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
         return now, mean, None if weight is None else met.weight
 

@@ -28,7 +28,7 @@ from optx_sync.collectives import (
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.sharding import in_rows
+from optx_sync.placement.fields import in_rows
 
 
 class Everyone(NamedTuple):
