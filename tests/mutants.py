@@ -661,8 +661,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/worker.py",
-            'added = grads if rule.accumulate == "gradients" else updates',
-            "added = updates",
+            'grads if rule.accumulate == "gradients" else updates',
+            "updates",
             CENTER_LAWS,
         ),
         Mutant(
@@ -672,7 +672,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             LOCKSTEP,
         ),
         Mutant(
-            "center/worker.py",
+            "step.py",
             "rounded = round_to(target.astype(wide), param.dtype)",
             "rounded = target.astype(wide)",
             LANDING,
@@ -702,97 +702,97 @@ MUTANTS: dict[str, list[Mutant]] = {
             ("tests/test_sharding.py",),
         ),
         Mutant(
+            "center/worker.py",
+            "return center if is_nothing(worker.taken) else worker.taken",
+            "return center",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/worker.py",
+            "walked._replace(params=where(broken, worker.params, walked.params))",
+            "walked",
+            CENTER_LAWS,
+        ),
+        Mutant(
             "center/lockstep.py",
-            "            state.taken if keeps_taken else state.center,\n",
-            "            state.center,\n",
+            "broken = broken | ~everywhere(",
+            "broken = ~everywhere(",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/lockstep.py",
+            "broken=() if broken is None else broken & ~due",
+            "broken=() if broken is None else broken",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/rounds/meeting.py",
+            "lambda x: x * jnp.asarray(count, x.dtype)",
+            "lambda x: x * jnp.asarray(step.num_workers, x.dtype)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/rounds/meeting.py",
+            "where(pushed > 0, after, before)",
+            "where(pushed >= 0, after, before)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/worker.py",
+            "    params = where(well, worker.params, round_like(center, worker.params))\n",
+            "    params = worker.params\n",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/worker.py",
+            "inner=where(well, worker.inner, inner.init(params)),",
+            "inner=worker.inner,",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/rounds/meeting.py",
+            "dropped + (~now.well).astype(jnp.int32)",
+            "dropped + now.well.astype(jnp.int32)",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/worker.py",
+            "taken = after if formula is None else before",
+            "taken = after",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/worker.py",
+            "return worker._replace(accumulated=zeros_like(worker.accumulated)), contribution",
+            "return worker, contribution",
+            CENTER_LAWS,
+        ),
+        Mutant(
+            "center/rounds/meeting.py",
+            "_average(worker.inner, self.axis_name, now.weight)",
+            "_average(worker.inner, self.axis_name, None)",
+            LOCKSTEP,
+        ),
+        Mutant(
+            "center/rounds/meeting.py",
+            "worker = worker._replace(inner=self.inner.init(worker.params))",
+            "pass",
             LOCKSTEP,
         ),
         Mutant(
             "center/lockstep.py",
-            "            x = where(broken, params, x)\n",
-            "",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "broken = broken | ~finite_now",
-            "broken = ~finite_now",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "broken=broken & ~due if drop_nonfinite",
-            "broken=broken if drop_nonfinite",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "lambda mean: mean * jnp.asarray(pushed, mean.dtype)",
-            "lambda mean: mean * jnp.asarray(workers, mean.dtype)",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "pushed > 0, (center",
-            "pushed >= 0, (center",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "landed = where(now.weight > 0, landed, _rounded(now.center, landed))\n",
-            "pass\n",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "inner=where(now.weight > 0, inner_met, inner.init(landed)),\n",
-            "inner=inner_met,\n",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "dropped=now.dropped + (now.weight == 0).astype(jnp.int32),",
-            "dropped=now.dropped + (now.weight != 0).astype(jnp.int32),",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "taken=now.center if keeps_taken else (),",
-            "taken=center if keeps_taken else (),",
-            LOCKSTEP,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "accumulated=zeros_like(now.accumulated),\n                measured",
-            "accumulated=now.accumulated,\n                measured",
-            CENTER_LAWS,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "_average(inner_met, axis_name, now.weight)",
-            "_average(inner_met, axis_name, None)",
-            LOCKSTEP,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "                inner_met = inner.init(landed)\n",
-            "                pass\n",
-            LOCKSTEP,
-        ),
-        Mutant(
-            "center/lockstep.py",
-            "steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),",
-            "steps_since_round=steps,",
+            "steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),",
+            "steps_since_round=step.steps,",
             COMPOSITION,
         ),
         Mutant(
-            "center/lockstep.py",
-            "finite = ~broken & everywhere(",
-            "finite = everywhere(",
+            "center/rounds/meeting.py",
+            "well = localize(now.well & finite, self.axis_name)",
+            "well = localize(finite, self.axis_name)",
             CENTER_LAWS,
         ),
         Mutant(
-            "center/lockstep.py",
+            "center/rounds/meeting.py",
             "    if isinstance(due, bool):\n",
             "    if isinstance(due, str):\n",
             ("tests/test_step.py",),
@@ -810,7 +810,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             ("tests/test_state.py",),
         ),
         Mutant(
-            "center/worker.py",
+            "center/checks.py",
             '    require_varying(state.center, params, axis_name, "center")\n',
             "",
         ),
@@ -864,11 +864,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "        if not reached:\n",
             REFUSED_GOSSIP,
         ),
-        Mutant(
-            "peers/gossip.py",
-            "sent = [*where(weight > 0, sent, jax.tree.map(jnp.zeros_like, sent)), weight]",
-            "sent = [*sent, weight]",
-        ),
+        Mutant("peers/gossip.py", "*(weigh(x, weight) for x in sent)", "*sent"),
         Mutant(
             "peers/gossip.py",
             "got = where(mass > 0, got, jax.tree.leaves(own_x))",
@@ -876,8 +872,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "peers/gossip.py",
-            "inner_met = where(broken, inner.init(landed), inner_met)",
-            "pass",
+            "worker = work.mend(inner, worker, center.value, well)",
+            "worker = worker",
         ),
         Mutant(
             "peers/gossip.py", "return global_step % rounds", "return global_step % 1"
@@ -893,7 +889,9 @@ MUTANTS: dict[str, list[Mutant]] = {
             "return own.params - own.taken",
         ),
         Mutant(
-            "peers/gossip.py", "            if complete:\n", "            if False:\n"
+            "peers/gossip.py",
+            "            if _complete(rounds):\n",
+            "            if False:\n",
         ),
         Mutant(
             "peers/gossip.py",
@@ -914,7 +912,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "    places = [[i] for i in range(len(sent))]\n",
         ),
         Mutant(
-            "center/worker.py",
+            "center/checks.py",
             "    check_one_worker(state.local_step, center, params)\n",
             "",
             REFUSED_GOSSIP,
@@ -1107,13 +1105,13 @@ MUTANTS: dict[str, list[Mutant]] = {
     "simulate": [
         Mutant(
             "simulate/asynchronous.py",
-            "taken = after if rule.take is None else now.center",
-            "taken = after",
+            "keeps_taken = rule.take is None or keeps_before(rule, period)",
+            "keeps_taken = keeps_before(rule, period)",
             SIMULATED_CENTER,
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "pushed = divide(pushed, num_workers)",
+            "pushed = work.share_of_one(rule, pushed, at)",
             "pass",
             SIMULATED_CENTER,
         ),
@@ -1125,14 +1123,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "shares_powers = rule.outer is inner",
-            "shares_powers = False",
+            "worker = worker._replace(inner=_with_powers(worker.inner, after.outer))",
+            "pass",
             SIMULATED_CENTER,
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "now = now._replace(accumulated=zeros_like(now.accumulated))",
-            "pass",
+            "now, well = now._replace(worker=worker), now.well",
+            "well = now.well",
             SIMULATED_CENTER,
         ),
         Mutant(
