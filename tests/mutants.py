@@ -669,7 +669,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "trees.py",
             "return optax.apply_updates(params, updates)",
             "return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)",
-            LOCKSTEP,
+            ("tests/test_step.py",),
         ),
         Mutant(
             "step.py",
