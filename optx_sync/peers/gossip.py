@@ -175,7 +175,8 @@ def gossip(
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
     `meet` and `weight` as its do: with weights w_j the mean is sum_j W_ij w_j x_j over
-    sum_j W_ij w_j, and a worker that meets weights of 0 alone stays where it is.
+    sum_j W_ij w_j, and a worker that meets weights of 0 alone stays where it is (where
+    the graph is complete it goes back to its own center, as in `local_sgd`).
 
     Args:
         inner: The worker's own optimizer.

@@ -150,6 +150,9 @@ class ShardedCenter:
                 now,
                 at,
             )
+            if weight is not None:
+                # Of nobody's parameters the mean is 0, and so is what they contribute.
+                mean = where(pushed > 0, mean, zeros_like(mean))
         if self._rule.mean_over is None:
             mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
         before = outer.tree if isinstance(outer, InPieces) else outer
