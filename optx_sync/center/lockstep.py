@@ -31,7 +31,7 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, MeasuredOwn, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
@@ -227,7 +227,7 @@ def center_variable(
     if shard_center:
         checks.check_whole_center(streams, measure, keep_local)
         sharded = ShardedCenter(rule, period, axis_name, exchange)
-    lockstep = _Lockstep(
+    lockstep = Lockstep(
         Meeting(
             inner,
             rule,
@@ -243,7 +243,10 @@ def center_variable(
         delay,
         check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period),
-        sharded,
+        nests=True,
+        state=state_class(rule),
+        sharded=sharded,
+        round=None,
     )
     return direct_transformation(
         lockstep.init,
@@ -259,11 +262,11 @@ class _Plan(NamedTuple):
 
     parts: Whole
     between: Period  # steps from one exchange to the next
-    round: AtOnce | Later | InLine | Pieces
+    round: Rounds
 
 
-class _Lockstep(NamedTuple):
-    """`init` and `apply` of `center_variable`, whose checked arguments these are."""
+class Lockstep(NamedTuple):
+    """`init` and `apply` of `center_variable` and `gossip`, with checked arguments."""
 
     meeting: Meeting
     period: Period
@@ -271,12 +274,17 @@ class _Lockstep(NamedTuple):
     delay: int
     dtype: Any
     keeps_taken: bool  # whether a worker keeps the center from before its last round
-    sharded: ShardedCenter | None
+    nests: bool  # whether `inner` may be a center rule, which is told of every round
+    state: type[CenterState]
+    sharded: ShardedCenter | None = None
+    round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
 
     def plan(self, center: Any) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
+        if self.round is not None:
+            return _Plan(parts, between, self.round)
         if self.sharded is not None:
             return _Plan(parts, between, Pieces(self.meeting, self.sharded))
         if not self.delay:
@@ -328,14 +336,14 @@ class _Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, self.dtype)
         inner = meeting.inner.init(params)
-        if getattr(meeting.inner, "moved", None) is None:
+        if not self.nests or getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
         own = functools.partial(
             map_but_counters, lambda x: localize_where_mapped(x, meeting.axis_name)
         )
-        return state_class(rule)(
+        return self.state(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),

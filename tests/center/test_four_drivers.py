@@ -149,16 +149,27 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "together": (
         DILOCO,
         "asynchronous",
-        {"fragments": 2, "delay": 1, "keep_local": 0.25, "exchange": CODE, **DROPS},
+        {
+            # Whole leaves, and so whole blocks.
+            "fragments": lambda path, leaf: int("w" in str(path[0])),
+            "delay": 1,
+            "keep_local": 0.25,
+            "exchange": CODE,
+            **DROPS,
+        },
     ),
 }
 
 
-def assert_same(history, expected, what):
-    """To the bit, but for what is coded: lockstep codes the mean of codes once more."""
-    near = {"rtol": 1e-6, "atol": 1e-6, "err_msg": what}
-    found, expected = jax.device_get((history, expected))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **near), found, expected)
+def assert_same(history, expected, what, coded=False):
+    """To the bit, but for how XLA fuses, and that lockstep codes the mean once more.
+
+    With a code that is not followed through bfloat16, where it may cross a rounding.
+    """
+    for tree, other in zip(*jax.device_get((history, expected)), strict=True):
+        for name in ("w", "b", "half")[: 2 if coded else 3]:
+            found, due = (np.asarray(x[name], np.float32) for x in (tree, other))
+            np.testing.assert_allclose(found, due, 1e-6, 1e-6, err_msg=what)
 
 
 def test_one_worker_walks_the_same_way_with_every_driver():
@@ -191,7 +202,7 @@ def test_one_worker_walks_the_same_way_with_every_driver():
         for x in jax.tree.leaves(expected):
             assert np.ptp(np.asarray(x, float), axis=0).max() > 0.1, name
         for driver, history in found[name].items():
-            assert_same(history, expected, f"{name}, {driver}")
+            assert_same(history, expected, f"{name}, {driver}", "exchange" in options)
 
 
 def test_two_workers_in_turn():

@@ -7,7 +7,7 @@ stand together, and in which conditional, is the round's (`at_once`, `later`, `i
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,18 @@ class Step(NamedTuple):
         """The part that meets in the next exchange, or met so many before that."""
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
+
+
+class Rounds(Protocol):
+    """When the phases of a round take place."""
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        ...
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        ...
 
 
 class Meeting(NamedTuple):
