@@ -406,6 +406,7 @@ class Lockstep(NamedTuple):
             params=params,
             alike=True,
             extra_args=extra_args,
+            alone={},
         )
         well = None if broken is None else ~broken
         weight, alike = self.own_weight(plan, weight)
