@@ -17,6 +17,7 @@ from optx_sync.center.contract import (
     Round,
     check_period,
     keeps_before,
+    static_period,
 )
 from optx_sync.center.fragments import (
     Fragments,
@@ -387,7 +388,7 @@ class Lockstep(NamedTuple):
             before,
             state.center,
             grads,
-            Round(num_workers, _static(self.period), steps),
+            Round(num_workers, static_period(self.period), steps),
             **extra_args if weight is None else {**extra_args, "weight": weight},
         )
         worker, broken = self.own_step(before, worker, state.broken)
@@ -396,7 +397,7 @@ class Lockstep(NamedTuple):
             due = work.is_due(plan.between, steps, state.local_step)
         step = Step(
             num_workers=num_workers,
-            period=_static(self.period),
+            period=static_period(self.period),
             due=due,
             steps=steps,
             ages=state.ages if plan.parts.number == 1 else state.ages + 1,
@@ -434,8 +435,7 @@ class Lockstep(NamedTuple):
         """The state after a step, of what a round has changed."""
         due, ages = jnp.asarray(step.due), step.ages
         if step.parts.number > 1:
-            met = due & (jnp.arange(step.parts.number) == step.part())
-            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+            ages = jnp.where(step.met(), jnp.zeros_like(ages), ages)
         return state._replace(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),
@@ -536,7 +536,3 @@ class Lockstep(NamedTuple):
         if inner_moved is not None:
             inner = inner_moved(inner, before, after)
         return state._replace(center=center, taken=taken, inner=inner)
-
-
-def _static(period: Period) -> int | None:
-    return None if callable(period) else period

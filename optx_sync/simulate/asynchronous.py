@@ -25,6 +25,7 @@ from optx_sync.center.contract import (
     check_period,
     check_rule,
     keeps_before,
+    static_period,
     weighed,
 )
 from optx_sync.center.fragments import (
@@ -410,7 +411,7 @@ class _Run(NamedTuple):
         due = work.is_due(self.between, steps, own.local_step)
         step = Step(
             num_workers=self.num_workers,
-            period=None if callable(self.period) else self.period,
+            period=static_period(self.period),
             due=due,
             steps=steps,
             ages=own.ages + 1 if self.parts.number > 1 else (),
@@ -427,9 +428,8 @@ class _Run(NamedTuple):
             },
         )
         now, broken = self.walk(own, center, grads, steps)
-        now, met, ages = self.round.step(now, step), due, own.ages
+        now, met, ages = self.round.step(now, step), step.met(), own.ages
         if self.parts.number > 1:
-            met = due & (jnp.arange(self.parts.number) == step.part())
             ages = jnp.where(met, jnp.zeros_like(ages), step.ages)
         own = WorkerState(
             **now.worker._asdict(),
@@ -448,9 +448,8 @@ class _Run(NamedTuple):
     def walk(
         self, own: WorkerState, center: Center, grads: Any, steps: Any
     ) -> tuple[Now, Any]:
-        """(what a round may change after the worker's own step, whether it is broken)."""
-        period = None if callable(self.period) else self.period
-        at = Round(self.num_workers, period, steps)
+        """(all after the worker's own step, whether it is broken)."""
+        at = Round(self.num_workers, static_period(self.period), steps)
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
         inner, rule = self.phases.inner, self.phases.rule
         worker = work.walk(inner, rule, before, center.value, grads, at)

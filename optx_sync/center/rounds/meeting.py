@@ -77,6 +77,13 @@ class Step(NamedTuple):
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
 
+    def met(self) -> Any:
+        """Which parts have met in this step: bool[P], bool[] where there is one."""
+        due = jnp.asarray(self.due)
+        if self.parts.number == 1:
+            return due
+        return due & (jnp.arange(self.parts.number) == self.part())
+
 
 class Phases(Protocol):
     """What a worker does in a round, of one part after the other."""
