@@ -32,9 +32,7 @@ exchanges = {
 every = [one for made in exchanges.values() for one in made]
 graphs = {
     "ring": oxs.graphs.ring(),
-    "torus": oxs.graphs.torus(2, 4),
     "exponential": oxs.graphs.exponential(),
-    "hypercube": oxs.graphs.hypercube(),
     "random_pairs": oxs.graphs.random_pairs(),
     "grid": oxs.graphs.grid(2),
     "metropolis": oxs.graphs.metropolis([(0, 1)]),

@@ -67,9 +67,7 @@ NAMED: dict[str, Any] = {
         [*[0] * (leaf.shape[0] - 1), 1] if leaf.shape and leaf.shape[0] else 0
     ),
     "ring()": oxs.graphs.ring(),
-    "torus(2, 2)": oxs.graphs.torus(2, 2),
     "exponential()": oxs.graphs.exponential(),
-    "hypercube()": oxs.graphs.hypercube(),
     "random_pairs()": oxs.graphs.random_pairs(),
     "grid(2)": oxs.graphs.grid(2),
     "metropolis": oxs.graphs.metropolis([(0, 1), (1, 2)]),
@@ -130,8 +128,6 @@ OPTIONS: dict[str, dict[str, list]] = {
             "ring()",
             "random_pairs()",
             "exponential()",
-            "hypercube()",
-            "torus(2, 2)",
             "grid(2)",
             "metropolis",
         ],

@@ -162,10 +162,11 @@ def refuse_hidden_center(state: Any) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
     if holds_center(state):
         raise ValueError(
-            "There is another center rule in `inner`, wrapped in something else: its "
-            "center would not move when this one's rounds move the parameters. Nest "
-            "rules directly and put what stands between them inside of the innermost "
-            "one, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam), 'data'), 'pods')."
+            "There is another center rule in `inner` whose center would not move when "
+            "workers meet. Nest center rules directly, with what stands between them "
+            "inside of the innermost, oxs.diloco(oxs.local_sgd(optax.chain(clip, adam),"
+            " 'data'), 'pods'); in gossip, which nests none, oxs.graphs.grid(m) meets "
+            "in groups and between them."
         )
 
 

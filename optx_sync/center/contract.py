@@ -120,7 +120,7 @@ class Reads(NamedTuple):
 
 def reads(rule: CenterRule, communication_period: Period) -> Reads:
     """Which arrays the formulas of a rule read, found out by tracing them once."""
-    period = None if callable(communication_period) else communication_period
+    period = static_period(communication_period)
     at = Round(rule.num_workers or 2, period, np.int32(1), tokens=np.float32(1))
 
     def own(x: Any, s: Any, a: Any) -> Own:
@@ -148,6 +148,11 @@ def keeps_before(rule: CenterRule, communication_period: Period) -> bool:
     center whole has taken the center after its last round, in lockstep the center now.
     """
     return rule.take is not None and reads(rule, communication_period).taken
+
+
+def static_period(communication_period: Period) -> int | None:
+    """What a `Round` says of the period: `None` where it is a schedule."""
+    return None if callable(communication_period) else communication_period
 
 
 def check_rule(rule: Any, call: str) -> None:

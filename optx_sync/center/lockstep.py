@@ -17,6 +17,7 @@ from optx_sync.center.contract import (
     Round,
     check_period,
     keeps_before,
+    static_period,
 )
 from optx_sync.center.fragments import (
     Fragments,
@@ -31,7 +32,7 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, MeasuredOwn, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
@@ -227,7 +228,7 @@ def center_variable(
     if shard_center:
         checks.check_whole_center(streams, measure, keep_local)
         sharded = ShardedCenter(rule, period, axis_name, exchange)
-    lockstep = _Lockstep(
+    lockstep = Lockstep(
         Meeting(
             inner,
             rule,
@@ -243,7 +244,10 @@ def center_variable(
         delay,
         check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period),
-        sharded,
+        nests=True,
+        state=state_class(rule),
+        sharded=sharded,
+        round=None,
     )
     return direct_transformation(
         lockstep.init,
@@ -259,11 +263,11 @@ class _Plan(NamedTuple):
 
     parts: Whole
     between: Period  # steps from one exchange to the next
-    round: AtOnce | Later | InLine | Pieces
+    round: Rounds
 
 
-class _Lockstep(NamedTuple):
-    """`init` and `apply` of `center_variable`, whose checked arguments these are."""
+class Lockstep(NamedTuple):
+    """`init` and `apply` of `center_variable` and `gossip`, with checked arguments."""
 
     meeting: Meeting
     period: Period
@@ -271,12 +275,17 @@ class _Lockstep(NamedTuple):
     delay: int
     dtype: Any
     keeps_taken: bool  # whether a worker keeps the center from before its last round
-    sharded: ShardedCenter | None
+    nests: bool  # whether `inner` may be a center rule, which is told of every round
+    state: type[CenterState]
+    sharded: ShardedCenter | None = None
+    round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
 
     def plan(self, center: Any) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
+        if self.round is not None:
+            return _Plan(parts, between, self.round)
         if self.sharded is not None:
             return _Plan(parts, between, Pieces(self.meeting, self.sharded))
         if not self.delay:
@@ -328,14 +337,14 @@ class _Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, self.dtype)
         inner = meeting.inner.init(params)
-        if getattr(meeting.inner, "moved", None) is None:
+        if not self.nests or getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
         own = functools.partial(
             map_but_counters, lambda x: localize_where_mapped(x, meeting.axis_name)
         )
-        return state_class(rule)(
+        return self.state(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -379,7 +388,7 @@ class _Lockstep(NamedTuple):
             before,
             state.center,
             grads,
-            Round(num_workers, _static(self.period), steps),
+            Round(num_workers, static_period(self.period), steps),
             **extra_args if weight is None else {**extra_args, "weight": weight},
         )
         worker, broken = self.own_step(before, worker, state.broken)
@@ -388,7 +397,7 @@ class _Lockstep(NamedTuple):
             due = work.is_due(plan.between, steps, state.local_step)
         step = Step(
             num_workers=num_workers,
-            period=_static(self.period),
+            period=static_period(self.period),
             due=due,
             steps=steps,
             ages=state.ages if plan.parts.number == 1 else state.ages + 1,
@@ -398,6 +407,7 @@ class _Lockstep(NamedTuple):
             params=params,
             alike=True,
             extra_args=extra_args,
+            alone={},
         )
         well = None if broken is None else ~broken
         weight, alike = self.own_weight(plan, weight)
@@ -425,8 +435,7 @@ class _Lockstep(NamedTuple):
         """The state after a step, of what a round has changed."""
         due, ages = jnp.asarray(step.due), step.ages
         if step.parts.number > 1:
-            met = due & (jnp.arange(step.parts.number) == step.part())
-            ages = jnp.where(met, jnp.zeros_like(ages), ages)
+            ages = jnp.where(step.met(), jnp.zeros_like(ages), ages)
         return state._replace(
             local_step=state.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(step.steps), step.steps),
@@ -527,7 +536,3 @@ class _Lockstep(NamedTuple):
         if inner_moved is not None:
             inner = inner_moved(inner, before, after)
         return state._replace(center=center, taken=taken, inner=inner)
-
-
-def _static(period: Period) -> int | None:
-    return None if callable(period) else period

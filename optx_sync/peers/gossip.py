@@ -6,58 +6,33 @@ partners and it hold in the mean, less that center, is what `outer` sees. Where 
 graph is complete the centers are equal and this is the exchange of `center/`.
 """
 
-import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from optx_sync.center import worker as work
-from optx_sync.center.checks import check_step, holds_center
-from optx_sync.center.contract import CenterRule, Own, Period, Round, check_period
-from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_inner, check_params, shows_call
-from optx_sync.collectives import (
-    AxisName,
-    axis_index,
-    check_axis_name,
-    everywhere,
-    kinds,
-    localize,
-    localize_where_mapped,
-    or_one,
-    own_weight,
-    permute,
-    reduce,
-    vary_like,
-    weigh,
-)
-from optx_sync.peers.graphs import (
-    Graph,
-    GraphRound,
-    Weight,
-    exponential,
-    random_pairs,
-)
+from optx_sync.center.contract import Period, check_period
+from optx_sync.center.lockstep import Lockstep
+from optx_sync.center.rounds.meeting import Meeting
+from optx_sync.center.rules.diloco import diloco_rule
+from optx_sync.center.rules.local_sgd import local_sgd_rule
+from optx_sync.center.state import CenterState
+from optx_sync.checks import check_inner, shows_call
+from optx_sync.collectives import AxisName, check_axis_name, localize_where_mapped
+from optx_sync.exchange.all_reduce import all_reduce
+from optx_sync.peers.graphs import Graph, exponential, random_pairs
+from optx_sync.peers.mixing import Mixing
 from optx_sync.placement import fields
-from optx_sync.step import direct_transformation, landing_update, takes_weight
+from optx_sync.step import direct_transformation, landing_update
 from optx_sync.trees import (
     Tree,
     at_least_float32,
     check_accumulator_dtype,
-    is_finite,
     is_floating,
     is_inexact,
     is_masked,
-    where,
 )
-
-# Above this many workers the matrices of a cycle are not multiplied out to check it.
-_CHECKED_WORKERS = 128
 
 
 class GossipMetrics(NamedTuple):
@@ -71,27 +46,20 @@ class GossipMetrics(NamedTuple):
     distance: jax.Array | None
 
 
-class OwnCenterState(NamedTuple):
-    """State of `gossip`; only the counters are equal on all workers."""
+class OwnCenterState(CenterState):
+    """State of `gossip`: as of a center rule, but the center is the worker's own.
 
-    local_step: jax.Array  # int32[], steps of a worker
-    steps_since_round: jax.Array  # int32[]
-    global_step: jax.Array  # int32[], rounds
-    center: optax.Params  # the worker's own: like the parameters, float32 for half
-    outer: optax.OptState  # the worker's own state of `outer`, or ()
-    broken: Any  # bool[], it has not been finite since the last round, or ()
-    dropped: jax.Array  # int32[], rounds that left this worker out
-    inner: optax.OptState
+    Only the counters are equal on all workers.
+    """
 
+    __slots__ = ()
     field_kinds = fields.table(
+        CenterState.field_kinds,
         local_step=fields.SHARED.told,
         steps_since_round=fields.SHARED.told,
         global_step=fields.SHARED.told,
         center=fields.COPIES,
         outer=fields.LIKE_PARAMS,
-        broken=fields.ANEW,
-        dropped=fields.OWN_COUNT,
-        inner=fields.OWN,
     )
 
     def center_params(self, params: Tree) -> Tree:
@@ -120,14 +88,6 @@ class OwnCenterState(NamedTuple):
         return GossipMetrics(
             self.global_step, self.steps_since_round, self.dropped, distance
         )
-
-
-class _Now(NamedTuple):
-    """What a round changes: the operands and results of the conditional."""
-
-    worker: Worker
-    center: Center
-    dropped: Any
 
 
 @shows_call(
@@ -175,8 +135,8 @@ def gossip(
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
     `meet` and `weight` as its do: with weights w_j the mean is sum_j W_ij w_j x_j over
-    sum_j W_ij w_j, and a worker that meets weights of 0 alone stays where it is (where
-    the graph is complete it goes back to its own center, as in `local_sgd`).
+    sum_j W_ij w_j. The center of a worker that meets weights of 0 alone stays, and the
+    worker takes it.
 
     Args:
         inner: The worker's own optimizer.
@@ -191,8 +151,8 @@ def gossip(
         drop_nonfinite: A worker whose step would bring a NaN or infinity into its
             parameters does not make it: it stands still until the next round, in which
             it sends nothing, takes the mean of those partners that are well, and starts
-            with a fresh inner state. If there is none it goes on from where it stood.
-            Two floats more travel.
+            with a fresh inner state. If there is none it takes its own center. Two
+            floats more travel.
         accumulator_dtype: The dtype of the own center, and so of what travels. `None`:
             float32 for half precision parameters, else their own. Narrower ones are
             refused: parameters, not differences, would be rounded in each round.
@@ -241,104 +201,32 @@ def gossip(
         )
     period = check_period(communication_period)
     dtype = _check_wire(accumulator_dtype)
+    rule = local_sgd_rule()
     if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
-    rule = CenterRule(_moved if outer is None else _moved_back, outer)
-    static_period = None if callable(period) else period
+        rule = diloco_rule(outer)
+    meeting = Meeting(
+        inner, rule, axis_name, all_reduce(), "keep", drop_nonfinite, False, 0
+    )
+    lockstep = Lockstep(
+        meeting,
+        period,
+        fragments=1,
+        delay=0,
+        dtype=dtype,
+        keeps_taken=False,
+        nests=False,
+        state=OwnCenterState,
+        round=Mixing(meeting, graph, seed),
+    )
 
     def init(params):
-        check_params(params)
-        if graph.choose == "draw":
-            _check_pairs(outer)
+        state = lockstep.init(params)
+        # A worker's own fields vary over the axis from the start.
+        own = localize_where_mapped((state.center, state.outer), axis_name)
+        return state._replace(center=own[0], outer=own[1])
 
-        def own(tree):
-            # A worker's own fields vary over the axis from the start.
-            return localize_where_mapped(tree, axis_name)
-
-        center, within = work.start_center(params, dtype), inner.init(params)
-        _refuse_center(within)
-        return OwnCenterState(
-            local_step=jnp.zeros((), jnp.int32),
-            steps_since_round=jnp.zeros((), jnp.int32),
-            global_step=jnp.zeros((), jnp.int32),
-            center=own(center),
-            outer=own(() if outer is None else outer.init(center)),
-            broken=own(jnp.bool_(False)) if drop_nonfinite else (),
-            dropped=own(jnp.zeros((), jnp.int32)),
-            inner=own(within),
-        )
-
-    def apply(grads, state, params, *, meet=None, weight=None, **extra_args):
-        """One step that returns parameters."""
-        num_workers = check_step(grads, state, params, axis_name)
-        rounds = graph.rounds(num_workers)
-        if graph.choose == "cycle":
-            _check_cycle(outer, graph, num_workers)
-        steps = state.steps_since_round + 1
-        at = Round(num_workers, static_period, steps)
-        before = Worker(params, state.inner, (), ())
-        passed = extra_args if weight is None else {**extra_args, "weight": weight}
-        worker = work.walk(inner, rule, before, state.center, grads, at, **passed)
-        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        worker = localize(worker, axis_name)
-        worker = worker._replace(params=vary_like(worker.params, params))
-        weight = None if takes_weight(inner) else own_weight(weight, axis_name)
-        well = None
-        if drop_nonfinite:
-            finite = everywhere(is_finite(worker.params), params, axis_name)
-            well = ~(state.broken | ~finite)
-            worker = work.stand_still(before, worker, ~well)
-            weight = jnp.float32(1) if weight is None else weight
-            weight = jnp.where(well, weight, jnp.zeros_like(weight))
-            weight = localize(weight, axis_name)
-
-        def meeting(now: _Now) -> _Now:
-            """A round."""
-            if _complete(rounds):
-                # All centers are equal, and what was moved is all that need travel.
-                worker, move = work.bring(rule, now.worker, now.center.value, at)
-                total = reduce(localize(move, axis_name), axis_name, weight=weight)
-            else:
-                own_x = work.as_center(now.worker.params, now.center.value)
-                k = _chosen(graph, len(rounds), seed, state.global_step)
-                mixed = _mix(own_x, weight, rounds, k, axis_name)
-                worker, total = work.bring(
-                    rule, now.worker._replace(params=mixed), now.center.value, at
-                )
-            center = work.absorb(rule, now.center, total)
-            worker = work.take(
-                rule,
-                worker._replace(params=now.worker.params),
-                now.center.value,
-                center.value,
-                at,
-            )
-            dropped = now.dropped
-            if well is not None:
-                worker = work.mend(inner, worker, center.value, well)
-                dropped = dropped + (~well).astype(jnp.int32)
-            return vary_like(_Now(worker, center, dropped), now)
-
-        now = _Now(worker, Center(state.center, state.outer), state.dropped)
-        due = meet
-        if meet is None:
-            due = work.is_due(period, steps, state.local_step)
-        if isinstance(due, bool):
-            now = meeting(now) if due else now
-        else:
-            now = jax.lax.cond(due, meeting, lambda now: now, now)
-        due = jnp.asarray(due)
-        return now.worker.params, OwnCenterState(
-            local_step=state.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            global_step=state.global_step + due.astype(jnp.int32),
-            center=now.center.value,
-            outer=now.center.outer,
-            broken=() if well is None else ~well & ~due,
-            dropped=now.dropped,
-            inner=now.worker.inner,
-        )
-
+    apply = lockstep.apply
     return direct_transformation(init, landing_update(apply), apply, period)
 
 
@@ -445,116 +333,6 @@ def mean_params(params: Tree) -> Tree:
     return jax.tree.map(mean, params)
 
 
-def _moved(own: Own, center: Any, at: Round) -> Any:
-    """What is added to a center for plain averaging."""
-    return own.params - own.taken
-
-
-def _moved_back(own: Own, center: Any, at: Round) -> Any:
-    """What an outer optimizer sees: Optax negates it."""
-    return own.taken - own.params
-
-
-def _complete(rounds: Sequence[GraphRound]) -> bool:
-    """Whether everyone meets everyone in each of these rounds."""
-    return all(r.groups is not None and len(r.groups) == 1 for r in rounds)
-
-
-def _chosen(graph: Graph, rounds: int, seed: int, global_step: jax.Array) -> Any:
-    """The place of this round's graph: equal on all workers, and after a resume."""
-    if rounds == 1:
-        return 0
-    if graph.choose == "cycle":
-        return global_step % rounds
-    # Not the user's choice of generator, which a resumed run might have changed.
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), global_step)
-    return jax.random.randint(key, (), 0, rounds)
-
-
-def _mix(
-    own_x: Tree,
-    weight: jax.Array | None,
-    rounds: Sequence[GraphRound],
-    k: Any,
-    axis_name: AxisName,
-) -> Tree:
-    """What this worker and its partners hold in the mean, of those that have weight."""
-    sent, treedef = jax.tree.flatten(own_x)
-    if weight is not None:
-        # The 1 comes back as the sum of the graph's own weights, rounded as they are.
-        sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
-    # Joined, as a program with many partners would otherwise hold many permutes.
-    places = kinds(sent)
-    joined = [_join([sent[i] for i in kind]) for kind in places]
-    branches = [functools.partial(_meet, r, axis_name) for r in rounds]
-    if len(branches) == 1:
-        joined = branches[0](joined)
-    else:
-        joined = jax.lax.switch(k, branches, joined)
-    got = list(sent)
-    for kind, array in zip(places, joined, strict=True):
-        parts = _separate(array, [sent[i] for i in kind])
-        for i, part in zip(kind, parts, strict=True):
-            got[i] = part
-    if weight is not None:
-        *sums, mass, one = got
-        share = one / or_one(mass)
-        got = [total * share.astype(total.dtype) for total in sums]
-        got = where(mass > 0, got, jax.tree.leaves(own_x))
-    return treedef.unflatten(got)
-
-
-def _meet(
-    round_: GraphRound, axis_name: AxisName, arrays: list[jax.Array]
-) -> list[jax.Array]:
-    """One round of arrays: the rows of its matrix that are this worker's."""
-    if round_.groups is not None:
-        groups = [list(group) for group in round_.groups]
-        means = reduce(
-            arrays, axis_name, group_assignment=groups if len(groups) > 1 else None
-        )
-        return vary_like(means, arrays)
-
-    def mixed(x):
-        total = x * _own_weight(round_.own, x.dtype, axis_name)
-        for take in round_.takes:
-            theirs = permute(x, axis_name, take.source)
-            total = total + theirs * _own_weight(take.weight, x.dtype, axis_name)
-        return total
-
-    return [mixed(x) for x in arrays]
-
-
-def _own_weight(weight: Weight, dtype: Any, axis_name: AxisName) -> Any:
-    if isinstance(weight, tuple):
-        return jnp.asarray(weight, dtype)[axis_index(axis_name)]
-    return jnp.asarray(weight, dtype)
-
-
-def _join(leaves: Sequence[jax.Array]) -> jax.Array:
-    if len(leaves) == 1:
-        return leaves[0]
-    return jnp.concatenate([x.reshape(-1) for x in leaves])
-
-
-def _separate(array: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    if len(like) == 1:
-        return [array]
-    ends = np.cumsum([x.size for x in like])[:-1].tolist()
-    parts = jnp.split(array, ends)
-    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
-
-
-def _refuse_center(state: Any) -> None:
-    """Refuse a center rule inside: its center would not move with the parameters."""
-    if holds_center(state):
-        raise ValueError(
-            "There is a center rule in `inner`, whose center would not move when "
-            "partners move the parameters. Pass its own inner optimizer; to meet in "
-            "groups and between them use oxs.graphs.grid(m)."
-        )
-
-
 def _check_wire(dtype: Any) -> Any:
     dtype = check_accumulator_dtype(dtype)
     if dtype is not None and at_least_float32(dtype) != dtype:
@@ -564,98 +342,6 @@ def _check_wire(dtype: Any) -> Any:
             "half precision parameters then travel in float32."
         )
     return dtype
-
-
-def _momentum_of(outer: optax.GradientTransformation | None) -> Any:
-    """(rate, momentum, nesterov) of an SGD, found out by four steps; None if other."""
-    if outer is None:
-        return None
-
-    def response(first: float) -> np.ndarray:
-        param = jnp.zeros((), jnp.float32)
-        state, seen = outer.init(param), []
-        for gradient in (first, 0.0, 0.0, 0.0):
-            update, state = outer.update(jnp.float32(gradient), state, param)
-            seen.append(-float(jnp.asarray(update)))
-        return np.array(seen)
-
-    # Outside of what is traced and mapped here, and as Optax expects it.
-    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
-        try:
-            once, twice = response(1.0), response(2.0)
-        except jax.errors.UnexpectedTracerError:
-            return None  # An injected hyper-parameter: not known here.
-    if not np.allclose(2 * once, twice, rtol=1e-4):
-        return None
-    momentum = once[2] / once[1] if once[1] else 0.0
-    for nesterov in (False, True):
-        weights = momentum ** np.arange(4.0)
-        if nesterov:
-            weights = np.array([1 + momentum, *(momentum * weights[1:])])
-        rate = once[0] / weights[0]
-        if np.allclose(once, rate * weights, rtol=1e-3, atol=1e-6):
-            return float(rate), float(momentum), nesterov
-    return None
-
-
-def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
-    """By what a round of random pairs multiplies the squared disagreement.
-
-    Of many workers, where a partner's place is independent of one's own: with z = (s,
-    t), s the center and t the trace of one coordinate, z <- A z + B (partner's z), and
-    the second moments of z go by A x A + B x B.
-    """
-    own, other = np.array([0.5, 0.0]), np.array([-0.5, 0.0])  # the gradient
-    trace = np.array([0.5, momentum]), other
-    step = trace
-    if nesterov:
-        step = own + momentum * trace[0], other + momentum * trace[1]
-    a = np.stack([np.array([1.0, 0.0]) - rate * step[0], trace[0]])
-    b = np.stack([-rate * step[1], trace[1]])
-    return float(max(abs(np.linalg.eigvals(np.kron(a, a) + np.kron(b, b)))))
-
-
-def _cycle_growth(
-    matrices: np.ndarray, rate: float, momentum: float, nesterov: bool
-) -> float:
-    """By what a cycle of rounds multiplies the disagreement, in the long run."""
-    n = matrices.shape[1]
-    one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` takes the mean away.
-    whole = np.eye(2 * n)
-    for matrix in matrices:
-        gradient = (one - matrix) @ alone
-        trace = np.hstack([gradient, momentum * one])
-        step = trace
-        if nesterov:
-            step = np.hstack([gradient, 0 * one]) + momentum * trace
-        whole = np.vstack([np.hstack([alone, 0 * one]) - rate * step, trace]) @ whole
-    return float(max(abs(np.linalg.eigvals(whole))))
-
-
-def _check_pairs(outer: optax.GradientTransformation | None) -> None:
-    momentum = _momentum_of(outer)
-    if momentum is not None:
-        _require_stable(_pairs_growth(*momentum), momentum, "random pairs")
-
-
-def _check_cycle(
-    outer: optax.GradientTransformation | None, graph: Graph, workers: int
-) -> None:
-    momentum = _momentum_of(outer)
-    if momentum is not None and 1 < workers <= _CHECKED_WORKERS:
-        growth = _cycle_growth(graph.matrices(workers), *momentum)
-        _require_stable(growth, momentum, f"this graph of {workers} workers")
-
-
-def _require_stable(growth: float, momentum: tuple, what: str) -> None:
-    rate, beta, nesterov = momentum
-    if growth > 1 + 1e-3:
-        kind = "Nesterov momentum" if nesterov else "momentum"
-        raise ValueError(
-            f"With {what}, an outer rate of {rate:.3g} and {kind} {beta:.3g} the "
-            "workers drift apart even without gradients: their disagreement grows. "
-            "Pass a lower momentum, outer=optax.sgd(0.7, momentum=0.5) for example."
-        )
 
 
 def _square_sums(x: jax.Array) -> jax.Array:

@@ -11,9 +11,7 @@ are known when the program is compiled, as `collective-permute` and `all-reduce`
 
     graph               who meets                  each sends  mean of all after
     ring()              both neighbours            2 D         never, gap O(1 / N^2)
-    torus(rows, cols)   four neighbours            4 D         never, gap O(1 / N)
     exponential()       i - 2^k in round k         D           log2 N, N a power of two
-    hypercube()         i xor 2^k in round k       D           log2 N
     random_pairs()      a pair, drawn              D           never, see there
     grid(m)             groups of m, N = m^d       about 2 D   d
     metropolis(edges)   any graph you give         degree D    never
@@ -27,6 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from optx_sync.checks import check_count
 
 Weight = float | tuple[float, ...]  # of all workers, or one for each
 
@@ -100,40 +100,6 @@ def ring() -> Graph:
     return Graph(rounds)
 
 
-def torus(rows: int, cols: int) -> Graph:
-    """Each worker with its four neighbours in a grid that is closed both ways.
-
-    All have the same weight, one fifth; neighbours that coincide, as in two rows, count
-    once. Worker `r * cols + c` stands in row r and column c, as on a mesh of devices.
-
-    Example:
-        >>> import optx_sync as oxs
-        >>> oxs.graphs.torus(3, 3).matrices(9)[0][0].round(1).tolist()
-        [0.2, 0.2, 0.2, 0.2, 0.0, 0.0, 0.2, 0.0, 0.0]
-    """
-    _check_integer(rows, "rows", "torus(4, 4)")
-    _check_integer(cols, "cols", "torus(4, 4)")
-
-    def rounds(n: int) -> tuple[GraphRound, ...]:
-        if n != rows * cols:
-            raise ValueError(
-                f"torus({rows}, {cols}) is a graph of {rows * cols} workers; the axis "
-                f"has {n}. Pass rows and columns whose product is {n}."
-            )
-
-        def neighbour(down: int, right: int) -> tuple[int, ...]:
-            return tuple(
-                (r + down) % rows * cols + (c + right) % cols
-                for r in range(rows)
-                for c in range(cols)
-            )
-
-        ways = [(1, 0), (-1, 0), (0, 1), (0, -1)]
-        return (_even(n, [neighbour(*way) for way in ways]),)
-
-    return Graph(rounds)
-
-
 def exponential() -> Graph:
     """Each worker with one other, 1, 2, 4, ... places before it in turn.
 
@@ -157,32 +123,6 @@ def exponential() -> Graph:
         _check_workers(n)
         steps = range(max(1, (n - 1).bit_length()))
         return tuple(_even(n, [_shift(n, -(1 << k))]) for k in steps)
-
-    return Graph(rounds)
-
-
-def hypercube() -> Graph:
-    """Each worker with one other, whose number differs in one bit, bit after bit.
-
-    After log2 N rounds all hold the mean. As `exponential`, but the two of a pair meet
-    each other. The number of workers must be a power of two.
-
-    Example:
-        >>> import optx_sync as oxs
-        >>> oxs.graphs.hypercube().rounds(4)[1].takes[0].source
-        (2, 3, 0, 1)
-    """
-
-    def rounds(n: int) -> tuple[GraphRound, ...]:
-        _check_workers(n)
-        if n & (n - 1):
-            raise ValueError(
-                f"hypercube needs a power of two of workers; the axis has {n}. Use "
-                "oxs.graphs.exponential() or random_pairs()."
-            )
-        bits = range(max(1, (n - 1).bit_length()))
-        flips = [tuple(i ^ (1 << k) for i in range(n)) for k in bits]
-        return tuple(_even(n, [flip if n > 1 else (0,)]) for flip in flips)
 
     return Graph(rounds)
 
@@ -233,7 +173,7 @@ def grid(m: int) -> Graph:
         Ryabinin, Gorbunov, Plokhotnyuk, Pekhimenko, "Moshpit SGD", 2021, arXiv
         2103.03239.
     """
-    _check_integer(m, "m", "grid(4)", least=2)
+    check_count("m", m, "Write for example oxs.graphs.grid(4).", least=2)
 
     def rounds(n: int) -> tuple[GraphRound, ...]:
         _check_workers(n)
@@ -347,29 +287,17 @@ def _matrix(round_: GraphRound, n: int) -> np.ndarray:
 
 
 def _check_workers(n: Any) -> None:
-    _check_integer(n, "the number of workers", "ring().matrices(8)")
-
-
-def _check_integer(value: Any, name: str, call: str, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(
-            f"{name} must be an integer; got {value!r} of type "
-            f"{type(value).__name__}. Write for example oxs.graphs.{call}."
-        )
-    if value < least:
-        raise ValueError(
-            f"{name} must be at least {least}; got {value}. Write for example "
-            f"oxs.graphs.{call}."
-        )
+    check_count("the number of workers", n, "Write oxs.graphs.ring().matrices(8), say.")
 
 
 def _edge(edge: Any) -> tuple[int, int]:
-    ends = tuple(edge)
+    ends, mend = (
+        tuple(edge),
+        "Write for example oxs.graphs.metropolis([(0, 1), (1, 2)]).",
+    )
     if len(ends) != 2 or ends[0] == ends[1]:
         raise ValueError(
-            f"An edge is a pair of different workers; got {edge!r}. Write for example "
-            "oxs.graphs.metropolis([(0, 1), (1, 2)])."
+            f"An edge is a pair of different workers; got {edge!r}. {mend}"
         )
-    for end in ends:
-        _check_integer(end, "a worker", "metropolis([(0, 1), (1, 2)])", least=0)
-    return int(ends[0]), int(ends[1])
+    one, other = (check_count("a worker", end, mend, least=0) for end in ends)
+    return one, other

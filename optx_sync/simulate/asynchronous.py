@@ -25,30 +25,25 @@ from optx_sync.center.contract import (
     check_period,
     check_rule,
     keeps_before,
+    static_period,
     weighed,
 )
 from optx_sync.center.fragments import (
-    LANDS,
-    SETS_OUT,
-    Buffer,
     Fragments,
-    Pending,
     Whole,
     check_fragments,
     split,
     steps_between,
 )
+from optx_sync.center.rounds.at_once import AtOnce
+from optx_sync.center.rounds.later import Later
+from optx_sync.center.rounds.meeting import Now, Step
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
 from optx_sync.placement.axes import stack
-from optx_sync.simulate.replay import (
-    GradFn,
-    Record,
-    check_workers,
-    replay,
-)
-from optx_sync.trees import is_finite, is_nothing, row_of, where, with_row
+from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
+from optx_sync.trees import is_finite, row_of, where, with_row
 
 
 class WorkerState(NamedTuple):
@@ -68,28 +63,6 @@ class WorkerState(NamedTuple):
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
     broken: Any  # bool[], it has not been finite since its last round, or ()
-
-
-class _Now(NamedTuple):
-    """What a round changes."""
-
-    worker: Worker
-    center: Center
-    exchange: Any
-    pending: Any
-    well: Any  # bool[], or () without `drop_nonfinite`
-
-
-class _Event(NamedTuple):
-    """What is known of an event."""
-
-    rounds: Any  # int32[], this worker's, before this event
-    global_step: Any  # int32[], the rounds of all workers before it
-    steps: Any  # int32[], the worker's steps since its last round, with this one
-    # With parts [P], of each one:
-    ages: Any  # int32[], the same
-    tokens: Any  # float32[], since then
-    seen: Any  # int32[], the rounds of all workers when it took the center
 
 
 class AsynchronousState(NamedTuple):
@@ -248,51 +221,162 @@ def asynchronous(
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
-    exchange = check_code(exchange, rule, period)
+    phases = _Phases(
+        inner,
+        rule,
+        check_code(exchange, rule, period),
+        drop_nonfinite,
+        check_keep_local(keep_local),
+    )
     fragments, delay = check_fragments(fragments), check_delay(delay)
-    keep_local = check_keep_local(keep_local)
     params = jax.tree.map(jnp.asarray, params)
-    center = work.start_center(params)
-    parts = split(fragments, center)
-    between = steps_between(period, parts.number, delay)
-    buffer = Buffer(parts, center)
     workers = check_workers(workers, num_workers)
     if tokens is not None and jnp.shape(tokens) != workers.shape:
         raise ValueError(
             f"tokens must hold a number for each of the {len(workers)} events; got "
             f"shape {jnp.shape(tokens)}."
         )
-    # Others move the center meanwhile, so each worker keeps the one that it took.
-    keeps_taken = rule.take is None or keeps_before(rule, period)
+    parts = split(fragments, work.start_center(params))
     run = _Run(
-        inner,
-        rule,
-        Round(num_workers, None if callable(period) else period, jnp.int32(0)),
-        between,
+        phases,
+        AtOnce(phases) if not delay else Later(phases, delay),
         parts,
-        buffer,
-        exchange,
-        delay,
-        keep_local,
+        period,
+        steps_between(period, parts.number, delay),
+        num_workers,
+        grad_fn,
+        tokens,
+        record,
+    )
+    start = run.start(params)
+    machine, (local_steps, global_steps), views, events = replay(
+        run.advance, run.view, (start, params), workers, record
+    )
+    kept_params, kept_center, recorded = views
+    return AsynchronousRecord(
+        params=kept_params,
+        center=kept_center,
+        events=events,
+        local_step=local_steps,
+        global_step=global_steps,
+        recorded=recorded,
+        final=machine[0],
+        push_bytes=run.push_bytes(start.center),
     )
 
-    def step(number, place, own, center, global_step):
-        """One event: what is the worker's, the center's, and whether they met."""
-        grads = grad_fn(place, own.params, number)
-        check_grads(grads, own.params)
-        count = 1 if tokens is None else jnp.asarray(tokens)[number]
-        return run.event(own, center, global_step, grads, jnp.float32(count))
 
-    def advance(machine, event):
+class _Phases(NamedTuple):
+    """The phases of a round of one worker that meets the center alone."""
+
+    inner: optax.GradientTransformationExtraArgs
+    rule: CenterRule
+    exchange: Exchange | None
+    drop_nonfinite: bool
+    keep_local: Any
+
+    def remember(self, part: Any) -> Any:
+        """What the code of a part remembers before the first round."""
+        return () if self.exchange is None else start_codes(self.exchange, part)
+
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+        """(now, what the center is to absorb of this worker)."""
+        rule, at, well = self.rule, step.at(part), now.well
+        worker, pushed = work.bring(rule, now.worker, now.center.value, at)
+        if self.drop_nonfinite:
+            well = well & is_finite(pushed)
+            pushed = where(well, pushed, jax.tree.map(jnp.zeros_like, pushed))
+        pushed, codes = work.share_of_one(rule, pushed, at), now.exchange
+        if self.exchange is not None:
+            messages, codes = encoded(self.exchange, pushed, codes)
+            pushed = decoded(self.exchange, messages, pushed)
+            if self.drop_nonfinite:
+                codes = where(well, codes, now.exchange)
+        now = now._replace(worker=worker, exchange=codes, well=well)
+        return now, work.weigh_alone(rule, pushed, at)
+
+    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+        """There is nobody to agree with; a worker that is not finite counts 0."""
+        counts = now.well.astype(jnp.float32) if self.drop_nonfinite else ()
+        return now, contribution, counts
+
+    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+        """The center absorbs it, if it counts, and the worker takes."""
+        rule, worker, before = self.rule, now.worker, now.center
+        if rule.outer is self.inner:
+            before = before._replace(outer=_with_powers(before.outer, worker.inner))
+        after = work.absorb(rule, before, total, num_workers=at.num_workers)
+        if self.drop_nonfinite:
+            after = where(pushed > 0, after, now.center)
+        if rule.outer is self.inner:
+            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
+        worker = work.take(
+            rule, worker, now.center.value, after.value, at, self.keep_local
+        )
+        return now._replace(worker=worker, center=after)
+
+    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+        """A broken worker starts anew from the center."""
+        if not self.drop_nonfinite:
+            return now
+        return now._replace(worker=work.mend(self.inner, now.worker, center, now.well))
+
+
+class _Run(NamedTuple):
+    """What `asynchronous` was asked for, checked."""
+
+    phases: _Phases
+    round: AtOnce | Later
+    parts: Whole
+    period: Period
+    between: Period  # steps from one exchange of a worker to its next
+    num_workers: int
+    grad_fn: GradFn
+    tokens: Any
+    record: Record
+
+    def start(self, params: Any) -> AsynchronousState:
+        """All workers at the parameters, and so is the center."""
+        rule, several = self.phases.rule, self.parts.number > 1
+        center, count = work.start_center(params), jnp.zeros((), jnp.int32)
+        pending, remembered = self.round.start(self.parts, center)
+        each = self.parts.number if several else ()
+        # Others move the center meanwhile, so each worker keeps the one that it took.
+        keeps_taken = rule.take is None or keeps_before(rule, self.period)
+        worker = WorkerState(
+            params=params,
+            inner=self.phases.inner.init(params),
+            taken=center if keeps_taken else (),
+            accumulated=work.start_accumulated(rule, center),
+            exchange=() if self.phases.exchange is None else remembered,
+            local_step=count,
+            steps_since_round=count,
+            rounds=count,
+            tokens=jnp.zeros(each, jnp.float32),
+            seen=jnp.zeros(each, jnp.int32),
+            ages=jnp.zeros(each, jnp.int32) if several else (),
+            pending=pending,
+            broken=jnp.bool_(False) if self.phases.drop_nonfinite else (),
+        )
+        return AsynchronousState(
+            workers=stack(worker, self.num_workers),
+            center=center,
+            outer=()
+            if rule.outer is None
+            else self.parts.each(rule.outer.init, center),
+            global_step=count,
+        )
+
+    def advance(self, machine: Any, event: Any) -> tuple[Any, Any]:
+        """The workers and their center after an event."""
         state, _ = machine
         worker, number = event
-        place = jnp.clip(worker, 0, num_workers - 1)
+        place = jnp.clip(worker, 0, self.num_workers - 1)
         # The conditional is there for a worker that does not exist, and for speed:
         # without it XLA fuses reading one stack with writing another, and then copies
         # both, the states of all workers, in every event.
         own, (center, outer), rounds = jax.lax.cond(
             place == worker,
-            lambda *operands: step(number, place, *operands),
+            lambda *operands: self.step(number, place, *operands),
             lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
             *(row_of(state.workers, place), Center(state.center, state.outer)),
             state.global_step,
@@ -305,222 +389,87 @@ def asynchronous(
         )
         return (state, own.params), (own.local_step, state.global_step)
 
-    def view(machine):
+    def view(self, machine: Any) -> tuple[Any, Any, Any]:
+        """What is kept of an event."""
         state, params = machine
-        if callable(record):
-            return None, None, record(params, state.center)
+        if callable(self.record):
+            return None, None, self.record(params, state.center)
         return params, state.center, None
 
-    count = jnp.zeros((), jnp.int32)
-    pushed = jnp.float32(0) if drop_nonfinite else ()
-    worker = WorkerState(
-        params=params,
-        inner=inner.init(params),
-        taken=center if keeps_taken else (),
-        accumulated=work.start_accumulated(rule, center),
-        exchange=()
-        if exchange is None
-        else parts.each(lambda part: start_codes(exchange, part), center),
-        local_step=count,
-        steps_since_round=count,
-        tokens=jnp.zeros(() if parts.number == 1 else parts.number, jnp.float32),
-        seen=jnp.zeros(() if parts.number == 1 else parts.number, jnp.int32),
-        rounds=count,
-        ages=jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else (),
-        pending=Pending(buffer.zeros(), count, pushed) if delay else (),
-        broken=jnp.bool_(False) if drop_nonfinite else (),
-    )
-    state = AsynchronousState(
-        workers=stack(worker, num_workers),
-        center=center,
-        outer=() if rule.outer is None else parts.each(rule.outer.init, center),
-        global_step=jnp.zeros((), jnp.int32),
-    )
-    (final, _), (local_steps, global_steps), views, events = replay(
-        advance, view, (state, params), workers, record
-    )
-    kept_params, kept_center, recorded = views
-    return AsynchronousRecord(
-        params=kept_params,
-        center=kept_center,
-        events=events,
-        local_step=local_steps,
-        global_step=global_steps,
-        recorded=recorded,
-        final=final,
-        push_bytes=float(
-            max(
-                bytes_of(message_shapes(exchange, parts.pick(center, part)))
-                for part in range(parts.number)
-            )
-        ),
-    )
-
-
-class _Run(NamedTuple):
-    """What `asynchronous` was asked for, checked."""
-
-    inner: optax.GradientTransformationExtraArgs
-    rule: CenterRule
-    round: Round  # of nobody in particular
-    between: Period  # steps from one exchange of a worker to its next
-    parts: Whole
-    buffer: Buffer
-    exchange: Exchange | None
-    delay: int
-    keep_local: Any
-
-    def event(
-        self,
-        own: WorkerState,
-        center: Center,
-        global_step: Any,
-        grads: Any,
-        tokens: Any,
+    def step(
+        self, number: Any, place: Any, own: WorkerState, center: Center, rounds: Any
     ) -> tuple[WorkerState, Center, Any]:
-        """(the worker after its step, the center, int32[] whether they met)."""
-        several = self.parts.number > 1
+        """(a worker after its step, the center, int32[] whether they met).
+
+        `rounds` is int32[], those of all workers before it.
+        """
+        grads = self.grad_fn(place, own.params, number)
+        check_grads(grads, own.params)
         steps = own.steps_since_round + 1
-        event = _Event(
-            rounds=own.rounds,
-            global_step=global_step,
+        count = 1.0 if self.tokens is None else jnp.asarray(self.tokens)[number]
+        tokens = own.tokens + jnp.float32(count)
+        due = work.is_due(self.between, steps, own.local_step)
+        step = Step(
+            num_workers=self.num_workers,
+            period=static_period(self.period),
+            due=due,
             steps=steps,
-            ages=own.ages + 1 if several else steps,
-            tokens=own.tokens + tokens,
-            seen=own.seen,
+            ages=own.ages + 1 if self.parts.number > 1 else (),
+            rounds=own.rounds,
+            quiet=own.steps_since_round,
+            parts=self.parts,
+            params=own.params,
+            alike=True,
+            extra_args={},
+            alone={
+                "staleness": rounds - own.seen,
+                "tokens": tokens,
+                "num_pushed": jnp.broadcast_to(own.rounds + 1, own.seen.shape),
+            },
         )
         now, broken = self.walk(own, center, grads, steps)
-        due = work.is_due(self.between, steps, own.local_step)
-        if self.delay:
-            lands = (own.rounds > 0) & (own.steps_since_round < self.delay)
-            lands &= (steps >= self.delay) | due
-            now = jax.lax.cond(lands, self.arrive, _as_it_is, now, event)
-            now = jax.lax.cond(due, self.set_out, _as_it_is, now, event)
-        else:
-            now = jax.lax.cond(due, self.meet, _as_it_is, now, event)
-        met, ages = due, own.ages
-        if several:
-            met = due & (jnp.arange(self.parts.number) == self.part(event))
-            ages = jnp.where(met, jnp.zeros_like(ages), event.ages)
-        rounds = due.astype(jnp.int32)
+        now, met, ages = self.round.step(now, step), step.met(), own.ages
+        if self.parts.number > 1:
+            ages = jnp.where(met, jnp.zeros_like(ages), step.ages)
         own = WorkerState(
             **now.worker._asdict(),
             exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            rounds=own.rounds + rounds,
-            tokens=jnp.where(met, 0.0, event.tokens),
-            seen=jnp.where(met, global_step + 1, own.seen),
+            rounds=own.rounds + due.astype(jnp.int32),
+            tokens=jnp.where(met, 0.0, tokens),
+            seen=jnp.where(met, rounds + 1, own.seen),
             ages=ages,
             pending=now.pending,
-            broken=() if is_nothing(broken) else broken & ~due,
+            broken=() if broken is None else broken & ~due,
         )
-        return own, now.center, rounds
+        return own, now.center, due.astype(jnp.int32)
 
     def walk(
         self, own: WorkerState, center: Center, grads: Any, steps: Any
-    ) -> tuple[_Now, Any]:
-        """(all that a round may change, after the worker's own step; is it broken)."""
+    ) -> tuple[Now, Any]:
+        """(all after the worker's own step, whether it is broken)."""
+        at = Round(self.num_workers, static_period(self.period), steps)
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
-        at = self.round._replace(steps=steps)
-        worker = work.walk(self.inner, self.rule, before, center.value, grads, at)
-        well: Any = ()
-        broken = own.broken
-        if not is_nothing(broken):
-            broken = broken | ~is_finite(worker.params)
+        inner, rule = self.phases.inner, self.phases.rule
+        worker = work.walk(inner, rule, before, center.value, grads, at)
+        broken = well = None
+        if self.phases.drop_nonfinite:
+            broken = own.broken | ~is_finite(worker.params)
             worker = work.stand_still(before, worker, broken)
             well = ~broken
-        return _Now(worker, center, own.exchange, own.pending, well), broken
+        now = Now(
+            worker, center, own.pending, own.exchange, (), (), (), (), None, well
+        )  # fmt: skip
+        return now, broken
 
-    def part(self, event: _Event, ago: int = 0) -> Any:
-        """The part that meets in this worker's next round, or met so many before."""
-        return (event.rounds - ago) % self.parts.number
-
-    def bring(self, now: _Now, event: _Event, part: int) -> tuple[_Now, Any, Round]:
-        """(now, what the center is to absorb of it, the round)."""
-        rule = self.rule
-        steps, seen, tokens = event.ages, event.seen, event.tokens
-        if self.parts.number > 1:
-            steps, seen, tokens = steps[part], seen[part], tokens[part]
-        at = self.round._replace(
-            steps=steps,
-            staleness=event.global_step - seen,
-            tokens=tokens,
-            num_pushed=event.rounds + 1,
+    def push_bytes(self, center: Any) -> float:
+        """The bytes of a contribution, of the largest part, as it travels."""
+        pick, code = self.parts.pick, self.phases.exchange
+        parts = range(self.parts.number)
+        return float(
+            max(bytes_of(message_shapes(code, pick(center, i))) for i in parts)
         )
-        worker, pushed = work.bring(rule, now.worker, now.center.value, at)
-        now, well = now._replace(worker=worker), now.well
-        if not is_nothing(well):
-            well = well & is_finite(pushed)
-            pushed = where(well, pushed, jax.tree.map(jnp.zeros_like, pushed))
-        pushed = work.share_of_one(rule, pushed, at)
-        if self.exchange is not None:
-            messages, codes = encoded(self.exchange, pushed, now.exchange)
-            pushed = decoded(self.exchange, messages, pushed)
-            if not is_nothing(well):
-                codes = where(well, codes, now.exchange)
-            now = now._replace(exchange=codes)
-        return now._replace(well=well), work.weigh_alone(rule, pushed, at), at
-
-    def land(self, now: _Now, pushed: Any, counts: Any, at: Round) -> _Now:
-        """The center absorbs it, if it counts, and the worker takes."""
-        rule, worker, before = self.rule, now.worker, now.center
-        if rule.outer is self.inner:
-            before = before._replace(outer=_with_powers(before.outer, worker.inner))
-        after = work.absorb(rule, before, pushed, num_workers=at.num_workers)
-        if not is_nothing(counts):
-            after = where(counts, after, now.center)
-        if rule.outer is self.inner:
-            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
-        worker = work.take(
-            rule, worker, now.center.value, after.value, at, self.keep_local
-        )
-        return now._replace(worker=worker, center=after)
-
-    def meet(self, now: _Now, event: _Event) -> _Now:
-        """A round at once."""
-
-        def meet(now, part):
-            now, pushed, at = self.bring(now, event, part)
-            return self.land(now, pushed, now.well, at)
-
-        both = SETS_OUT | LANDS
-        return self.settle(self.parts.in_turn(self.part(event), meet, now, both))
-
-    def set_out(self, now: _Now, event: _Event) -> _Now:
-        """The first half of a round in two: a part is pending."""
-
-        def set_out(now, part):
-            now, pushed, at = self.bring(now, event, part)
-            counts: Any = now.well
-            if not is_nothing(counts):
-                counts = counts.astype(jnp.float32)
-            pending = Pending(self.buffer.pack(pushed), at.steps, counts)
-            return now._replace(pending=pending)
-
-        return self.settle(self.parts.in_turn(self.part(event), set_out, now, SETS_OUT))
-
-    def arrive(self, now: _Now, event: _Event) -> _Now:
-        """The second half: what is pending lands."""
-        values, steps, counts = now.pending
-
-        def land(now, part):
-            pushed = self.buffer.unpack(values, part)
-            landed = counts if is_nothing(counts) else counts > 0
-            return self.land(now, pushed, landed, self.round._replace(steps=steps))
-
-        return self.parts.in_turn(self.part(event, ago=1), land, now, LANDS)
-
-    def settle(self, now: _Now) -> _Now:
-        """A broken worker starts anew from the center."""
-        if is_nothing(now.well):
-            return now
-        worker = work.mend(self.inner, now.worker, now.center.value, now.well)
-        return now._replace(worker=worker)
-
-
-def _as_it_is(now: _Now, event: _Event) -> _Now:
-    return now
 
 
 def _with_powers(state: Any, source: Any) -> Any:

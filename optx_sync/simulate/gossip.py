@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center import worker as work
-from optx_sync.center.contract import CenterRule, Period, Round, check_period
+from optx_sync.center.contract import (
+    CenterRule,
+    Period,
+    Round,
+    check_period,
+    static_period,
+)
 from optx_sync.center.worker import Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.peers.gossip import mean_params
@@ -19,7 +25,7 @@ from optx_sync.simulate.replay import (
     check_workers,
     replay,
 )
-from optx_sync.trees import row_of, with_row
+from optx_sync.trees import row_of, where, with_row
 
 # A worker's step between its meetings is that of a rule which sums nothing up.
 _ALONE = CenterRule(contribute=lambda own, center, at: own.params)
@@ -139,7 +145,6 @@ def gossip(
     inner = check_inner(inner, call)
     num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
     period = check_period(communication_period)
-    static_period = None if callable(period) else period
     workers = check_workers(workers, num_workers)
     if partners is None:
         # Not the user's choice of generator, which another run might have changed.
@@ -152,77 +157,10 @@ def gossip(
             "partners must name one for each event, itself for nobody; got "
             f"{len(partners)} for the {len(workers)} events of workers."
         )
-
-    def step(number, place, mate, own, theirs):
-        """One event: what the two hold after it, and whether they met."""
-        grads = grad_fn(place, own.read, number)
-        check_grads(grads, own.params)
-        steps = own.steps_since_round + 1
-        at = Round(num_workers, static_period, steps)
-        wide = work.start_center(own.params)
-        worker = Worker(own.params, own.inner, (), ())
-        worker = work.walk(inner, _ALONE, worker, wide, grads, at)
-        x = work.as_center(worker.params, wide)
-        due = work.is_due(period, steps, own.local_step)
-        meets = due & (mate != place)
-
-        def mean(x, other):
-            half = jnp.asarray(0.5, x.dtype)
-            return jnp.where(meets, half * x + half * other.astype(x.dtype), x)
-
-        x = jax.tree.map(mean, x, theirs)
-        x = jax.tree.map(lambda x, p: x.astype(p.dtype), x, own.params)
-        theirs = jax.tree.map(lambda x, other: jnp.where(meets, x, other), x, theirs)
-        own = GossipWorkers(
-            params=x,
-            read=x,
-            inner=worker.inner,
-            local_step=own.local_step + 1,
-            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-        )
-        return own, theirs, meets.astype(jnp.int32)
-
-    def advance(machine, event):
-        (worker, partner), number = event
-        everyone = machine.workers
-        place, mate = (jnp.clip(w, 0, num_workers - 1) for w in (worker, partner))
-        # The conditional is there for workers that do not exist, and for speed: see
-        # `asynchronous`.
-        own, theirs, met = jax.lax.cond(
-            (place == worker) & (mate == partner),
-            lambda *operands: step(number, place, mate, *operands),
-            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
-            *(row_of(everyone, place), row_of(everyone.params, mate)),
-        )
-        everyone = everyone._replace(params=with_row(everyone.params, mate, theirs))
-        machine = _Machine(
-            workers=with_row(everyone, place, own),
-            last=place,
-            meetings=machine.meetings + met,
-        )
-        return machine, (own.local_step, machine.meetings)
-
-    def view(machine):
-        params, everyone = row_of(machine.workers.params, machine.last), machine.workers
-        mean = mean_params(everyone.params)
-        if callable(record):
-            return None, None, record(params, mean)
-        return params, mean, None
-
-    params = jax.tree.map(jnp.asarray, params)
-    work.start_center(params)  # which refuses what cannot be averaged
-    worker = GossipWorkers(
-        params=params,
-        read=params,
-        inner=inner.init(params),
-        local_step=jnp.zeros((), jnp.int32),
-        steps_since_round=jnp.zeros((), jnp.int32),
-    )
-    zero = jnp.zeros((), jnp.int32)
-    machine = _Machine(stack(worker, num_workers), zero, zero)
+    run = _Run(inner, period, num_workers, grad_fn, record)
     pairs = jnp.stack([workers, partners], axis=1)
     machine, (local_steps, meetings), views, events = replay(
-        advance, view, machine, pairs, record
+        run.advance, run.view, run.start(params), pairs, record
     )
     kept_params, kept_mean, recorded = views
     return GossipRecord(
@@ -234,3 +172,75 @@ def gossip(
         recorded=recorded,
         final=machine.workers,
     )
+
+
+class _Run(NamedTuple):
+    """What `gossip` was asked for, checked."""
+
+    inner: optax.GradientTransformationExtraArgs
+    period: Period
+    num_workers: int
+    grad_fn: GradFn
+    record: Record
+
+    def start(self, params: Any) -> _Machine:
+        """All workers at the parameters."""
+        params, zero = jax.tree.map(jnp.asarray, params), jnp.zeros((), jnp.int32)
+        work.start_center(params)  # which refuses what cannot be averaged
+        worker = GossipWorkers(params, params, self.inner.init(params), zero, zero)
+        return _Machine(stack(worker, self.num_workers), zero, zero)
+
+    def advance(self, machine: _Machine, event: Any) -> tuple[_Machine, Any]:
+        """The workers after an event."""
+        (worker, partner), number = event
+        everyone, last = machine.workers, self.num_workers - 1
+        place, mate = (jnp.clip(w, 0, last) for w in (worker, partner))
+        # The conditional is there for workers that do not exist, and for speed: see
+        # `asynchronous`.
+        own, theirs, met = jax.lax.cond(
+            (place == worker) & (mate == partner),
+            lambda *operands: self.step(number, place, mate, *operands),
+            lambda *operands: (*operands, jnp.zeros((), jnp.int32)),
+            *(row_of(everyone, place), row_of(everyone.params, mate)),
+        )
+        everyone = everyone._replace(params=with_row(everyone.params, mate, theirs))
+        meetings = machine.meetings + met
+        machine = _Machine(with_row(everyone, place, own), place, meetings)
+        return machine, (own.local_step, meetings)
+
+    def step(
+        self, number: Any, place: Any, mate: Any, own: GossipWorkers, theirs: Any
+    ) -> tuple[GossipWorkers, Any, Any]:
+        """(a worker after its step, its partner's parameters, whether they met)."""
+        grads = self.grad_fn(place, own.read, number)
+        check_grads(grads, own.params)
+        steps = own.steps_since_round + 1
+        at = Round(self.num_workers, static_period(self.period), steps)
+        wide = work.start_center(own.params)
+        worker = Worker(own.params, own.inner, (), ())
+        worker = work.walk(self.inner, _ALONE, worker, wide, grads, at)
+        x = work.as_center(worker.params, wide)
+        due = work.is_due(self.period, steps, own.local_step)
+        meets = due & (mate != place)
+
+        def mean(x, other):
+            half = jnp.asarray(0.5, x.dtype)
+            return jnp.where(meets, half * x + half * other.astype(x.dtype), x)
+
+        x = work.round_like(jax.tree.map(mean, x, theirs), own.params)
+        own = GossipWorkers(
+            params=x,
+            read=x,
+            inner=worker.inner,
+            local_step=own.local_step + 1,
+            steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
+        )
+        return own, where(meets, x, theirs), meets.astype(jnp.int32)
+
+    def view(self, machine: _Machine) -> tuple[Any, Any, Any]:
+        """What is kept of an event."""
+        everyone = machine.workers.params
+        params, mean = row_of(everyone, machine.last), mean_params(everyone)
+        if callable(self.record):
+            return None, None, self.record(params, mean)
+        return params, mean, None

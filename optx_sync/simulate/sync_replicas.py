@@ -156,87 +156,15 @@ def sync_replicas(
             "Pass as many or more, or -1 for replicas_to_aggregate."
         )
     workers = check_workers(workers, total)
-    step = jnp.asarray(initial_global_step, jnp.int32)
-
-    def new_update(machine: SyncReplicasMachine, grads):
-        mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
-        with explains_inner(grads):
-            updates, inner_state = inner.update(mean, machine.inner, machine.params)
-        inner_state = cast_like(inner_state, machine.inner)
-        moved = add_updates(machine.params, fill_missing(updates, machine.params))
-        global_step = machine.global_step + 1
-        averages = machine.averages
-        if variable_averages is not None:
-            averages = advance_averages(averages, moved, variable_averages, global_step)
-        return machine._replace(
-            params=moved,
-            inner=inner_state,
-            averages=averages,
-            accumulator=clear(machine.accumulator, mean, machine.accumulated),
-            accumulated=jnp.zeros_like(machine.accumulated),
-            global_step=global_step,
-            old_tokens=machine.new_tokens,
-            new_tokens=jnp.full_like(machine.new_tokens, max(total, required)),
-        )
-
-    def advance(machine: SyncReplicasMachine, event):
-        worker, number = event
-        known = (worker >= 0) & (worker < total)
-        place = jnp.clip(worker, 0, total - 1)
-        grads = grad_fn(place, machine.params, number)
-        check_grads(grads, machine.params)
-        grads = unique_rows(grads)
-        fresh = machine.local_step[place] >= machine.global_step
-        accepted = known & ~machine.blocked[place] & fresh
-        machine = machine._replace(
-            accumulator=accumulate(machine.accumulator, grads, accepted),
-            accumulated=machine.accumulated + accepted.astype(jnp.int32),
-        )
-        updated = machine.accumulated >= required
-        machine = jax.lax.cond(
-            updated, lambda machine: new_update(machine, grads), lambda m: m, machine
-        )
-        # A queue that was empty has been filled for all, so that whoever waits is
-        # served, or nobody; and several wait only where no old token is left.
-        waiting = machine.blocked | (jnp.arange(total, dtype=jnp.int32) == worker)
-        served = waiting & (machine.old_tokens + machine.new_tokens > 0)
-        taken = jnp.sum(served, dtype=jnp.int32)
-        old = machine.old_tokens > 0
-        token = machine.global_step - old.astype(jnp.int32)
-        machine = machine._replace(
-            local_step=jnp.where(served, token, machine.local_step),
-            blocked=waiting & ~served,
-            old_tokens=jnp.where(old, machine.old_tokens - taken, 0),
-            new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
-        )
-        tokens = machine.old_tokens + machine.new_tokens
-        return machine, (accepted, updated, tokens, machine.global_step)
-
-    def view(machine: SyncReplicasMachine):
-        averages = None if variable_averages is None else machine.averages
-        if callable(record):
-            return None, None, None, None, record(machine.params, averages)
-        return (
-            machine.params, averages, machine.blocked, machine.local_step, None
-        )  # fmt: skip
-
-    params = jax.tree.map(jnp.asarray, params)
-    averages = () if variable_averages is None else start_averages(params, None)
-    machine = SyncReplicasMachine(
-        params=params,
-        inner=inner.init(params),
-        averages=averages,
-        accumulator=start_accumulator(params),
-        accumulated=jnp.zeros((), jnp.int32),
-        global_step=step,
-        local_step=jnp.full(total, step, jnp.int32),
-        blocked=jnp.zeros(total, jnp.bool_),
-        old_tokens=jnp.zeros((), jnp.int32),
-        new_tokens=jnp.full(
-            (), required if num_tokens == -1 else num_tokens, jnp.int32
-        ),
+    run = _Run(inner, required, total, variable_averages, grad_fn, record)
+    tokens = required if num_tokens == -1 else num_tokens
+    machine, scalars, views, events = replay(
+        run.advance,
+        run.view,
+        run.start(params, initial_global_step, tokens),
+        workers,
+        record,
     )
-    machine, scalars, views, events = replay(advance, view, machine, workers, record)
     accepted, updated, tokens, global_step = scalars
     params, averages, blocked, local_step, recorded = views
     return SyncReplicasRecord(
@@ -252,3 +180,104 @@ def sync_replicas(
         recorded=recorded,
         final=machine,
     )
+
+
+class _Run(NamedTuple):
+    """What `sync_replicas` was asked for, checked."""
+
+    inner: optax.GradientTransformationExtraArgs
+    required: int
+    total: int
+    variable_averages: float | optax.Schedule | None
+    grad_fn: GradFn
+    record: Record
+
+    def start(self, params: Any, global_step: Any, tokens: int) -> SyncReplicasMachine:
+        """The machine before the first event."""
+        params = jax.tree.map(jnp.asarray, params)
+        step = jnp.asarray(global_step, jnp.int32)
+        averaged = self.variable_averages is not None
+        return SyncReplicasMachine(
+            params=params,
+            inner=self.inner.init(params),
+            averages=start_averages(params, None) if averaged else (),
+            accumulator=start_accumulator(params),
+            accumulated=jnp.zeros((), jnp.int32),
+            global_step=step,
+            local_step=jnp.full(self.total, step, jnp.int32),
+            blocked=jnp.zeros(self.total, jnp.bool_),
+            old_tokens=jnp.zeros((), jnp.int32),
+            new_tokens=jnp.full((), tokens, jnp.int32),
+        )
+
+    def advance(
+        self, machine: SyncReplicasMachine, event: Any
+    ) -> tuple[SyncReplicasMachine, Any]:
+        """The machine after an event."""
+        worker, number = event
+        known = (worker >= 0) & (worker < self.total)
+        place = jnp.clip(worker, 0, self.total - 1)
+        grads = self.grad_fn(place, machine.params, number)
+        check_grads(grads, machine.params)
+        grads = unique_rows(grads)
+        fresh = machine.local_step[place] >= machine.global_step
+        accepted = known & ~machine.blocked[place] & fresh
+        machine = machine._replace(
+            accumulator=accumulate(machine.accumulator, grads, accepted),
+            accumulated=machine.accumulated + accepted.astype(jnp.int32),
+        )
+        updated = machine.accumulated >= self.required
+        machine = jax.lax.cond(
+            updated, lambda machine: self.update(machine, grads), lambda m: m, machine
+        )
+        machine = self.serve(machine, worker)
+        tokens = machine.old_tokens + machine.new_tokens
+        return machine, (accepted, updated, tokens, machine.global_step)
+
+    def update(self, machine: SyncReplicasMachine, grads: Any) -> SyncReplicasMachine:
+        """The chief: the parameters move by the mean, and tokens join the queue."""
+        count = machine.accumulated
+        mean = mean_of(machine.accumulator, grads, count, self.required)
+        with explains_inner(grads):
+            updates, inner = self.inner.update(mean, machine.inner, machine.params)
+        moved = add_updates(machine.params, fill_missing(updates, machine.params))
+        global_step, averages = machine.global_step + 1, machine.averages
+        if self.variable_averages is not None:
+            averages = advance_averages(
+                averages, moved, self.variable_averages, global_step
+            )
+        tokens = max(self.total, self.required)
+        return machine._replace(
+            params=moved,
+            inner=cast_like(inner, machine.inner),
+            averages=averages,
+            accumulator=clear(machine.accumulator, mean, count),
+            accumulated=jnp.zeros_like(count),
+            global_step=global_step,
+            old_tokens=machine.new_tokens,
+            new_tokens=jnp.full_like(machine.new_tokens, tokens),
+        )
+
+    def serve(self, machine: SyncReplicasMachine, worker: Any) -> SyncReplicasMachine:
+        """Whoever waits takes a token, this worker too, as far as there are any."""
+        # A queue that was empty has been filled for all, so that whoever waits is
+        # served, or nobody; and several wait only where no old token is left.
+        everyone = jnp.arange(self.total, dtype=jnp.int32)
+        waiting = machine.blocked | (everyone == worker)
+        served = waiting & (machine.old_tokens + machine.new_tokens > 0)
+        taken = jnp.sum(served, dtype=jnp.int32)
+        old = machine.old_tokens > 0
+        token = machine.global_step - old.astype(jnp.int32)
+        return machine._replace(
+            local_step=jnp.where(served, token, machine.local_step),
+            blocked=waiting & ~served,
+            old_tokens=jnp.where(old, machine.old_tokens - taken, 0),
+            new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
+        )
+
+    def view(self, machine: SyncReplicasMachine) -> tuple[Any, ...]:
+        """What is kept of an event."""
+        averages = None if self.variable_averages is None else machine.averages
+        if callable(self.record):
+            return None, None, None, None, self.record(machine.params, averages)
+        return machine.params, averages, machine.blocked, machine.local_step, None

@@ -4,17 +4,17 @@
 from typing import Any, NamedTuple
 
 from optx_sync.center.fragments import LANDS, SETS_OUT, Whole
-from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.center.rounds.meeting import Now, Phases, Step, either
 
 
 class AtOnce(NamedTuple):
     """Every phase of a round in the step in which it is due."""
 
-    meeting: Meeting
+    meeting: Phases
 
     def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
         """(what is pending, what the exchange remembers) before the first round."""
-        return (), parts.each(self.meeting.exchange.init, center)
+        return (), parts.each(self.meeting.remember, center)
 
     def step(self, now: Now, step: Step) -> Now:
         """One step of the round."""

@@ -20,7 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.center.contract import CenterRule, Own, Period, Round, reads
+from optx_sync.center.contract import (
+    CenterRule,
+    Own,
+    Period,
+    Round,
+    reads,
+    static_period,
+)
 from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
 from optx_sync.center.worker import Center, absorb, as_center, contribute
@@ -219,8 +226,7 @@ def _is_affine(rule: CenterRule, period: Period) -> bool:
     numbers = np.random.default_rng(0)
     x, a = (numbers.normal(size=(2, 2, 3)).astype(np.float32) for _ in range(2))
     s = numbers.normal(size=(2, 3)).astype(np.float32)
-    steps = None if callable(period) else period
-    at = Round(rule.num_workers or 2, steps, np.int32(2))
+    at = Round(rule.num_workers or 2, static_period(period), np.int32(2))
 
     def contribute(x, a):
         accumulated = None if rule.accumulate is None else jnp.asarray(a)

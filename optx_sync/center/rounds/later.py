@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from optx_sync.center.contract import Round
 from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Pending, Whole
-from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.center.rounds.meeting import Now, Phases, Step, either
 
 
 class Later(NamedTuple):
     """The center absorbs a sum, and workers take, `delay` steps after it was taken."""
 
-    meeting: Meeting
+    meeting: Phases
     delay: int
 
     def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
@@ -21,7 +21,7 @@ class Later(NamedTuple):
         pushed = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
         buffer = Buffer(parts, center).zeros()
         pending = Pending(buffer, jnp.zeros((), jnp.int32), pushed)
-        return pending, parts.each(self.meeting.exchange.init, center)
+        return pending, parts.each(self.meeting.remember, center)
 
     def step(self, now: Now, step: Step) -> Now:
         """One step of the round: what lands, lands before the next part sets out."""
@@ -44,7 +44,7 @@ class Later(NamedTuple):
         return self.meeting.settle(now, walked, now.center.value)
 
 
-def arrive(meeting: Meeting, now: Now, step: Step, buffer: Buffer) -> Now:
+def arrive(meeting: Phases, now: Now, step: Step, buffer: Buffer) -> Now:
     """What is pending lands; nothing is sent."""
     pending = now.pending
 

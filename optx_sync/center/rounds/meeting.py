@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of a round in lockstep: bring, agree, land, settle.
+"""The phases of a round: bring, agree, land, settle; `Meeting` has those of lockstep.
 
 A round makes each of them once, of the part of the parameters that meets; which phases
 stand together, and in which conditional, is the round's (`at_once`, `later`, `in_line`,
@@ -7,7 +7,7 @@ stand together, and in which conditional, is the round's (`at_once`, `later`, `i
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +61,69 @@ class Step(NamedTuple):
     params: Any  # as they came, whose types say how a worker is sharded
     alike: bool  # whether all weights are 0 or 1
     extra_args: dict[str, Any]
+    # What else a rule may know of a worker that comes alone, by its name in a `Round`:
+    # [P] each, of each part.
+    alone: dict[str, Any]
 
     def at(self, part: int) -> Round:
         """What a rule may know of the meeting of a part."""
-        steps = self.steps if self.parts.number == 1 else self.ages[part]
-        return Round(self.num_workers, self.period, steps)
+        if self.parts.number == 1:
+            return Round(self.num_workers, self.period, self.steps, **self.alone)
+        of_part = {name: x[part] for name, x in self.alone.items()}
+        return Round(self.num_workers, self.period, self.ages[part], **of_part)
 
     def part(self, ago: int = 0) -> Any:
         """The part that meets in the next exchange, or met so many before that."""
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
+
+    def met(self) -> Any:
+        """Which parts have met in this step: bool[P], bool[] where there is one."""
+        due = jnp.asarray(self.due)
+        if self.parts.number == 1:
+            return due
+        return due & (jnp.arange(self.parts.number) == self.part())
+
+
+class Phases(Protocol):
+    """What a worker does in a round, of one part after the other."""
+
+    @property
+    def drop_nonfinite(self) -> bool:
+        """Whether a worker that is not finite is left out."""
+        ...
+
+    def remember(self, part: Any) -> Any:
+        """What the exchange of a part remembers before the first round."""
+        ...
+
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+        """(now, what this worker contributes)."""
+        ...
+
+    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+        """(now, the sum or mean for the center, the sum of weights or ())."""
+        ...
+
+    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+        """The center absorbs what workers contributed, and this worker takes of it."""
+        ...
+
+    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+        """What else a round does to a worker that held `walked` before it."""
+        ...
+
+
+class Rounds(Protocol):
+    """When the phases of a round take place."""
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        ...
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        ...
 
 
 class Meeting(NamedTuple):
@@ -89,6 +142,10 @@ class Meeting(NamedTuple):
         """The center, with an outer state for each part."""
         outer = self.rule.outer
         return Center(center, () if outer is None else parts.each(outer.init, center))
+
+    def remember(self, part: Any) -> Any:
+        """What the exchange of a part remembers before the first round."""
+        return self.exchange.init(part)
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
         """(now, what this worker contributes)."""

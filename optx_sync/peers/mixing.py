@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round in which the mean of some partners stands for that of all workers."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from optx_sync.center import worker as work
+from optx_sync.center.fragments import Whole
+from optx_sync.center.rounds.at_once import AtOnce
+from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.collectives import (
+    AxisName,
+    axis_index,
+    kinds,
+    or_one,
+    permute,
+    reduce,
+    vary_like,
+    weigh,
+)
+from optx_sync.peers.graphs import Graph, GraphRound, Weight
+from optx_sync.peers.stability import check_cycle, check_pairs
+from optx_sync.trees import Tree, where, zeros_like
+
+
+class Mixing(NamedTuple):
+    """A round at once, of a worker and its partners in a graph."""
+
+    meeting: Meeting
+    graph: Graph
+    seed: int
+
+    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+        """(what is pending, what the exchange remembers) before the first round."""
+        if self.graph.choose == "draw":
+            check_pairs(self.meeting.rule.outer)
+        return (), ()
+
+    def step(self, now: Now, step: Step) -> Now:
+        """One step of the round."""
+        rounds = self.graph.rounds(step.num_workers)
+        if self.graph.choose == "cycle":
+            check_cycle(self.meeting.rule.outer, self.graph, step.num_workers)
+        if all(r.groups is not None and len(r.groups) == 1 for r in rounds):
+            # All centers are equal, and what was moved is all that need travel.
+            return AtOnce(self.meeting).step(now, step)
+        return either(step.due, lambda now: self._round(now, step, rounds), now)
+
+    def _round(self, now: Now, step: Step, rounds: Sequence[GraphRound]) -> Now:
+        meeting, walked, center = self.meeting, now.worker.params, now.center.value
+        x = work.as_center(walked, center)
+        now = meeting.leave_out(now, step, x)
+        branches = [functools.partial(_mixed, r, meeting.axis_name) for r in rounds]
+        mean, mass = _mean_of_partners(
+            x, now.weight, branches, self._chosen(len(rounds), step.rounds)
+        )
+        at = step.at(0)
+        moved = work.contribute(meeting.rule, mean, center, (), center, at)
+        if mass is not None:
+            # Of nobody's parameters the mean is 0, and so is what they contribute.
+            moved = where(mass > 0, moved, zeros_like(moved))
+        now = meeting.land(now, step, moved, mass, at)
+        return meeting.settle(now, walked, now.center.value)
+
+    def _chosen(self, rounds: int, global_step: Any) -> Any:
+        """This round's place in the graph: equal on all workers, and after a resume."""
+        if rounds == 1:
+            return 0
+        if self.graph.choose == "cycle":
+            return global_step % rounds
+        # Not the user's choice of generator, which a resumed run might have changed.
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.randint(jax.random.fold_in(key, global_step), (), 0, rounds)
+
+
+def _mean_of_partners(
+    x: Tree, weight: Any, branches: Sequence[Any], chosen: Any
+) -> tuple[Tree, Any]:
+    """(the mean of worker and partners, the sum of their weights or `None`)."""
+    sent, treedef = jax.tree.flatten(x)
+    if weight is not None:
+        # The 1 comes back as the sum of the graph's own weights, rounded as they are.
+        sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
+    # Joined, as a program with many partners would otherwise hold many permutes.
+    places = kinds(sent)
+    joined, parts_of = [], []
+    for kind in places:
+        # Shards that the compiler lays out stay as they are: leaves of their own.
+        alone = len(kind) == 1
+        array, parts = (
+            (sent[kind[0]], lambda array: [array])
+            if alone
+            else ravel_pytree([sent[i] for i in kind])
+        )
+        joined.append(array)
+        parts_of.append(parts)
+    if len(branches) == 1:
+        joined = branches[0](joined)
+    else:
+        joined = jax.lax.switch(chosen, branches, joined)
+    got = list(sent)
+    for kind, parts, array in zip(places, parts_of, joined, strict=True):
+        for i, part in zip(kind, parts(array), strict=True):
+            got[i] = part
+    if weight is None:
+        return treedef.unflatten(got), None
+    *sums, mass, one = got
+    share = one / or_one(mass)
+    return treedef.unflatten(x * share.astype(x.dtype) for x in sums), mass
+
+
+def _mixed(
+    round_: GraphRound, axis_name: AxisName, arrays: list[jax.Array]
+) -> list[jax.Array]:
+    """One round of arrays: the rows of its matrix that are this worker's."""
+    if round_.groups is not None:
+        groups = [list(group) for group in round_.groups]
+        means = reduce(
+            arrays, axis_name, group_assignment=groups if len(groups) > 1 else None
+        )
+        return vary_like(means, arrays)
+
+    def mixed(x):
+        total = x * _own_weight(round_.own, x.dtype, axis_name)
+        for take in round_.takes:
+            theirs = permute(x, axis_name, take.source)
+            total = total + theirs * _own_weight(take.weight, x.dtype, axis_name)
+        return total
+
+    return [mixed(x) for x in arrays]
+
+
+def _own_weight(weight: Weight, dtype: Any, axis_name: AxisName) -> Any:
+    if isinstance(weight, tuple):
+        return jnp.asarray(weight, dtype)[axis_index(axis_name)]
+    return jnp.asarray(weight, dtype)

@@ -1,0 +1,263 @@
+"""The same 30 steps walked by each driver of a center rule: the same numbers.
+
+Lockstep (an axis of one worker, and no axis), `simulate.asynchronous`, `gossip` and the
+runtime call the same functions of a worker. With one worker they give the same
+parameters and center in every step; with more, those drivers do whose workers see the
+same. A driver is left out of what it does not have: gossip has no rules that add up or
+take a part of the way, no codes and no parts; the runtime has no parts and no delay,
+and its server refuses a NaN; only lockstep and gossip have `weight=`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import Server, Worker
+
+STEPS = 30
+RNG = np.random.default_rng(0)
+# Of a size of whole blocks, as lockstep codes all leaves in one buffer.
+PARAMS = {
+    "w": RNG.normal(size=(8, 2)).astype(np.float32),
+    "b": RNG.normal(size=(16,)).astype(np.float32),
+    "half": np.asarray(RNG.normal(size=(16,)), jnp.bfloat16),
+}
+TARGETS = {k: RNG.normal(size=(STEPS, *p.shape)) for k, p in PARAMS.items()}
+SCALE = np.ones(STEPS + 1)
+BROKEN = SCALE.copy()
+BROKEN[[7, 15]] = np.nan  # in the middle of a round
+BROKEN[11] = np.inf  # in the step of one
+INNER = optax.sgd(0.1, momentum=0.5)
+OUTER = optax.sgd(0.7, momentum=0.5, nesterov=True)
+CODE = oxs.exchange.error_feedback(oxs.exchange.quantized(4, block=16))
+WEIGHTS = RNG.integers(0, 3, STEPS + 1).astype(np.float32)
+WEIGHTS[[2, 3, 11, 12]] = 0  # alone and with another
+ELASTIC = oxs.elastic_rule(moving_rate=0.2, rho=0.3)
+AGN = oxs.agn_rule(optax.sgd(0.3))
+
+
+def grads_at(step, params, scale=SCALE, place=0):
+    """Gradients that depend on where the worker stands, and which one it is."""
+
+    def grad(x, target):
+        target, size = jnp.asarray(target, x.dtype), jnp.asarray(scale, x.dtype)
+        far = 1 + jnp.asarray(place, x.dtype)
+        return (x - far * target[step]) * size[step + place]
+
+    return jax.tree.map(grad, params, TARGETS)
+
+
+def start():
+    return jax.tree.map(jnp.asarray, PARAMS)
+
+
+def walk(tx, params, scale, weights, place):
+    """(parameters, centers) after each step, by `apply_gradients`."""
+
+    def step(carry, number):
+        params, state = carry
+        extra = {}
+        if weights is not None:
+            extra["weight"] = jnp.asarray(weights)[number + place]
+        grads = grads_at(number, params, scale, place)
+        params, state = oxs.apply_gradients(tx, grads, state, params, **extra)
+        return (params, state), (params, state.center)
+
+    return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(STEPS))[1]
+
+
+def lockstep(rule, axis, params, place=0, scale=SCALE, weights=None, **options):
+    tx = oxs.center_variable(INNER, rule, axis, **options)
+    return walk(tx, params, scale, weights, place)
+
+
+def gossip(rule, axis, params, place=0, scale=SCALE, weights=None, **options):
+    tx = oxs.gossip(INNER, axis, outer=rule.outer, **options)
+    return walk(tx, params, scale, weights, place)
+
+
+def on_an_axis(driver, rule, workers=1, **options):
+    """All workers of a driver that maps them: leaves [workers, steps, ...]."""
+    mapped = jax.vmap(
+        lambda params, place: driver(rule, "workers", params, place, **options),
+        axis_name="workers",
+    )
+    return mapped(oxs.stack(start(), workers), jnp.arange(workers))
+
+
+def asynchronous(rule, scale=SCALE, workers=1, **options):
+    run = oxs.simulate.asynchronous(
+        INNER,
+        rule,
+        start(),
+        lambda place, params, event: grads_at(event, params, scale, place),
+        workers=np.arange(STEPS) % workers,
+        num_workers=workers,
+        record="all",
+        **options,
+    )
+    return run.params, run.center
+
+
+def runtime(rule, workers=1, weigh=None, **options):
+    options["num_workers"] = workers
+    rule = rule._replace(weigh=weigh)
+    server = Server(start(), rule, inner=INNER, **options)
+    party = [
+        Worker(server, start(), INNER, rule, index=i, **options) for i in range(workers)
+    ]
+    grads, params, centers = jax.jit(grads_at), [], []
+    for event in range(STEPS):
+        worker = party[event % workers]
+        worker.step(grads(event, worker.params, place=event % workers))
+        params.append(jax.tree.map(np.asarray, worker.params))
+        centers.append(server.center())
+    return tuple(jax.tree.map(lambda *x: np.stack(x), *of) for of in (params, centers))
+
+
+LOCAL, DILOCO = oxs.local_sgd_rule(), oxs.diloco_rule(OUTER)
+ELASTIC = oxs.elastic_rule(moving_rate=0.2, rho=0.3)
+AGN = oxs.agn_rule(optax.sgd(0.3))
+DROPS = {"drop_nonfinite": True, "scale": BROKEN}
+# name: (rule, the drivers beside lockstep, options)
+CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
+    "local_sgd": (LOCAL, "gossip asynchronous runtime", {}),
+    "diloco": (DILOCO, "gossip asynchronous runtime", {}),
+    "elastic": (ELASTIC, "asynchronous runtime", {}),
+    "agn": (AGN, "asynchronous runtime", {}),
+    "schedule": (
+        DILOCO,
+        "gossip asynchronous runtime",
+        {"communication_period": lambda step: jnp.where(step < 6, 1, 4)},
+    ),
+    "weights": (DILOCO, "gossip", {"weights": WEIGHTS}),
+    "broken": (DILOCO, "gossip asynchronous", DROPS),
+    "broken_elastic": (ELASTIC, "asynchronous", DROPS),
+    "broken_agn": (AGN, "asynchronous", DROPS),
+    "code": (DILOCO, "asynchronous runtime", {"exchange": CODE}),
+    "code_agn": (AGN, "asynchronous runtime", {"exchange": CODE}),
+    "parts": (DILOCO, "asynchronous", {"fragments": 2}),
+    "parts_elastic": (ELASTIC, "asynchronous", {"fragments": 2}),
+    "later": (DILOCO, "asynchronous", {"delay": 2}),
+    "later_elastic": (ELASTIC, "asynchronous", {"delay": 2}),
+    "in_line": (DILOCO, "asynchronous", {"fragments": 4, "delay": 1}),
+    "together": (
+        DILOCO,
+        "asynchronous",
+        {
+            # Whole leaves, and so whole blocks.
+            "fragments": lambda path, leaf: int("w" in str(path[0])),
+            "delay": 1,
+            "keep_local": 0.25,
+            "exchange": CODE,
+            **DROPS,
+        },
+    ),
+}
+
+
+def assert_same(history, expected, what, coded=False):
+    """To the bit, but for how XLA fuses, and that lockstep codes the mean once more.
+
+    With a code that is not followed through bfloat16, where it may cross a rounding.
+    """
+    for tree, other in zip(*jax.device_get((history, expected)), strict=True):
+        for name in ("w", "b", "half")[: 2 if coded else 3]:
+            found, due = (np.asarray(x[name], np.float32) for x in (tree, other))
+            np.testing.assert_allclose(found, due, 1e-6, 1e-6, err_msg=what)
+
+
+def test_one_worker_walks_the_same_way_with_every_driver():
+    mapped = {"axis": lockstep, "gossip": gossip}
+
+    def of_case(rule, drivers, **options):
+        found: dict[str, Any] = {}
+        for name, driver in mapped.items():
+            if name in ("axis", *drivers.split()):
+                all_workers = on_an_axis(driver, rule, **options)
+                found[name] = jax.tree.map(lambda x: x[0], all_workers)
+        found["alone"] = lockstep(rule, None, start(), **options)
+        if "asynchronous" in drivers:
+            found["asynchronous"] = asynchronous(rule, **options)
+        return found
+
+    cases = {
+        name: (rule, drivers, {"communication_period": 4} | options)
+        for name, (rule, drivers, options) in CASES.items()
+    }
+    found = jax.jit(
+        lambda: {
+            k: of_case(rule, on, **given) for k, (rule, on, given) in cases.items()
+        }
+    )()
+    for name, (rule, drivers, options) in cases.items():
+        if "runtime" in drivers:
+            found[name]["runtime"] = runtime(rule, **options)
+        expected = found[name].pop("axis")
+        for x in jax.tree.leaves(expected):
+            assert np.ptp(np.asarray(x, float), axis=0).max() > 0.1, name
+        for driver, history in found[name].items():
+            assert_same(history, expected, f"{name}, {driver}", "exchange" in options)
+
+
+def test_two_workers_in_turn():
+    """Asynchronously and in the runtime, each step a round; and by the formulas."""
+    rules = {"local_sgd": LOCAL, "diloco": DILOCO, "elastic": ELASTIC, "agn": AGN}
+    options: dict[str, Any] = {
+        "workers": 2,
+        "communication_period": 1,
+        "weigh": lambda at: 0.5**at.staleness,
+    }
+    found = jax.jit(
+        lambda: {name: asynchronous(rule, **options) for name, rule in rules.items()}
+    )()
+    for name, rule in rules.items():
+        assert_same(runtime(rule, **options), found[name], name)
+    for name in ("local_sgd", "elastic"):
+        x = np.tile(PARAMS["b"].astype(float), (2, 1))
+        center, taken, trace = x[0].copy(), x.copy(), np.zeros_like(x)
+        for event, target in enumerate(TARGETS["b"]):
+            w = event % 2
+            gradient = x[w] - (1 + w) * target
+            if name == "elastic":
+                gradient += 0.3 * (x[w] - taken[w])
+            trace[w] = gradient + 0.5 * trace[w]
+            x[w] -= 0.1 * trace[w]
+            factor = 0.5 if event else 1.0  # After the first each has missed a round.
+            if name == "elastic":
+                apart, taken[w] = 0.2 * (x[w] - center), center
+                center, x[w] = center + factor * apart, x[w] - apart
+            else:
+                center = center + factor * (x[w] - taken[w]) / 2
+                x[w] = taken[w] = center
+            params, centers = (tree["b"][event] for tree in found[name])
+            np.testing.assert_allclose(params, x[w], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(centers, center, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "weights", "broken"])
+def test_two_workers_who_meet_all_with_or_without_a_center(name):
+    """A ring of two is complete, and so are both kinds of group."""
+    given = {"plain": {}, "weights": {"weights": WEIGHTS}, "broken": DROPS}[name]
+    options: dict[str, Any] = {"workers": 2, "communication_period": 3, **given}
+    graphs = {"ring": oxs.graphs.ring(), "group": oxs.graphs.grid(2)}
+
+    def both():
+        expected = on_an_axis(lockstep, DILOCO, **options)
+        return expected, {
+            kind: on_an_axis(gossip, DILOCO, graph=graph, **options)
+            for kind, graph in graphs.items()
+        }
+
+    expected, found = jax.jit(both)()
+    for kind, history in found.items():
+        for x, y in zip(*map(jax.tree.leaves, (history, expected)), strict=True):
+            # A rounding of the mean may cross one of bfloat16.
+            near = 2**-7 if x.dtype == jnp.bfloat16 else 1e-5
+            x, y = (np.asarray(a, np.float32) for a in (x, y))
+            np.testing.assert_allclose(x, y, rtol=near, atol=near, err_msg=kind)
