@@ -6,7 +6,6 @@ and a row of a row-sparse gradient has its own, the number of gradients that con
 this row. With weights both numbers are sums of weights.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -75,46 +74,50 @@ def accumulate(
     return Accumulator(treedef.unflatten(sums), row_weights)
 
 
+def sums_of(accumulator: Accumulator, grads: Any) -> tuple[Any, list[jax.Array]]:
+    """What a mean in the form of `grads` is made of: (sums, weights of rows).
+
+    The sums are a tree like `grads`, `None` where there is no gradient; the weights
+    those of the rows of each leaf that is row-sparse.
+    """
+    leaves, treedef, sums, starts = _match(accumulator, grads)
+    wanted, row_weights = [], []
+    for grad, own, start in zip(leaves, sums, starts, strict=True):
+        wanted.append(None if grad is None else own)
+        if isinstance(grad, IndexedSlices):
+            row_weights.append(accumulator.row_weights[start : start + _rows(own)])
+    return treedef.unflatten(wanted), row_weights
+
+
 def mean_of(
-    accumulator: Accumulator,
-    grads: Any,
-    count: Any,
-    at_most: int,
-    total: Callable[[Any], Any] = lambda tree: tree,
+    sums: Any, row_weights: list[jax.Array], grads: Any, count: Any, at_most: int
 ) -> Any:
     """The mean of what was accumulated, in the form and the dtypes of `grads`.
 
     Args:
-        accumulator: This replica's, or the only one.
+        sums: What `sums_of` gives, added up over all replicas.
+        row_weights: The same.
         grads: A gradient, of which only form, number of rows and dtypes matter.
-        count: The number of gradients accumulated by all replicas, with weights the
-            sum of these.
+        count: The number of gradients in it, with weights the sum of these.
         at_most: The largest number of gradients that can have been accumulated.
-        total: The sum over the replicas of a tree of arrays.
 
     Returns:
         A tree like `grads`. A row-sparse leaf has min(table's rows, `at_most` times the
         rows of a gradient) entries, sorted and unique.
     """
-    leaves, treedef, sums, starts = _match(accumulator, grads)
-    row_weights = accumulator.row_weights
-    sparse = any(isinstance(grad, IndexedSlices) for grad in leaves)
-    needed = [
-        None if grad is None else own for grad, own in zip(leaves, sums, strict=True)
-    ]
-    sums, row_weights = total((needed, row_weights if sparse else None))
-    means = []
-    for grad, summed, start in zip(leaves, sums, starts, strict=True):
+    of_rows = iter(row_weights)
+
+    def mean(grad, summed):
         if grad is None:
-            means.append(None)
-        elif isinstance(grad, IndexedSlices):
-            weights = row_weights[start : start + _rows(summed)]
+            return None
+        if isinstance(grad, IndexedSlices):
+            weights = next(of_rows)
             size = min(len(weights), at_most * grad.values.shape[0])
-            mean = _rows_mean(summed, weights, size)
-            means.append(mean.map_values(lambda v, d=grad.values.dtype: v.astype(d)))
-        else:
-            means.append((summed / count.astype(summed.dtype)).astype(grad.dtype))
-    return treedef.unflatten(means)
+            rows = _rows_mean(summed, weights, size)
+            return rows.map_values(lambda values: values.astype(grad.values.dtype))
+        return (summed / count.astype(summed.dtype)).astype(grad.dtype)
+
+    return jax.tree.map(mean, grads, sums, is_leaf=is_gradient_leaf)
 
 
 def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:

@@ -14,6 +14,7 @@ from optx_sync.replicas.accumulator import (
     clear,
     mean_of,
     start_accumulator,
+    sums_of,
     unique_rows,
 )
 from optx_sync.replicas.averages import (
@@ -159,7 +160,8 @@ def sync_replicas(
     step = jnp.asarray(initial_global_step, jnp.int32)
 
     def new_update(machine: SyncReplicasMachine, grads):
-        mean = mean_of(machine.accumulator, grads, machine.accumulated, required)
+        sums = sums_of(machine.accumulator, grads)
+        mean = mean_of(*sums, grads, machine.accumulated, required)
         with explains_inner(grads):
             updates, inner_state = inner.update(mean, machine.inner, machine.params)
         inner_state = cast_like(inner_state, machine.inner)

@@ -16,6 +16,7 @@ from optx_sync.replicas.accumulator import (
     clear,
     mean_of,
     start_accumulator,
+    sums_of,
     unique_rows,
 )
 from optx_sync.replicas.averages import (
@@ -145,7 +146,7 @@ class Updates:
     def _move(self, accumulator, inner_state, params, averages, grads, count, step):
         required = self.agreement.replicas_to_aggregate
         accumulator = _accumulated(accumulator, grads)
-        mean = mean_of(accumulator, grads, count, required)
+        mean = mean_of(*sums_of(accumulator, grads), grads, count, required)
         updates, inner_state = self.inner.update(mean, inner_state, params)
         params = add_updates(params, fill_missing(updates, params))
         if self.agreement.variable_averages is not None:
