@@ -49,6 +49,7 @@ from optx_sync.measures import (
     measures,
     square_sum,
     start,
+    to_sum,
 )
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
@@ -75,6 +76,7 @@ from optx_sync.trees import (
     explains_inner,
     is_finite,
     is_masked,
+    is_nothing,
     is_placeholder,
     is_slices,
     zeros_like,
@@ -178,7 +180,7 @@ class SyncReplicasState(NamedTuple):
             *last,
             counts=self.outcome_counts,
             **measures(self.measured),
-            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+            outliers=None if is_nothing(self.outliers) else self.outliers,
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
@@ -189,7 +191,7 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if isinstance(self.averages, tuple) and self.averages == ():
+        if is_nothing(self.averages):
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -406,19 +408,13 @@ class _SyncReplicas(NamedTuple):
         """The state of a replica before its first step."""
         check_params(params)
         check_variables(params)
+        accumulator = start_accumulator(params, self.dtype)
+        weights = accumulator.row_weights.dtype
 
-        def own(tree: Any) -> Any:
+        def own(tree):
             # What is a replica's own varies over the axis from the start.
             return localize_where_mapped(tree, self.axis_name)
 
-        accumulator = start_accumulator(params, self.dtype)
-        weights = accumulator.row_weights.dtype
-        measured: Any = ()
-        if self.measure:
-            measured = like_params(start(), params, self.axis_name)
-        averages: Any = ()
-        if self.decay is not None:
-            averages = start_averages(params, self.averaged, self.dtype)
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
             accumulated=jnp.zeros((), jnp.int32),
@@ -431,31 +427,29 @@ class _SyncReplicas(NamedTuple):
             contributed=() if self.exchange.linear else own(jnp.zeros((), weights)),
             outliers=own(start_outliers(self.exchange)),
             gathered=own(_zeros(Gathered, jnp.float32)) if self.measure else (),
-            measured=measured,
+            measured=like_params(start(), params, self.axis_name)
+            if self.measure
+            else (),
             inner=self.inner.init(params),
-            averages=averages,
+            averages=start_averages(params, self.decay, self.averaged, self.dtype),
         )
 
-    def update(
-        self, updates: Any, state: SyncReplicasState, params: Any = None, **extra: Any
-    ) -> tuple[Any, SyncReplicasState]:
+    def update(self, updates, state, params=None, **extra_args):
         """One step that returns updates."""
-        step, state = self.accept(updates, state, params, **extra)
+        step, state = self.accept(updates, state, params, **extra_args)
 
         def move(state):
             moved, _, state = self.move(step, state)
             return moved, state
 
-        def wait(shapes, state):
-            return _no_updates(shapes), state
+        def wait(like, state):
+            return _no_updates(like), state
 
         return _either(step.due, move, wait, state)
 
-    def apply(
-        self, grads: Any, state: SyncReplicasState, params: Any, **extra: Any
-    ) -> tuple[Any, SyncReplicasState]:
+    def apply(self, grads, state, params, **extra_args):
         """One step that returns parameters."""
-        step, state = self.accept(grads, state, params, **extra)
+        step, state = self.accept(grads, state, params, **extra_args)
 
         def move(_, state):
             return self.move(step, state)[1:]
@@ -468,63 +462,62 @@ class _SyncReplicas(NamedTuple):
 
     def accept(
         self,
-        grads: Any,
+        grads,
         state: SyncReplicasState,
-        params: Any,
+        params,
         *,
-        contributes: Any = True,
-        weight: Any = None,
-        gradient_step: Any = None,
-        meet: Any = None,
-        batch_size: Any = None,
-        **extra_args: Any,
+        contributes=True,
+        weight=None,
+        gradient_step=None,
+        meet=None,
+        batch_size=None,
+        **extra_args,
     ) -> tuple[_Step, SyncReplicasState]:
         """(what is known of the step, the state with this step's gradients in it)."""
         self.check(grads, state, params, weight)
         batch_size = check_batch_size(batch_size)
         grads = unique_rows(grads)
-        tokens = max(axis_size(self.axis_name), self.required)
+        all_count = contributes is True and weight is None and gradient_step is None
         given: Any = own_weight(1 if weight is None else weight, self.axis_name)
         given = given.astype(state.total_weight.dtype)
-        used, arrived, outcome = self.admit(
-            grads, state, given, contributes, gradient_step, tokens
+        contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
+        fresh = finite = jnp.bool_(True)
+        if gradient_step is not None:
+            gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
+            fresh = gradient_step.astype(jnp.int32) >= state.global_step
+        if self.drop_nonfinite:
+            finite = is_finite((grads, given))
+        tokens = max(axis_size(self.axis_name), self.required)
+        used, arrived = _hand_out(
+            contributes & fresh & finite,
+            given,
+            tokens - state.accumulated,
+            state.global_step,
+            self.axis_name,
         )
         accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
         due = accumulated >= self.required if meet is None else meet
-        all_count = contributes is True and weight is None and gradient_step is None
-        sure = all_count and not self.drop_nonfinite
-        if meet is not None and meet is not False and not sure:
+        if meet is not None and meet is not False:
             # Of no gradients there is no mean.
-            due = jnp.logical_and(meet, accumulated > 0)
-        first = jnp.max(jnp.where(jnp.isfinite(arrived), arrived, 0))
-        weight_unit = jnp.where(state.weight_unit > 0, state.weight_unit, first)
-        own = jnp.where(used, _in_units(given, weight_unit), 0)
-        counts = (
-            count + (outcome == place).astype(jnp.int32)
-            for place, count in enumerate(state.outcome_counts)
-        )
-        arrived = jnp.sum(_in_units(arrived, weight_unit))
+            sure = all_count and not self.drop_nonfinite
+            due = meet if sure else jnp.logical_and(meet, accumulated > 0)
+        outcome = _outcome(used, fresh, finite, contributes)
         state = state._replace(
             global_step=state.global_step + jnp.asarray(due).astype(jnp.int32),
             accumulated=accumulated,
-            total_weight=state.total_weight + arrived,
-            weight_unit=weight_unit,
-            accumulator=accumulate(state.accumulator, grads, used, own),
             outcome=outcome,
-            outcome_counts=Outcomes(*counts),
+            outcome_counts=Outcomes(
+                *(
+                    count + (outcome == place).astype(jnp.int32)
+                    for place, count in enumerate(state.outcome_counts)
+                )
+            ),
         )
-        if not self.exchange.linear:
-            state = state._replace(contributed=state.contributed + own)
-        if self.measure:
-            state = state._replace(
-                gathered=self.gather(state, grads, used, own, batch_size)
-            )
         weight = jnp.where(used, given, 0)
+        state = self.add(grads, state, used, weight, arrived, batch_size)
         return _Step(grads, params, tokens, weight, due, extra_args), state
 
-    def check(
-        self, grads: Any, state: SyncReplicasState, params: Any, weight: Any
-    ) -> None:
+    def check(self, grads, state: SyncReplicasState, params, weight) -> None:
         """Refuse what does not fit a step of a replica."""
         axis_name = self.axis_name
         check_variables(grads if params is None else params)
@@ -555,56 +548,44 @@ class _SyncReplicas(NamedTuple):
             require_dense(grads)
         check_weight(self.exchange, weight)
 
-    def admit(
-        self,
-        grads: Any,
-        state: SyncReplicasState,
-        weight: Any,
-        contributes: Any,
-        gradient_step: Any,
-        tokens: int,
-    ) -> tuple[Any, Any, Any]:
-        """(whether this gradient is used, the weights [N] of all that are, outcome)."""
-        contributes = _extra(contributes, "contributes", jnp.bool_) & (weight != 0)
-        fresh, finite = jnp.bool_(True), jnp.bool_(True)
-        if self.drop_nonfinite:
-            finite = is_finite((grads, weight))
-        if gradient_step is not None:
-            gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
-            fresh = gradient_step.astype(jnp.int32) >= state.global_step
-        used, arrived = _hand_out(
-            contributes & fresh & finite,
-            weight,
-            tokens - state.accumulated,
-            state.global_step,
-            self.axis_name,
+    def add(self, grads, state: SyncReplicasState, used, weight, arrived, batch_size):
+        """The state with the gradient in this replica's own sums, if it is used."""
+        first = jnp.max(jnp.where(jnp.isfinite(arrived), arrived, 0))
+        weight_unit = jnp.where(state.weight_unit > 0, state.weight_unit, first)
+
+        def in_units(weights):
+            unit = or_one(weight_unit)
+            # Not every device divides a number by itself to 1.
+            return jnp.where(weights == unit, 1, weights / unit)
+
+        own = in_units(weight)
+        state = state._replace(
+            total_weight=state.total_weight + jnp.sum(in_units(arrived)),
+            weight_unit=weight_unit,
+            accumulator=accumulate(state.accumulator, grads, used, own),
         )
-        return used, arrived, _outcome(used, fresh, finite, contributes)
+        if not self.exchange.linear:
+            state = state._replace(contributed=state.contributed + own)
+        if self.measure:
+            now = to_sum(
+                self.square(grads, state),
+                self.axis_name,
+                weight=own,
+                batch_size=jnp.asarray(batch_size),
+            )
+            gathered = {
+                name: so_far + now[name]
+                for name, so_far in state.gathered._asdict().items()
+            }
+            state = state._replace(gathered=Gathered(**gathered))
+        return state
 
-    def gather(
-        self,
-        state: SyncReplicasState,
-        grads: Any,
-        used: Any,
-        weight: Any,
-        batch_size: Any,
-    ) -> Gathered:
-        """What has been gathered, this step's gradient included if it is used."""
-        square = self.square(grads, state)
-        inverse = 1 / jnp.asarray(batch_size, jnp.float32)
-        once = weight.astype(jnp.float32)
-        twice = once * once
-        now = Gathered(once * square, twice * square, once * inverse, twice * inverse)
-        return jax.tree.map(lambda x, y: x + jnp.where(used, y, 0), state.gathered, now)
-
-    def square(self, tree: Any, state: SyncReplicasState) -> jax.Array:
+    def square(self, tree, state: SyncReplicasState) -> jax.Array:
         """The squared norm: over other axes along which gradients vary lie shards."""
         like = localize(state.measured.update_norm, self.axis_name)
         return square_sum(tree, like)
 
-    def move(
-        self, step: _Step, state: SyncReplicasState
-    ) -> tuple[Any, Any, SyncReplicasState]:
+    def move(self, step: _Step, state: SyncReplicasState):
         """(updates, new parameters, state): the mean goes through `inner`."""
         mean, sums, state = self.agree(step, state)
         extra = mean_extra_args(
@@ -614,9 +595,9 @@ class _SyncReplicas(NamedTuple):
             moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
         moved = fill_missing(moved, step.params)
         params = None if step.params is None else add_updates(step.params, moved)
-        averages = state.averages
-        if self.decay is not None:
-            averages = advance_averages(averages, params, self.decay, state.global_step)
+        averages = advance_averages(
+            state.averages, params, self.decay, state.global_step
+        )
         if self.measure:
             sums["contributors"] = state.accumulated.astype(jnp.float32)
             measured = measure_of(
@@ -635,9 +616,7 @@ class _SyncReplicas(NamedTuple):
         )
         return moved, params, state
 
-    def agree(
-        self, step: _Step, state: SyncReplicasState
-    ) -> tuple[Any, Any, SyncReplicasState]:
+    def agree(self, step: _Step, state: SyncReplicasState):
         """(the mean of all that was accumulated, sums for measures, state)."""
         exchange, axis_name = self.exchange, self.axis_name
         sums, rows = sums_of(state.accumulator, step.grads)
@@ -713,12 +692,6 @@ def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
 def _zeros(kind: Any, dtype: Any) -> Any:
     """A NamedTuple of zeros, an array for each: a buffer can be donated once."""
     return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
-
-
-def _in_units(weights: jax.Array, unit: jax.Array) -> jax.Array:
-    # Not every device divides a number by itself to 1.
-    unit = or_one(unit)
-    return jnp.where(weights == unit, 1, weights / unit)
 
 
 def _outcome(used, fresh, finite, contributes):

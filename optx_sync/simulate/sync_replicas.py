@@ -167,9 +167,9 @@ def sync_replicas(
         inner_state = cast_like(inner_state, machine.inner)
         moved = add_updates(machine.params, fill_missing(updates, machine.params))
         global_step = machine.global_step + 1
-        averages = machine.averages
-        if variable_averages is not None:
-            averages = advance_averages(averages, moved, variable_averages, global_step)
+        averages = advance_averages(
+            machine.averages, moved, variable_averages, global_step
+        )
         return machine._replace(
             params=moved,
             inner=inner_state,
@@ -223,11 +223,10 @@ def sync_replicas(
         )  # fmt: skip
 
     params = jax.tree.map(jnp.asarray, params)
-    averages = () if variable_averages is None else start_averages(params, None)
     machine = SyncReplicasMachine(
         params=params,
         inner=inner.init(params),
-        averages=averages,
+        averages=start_averages(params, variable_averages),
         accumulator=start_accumulator(params),
         accumulated=jnp.zeros((), jnp.int32),
         global_step=step,
