@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
 from optx_sync.trees import accumulator_dtype, at_least_float32, is_gradient_leaf
 
 # The dtypes of sums for which weights are kept in float64.
@@ -59,16 +59,9 @@ def accumulate(
             sums.append(old)
         elif isinstance(grad, IndexedSlices):
             indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))
-            sums.append(
-                old.at[indices].add(
-                    weighed(grad.values, old.dtype),
-                    mode="drop",
-                    wrap_negative_indices=False,
-                )
-            )
-            row_weights = row_weights.at[_behind(indices, start, _rows(old))].add(
-                weight, mode="drop", wrap_negative_indices=False
-            )
+            sums.append(old.at[indices].add(weighed(grad.values, old.dtype), **DROP))
+            places = _behind(indices, start, _rows(old))
+            row_weights = row_weights.at[places].add(weight, **DROP)
         else:
             sums.append(jnp.where(accepted, old + weighed(grad, old.dtype), old))
     return Accumulator(treedef.unflatten(sums), row_weights)
@@ -130,13 +123,9 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     leaves, treedef, olds, starts = _match(accumulator, mean)
     for taken, old, start in zip(leaves, olds, starts, strict=True):
         if isinstance(taken, IndexedSlices):
-            indices = taken.indices
-            sums.append(
-                old.at[indices].set(0, mode="drop", wrap_negative_indices=False)
-            )
-            row_weights = row_weights.at[_behind(indices, start, _rows(old))].set(
-                0, mode="drop", wrap_negative_indices=False
-            )
+            sums.append(old.at[taken.indices].set(0, **DROP))
+            places = _behind(taken.indices, start, _rows(old))
+            row_weights = row_weights.at[places].set(0, **DROP)
         else:
             sums.append(old if old is None else _zeros_after(taken, old, count))
     return Accumulator(treedef.unflatten(sums), row_weights)
@@ -154,23 +143,12 @@ def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(count < 0, mean.astype(sums.dtype), jnp.zeros_like(sums))
 
 
-def unique_rows(grads: Any) -> Any:
-    """The gradients, with equal rows of row-sparse leaves added up."""
-    return jax.tree.map(
-        lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
-        grads,
-        is_leaf=lambda x: isinstance(x, IndexedSlices),
-    )
-
-
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
-    values = sums.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    divisor = weights.at[rows].get(
-        mode="fill", fill_value=1, wrap_negative_indices=False
-    )
-    divisor = divisor.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+    values = sums.at[rows].get(**FILL)
+    divisor = weights.at[rows].get(**FILL | {"fill_value": 1})
+    divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.
     return IndexedSlices(rows, values / divisor).sum_duplicates()
 

@@ -59,14 +59,13 @@ from optx_sync.replicas.accumulator import (
     mean_of,
     start_accumulator,
     sums_of,
-    unique_rows,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
     check_averages,
     start_averages,
 )
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,

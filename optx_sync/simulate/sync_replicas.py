@@ -15,7 +15,6 @@ from optx_sync.replicas.accumulator import (
     mean_of,
     start_accumulator,
     sums_of,
-    unique_rows,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
@@ -23,6 +22,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
+from optx_sync.rows.slices import unique_rows
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import add_updates, cast_like, explains_inner
 

@@ -17,7 +17,6 @@ from optx_sync.replicas.accumulator import (
     mean_of,
     start_accumulator,
     sums_of,
-    unique_rows,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
@@ -25,7 +24,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements.contract import (
     Expected,
     Inner,
