@@ -598,9 +598,12 @@ class _SyncReplicas(NamedTuple):
             state.averages, params, self.decay, state.global_step
         )
         if self.measure:
-            sums["contributors"] = state.accumulated.astype(jnp.float32)
+            contributors = state.accumulated.astype(jnp.float32)
             measured = measure_of(
-                state.measured, sums, state.total_weight, self.square(mean, state)
+                state.measured,
+                {**sums, "contributors": contributors},
+                state.total_weight,
+                self.square(mean, state),
             )
             norm = jnp.sqrt(self.square(moved, state))
             state = state._replace(measured=measured._replace(update_norm=norm))
