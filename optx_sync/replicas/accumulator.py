@@ -6,6 +6,7 @@ and a row of a row-sparse gradient has its own, the number of gradients that con
 this row. With weights both numbers are sums of weights.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +54,8 @@ def accumulate(
         wide = at_least_float32(x.dtype)
         return (x.astype(wide) * weight.astype(wide)).astype(dtype)
 
-    leaves, treedef, olds, starts = _match(accumulator, grads)
-    for grad, old, start in zip(leaves, olds, starts, strict=True):
+    treedef, matched = _match(accumulator, grads)
+    for grad, old, start in matched:
         if grad is None:
             sums.append(old)
         elif isinstance(grad, IndexedSlices):
@@ -73,13 +74,13 @@ def sums_of(accumulator: Accumulator, grads: Any) -> tuple[Any, list[jax.Array]]
     The sums are a tree like `grads`, `None` where there is no gradient; the weights
     those of the rows of each leaf that is row-sparse.
     """
-    leaves, treedef, sums, starts = _match(accumulator, grads)
-    wanted, row_weights = [], []
-    for grad, own, start in zip(leaves, sums, starts, strict=True):
-        wanted.append(None if grad is None else own)
+    sums, row_weights = [], []
+    treedef, matched = _match(accumulator, grads)
+    for grad, own, start in matched:
+        sums.append(None if grad is None else own)
         if isinstance(grad, IndexedSlices):
             row_weights.append(accumulator.row_weights[start : start + _rows(own)])
-    return treedef.unflatten(wanted), row_weights
+    return treedef.unflatten(sums), row_weights
 
 
 def mean_of(
@@ -120,8 +121,8 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     began, the rows for which `mean` had no room wait for the next one.
     """
     sums, row_weights = [], accumulator.row_weights
-    leaves, treedef, olds, starts = _match(accumulator, mean)
-    for taken, old, start in zip(leaves, olds, starts, strict=True):
+    treedef, matched = _match(accumulator, mean)
+    for taken, old, start in matched:
         if isinstance(taken, IndexedSlices):
             sums.append(old.at[taken.indices].set(0, **DROP))
             places = _behind(taken.indices, start, _rows(old))
@@ -147,21 +148,18 @@ def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
     values = sums.at[rows].get(**FILL)
-    divisor = weights.at[rows].get(**FILL | {"fill_value": 1})
+    divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
     divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.
     return IndexedSlices(rows, values / divisor).sum_duplicates()
 
 
-def _match(accumulator: Accumulator, grads: Any):
-    """Leaves of the gradients, their tree, for each its sum and its first weight."""
+def _match(accumulator: Accumulator, grads: Any) -> tuple[Any, list[Any]]:
+    """(the tree of the gradients, for each (gradient, sum, place of its weights))."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
-    starts, start = [], 0
-    for own in sums:
-        starts.append(start)
-        start += _rows(own)
-    return leaves, treedef, sums, starts
+    starts = itertools.accumulate(map(_rows, sums), initial=0)
+    return treedef, list(zip(leaves, sums, starts, strict=False))
 
 
 def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients reduced over all replicas, or over groups of them, in every step."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -272,7 +273,7 @@ def cross_shard(
     state_of = None
     if measure or remembers(exchange) or exchange.outlier is not None:
         state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
-    shards = _CrossShard(
+    replicas = _CrossShard(
         inner,
         axis_name,
         reduction,
@@ -284,10 +285,9 @@ def cross_shard(
         state_of,
     )
     if not shard_state:
-        return optax.GradientTransformationExtraArgs(shards.init, shards.update)
-    _check_pieces(shards)
+        return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
-    pieces = _InPieces(shards, elementwise)
+    pieces = _InPieces(replicas, _check_pieces(replicas), elementwise)
     return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
 
 
@@ -471,6 +471,7 @@ class _InPieces(NamedTuple):
     """`init` and `update` of `cross_shard(..., shard_state=True)`."""
 
     whole: _CrossShard
+    scatter: Callable[..., Tree]
     elementwise: Elementwise
 
     def init(self, params):
@@ -491,7 +492,7 @@ class _InPieces(NamedTuple):
         _require_floating(updates, like)
         check_pieces(state, whole.inner.init, like, axis_name)
         if whole.grads == "local":
-            pieces = whole.exchange.scatter(updates, axis_name, weight=weight)
+            pieces = self.scatter(updates, axis_name, weight=weight)
         else:
             pieces = cut(updates, axis_name)
         pieces = whole.as_asked(pieces, axis_size(axis_name))
@@ -512,25 +513,26 @@ def _require_own(grads: Grads, what: str) -> None:
         )
 
 
-def _check_pieces(shards: _CrossShard) -> None:
-    """Refuse what a state in pieces cannot be combined with."""
-    if shards.measure:
+def _check_pieces(replicas: _CrossShard) -> Callable[..., Tree]:
+    """What scatters gradients; refuse what a state in pieces does not go with."""
+    if replicas.measure:
         raise ValueError(
             "shard_state=True cannot be combined with measure=True: no replica has the "
             "whole mean before its update. Leave one of them out."
         )
-    if shards.group_assignment is not None:
+    if replicas.group_assignment is not None:
         raise ValueError(
             "shard_state=True cuts the state over all replicas of the axis and takes "
             "no group_assignment. Use a mesh with an axis per group, and name that of "
             "the replicas inside a group."
         )
-    if shards.exchange.scatter is None:
+    if replicas.exchange.scatter is None:
         raise ValueError(
             "shard_state=True needs an exchange that can stop half way, where each "
             "replica has the sum of its piece; this one cannot. Use "
             "oxs.exchange.all_reduce(), or leave shard_state=True out."
         )
+    return replicas.exchange.scatter
 
 
 def _require_floating(grads: Any, params: Any) -> None:

@@ -348,8 +348,7 @@ def sync_replicas(
         TensorFlow 1.15, `tf.train.SyncReplicasOptimizer`. Chen, Pan, Monga, Bengio,
         Jozefowicz 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981.
     """
-    call = "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)"
-    inner = check_inner(inner, call)
+    inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
@@ -410,7 +409,7 @@ class _SyncReplicas(NamedTuple):
         accumulator = start_accumulator(params, self.dtype)
         weights = accumulator.row_weights.dtype
 
-        def own(tree):
+        def own(tree: Any) -> Any:
             # What is a replica's own varies over the axis from the start.
             return localize_where_mapped(tree, self.axis_name)
 

@@ -179,8 +179,10 @@ def gather(table: Any, ids: Any, path: str) -> GatheredRows:
 
 def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:
     known = known_numbers(ids)
-    bad = () if known is None else known[(known < 0) | (known >= rows)]
-    if len(bad):
+    if known is None:
+        return
+    bad = known[(known < 0) | (known >= rows)]
+    if bad.size:
         raise ValueError(
             f"{where}: row {int(bad[0])} is out of range for a table of {rows} "
             f"rows. Pass ids in [0, {rows}): rows are never wrapped."
