@@ -134,27 +134,7 @@ class Elementwise:
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
         ):
-            numbers = np.random.default_rng(0)
-
-            def draw(x, *steps):
-                drawn = numbers.normal(size=(*steps, *x.shape)).astype(np.float32)
-                # The second half is larger.
-                grows = np.linspace(0.5, 4.0, max(drawn[..., None].size, 1))
-                return drawn * grows[: drawn.size].reshape(drawn.shape)
-
-            params = jax.tree.map(draw, shapes)
-            grads = jax.tree.map(lambda x: draw(x, len(_SCALES), _STEPS), shapes)
-
-            def scaled(x):
-                for case, scale in enumerate(_SCALES):
-                    if np.isfinite(scale):
-                        x[case] *= scale
-                    elif x[case, 0].size:
-                        x[case, 0].reshape(-1)[0] = scale
-                return x.astype(np.float32)
-
-            params = jax.tree.map(lambda x: x.astype(np.float32), params)
-            grads = jax.tree.map(scaled, grads)
+            params, grads = _draw(shapes)
             halves = (
                 jax.tree.map(lambda x: _halves(x, 0), params),
                 jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), grads),
@@ -179,24 +159,22 @@ class Elementwise:
 
     def _steps(self, params: Tree, grads: Tree) -> Tree:
         """The updates [replicas, cases, steps, ...], from arrays [replicas, ...]."""
-        inner = self._inner
-
-        def one(params, grads):
-            def case(grads):
-                def step(state, grads):
-                    updates, new = inner.update(
-                        grads, state, params, value=jnp.float32(1)
-                    )
-                    return cast_like(new, state), updates
-
-                return jax.lax.scan(step, inner.init(params), grads, unroll=True)[1]
-
-            return jax.vmap(case)(grads)
-
         # All replicas along the first axis, one along each of the others.
+        one = jax.vmap(self._case, in_axes=(None, 0))
         for axis in self._axes[1:]:
             one = _along(one, axis)
         return jax.vmap(one, axis_name=self._axes[0])(params, grads)
+
+    def _case(self, params: Tree, grads: Tree) -> Tree:
+        """The updates [steps, ...]."""
+
+        def step(state, grads):
+            updates, new = self._inner.update(
+                grads, state, params, value=jnp.float32(1)
+            )
+            return cast_like(new, state), updates
+
+        return jax.lax.scan(step, self._inner.init(params), grads, unroll=True)[1]
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
@@ -207,6 +185,30 @@ class Elementwise:
             f"{self._option} out, or write a norm over all pieces: square sums of a "
             "piece, added up by oxs.reduce(squares, axis_name, reduction='sum')."
         )
+
+
+def _draw(shapes: Tree) -> tuple[Tree, Tree]:
+    """Parameters, and gradients [cases, steps, ...] of all sizes."""
+    numbers = np.random.default_rng(0)
+
+    def draw(x, *steps):
+        drawn = numbers.normal(size=(*steps, *x.shape)).astype(np.float32)
+        # The second half is larger.
+        grows = np.linspace(0.5, 4.0, max(drawn[..., None].size, 1))
+        return drawn * grows[: drawn.size].reshape(drawn.shape)
+
+    def scaled(x):
+        for case, scale in enumerate(_SCALES):
+            if np.isfinite(scale):
+                x[case] *= scale
+            elif x[case, 0].size:
+                x[case, 0].reshape(-1)[0] = scale
+        return x
+
+    params = jax.tree.map(draw, shapes)
+    grads = jax.tree.map(lambda x: draw(x, len(_SCALES), _STEPS), shapes)
+    grads = jax.tree.map(scaled, grads)
+    return jax.tree.map(lambda x: x.astype(np.float32), (params, grads))
 
 
 def _along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:

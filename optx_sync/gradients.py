@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`value_and_grad`: each replica's own gradients, row-sparse where tables are read."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from optx_sync.collectives import AxisName, check_axis_name, localize
-from optx_sync.rows.lookup import _gather, describe
+from optx_sync.rows.lookup import GatheredRows, describe, gather
 from optx_sync.rows.slices import rebuild
 from optx_sync.trees import path_name
 
@@ -67,51 +69,52 @@ def value_and_grad(
     """
     if not callable(loss):
         raise TypeError(f"loss must be a function; got {describe(loss)}.")
-    named = []
-    for path, fn in jax.tree_util.tree_leaves_with_path(rows):
+    named = jax.tree_util.tree_leaves_with_path(rows)
+    for path, fn in named:
         if not callable(fn):
             raise TypeError(
                 f"A leaf of rows must be a function that returns ids; got "
                 f"{describe(fn)} at {path_name(path)}. Pass e.g. "
                 "rows={'embedding': lambda batch: batch['ids']}."
             )
-        named.append((path, fn))
-
     if axis_name is not None:
         check_axis_name(axis_name)
 
     def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if axis_name is not None:
             params = localize(params, axis_name)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        tables: dict[int, Any] = {}
+        paths, structure = jax.tree_util.tree_flatten_with_path(params)
+        leaves: list[Any] = [leaf for _, leaf in paths]
         for prefix, fn in named:
-            below = [at for at, (path, _) in enumerate(leaves) if _under(path, prefix)]
+            below = [at for at, (path, _) in enumerate(paths) if _under(path, prefix)]
             if not below:
                 raise ValueError(
                     f"rows names {path_name(prefix)}, where the parameters have no "
-                    f"array; they have {[path_name(path) for path, _ in leaves]}."
+                    f"array; they have {[path_name(path) for path, _ in paths]}."
                 )
             ids = fn(*args, **kwargs)
             for at in below:
-                tables[at] = _gather(leaves[at][1], ids, path_name(leaves[at][0]))
-        dense = {at: leaf for at, (_, leaf) in enumerate(leaves) if at not in tables}
-
-        def of_leaves(dense: dict[int, Any], gathered: dict[int, jax.Array]) -> Any:
-            with_rows = {at: tables[at].with_rows(gathered[at]) for at in tables}
-            all_leaves = dense | with_rows
-            tree = [all_leaves[at] for at in range(len(leaves))]
-            return loss(structure.unflatten(tree), *args, **kwargs)
-
-        gathered = {at: table.rows for at, table in tables.items()}
-        value, (dense_grads, row_grads) = jax.value_and_grad(
-            of_leaves, argnums=(0, 1), has_aux=has_aux
-        )(dense, gathered)
-        slices = {at: rebuild(tables[at].words, row_grads[at]) for at in tables}
-        grads = dense_grads | slices
-        return value, structure.unflatten([grads[at] for at in range(len(leaves))])
+                path, table = paths[at]
+                leaves[at] = gather(table, ids, path_name(path))
+        of_arrays = functools.partial(_of_arrays, loss, structure, leaves, args, kwargs)
+        arrays = [x.values if isinstance(x, GatheredRows) else x for x in leaves]
+        value, grads = jax.value_and_grad(of_arrays, has_aux=has_aux)(arrays)
+        grads = [
+            rebuild(x.words, grad) if isinstance(x, GatheredRows) else grad
+            for x, grad in zip(leaves, grads, strict=True)
+        ]
+        return value, structure.unflatten(grads)
 
     return run
+
+
+def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
+    """The loss, with these arrays in the leaves: the rows, where it has a table."""
+    leaves = [
+        dataclasses.replace(x, values=array) if isinstance(x, GatheredRows) else array
+        for x, array in zip(leaves, arrays, strict=True)
+    ]
+    return loss(structure.unflatten(leaves), *args, **kwargs)
 
 
 def _under(path: tuple[Any, ...], prefix: tuple[Any, ...]) -> bool:

@@ -181,8 +181,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "rows/slices.py",
-            "        dense = dense.at[self.indices].add(\n",
-            "        dense = dense.at[self.indices].set(\n",
+            "dense = dense.at[self.indices].add(",
+            "dense = dense.at[self.indices].set(",
         ),
         Mutant(
             "rows/slices.py",
@@ -216,8 +216,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "rows/lookup.py",
-            "wide = self.rows.astype(at_least_float32(self.dtype))",
-            "wide = self.rows",
+            "wide = self.values.astype(at_least_float32(self.dtype))",
+            "wide = self.values",
         ),
         Mutant(
             "rows/lookup.py",
@@ -358,8 +358,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "    if not exchange.exact:\n        require_dense(grads)",
-            "    if False:\n        require_dense(grads)",
+            "if not exchange.exact:\n            require_dense(grads)",
+            "if False:\n            require_dense(grads)",
         ),
         Mutant(
             "replicas/cross_shard.py",
@@ -519,27 +519,27 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "replicas": [
-        Mutant("replicas/cross_shard.py", "lambda g: g / size", "lambda g: g"),
+        Mutant("replicas/cross_shard.py", "else leaf / number", "else leaf"),
         Mutant(
             "replicas/cross_shard.py",
-            "lambda g: g * size, updates",
-            "lambda g: g, updates",
+            "return leaf * number if",
+            "return leaf if",
         ),
         Mutant("collectives.py", "counted: Any = divisor", "counted: Any = size"),
         Mutant(
             "replicas/cross_shard.py",
-            "state = vary_like(new_state, inner_state)",
-            "state = new_state",
+            "inner = vary_like(inner, before.inner)",
+            "pass",
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "            state = own(state, axis_name)\n",
-            "            pass\n",
+            "state = own(state) if grouped else state",
+            "pass",
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "return fill_missing(updates, params), state",
-            "return updates, state",
+            "updates = fill_missing(updates, params)",
+            "pass",
         ),
         Mutant(
             "replicas/sync_replicas.py",
@@ -558,8 +558,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "tokens = max(replicas, replicas_to_aggregate)",
-            "tokens = replicas",
+            "tokens = max(axis_size(self.axis_name), self.required)",
+            "tokens = axis_size(self.axis_name)",
             SYNC,
         ),
         Mutant(
@@ -585,8 +585,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "variable_averages, new_step\n",
-            "variable_averages, state.global_step\n",
+            "self.decay, state.global_step\n",
+            "self.decay, state.global_step - 1\n",
             SYNC,
         ),
         Mutant(
@@ -622,7 +622,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("replicas/accumulator.py", "values / divisor)", "values)", SYNC),
         Mutant(
             "replicas/accumulator.py",
-            'old.at[indices].set(0, mode="drop", wrap_negative_indices=False)',
+            "old.at[taken.indices].set(0, **DROP)",
             "jnp.zeros_like(old)",
             SYNC,
         ),
@@ -1015,23 +1015,23 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "                contributed = jnp.zeros_like(contributed)\n",
+            "            contributed=zeros_like(state.contributed),\n",
             "",
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "means, weight = like_grads(means), contributed > 0",
-            "means, weight = like_grads(means), contributed >= 0",
+            "or_one(state.contributed), state.contributed > 0",
+            "or_one(state.contributed), state.contributed >= 0",
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "                    weight = contributed\n",
-            "                    weight = (contributed > 0).astype(some.dtype)\n",
+            "weight = state.contributed if exchange.takes_weights else votes",
+            "weight = votes.astype(some.dtype) if exchange.takes_weights else votes",
         ),
         Mutant(
             "replicas/cross_shard.py",
-            'if grads != "local" and exchange is not None:',
-            'if grads != "local" and exchange is all_reduce:',
+            "    if exchange is not None:\n        _require_own",
+            "    if exchange is all_reduce:\n        _require_own",
         ),
     ],
     "step": [

@@ -349,8 +349,8 @@ def test_what_is_refused():
     eight_bits = oxs.exchange.quantized()
     options: dict[str, Any]
     for options, message in (
-        ({"grads": "averaged"}, "own gradients, but grads='averaged' says"),
-        ({"grads": "summed"}, "own gradients, but grads='summed' says"),
+        ({"grads": "averaged"}, "own gradient, but grads='averaged' says"),
+        ({"grads": "summed"}, "own gradient, but grads='summed' says"),
         ({"exchange": eight_bits}, "this exchange gives another one, coded or cut"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -6,13 +6,13 @@ and a row of a row-sparse gradient has its own, the number of gradients that con
 this row. With weights both numbers are sums of weights.
 """
 
-from collections.abc import Callable
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
 from optx_sync.trees import accumulator_dtype, at_least_float32, is_gradient_leaf
 
 # The dtypes of sums for which weights are kept in float64.
@@ -54,67 +54,64 @@ def accumulate(
         wide = at_least_float32(x.dtype)
         return (x.astype(wide) * weight.astype(wide)).astype(dtype)
 
-    leaves, treedef, olds, starts = _match(accumulator, grads)
-    for grad, old, start in zip(leaves, olds, starts, strict=True):
+    treedef, matched = _match(accumulator, grads)
+    for grad, old, start in matched:
         if grad is None:
             sums.append(old)
         elif isinstance(grad, IndexedSlices):
             indices = jnp.where(accepted, grad.indices, jnp.full_like(grad.indices, -1))
-            sums.append(
-                old.at[indices].add(
-                    weighed(grad.values, old.dtype),
-                    mode="drop",
-                    wrap_negative_indices=False,
-                )
-            )
-            row_weights = row_weights.at[_behind(indices, start, _rows(old))].add(
-                weight, mode="drop", wrap_negative_indices=False
-            )
+            sums.append(old.at[indices].add(weighed(grad.values, old.dtype), **DROP))
+            places = _behind(indices, start, _rows(old))
+            row_weights = row_weights.at[places].add(weight, **DROP)
         else:
             sums.append(jnp.where(accepted, old + weighed(grad, old.dtype), old))
     return Accumulator(treedef.unflatten(sums), row_weights)
 
 
+def sums_of(accumulator: Accumulator, grads: Any) -> tuple[Any, list[jax.Array]]:
+    """What a mean in the form of `grads` is made of: (sums, weights of rows).
+
+    The sums are a tree like `grads`, `None` where there is no gradient; the weights
+    those of the rows of each leaf that is row-sparse.
+    """
+    sums, row_weights = [], []
+    treedef, matched = _match(accumulator, grads)
+    for grad, own, start in matched:
+        sums.append(None if grad is None else own)
+        if isinstance(grad, IndexedSlices):
+            row_weights.append(accumulator.row_weights[start : start + _rows(own)])
+    return treedef.unflatten(sums), row_weights
+
+
 def mean_of(
-    accumulator: Accumulator,
-    grads: Any,
-    count: Any,
-    at_most: int,
-    total: Callable[[Any], Any] = lambda tree: tree,
+    sums: Any, row_weights: list[jax.Array], grads: Any, count: Any, at_most: int
 ) -> Any:
     """The mean of what was accumulated, in the form and the dtypes of `grads`.
 
     Args:
-        accumulator: This replica's, or the only one.
+        sums: What `sums_of` gives, added up over all replicas.
+        row_weights: The same.
         grads: A gradient, of which only form, number of rows and dtypes matter.
-        count: The number of gradients accumulated by all replicas, with weights the
-            sum of these.
+        count: The number of gradients in it, with weights the sum of these.
         at_most: The largest number of gradients that can have been accumulated.
-        total: The sum over the replicas of a tree of arrays.
 
     Returns:
         A tree like `grads`. A row-sparse leaf has min(table's rows, `at_most` times the
         rows of a gradient) entries, sorted and unique.
     """
-    leaves, treedef, sums, starts = _match(accumulator, grads)
-    row_weights = accumulator.row_weights
-    sparse = any(isinstance(grad, IndexedSlices) for grad in leaves)
-    needed = [
-        None if grad is None else own for grad, own in zip(leaves, sums, strict=True)
-    ]
-    sums, row_weights = total((needed, row_weights if sparse else None))
-    means = []
-    for grad, summed, start in zip(leaves, sums, starts, strict=True):
+    of_rows = iter(row_weights)
+
+    def mean(grad, summed):
         if grad is None:
-            means.append(None)
-        elif isinstance(grad, IndexedSlices):
-            weights = row_weights[start : start + _rows(summed)]
+            return None
+        if isinstance(grad, IndexedSlices):
+            weights = next(of_rows)
             size = min(len(weights), at_most * grad.values.shape[0])
-            mean = _rows_mean(summed, weights, size)
-            means.append(mean.map_values(lambda v, d=grad.values.dtype: v.astype(d)))
-        else:
-            means.append((summed / count.astype(summed.dtype)).astype(grad.dtype))
-    return treedef.unflatten(means)
+            rows = _rows_mean(summed, weights, size)
+            return rows.map_values(lambda values: values.astype(grad.values.dtype))
+        return (summed / count.astype(summed.dtype)).astype(grad.dtype)
+
+    return jax.tree.map(mean, grads, sums, is_leaf=is_gradient_leaf)
 
 
 def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
@@ -124,16 +121,12 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     began, the rows for which `mean` had no room wait for the next one.
     """
     sums, row_weights = [], accumulator.row_weights
-    leaves, treedef, olds, starts = _match(accumulator, mean)
-    for taken, old, start in zip(leaves, olds, starts, strict=True):
+    treedef, matched = _match(accumulator, mean)
+    for taken, old, start in matched:
         if isinstance(taken, IndexedSlices):
-            indices = taken.indices
-            sums.append(
-                old.at[indices].set(0, mode="drop", wrap_negative_indices=False)
-            )
-            row_weights = row_weights.at[_behind(indices, start, _rows(old))].set(
-                0, mode="drop", wrap_negative_indices=False
-            )
+            sums.append(old.at[taken.indices].set(0, **DROP))
+            places = _behind(taken.indices, start, _rows(old))
+            row_weights = row_weights.at[places].set(0, **DROP)
         else:
             sums.append(old if old is None else _zeros_after(taken, old, count))
     return Accumulator(treedef.unflatten(sums), row_weights)
@@ -151,36 +144,22 @@ def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(count < 0, mean.astype(sums.dtype), jnp.zeros_like(sums))
 
 
-def unique_rows(grads: Any) -> Any:
-    """The gradients, with equal rows of row-sparse leaves added up."""
-    return jax.tree.map(
-        lambda g: g.sum_duplicates() if isinstance(g, IndexedSlices) else g,
-        grads,
-        is_leaf=lambda x: isinstance(x, IndexedSlices),
-    )
-
-
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
-    values = sums.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    divisor = weights.at[rows].get(
-        mode="fill", fill_value=1, wrap_negative_indices=False
-    )
-    divisor = divisor.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+    values = sums.at[rows].get(**FILL)
+    divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
+    divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.
     return IndexedSlices(rows, values / divisor).sum_duplicates()
 
 
-def _match(accumulator: Accumulator, grads: Any):
-    """Leaves of the gradients, their tree, for each its sum and its first weight."""
+def _match(accumulator: Accumulator, grads: Any) -> tuple[Any, list[Any]]:
+    """(the tree of the gradients, for each (gradient, sum, place of its weights))."""
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
-    starts, start = [], 0
-    for own in sums:
-        starts.append(start)
-        start += _rows(own)
-    return leaves, treedef, sums, starts
+    starts = itertools.accumulate(map(_rows, sums), initial=0)
+    return treedef, list(zip(leaves, sums, starts, strict=False))
 
 
 def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:

@@ -32,8 +32,13 @@ def check_averages(variable_averages: Any) -> None:
         )
 
 
-def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
-    """Copies of the parameters that the mask selects, sharing no buffer with them."""
+def start_averages(params: Any, decay: Any, mask: Any = None, dtype: Any = None) -> Any:
+    """Copies of the parameters that the mask selects, sharing no buffer with them.
+
+    Without a decay there are no averages, `()`.
+    """
+    if decay is None:
+        return ()
     if is_placeholder(params):
         return params
     mask = mask(params) if callable(mask) else mask
@@ -52,6 +57,8 @@ def start_averages(params: Any, mask: Any, dtype: Any = None) -> Any:
 
 def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
     """The averages after an update, from the new parameters and the new step."""
+    if decay is None:
+        return averages
     decay = decay(global_step) if callable(decay) else decay
     if isinstance(decay, jax.Array):
         rate = 1 - decay.astype(jnp.float32)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients reduced over all replicas, or over groups of them, in every step."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -53,13 +54,13 @@ from optx_sync.measures import (
     to_sum,
 )
 from optx_sync.placement import fields
-from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
     cast_like,
     explains_inner,
     is_gradient_leaf,
     is_inexact,
+    is_nothing,
     is_placeholder,
     is_slices,
     leaves_with_names,
@@ -105,14 +106,12 @@ class CrossShardState(NamedTuple):
         """What `measure=True` has measured, and how often this one was an outlier."""
         del params
         counts, measured = self.outliers, self.measured
-        if isinstance(counts, tuple) and isinstance(measured, tuple) and not measured:
+        if is_nothing(counts) and is_nothing(measured):
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
-        return CrossShardMetrics(
-            **measures(measured),
-            outliers=None if isinstance(counts, tuple) else counts,
-        )
+        outliers = None if is_nothing(counts) else counts
+        return CrossShardMetrics(**measures(measured), outliers=outliers)
 
 
 class SummedCrossShardState(CrossShardState):
@@ -257,124 +256,39 @@ def cross_shard(
         raise ValueError(
             f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
         )
-    state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
-    if grads != "local" and exchange is not None:
-        raise ValueError(
-            f"An exchange needs each replica's own gradient, but grads={grads!r} says "
-            "that they are reduced already. Use grads='local', with "
-            "oxs.localize(params, axis_name) before jax.grad."
-        )
+    if exchange is not None:
+        _require_own(grads, "An exchange")
     exchange = check_exchange(exchange, all_reduce())
-    keeps_state = remembers(exchange) or exchange.outlier is not None
-    reduced_names = check_extra_args(reduce_extra_args)
     if group_assignment is not None:
         check_group_assignment(group_assignment)
-        if grads != "local":
-            raise ValueError(
-                "group_assignment needs each replica's own gradient, but "
-                f"grads={grads!r} says that they are reduced over the whole axis. Use "
-                "grads='local', with oxs.localize(params, axis_name) before jax.grad."
-            )
+        _require_own(grads, "group_assignment")
         if not exchange.exact:
             raise ValueError(
                 "group_assignment needs an exchange that takes groups; this one does "
                 "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
             )
-    if measure and grads != "local":
-        raise ValueError(
-            "measure=True compares the replicas' own gradients, but "
-            f"grads={grads!r} says that they are reduced already. Use grads='local', "
-            "with oxs.localize(params, axis_name) before jax.grad."
-        )
     if measure:
+        _require_own(grads, "measure=True")
         require_exact(exchange)
-        keeps_state = True
-
-    if shard_state:
-        if measure:
-            raise ValueError(
-                "shard_state=True cannot be combined with measure=True: no replica has "
-                "the whole mean before its update. Leave one of them out."
-            )
-        return _in_pieces(
-            inner,
-            axis_name,
-            exchange,
-            reduction=reduction,
-            grads=grads,
-            grouped=group_assignment is not None,
-            reduced_names=reduced_names,
-        )
-
-    def reduced(updates, memory, outliers, measured, weight, batch_size):
-        _check_weight_argument(weight, reduction, grads)
-        if grads == "local":
-            return _exchanged(
-                updates,
-                memory,
-                outliers,
-                measured,
-                exchange,
-                axis_name,
-                reduction=reduction,
-                weight=weight,
-                batch_size=batch_size,
-                group_assignment=group_assignment,
-            )
-        require_reduced(updates, axis_name, grads)
-        size = axis_size(axis_name)
-        if grads == "summed" and reduction == "mean":
-            updates = _map_values(lambda g: g / size, updates)
-        if grads == "averaged" and reduction == "sum":
-            updates = _map_values(lambda g: g * size, updates)
-        return updates, memory, outliers, measured
-
-    def init(params):
-        check_params(params)
-        own = localize_where_mapped
-        if group_assignment is not None:
-            # The groups' states will differ, so all of it varies from the start.
-            params = own(params, axis_name)
-        state = inner.init(params)
-        if group_assignment is not None:
-            state = own(state, axis_name)
-        if not keeps_state:
-            return state
-        kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
-        measured = like_params(start(), params, axis_name) if measure else ()
-        return state_of(*kept, measured, state)
-
-    def update(
-        updates, state, params=None, *, weight=None, batch_size=None, **extra_args
-    ):
-        check_grads(updates, params)
-        memory, outliers, measured, inner_state = (
-            state if keeps_state else ((), (), (), state)
-        )
-        extra_args = mean_extra_args(
-            extra_args,
-            reduced_names,
-            axis_name,
-            weight=weight,
-            group_assignment=group_assignment,
-        )
-        batch_size = check_batch_size(batch_size)
-        updates, memory, outliers, now = reduced(
-            updates, memory, outliers, measured, weight, batch_size
-        )
-        with explains_inner(updates):
-            updates, new_state = inner.update(
-                updates, inner_state, params, **extra_args
-            )
-        state = vary_like(new_state, inner_state)
-        if measure:
-            own = localize(now.update_norm, axis_name)
-            now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
-        if keeps_state:
-            state = state_of(memory, outliers, vary_like(now, measured), state)
-        return fill_missing(updates, params), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    state_of = None
+    if measure or remembers(exchange) or exchange.outlier is not None:
+        state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
+    replicas = _CrossShard(
+        inner,
+        axis_name,
+        reduction,
+        group_assignment,
+        grads,
+        exchange,
+        check_extra_args(reduce_extra_args),
+        measure,
+        state_of,
+    )
+    if not shard_state:
+        return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
+    elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
+    pieces = _InPieces(replicas, _check_pieces(replicas), elementwise)
+    return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
 
 
 @shows_call("oxs.all_reduce_grads('data')")
@@ -429,69 +343,196 @@ def all_reduce_grads(
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _in_pieces(
-    inner: optax.GradientTransformationExtraArgs,
-    axis_name: AxisName,
-    exchange: Exchange,
-    *,
-    reduction: Reduction,
-    grads: Grads,
-    grouped: bool,
-    reduced_names: tuple[str, ...],
-) -> optax.GradientTransformationExtraArgs:
-    """`cross_shard(..., shard_state=True)`."""
-    if grouped:
+class _CrossShard(NamedTuple):
+    """`init` and `update` of `cross_shard`, by its checked arguments."""
+
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    reduction: Reduction
+    group_assignment: GroupAssignment | None
+    grads: Grads
+    exchange: Exchange
+    reduced_names: tuple[str, ...]
+    measure: bool
+    state_of: type[CrossShardState] | None  # None: the state is that of `inner`
+
+    def init(self, params):
+        """The state of a replica before its first step."""
+        check_params(params)
+
+        def own(tree):
+            return localize_where_mapped(tree, self.axis_name)
+
+        # The groups' states will differ, so all of it varies from the start.
+        grouped = self.group_assignment is not None
+        params = own(params) if grouped else params
+        state = self.inner.init(params)
+        state = own(state) if grouped else state
+        if self.state_of is None:
+            return state
+        kept = own((self.exchange.init(params), start_outliers(self.exchange)))
+        measured = like_params(start(), params, self.axis_name) if self.measure else ()
+        return self.state_of(*kept, measured, state)
+
+    def update(
+        self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
+    ):
+        """The updates of `inner` for what the gradients have become, and the state."""
+        extra_args = self.check(updates, params, weight, extra_args)
+        batch_size = check_batch_size(batch_size)
+        before = CrossShardState((), (), (), state) if self.state_of is None else state
+        if self.grads == "local":
+            mean, now = self.meet(updates, before, weight, batch_size)
+        else:
+            mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
+        with explains_inner(mean):
+            updates, inner = self.inner.update(mean, before.inner, params, **extra_args)
+        inner = vary_like(inner, before.inner)
+        updates = fill_missing(updates, params)
+        if self.state_of is None:
+            return updates, inner
+        measured = now.measured
+        if self.measure:
+            norm = jnp.sqrt(self.square(updates, before))
+            measured = vary_like(measured._replace(update_norm=norm), before.measured)
+        return updates, now._replace(measured=measured, inner=inner)
+
+    def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
+        """Refuse what does not fit a step; the extra arguments that `inner` gets."""
+        check_grads(grads, params)
+        if weight is not None:
+            _require_own(self.grads, "weight")
+            if self.reduction == "sum":
+                raise ValueError(
+                    "weight= makes a weighted mean and has no meaning with "
+                    "reduction='sum'; leave weight out, or pass reduction='mean'."
+                )
+        if self.grads != "local":
+            require_reduced(grads, self.axis_name, self.grads)
+        return mean_extra_args(
+            extra_args,
+            self.reduced_names,
+            self.axis_name,
+            weight=weight,
+            group_assignment=self.group_assignment,
+        )
+
+    def meet(self, grads, state: CrossShardState, weight, batch_size):
+        """(the mean or sum of all gradients, the state)."""
+        exchange, axis_name, measured = self.exchange, self.axis_name, state.measured
+        require_local(grads, axis_name, "gradient")
+        check_weight(exchange, weight)
+        if not exchange.exact:
+            require_dense(grads)
+        groups = self.group_assignment
+        more = {} if groups is None else {"group_assignment": groups}
+        also = None
+        if self.measure:
+            also = to_sum(
+                self.square(grads, state),
+                axis_name,
+                weight=weight,
+                alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
+                batch_size=batch_size,
+            )
+        met = exchange.meet(
+            grads, state.exchange, axis_name, weight=weight, also=also, **more
+        )
+        if self.measure:
+            square = self.square(met.mean, state)
+            measured = measure_of(measured, met.also, met.weight, square, batch_size)
+        outliers = count_outlier(
+            exchange, grads, met.mean, axis_name, weight, state.outliers
+        )
+        state = state._replace(exchange=met.state, outliers=outliers, measured=measured)
+        return self.as_asked(met.mean, met.weight), state
+
+    def as_asked(self, grads, count):
+        """The mean or sum that is asked for, of gradients that are one of the two."""
+        given = "sum" if self.grads == "summed" else "mean"
+        if self.reduction == given:
+            return grads
+
+        def turned(leaf):
+            number = jnp.asarray(count, jnp.result_type(leaf))
+            return leaf * number if given == "mean" else leaf / number
+
+        def turn(leaf):
+            return leaf.map_values(turned) if is_slices(leaf) else turned(leaf)
+
+        return jax.tree.map(turn, grads, is_leaf=is_slices)
+
+    def square(self, tree, state: CrossShardState):
+        """The squared norm: over other axes along which gradients vary lie shards."""
+        return square_sum(tree, localize(state.measured.update_norm, self.axis_name))
+
+
+class _InPieces(NamedTuple):
+    """`init` and `update` of `cross_shard(..., shard_state=True)`."""
+
+    whole: _CrossShard
+    scatter: Callable[..., Tree]
+    elementwise: Elementwise
+
+    def init(self, params):
+        """The state of this replica's pieces."""
+        check_params(params)
+        inner = self.whole.inner
+        if is_placeholder(params):
+            return fields.InPieces(inner.init(params))
+        self.elementwise.check(params)
+        return own_pieces(inner.init, params, self.whole.axis_name)
+
+    def update(self, updates, state, params=None, *, weight=None, **extra_args):
+        """The updates, gathered from those of all pieces, and the state."""
+        whole, axis_name = self.whole, self.whole.axis_name
+        extra_args = whole.check(updates, params, weight, extra_args)
+        require_dense(updates, "shard_state=True")
+        like = updates if params is None else params
+        _require_floating(updates, like)
+        check_pieces(state, whole.inner.init, like, axis_name)
+        if whole.grads == "local":
+            pieces = self.scatter(updates, axis_name, weight=weight)
+        else:
+            pieces = cut(updates, axis_name)
+        pieces = whole.as_asked(pieces, axis_size(axis_name))
+        own = None if params is None else cut(params, axis_name)
+        new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
+        new = gather(localize(new, axis_name), like, axis_name)
+        inner = vary_like(cast_like(inner, state.tree), state.tree)
+        return fill_missing(new, params), fields.InPieces(inner)
+
+
+def _require_own(grads: Grads, what: str) -> None:
+    """Refuse gradients that are reduced already, where `what` is asked for."""
+    if grads != "local":
+        raise ValueError(
+            f"{what} needs each replica's own gradient, but grads={grads!r} says that "
+            "they are reduced already. Use grads='local', with oxs.localize(params, "
+            "axis_name) before jax.grad."
+        )
+
+
+def _check_pieces(replicas: _CrossShard) -> Callable[..., Tree]:
+    """What scatters gradients; refuse what a state in pieces does not go with."""
+    if replicas.measure:
+        raise ValueError(
+            "shard_state=True cannot be combined with measure=True: no replica has the "
+            "whole mean before its update. Leave one of them out."
+        )
+    if replicas.group_assignment is not None:
         raise ValueError(
             "shard_state=True cuts the state over all replicas of the axis and takes "
             "no group_assignment. Use a mesh with an axis per group, and name that of "
             "the replicas inside a group."
         )
-    scatter = exchange.scatter
-    if scatter is None:
+    if replicas.exchange.scatter is None:
         raise ValueError(
             "shard_state=True needs an exchange that can stop half way, where each "
             "replica has the sum of its piece; this one cannot. Use "
             "oxs.exchange.all_reduce(), or leave shard_state=True out."
         )
-    elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
-
-    def init(params):
-        check_params(params)
-        if is_placeholder(params):
-            return fields.InPieces(inner.init(params))
-        elementwise.check(params)
-        return own_pieces(inner.init, params, axis_name)
-
-    def update(updates, state, params=None, *, weight=None, **extra_args):
-        check_grads(updates, params)
-        require_dense(updates, "shard_state=True")
-        _check_weight_argument(weight, reduction, grads)
-        like = updates if params is None else params
-        _require_floating(updates, like)
-        check_pieces(state, inner.init, like, axis_name)
-        extra_args = mean_extra_args(
-            extra_args, reduced_names, axis_name, weight=weight
-        )
-        replicas = axis_size(axis_name)
-        if grads == "local":
-            pieces = scatter(updates, axis_name, weight=weight)
-            factor = replicas if reduction == "sum" else 1
-        else:
-            require_reduced(updates, axis_name, grads)
-            pieces = cut(updates, axis_name)
-            summed = 1 if grads == "summed" else replicas
-            factor = summed if reduction == "sum" else summed / replicas
-        if factor != 1:
-            pieces = _map_values(lambda g: g * jnp.asarray(factor, g.dtype), pieces)
-        own_params = None if params is None else cut(params, axis_name)
-        new, inner_state = inner.update(pieces, state.tree, own_params, **extra_args)
-        new = gather(localize(new, axis_name), like, axis_name)
-        state = fields.InPieces(
-            vary_like(cast_like(inner_state, state.tree), state.tree)
-        )
-        return fill_missing(new, params), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return replicas.exchange.scatter
 
 
 def _require_floating(grads: Any, params: Any) -> None:
@@ -504,67 +545,3 @@ def _require_floating(grads: Any, params: Any) -> None:
                 "shard_state=True what has a gradient must be floating. Leave it out "
                 "with optax.masked, or pass None as its gradient."
             )
-
-
-def _check_weight_argument(weight: Any, reduction: Reduction, grads: Grads) -> None:
-    """Refuse a weight that has no meaning."""
-    if weight is not None and grads != "local":
-        raise ValueError(
-            f"weight needs each replica's own gradient, but grads={grads!r} says "
-            "that they are reduced already. Use grads='local', with "
-            "oxs.localize(params, axis_name) before jax.grad."
-        )
-    if weight is not None and reduction == "sum":
-        raise ValueError(
-            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
-            "leave weight out, or pass reduction='mean'."
-        )
-
-
-def _exchanged(
-    grads: Tree,
-    memory: Any,
-    outliers: Any,
-    measured: Any,
-    exchange: Exchange,
-    axis_name: AxisName,
-    *,
-    reduction: Reduction,
-    weight: Any,
-    batch_size: Any,
-    group_assignment: GroupAssignment | None,
-) -> tuple[Tree, Any, Any, Any]:
-    """The mean or sum of all gradients, what the exchange remembers, and measures."""
-    require_local(grads, axis_name, "gradient")
-    check_weight(exchange, weight)
-    if not exchange.exact:
-        require_dense(grads)
-    groups = {} if group_assignment is None else {"group_assignment": group_assignment}
-    own = also = None
-    if measured:
-        # Over other axes along which gradients vary lie shards.
-        own = localize(measured.update_norm, axis_name)
-        also = to_sum(
-            square_sum(grads, own),
-            axis_name,
-            weight=weight,
-            alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
-            batch_size=batch_size,
-        )
-    met = exchange.meet(grads, memory, axis_name, weight=weight, also=also, **groups)
-    mean = met.mean
-    if measured:
-        mean_square = square_sum(mean, own)
-        measured = measure_of(measured, met.also, met.weight, mean_square, batch_size)
-    outliers = count_outlier(exchange, grads, mean, axis_name, weight, outliers)
-    if reduction == "sum":
-        mean = _map_values(lambda g: g * jnp.asarray(met.weight, g.dtype), mean)
-    return mean, met.state, outliers, measured
-
-
-def _map_values(function, grads):
-    def apply(leaf):
-        sparse = isinstance(leaf, IndexedSlices)
-        return leaf.map_values(function) if sparse else function(leaf)
-
-    return jax.tree.map(apply, grads, is_leaf=is_slices)

@@ -49,6 +49,7 @@ from optx_sync.measures import (
     measures,
     square_sum,
     start,
+    to_sum,
 )
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
@@ -57,14 +58,14 @@ from optx_sync.replicas.accumulator import (
     clear,
     mean_of,
     start_accumulator,
-    unique_rows,
+    sums_of,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
     check_averages,
     start_averages,
 )
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -73,8 +74,8 @@ from optx_sync.trees import (
     check_accumulator_dtype,
     explains_inner,
     is_finite,
-    is_gradient_leaf,
     is_masked,
+    is_nothing,
     is_placeholder,
     is_slices,
     zeros_like,
@@ -178,7 +179,7 @@ class SyncReplicasState(NamedTuple):
             *last,
             counts=self.outcome_counts,
             **measures(self.measured),
-            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+            outliers=None if is_nothing(self.outliers) else self.outliers,
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
@@ -189,7 +190,7 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if isinstance(self.averages, tuple) and self.averages == ():
+        if is_nothing(self.averages):
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
@@ -202,16 +203,6 @@ class SyncReplicasState(NamedTuple):
             params,
             is_leaf=is_masked,
         )
-
-
-class _Kept(NamedTuple):
-    """What a replica keeps for the exchange: as the fields of the state."""
-
-    remembered: Any
-    contributed: Any
-    outliers: Any
-    gathered: Any
-    measured: Any
 
 
 def sync_replicas(
@@ -359,35 +350,69 @@ def sync_replicas(
     """
     inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     check_axis_name(axis_name)
-    replicas_to_aggregate, total_num_replicas = check_replicas(
-        replicas_to_aggregate, total_num_replicas
-    )
+    required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
         raise ValueError(
             "variables_to_average says which parameters to average, but there is no "
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
-    dtype = check_accumulator_dtype(accumulator_dtype)
-    reduced_names = check_extra_args(reduce_extra_args)
     exchange = check_exchange(exchange, all_reduce())
-
     if measure:
         require_exact(exchange)
+    replicas = _SyncReplicas(
+        inner,
+        axis_name,
+        required,
+        total,
+        variable_averages,
+        variables_to_average,
+        drop_nonfinite,
+        check_accumulator_dtype(accumulator_dtype),
+        check_extra_args(reduce_extra_args),
+        exchange,
+        measure,
+    )
+    return direct_transformation(replicas.init, replicas.update, replicas.apply)
 
-    def init(params):
+
+class _Step(NamedTuple):
+    """What is known of a step once its gradients have been accumulated."""
+
+    grads: Any  # this replica's, equal rows added up
+    params: Any
+    tokens: int  # the gradients that an update can have
+    weight: Any  # float[], of this replica's gradient, 0 where it is not used
+    due: Any  # bool or bool[], whether the update is made in this step
+    extra_args: dict[str, Any]
+
+
+class _SyncReplicas(NamedTuple):
+    """`init`, `update` and `apply` of `sync_replicas`, by its checked arguments."""
+
+    inner: optax.GradientTransformationExtraArgs
+    axis_name: AxisName
+    required: int
+    total: int | None
+    decay: float | optax.Schedule | None
+    averaged: Any
+    drop_nonfinite: bool
+    dtype: Any
+    reduced_names: tuple[str, ...]
+    exchange: Exchange
+    measure: bool
+
+    def init(self, params: Any) -> SyncReplicasState:
+        """The state of a replica before its first step."""
         check_params(params)
         check_variables(params)
-        averages: Any = ()
-        if variable_averages is not None:
-            averages = start_averages(params, variables_to_average, dtype)
+        accumulator = start_accumulator(params, self.dtype)
+        weights = accumulator.row_weights.dtype
 
         def own(tree: Any) -> Any:
             # What is a replica's own varies over the axis from the start.
-            return localize_where_mapped(tree, axis_name)
+            return localize_where_mapped(tree, self.axis_name)
 
-        accumulator = start_accumulator(params, dtype)
-        weights = accumulator.row_weights.dtype
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
             accumulated=jnp.zeros((), jnp.int32),
@@ -395,26 +420,48 @@ def sync_replicas(
             weight_unit=jnp.zeros((), weights),
             accumulator=own(accumulator),
             outcome=own(jnp.full((), -1, jnp.int32)),
-            outcome_counts=own(
-                Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
-            ),
-            exchange=own(exchange.init(params)),
-            contributed=() if exchange.linear else own(jnp.zeros((), weights)),
-            outliers=own(start_outliers(exchange)),
-            gathered=own(
-                Gathered(*(jnp.zeros((), jnp.float32) for _ in Gathered._fields))
-            )
-            if measure
+            outcome_counts=own(_zeros(Outcomes, jnp.int32)),
+            exchange=own(self.exchange.init(params)),
+            contributed=() if self.exchange.linear else own(jnp.zeros((), weights)),
+            outliers=own(start_outliers(self.exchange)),
+            gathered=own(_zeros(Gathered, jnp.float32)) if self.measure else (),
+            measured=like_params(start(), params, self.axis_name)
+            if self.measure
             else (),
-            measured=like_params(start(), params, axis_name) if measure else (),
-            inner=inner.init(params),
-            averages=averages,
+            inner=self.inner.init(params),
+            averages=start_averages(params, self.decay, self.averaged, self.dtype),
         )
 
-    def step(
-        direct,
+    def update(self, updates, state, params=None, **extra_args):
+        """One step that returns updates."""
+        step, state = self.accept(updates, state, params, **extra_args)
+
+        def move(state):
+            moved, _, state = self.move(step, state)
+            return moved, state
+
+        def wait(like, state):
+            return _no_updates(like), state
+
+        return _either(step.due, move, wait, state)
+
+    def apply(self, grads, state, params, **extra_args):
+        """One step that returns parameters."""
+        step, state = self.accept(grads, state, params, **extra_args)
+
+        def move(_, state):
+            return self.move(step, state)[1:]
+
+        def wait(_, params, state):
+            return params, state
+
+        # The parameters are an operand so that XLA hands them on in place.
+        return _either(step.due, move, wait, params, state)
+
+    def accept(
+        self,
         grads,
-        state,
+        state: SyncReplicasState,
         params,
         *,
         contributes=True,
@@ -423,11 +470,57 @@ def sync_replicas(
         meet=None,
         batch_size=None,
         **extra_args,
-    ):
-        """One step: (new parameters if `direct`, else updates; the next state)."""
+    ) -> tuple[_Step, SyncReplicasState]:
+        """(what is known of the step, the state with this step's gradients in it)."""
+        self.check(grads, state, params, weight)
+        batch_size = check_batch_size(batch_size)
+        grads = unique_rows(grads)
+        all_count = contributes is True and weight is None and gradient_step is None
+        given: Any = own_weight(1 if weight is None else weight, self.axis_name)
+        given = given.astype(state.total_weight.dtype)
+        contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
+        fresh = finite = jnp.bool_(True)
+        if gradient_step is not None:
+            gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
+            fresh = gradient_step.astype(jnp.int32) >= state.global_step
+        if self.drop_nonfinite:
+            finite = is_finite((grads, given))
+        tokens = max(axis_size(self.axis_name), self.required)
+        used, arrived = _hand_out(
+            contributes & fresh & finite,
+            given,
+            tokens - state.accumulated,
+            state.global_step,
+            self.axis_name,
+        )
+        accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
+        due = accumulated >= self.required if meet is None else meet
+        if meet is not None and meet is not False:
+            # Of no gradients there is no mean.
+            sure = all_count and not self.drop_nonfinite
+            due = meet if sure else jnp.logical_and(meet, accumulated > 0)
+        outcome = _outcome(used, fresh, finite, contributes)
+        state = state._replace(
+            global_step=state.global_step + jnp.asarray(due).astype(jnp.int32),
+            accumulated=accumulated,
+            outcome=outcome,
+            outcome_counts=Outcomes(
+                *(
+                    count + (outcome == place).astype(jnp.int32)
+                    for place, count in enumerate(state.outcome_counts)
+                )
+            ),
+        )
+        weight = jnp.where(used, given, 0)
+        state = self.add(grads, state, used, weight, arrived, batch_size)
+        return _Step(grads, params, tokens, weight, due, extra_args), state
+
+    def check(self, grads, state: SyncReplicasState, params, weight) -> None:
+        """Refuse what does not fit a step of a replica."""
+        axis_name = self.axis_name
         check_variables(grads if params is None else params)
         check_grads(grads, params)
-        if params is None and variable_averages is not None:
+        if params is None and self.decay is not None:
             raise ValueError(
                 "A moving average of the parameters needs them; got params=None. Call "
                 "update(grads, state, params)."
@@ -442,39 +535,19 @@ def sync_replicas(
         require_whole_lanes(grads, axis_name)
         check_one_worker(state.global_step, state.accumulator.sums, params)
         replicas = axis_size(axis_name)
-        if total_num_replicas not in (None, replicas):
+        if self.total not in (None, replicas):
             raise ValueError(
-                f"total_num_replicas={total_num_replicas}, but the axis {axis_name!r} "
+                f"total_num_replicas={self.total}, but the axis {axis_name!r} "
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
-        tokens = max(replicas, replicas_to_aggregate)
-        batch_size = check_batch_size(batch_size)
-        if measure:
+        if self.measure:
             require_dense(grads, "measure=True")
-        elif not exchange.exact:
+        elif not self.exchange.exact:
             require_dense(grads)
-        grads = unique_rows(grads)
+        check_weight(self.exchange, weight)
 
-        check_weight(exchange, weight)
-        all_count = contributes is True and weight is None and gradient_step is None
-        all_count = all_count and not drop_nonfinite
-        given: Any = own_weight(1 if weight is None else weight, axis_name)
-        given = given.astype(state.total_weight.dtype)
-        contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
-        finite = is_finite((grads, given)) if drop_nonfinite else jnp.bool_(True)
-        fresh = jnp.bool_(True)
-        if gradient_step is not None:
-            gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
-            fresh = gradient_step.astype(jnp.int32) >= state.global_step
-        used, arrived = _hand_out(
-            contributes & fresh & finite,
-            given,
-            tokens - state.accumulated,
-            state.global_step,
-            axis_name,
-        )
-        outcome = _outcome(used, fresh, finite, contributes)
-        accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
+    def add(self, grads, state: SyncReplicasState, used, weight, arrived, batch_size):
+        """The state with the gradient in this replica's own sums, if it is used."""
         first = jnp.max(jnp.where(jnp.isfinite(arrived), arrived, 0))
         weight_unit = jnp.where(state.weight_unit > 0, state.weight_unit, first)
 
@@ -483,161 +556,92 @@ def sync_replicas(
             # Not every device divides a number by itself to 1.
             return jnp.where(weights == unit, 1, weights / unit)
 
-        total_weight = state.total_weight + jnp.sum(in_units(arrived))
-        own = jnp.where(used, in_units(given), 0)
-        complete = accumulated >= replicas_to_aggregate if meet is None else meet
-        if meet is not None and meet is not False and not all_count:
-            # Of no gradients there is no mean.
-            complete = jnp.logical_and(meet, accumulated > 0)
-        new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
-        # Over other axes along which gradients vary lie shards.
-        alone = localize(state.measured.update_norm, axis_name) if measure else None
-
-        def gather(gathered) -> Any:
-            """What has been gathered, this step's gradient included if it is used."""
-            if not measure:
-                return ()
-            square = square_sum(grads, alone)
-            inverse = 1 / jnp.asarray(batch_size, jnp.float32)
-            once = own.astype(jnp.float32)
-            twice = once * once
-            now = Gathered(
-                *(once * square, twice * square, once * inverse, twice * inverse)
-            )
-            return jax.tree.map(lambda x, y: x + jnp.where(used, y, 0), gathered, now)
-
-        def move(_, accumulator, kept, inner_state, averages):
-            """The update: the mean of all that was accumulated goes through inner."""
-            remembered, contributed, outliers, gathered, measured = kept
-            gathered, scalars = gather(gathered), {}
-
-            def like_grads(sums):
-                # Like the gradients, whose leaves the exchange remembers.
-                treedef = jax.tree.structure(grads, is_leaf=is_gradient_leaf)
-                return treedef.unflatten(sums)
-
-            def total(sums):
-                nonlocal remembered, scalars
-                sums, row_weights = like_grads(sums[0]), sums[1]
-                also = gathered._asdict() if measure else None
-                met = exchange.meet(sums, remembered, axis_name, also=also)
-                remembered, scalars = met.state, met.also
-                sums = jax.tree.map(
-                    lambda x: x * jnp.asarray(met.weight, x.dtype), met.mean
-                )
-                row_weights = reduce(row_weights, axis_name, reduction="sum")
-                return jax.tree.leaves(sums, is_leaf=is_gradient_leaf), row_weights
-
-            def voted(sums):
-                """What a rule makes of the replicas' own means, of those that count."""
-                nonlocal remembered, outliers
-                sums, row_weights = sums
-                some = or_one(contributed)
-                means = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
-                means, weight = like_grads(means), contributed > 0
-                if exchange.takes_weights:
-                    weight = contributed
-                met = exchange.meet(means, remembered, axis_name, weight=weight)
-                result, remembered = met.mean, met.state
-                outliers = count_outlier(
-                    exchange, means, result, axis_name, contributed > 0, outliers
-                )
-                return jax.tree.leaves(result, is_leaf=is_gradient_leaf), row_weights
-
-            if exchange.linear:
-                mean = mean_of(accumulator, grads, total_weight, tokens, total)
-            else:
-                contributed = contributed + own
-                one = jnp.ones((), jnp.int32)
-                mean = mean_of(accumulator, grads, one, tokens, voted)
-                contributed = jnp.zeros_like(contributed)
-            extra = mean_extra_args(
-                extra_args, reduced_names, axis_name, weight=jnp.where(used, given, 0)
-            )
-            with explains_inner(grads):
-                moved, new_inner = inner.update(mean, inner_state, params, **extra)
-            inner_state = cast_like(new_inner, inner_state)
-            moved = fill_missing(moved, params)
-            new_params = None if params is None else add_updates(params, moved)
-            if measure:
-                scalars["contributors"] = accumulated.astype(jnp.float32)
-                square = square_sum(mean, alone)
-                measured = measure_of(measured, scalars, total_weight, square)._replace(
-                    update_norm=jnp.sqrt(square_sum(moved, alone))
-                )
-                gathered = zeros_like(gathered)
-            if variable_averages is not None:
-                averages = advance_averages(
-                    averages, new_params, variable_averages, new_step
-                )
-            result = new_params if direct else moved
-            kept = _Kept(remembered, contributed, outliers, gathered, measured)
-            accumulator = clear(accumulator, mean, accumulated)
-            return result, accumulator, kept, inner_state, averages
-
-        def wait(_, accumulator, kept, inner_state, averages):
-            """No update yet: the gradient has been accumulated, nothing else moves."""
-            result = params if direct else _no_updates(shapes)
-            kept = kept._replace(gathered=gather(kept.gathered))
-            if not exchange.linear:
-                kept = kept._replace(contributed=kept.contributed + own)
-            return result, accumulator, kept, inner_state, averages
-
-        # The parameters are an operand so that XLA hands them on in place.
-        before = (
-            params if direct else (),
-            accumulate(state.accumulator, grads, used, own),
-            _Kept(
-                state.exchange,
-                state.contributed,
-                state.outliers,
-                state.gathered,
-                state.measured,
-            ),
-            state.inner,
-            state.averages,
-        )
-        shapes, *_ = types = jax.eval_shape(move, *before)
-        like = (shapes, *before[1:])
-
-        def branch(body):
-            return lambda *before: vary_like(vary_like(body(*before), like), types)
-
-        if isinstance(complete, bool):
-            after = branch(move if complete else wait)(*before)
-        else:
-            after = jax.lax.cond(complete, branch(move), branch(wait), *before)
-        result, accumulator, kept, inner_state, averages = after
-        counts = (
-            count + (outcome == place).astype(jnp.int32)
-            for place, count in enumerate(state.outcome_counts)
-        )
-        return result, SyncReplicasState(
-            global_step=new_step,
-            accumulated=jnp.where(complete, jnp.zeros_like(accumulated), accumulated),
-            total_weight=jnp.where(
-                complete, jnp.zeros_like(total_weight), total_weight
-            ),
+        own = in_units(weight)
+        state = state._replace(
+            total_weight=state.total_weight + jnp.sum(in_units(arrived)),
             weight_unit=weight_unit,
-            accumulator=accumulator,
-            outcome=outcome,
-            outcome_counts=Outcomes(*counts),
-            exchange=kept.remembered,
-            contributed=kept.contributed,
-            outliers=kept.outliers,
-            gathered=kept.gathered,
-            measured=kept.measured,
-            inner=inner_state,
+            accumulator=accumulate(state.accumulator, grads, used, own),
+        )
+        if not self.exchange.linear:
+            state = state._replace(contributed=state.contributed + own)
+        if self.measure:
+            now = to_sum(
+                self.square(grads, state),
+                self.axis_name,
+                weight=own,
+                batch_size=jnp.asarray(batch_size),
+            )
+            gathered = {
+                name: so_far + now[name]
+                for name, so_far in state.gathered._asdict().items()
+            }
+            state = state._replace(gathered=Gathered(**gathered))
+        return state
+
+    def square(self, tree, state: SyncReplicasState) -> jax.Array:
+        """The squared norm: over other axes along which gradients vary lie shards."""
+        like = localize(state.measured.update_norm, self.axis_name)
+        return square_sum(tree, like)
+
+    def move(self, step: _Step, state: SyncReplicasState):
+        """(updates, new parameters, state): the mean goes through `inner`."""
+        mean, sums, state = self.agree(step, state)
+        extra = mean_extra_args(
+            step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
+        )
+        with explains_inner(step.grads):
+            moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
+        moved = fill_missing(moved, step.params)
+        params = None if step.params is None else add_updates(step.params, moved)
+        averages = advance_averages(
+            state.averages, params, self.decay, state.global_step
+        )
+        if self.measure:
+            contributors = state.accumulated.astype(jnp.float32)
+            measured = measure_of(
+                state.measured,
+                {**sums, "contributors": contributors},
+                state.total_weight,
+                self.square(mean, state),
+            )
+            norm = jnp.sqrt(self.square(moved, state))
+            state = state._replace(measured=measured._replace(update_norm=norm))
+        state = state._replace(
+            accumulated=jnp.zeros_like(state.accumulated),
+            total_weight=jnp.zeros_like(state.total_weight),
+            accumulator=clear(state.accumulator, mean, state.accumulated),
+            contributed=zeros_like(state.contributed),
+            gathered=zeros_like(state.gathered),
+            inner=cast_like(inner, state.inner),
             averages=averages,
         )
+        return moved, params, state
 
-    def update(updates, state, params=None, **extra_args):
-        return step(False, updates, state, params, **extra_args)
-
-    def apply(grads, state, params, **extra_args):
-        return step(True, grads, state, params, **extra_args)
-
-    return direct_transformation(init, update, apply)
+    def agree(self, step: _Step, state: SyncReplicasState):
+        """(the mean of all that was accumulated, sums for measures, state)."""
+        exchange, axis_name = self.exchange, self.axis_name
+        sums, rows = sums_of(state.accumulator, step.grads)
+        weight = votes = also = None
+        if not exchange.linear:
+            # A replica has one vote: the mean of its own gradients.
+            some, votes = or_one(state.contributed), state.contributed > 0
+            sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
+            weight = state.contributed if exchange.takes_weights else votes
+        if self.measure:
+            also = state.gathered._asdict()
+        met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
+        outliers = count_outlier(
+            exchange, sums, met.mean, axis_name, votes, state.outliers
+        )
+        count = jnp.ones((), jnp.int32)
+        if exchange.linear:
+            # What has been added up is the mean times the number of replicas.
+            replicas = jnp.asarray(met.weight, state.total_weight.dtype)
+            count = state.total_weight / replicas
+            rows = reduce(rows, axis_name, reduction="sum")
+            rows = [weights / replicas for weights in rows]
+        mean = mean_of(met.mean, rows, step.grads, count, step.tokens)
+        return mean, met.also, state._replace(exchange=met.state, outliers=outliers)
 
 
 def check_replicas(
@@ -649,35 +653,59 @@ def check_replicas(
         replicas_to_aggregate,
         "Pass the number of gradients that an update needs.",
     )
-    if total_num_replicas is None:
-        return required, None
-    total = check_count(
-        "total_num_replicas", total_num_replicas, "Pass the number of replicas."
-    )
+    total = total_num_replicas
+    if total is not None:
+        mend = "Pass the number of replicas."
+        total = check_count("total_num_replicas", total, mend)
     return required, total
 
 
 def check_variables(tree: Any) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
-    if jax.tree.leaves(tree) or is_placeholder(tree):
-        return
-    raise ValueError(
-        f"sync_replicas needs at least one variable; got the empty tree {tree!r}. Pass "
-        "the parameters, and gradients like them."
-    )
+    if not jax.tree.leaves(tree) and not is_placeholder(tree):
+        raise ValueError(
+            f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
+            "Pass the parameters, and gradients like them."
+        )
+
+
+def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
+    """(result, state) of `move(*before)` where due, else of `wait(shapes, *before)`.
+
+    `before` ends with the state; `shapes` are those of the result of `move`. No
+    conditional where `due` is known.
+    """
+    types = jax.eval_shape(move, *before)
+    shapes = types[0]
+    like = (shapes, before[-1])
+
+    def moved(*before):
+        return vary_like(vary_like(move(*before), like), types)
+
+    def waited(*before):
+        return vary_like(vary_like(wait(shapes, *before), like), types)
+
+    if isinstance(due, bool):
+        return moved(*before) if due else waited(*before)
+    return jax.lax.cond(due, moved, waited, *before)
+
+
+def _zeros(kind: Any, dtype: Any) -> Any:
+    """A NamedTuple of zeros, an array for each: a buffer can be donated once."""
+    return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
 
 
 def _outcome(used, fresh, finite, contributes):
     """int32[], the place in `Outcomes` of what becomes of a gradient."""
-    outcome = jnp.int32(Outcomes._fields.index("no_token"))
+    place = Outcomes._fields.index
+    outcome = jnp.int32(place("no_token"))
     for name, applies in (
         ("used", used),
         ("nonfinite", ~finite),
         ("stale", ~fresh),
         ("not_contributed", ~contributes),
     ):
-        place = jnp.int32(Outcomes._fields.index(name))
-        outcome = jnp.where(applies, place, outcome)
+        outcome = jnp.where(applies, jnp.int32(place(name)), outcome)
     return outcome
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looked-up tables: `take`, and the rows of one that a loss sees in its place."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.rows.slices import (
+    FILL,
     LAST_INDEX,
+    ORDERED,
     as_int32,
     hide_words,
     known_indices,
@@ -52,7 +55,7 @@ def take(table: Any, ids: Any) -> jax.Array:
 
     Reference: ``tf.nn.embedding_lookup``.
     """
-    if isinstance(table, _GatheredRows):
+    if isinstance(table, GatheredRows):
         return table.look_up(ids)
     if not isinstance(table, jax.Array | np.ndarray) or table.ndim == 0:
         raise TypeError(
@@ -61,46 +64,40 @@ def take(table: Any, ids: Any) -> jax.Array:
         )
     ids = as_int32(ids, "ids")
     _refuse_known_ids(ids, table.shape[0], "take")
-    return (
-        jnp.asarray(table)
-        .at[ids]
-        .get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    )
+    return jnp.asarray(table).at[ids].get(**FILL)
 
 
 class _TableUseError(TypeError, AttributeError):
     """A stand-in was used as an array; also what `hasattr` and JAX's probes expect."""
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class _GatheredRows:
+@dataclasses.dataclass(eq=False)
+class GatheredRows:
     """The rows of a table that a batch names: what the loss of `value_and_grad` sees.
 
-    `words` are the hidden indices, sorted and unique, `rows` their values; `shape` and
-    `dtype` are the table's.
+    `words` are the hidden indices, sorted and unique, `values` the rows; `shape` is
+    that of the table.
     """
 
-    __slots__ = ("path", "rows", "shape", "words")
-    __array_ufunc__ = None
+    words: Any
+    values: Any
+    shape: tuple[int, ...]
+    path: str
 
-    def __init__(self, words: Any, rows: Any, shape: tuple[int, ...], path: str):
-        self.words = words
-        self.rows = rows
-        self.shape = shape
-        self.path = path
+    __array_ufunc__ = None
 
     @property
     def dtype(self) -> Any:
-        return self.rows.dtype
+        """The table's."""
+        return self.values.dtype
 
     @property
     def ndim(self) -> int:
+        """The table's."""
         return len(self.shape)
 
-    def with_rows(self, rows: jax.Array) -> "_GatheredRows":
-        return _GatheredRows(self.words, rows, self.shape, self.path)
-
     def look_up(self, ids: Any) -> jax.Array:
+        """`take` of this table."""
         ids = as_int32(ids, "ids")
         _refuse_known_ids(ids, self.shape[0], f"take from {self.path}")
         known_ids, known_named = known_numbers(ids), known_indices(self.words)
@@ -114,14 +111,13 @@ class _GatheredRows:
                 )
         ids = jnp.asarray(ids)
         in_range = (ids >= 0) & (ids < self.shape[0])
-        if self.rows.shape[0]:
+        if self.values.shape[0]:
             named = show(self.words)
             position = search(named, ids)
             found = named.at[position].get(mode="fill", fill_value=LAST_INDEX) == ids
             # Half precision: the gradients of a frequent id add up in float32.
-            wide = self.rows.astype(at_least_float32(self.dtype))
-            looked_up = wide.at[position].get(mode="fill", fill_value=0)
-            looked_up = looked_up.astype(self.dtype)
+            wide = self.values.astype(at_least_float32(self.dtype))
+            looked_up = wide.at[position].get(**FILL).astype(self.dtype)
         else:
             found = jnp.zeros_like(in_range)
             looked_up = jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
@@ -154,20 +150,13 @@ class _GatheredRows:
     def __repr__(self) -> str:
         return f"<rows of {self.path}, look them up with oxs.take>"
 
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        children = ((key("indices"), self.words), (key("values"), self.rows))
-        return children, (self.shape, self.path)
 
-    def tree_flatten(self):
-        return (self.words, self.rows), (self.shape, self.path)
-
-    @classmethod
-    def tree_unflatten(cls, fixed, leaves):
-        return cls(*leaves, *fixed)
+jax.tree_util.register_dataclass(
+    GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
+)
 
 
-def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
+def gather(table: Any, ids: Any, path: str) -> GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)
@@ -184,28 +173,18 @@ def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     ids = jnp.asarray(ids).reshape(-1)
     if ids.shape[0]:
         ids, _ = unique_indices(jnp.where(ids < size, ids, -1))
-    rows = (
-        jnp.asarray(table)
-        .at[ids]
-        .get(
-            mode="fill",
-            fill_value=0,
-            indices_are_sorted=True,
-            unique_indices=True,
-            wrap_negative_indices=False,
-        )
-    )
-    return _GatheredRows(hide_words(ids), rows, tuple(table.shape), path)
+    rows = jnp.asarray(table).at[ids].get(**FILL, **ORDERED)
+    return GatheredRows(hide_words(ids), rows, tuple(table.shape), path)
 
 
 def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:
     known = known_numbers(ids)
     if known is None:
         return
-    bad = (known < 0) | (known >= rows)
-    if bad.any():
+    bad = known[(known < 0) | (known >= rows)]
+    if bad.size:
         raise ValueError(
-            f"{where}: row {int(known[bad][0])} is out of range for a table of {rows} "
+            f"{where}: row {int(bad[0])} is out of range for a table of {rows} "
             f"rows. Pass ids in [0, {rows}): rows are never wrapped."
         )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run an Optax transformation on the values of row-sparse gradients."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.rows.slices import rebuild
-from optx_sync.trees import is_gradient_leaf, is_slices, path_name
+from optx_sync.rows.slices import rebuild, unique_rows
+from optx_sync.trees import is_gradient_leaf, is_slices, path_name, values_of
 
 
 def on_values(
@@ -52,36 +53,27 @@ def on_values(
 
     def update(updates, state, params=None, **extra_args):
         _refuse_array_state(state)
+        updates = unique_rows(updates)
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        slices = {
-            at: leaf.sum_duplicates()
-            for at, leaf in enumerate(leaves)
-            if is_slices(leaf)
-        }
-        values = structure.unflatten(
-            slices[at].values if at in slices else leaf
-            for at, leaf in enumerate(leaves)
-        )
-        params_leaves = [] if params is None else structure.flatten_up_to(params)
-
-        def run(tables: dict[int, jax.Array]) -> Any:
-            if params is None:
-                return tx.update(values, state, None, **extra_args)
-            kept = [tables.get(at, leaf) for at, leaf in enumerate(params_leaves)]
-            return tx.update(values, state, structure.unflatten(kept), **extra_args)
-
-        # A transformation may look at the dtype of all parameters, as
-        # optax.inject_hyperparams does, but not at the numbers of these.
-        tables = {
-            at: jnp.zeros(slices[at].values.shape, leaf.dtype)
-            for at, leaf in enumerate(params_leaves)
-            if at in slices
-        }
-        values, state = run(tables)
-        _refuse_use(run, tables)
+        values = structure.unflatten(map(values_of, leaves))
+        if params is None:
+            values, state = tx.update(values, state, None, **extra_args)
+        else:
+            # A transformation may look at the dtype of all parameters, as
+            # optax.inject_hyperparams does, but not at the numbers of these.
+            kept = structure.flatten_up_to(params)
+            tables = {
+                at: jnp.zeros(leaf.values.shape, kept[at].dtype)
+                for at, leaf in enumerate(leaves)
+                if is_slices(leaf)
+            }
+            step = functools.partial(tx.update, values, state, **extra_args)
+            run = functools.partial(_with_tables, step, structure, kept)
+            values, state = run(tables)
+            _refuse_use(run, tables)
         updates = structure.unflatten(
-            rebuild(slices[at]._words, new) if at in slices else new
-            for at, new in enumerate(structure.flatten_up_to(values))
+            rebuild(leaf._words, new) if is_slices(leaf) else new
+            for leaf, new in zip(leaves, structure.flatten_up_to(values), strict=True)
         )
         return updates, state
 
@@ -100,6 +92,12 @@ def _refuse_array_state(state: Any) -> None:
                 f"{path_name(path)}. Use an optimizer that knows row-sparse "
                 "gradients, such as oxs.optimizers.adagrad, or dense gradients."
             )
+
+
+def _with_tables(step, structure, kept, tables: dict[int, jax.Array]) -> Any:
+    """A step that sees these arrays in place of the tables' parameters."""
+    seen = [tables.get(at, leaf) for at, leaf in enumerate(kept)]
+    return step(structure.unflatten(seen))
 
 
 def _refuse_use(run: Callable[..., Any], tables: dict[int, jax.Array]) -> None:

@@ -10,12 +10,17 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from optx_sync.trees import SlicesLeaf, at_least_float32
+from optx_sync.trees import SlicesLeaf, at_least_float32, is_slices
 
 LAST_INDEX = 2**31 - 1
 # Indices from here on name no row: `sum_duplicates` fills its unused entries with
 # them. 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows, are room enough.
 FIRST_PADDING = 2**31 - 2**28
+# How rows are read and written: those out of range are left out, and never wrapped.
+DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
+FILL: dict[str, Any] = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+# Of indices as `sum_duplicates` leaves them.
+ORDERED: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -131,9 +136,7 @@ class IndexedSlices(SlicesLeaf):
             return jax.vmap(lambda slices: slices.to_dense(rows))(self)
         wide = at_least_float32(self._values.dtype)
         dense = jnp.zeros((rows, *self._values.shape[1:]), wide)
-        dense = dense.at[self.indices].add(
-            self._values.astype(wide), mode="drop", wrap_negative_indices=False
-        )
+        dense = dense.at[self.indices].add(self._values.astype(wide), **DROP)
         return dense.astype(self._values.dtype)
 
     def __radd__(self, table: Any) -> jax.Array:
@@ -163,6 +166,13 @@ class IndexedSlices(SlicesLeaf):
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> Any:  # noqa: D102 # JAX's protocol
         return rebuild(*leaves)
+
+
+def unique_rows(grads: Any) -> Any:
+    """The gradients, with equal rows of row-sparse leaves added up."""
+    return jax.tree.map(
+        lambda g: g.sum_duplicates() if is_slices(g) else g, grads, is_leaf=is_slices
+    )
 
 
 def check_rows(slices: IndexedSlices, table: Any, path: str = "") -> None:
@@ -317,23 +327,9 @@ def _scatter_add(table: jax.Array, slices: IndexedSlices) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(table.dtype, slices.values.dtype)
     if wide == table.dtype == at_least_float32(table.dtype):
-        return table.at[slices.indices].add(
-            slices.values.astype(wide), mode="drop", wrap_negative_indices=False
-        )
+        return table.at[slices.indices].add(slices.values.astype(wide), **DROP)
     # Each row is read, added to and rounded once, so it must occur once.
     unique = slices.map_values(lambda values: values.astype(wide)).sum_duplicates()
     at = table.at[unique.indices]
-    rows = at.get(
-        mode="fill",
-        fill_value=0,
-        indices_are_sorted=True,
-        unique_indices=True,
-        wrap_negative_indices=False,
-    )
-    return at.set(
-        (rows.astype(wide) + unique.values).astype(table.dtype),
-        mode="drop",
-        indices_are_sorted=True,
-        unique_indices=True,
-        wrap_negative_indices=False,
-    )
+    rows = at.get(**FILL, **ORDERED).astype(wide) + unique.values
+    return at.set(rows.astype(table.dtype), **DROP, **ORDERED)

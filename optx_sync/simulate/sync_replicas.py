@@ -14,7 +14,7 @@ from optx_sync.replicas.accumulator import (
     clear,
     mean_of,
     start_accumulator,
-    unique_rows,
+    sums_of,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
@@ -22,6 +22,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
+from optx_sync.rows.slices import unique_rows
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import add_updates, cast_like, explains_inner
 
@@ -196,11 +197,10 @@ class _Run(NamedTuple):
         """The machine before the first event."""
         params = jax.tree.map(jnp.asarray, params)
         step = jnp.asarray(global_step, jnp.int32)
-        averaged = self.variable_averages is not None
         return SyncReplicasMachine(
             params=params,
             inner=self.inner.init(params),
-            averages=start_averages(params, None) if averaged else (),
+            averages=start_averages(params, self.variable_averages),
             accumulator=start_accumulator(params),
             accumulated=jnp.zeros((), jnp.int32),
             global_step=step,
@@ -237,15 +237,13 @@ class _Run(NamedTuple):
     def update(self, machine: SyncReplicasMachine, grads: Any) -> SyncReplicasMachine:
         """The chief: the parameters move by the mean, and tokens join the queue."""
         count = machine.accumulated
-        mean = mean_of(machine.accumulator, grads, count, self.required)
+        sums = sums_of(machine.accumulator, grads)
+        mean = mean_of(*sums, grads, count, self.required)
         with explains_inner(grads):
             updates, inner = self.inner.update(mean, machine.inner, machine.params)
         moved = add_updates(machine.params, fill_missing(updates, machine.params))
-        global_step, averages = machine.global_step + 1, machine.averages
-        if self.variable_averages is not None:
-            averages = advance_averages(
-                averages, moved, self.variable_averages, global_step
-            )
+        global_step, decay = machine.global_step + 1, self.variable_averages
+        averages = advance_averages(machine.averages, moved, decay, global_step)
         tokens = max(self.total, self.required)
         return machine._replace(
             params=moved,

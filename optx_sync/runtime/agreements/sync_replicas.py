@@ -16,7 +16,7 @@ from optx_sync.replicas.accumulator import (
     clear,
     mean_of,
     start_accumulator,
-    unique_rows,
+    sums_of,
 )
 from optx_sync.replicas.averages import (
     advance_averages,
@@ -24,7 +24,7 @@ from optx_sync.replicas.averages import (
     start_averages,
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements.contract import (
     Expected,
     Inner,
@@ -126,9 +126,8 @@ class Updates:
         self.expected: Expected = Expected(("grads",), self.params, of_rows=True)
         self.accumulator: Any = start_accumulator(self.params)
         self.inner_state: Any = copied(self.inner.init(self.params))
-        self.averages: Any = ()
-        if agreement.variable_averages is not None:
-            self.averages = start_averages(self.params, None)
+        decay = agreement.variable_averages
+        self.averages: Any = start_averages(self.params, decay)
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
         # Nothing is donated: an update that would not be finite is thrown away.
         self._update: Any = jax.jit(self._move)
@@ -145,13 +144,11 @@ class Updates:
     def _move(self, accumulator, inner_state, params, averages, grads, count, step):
         required = self.agreement.replicas_to_aggregate
         accumulator = _accumulated(accumulator, grads)
-        mean = mean_of(accumulator, grads, count, required)
+        mean = mean_of(*sums_of(accumulator, grads), grads, count, required)
         updates, inner_state = self.inner.update(mean, inner_state, params)
         params = add_updates(params, fill_missing(updates, params))
-        if self.agreement.variable_averages is not None:
-            averages = advance_averages(
-                averages, params, self.agreement.variable_averages, step
-            )
+        decay = self.agreement.variable_averages
+        averages = advance_averages(averages, params, decay, step)
         accumulator = clear(accumulator, mean, count)
         # What passes through must not be the next one's donated accumulator.
         after = jax.tree.map(jnp.copy, (accumulator, inner_state, params, averages))
