@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from optx_sync.collectives import AxisName, check_axis_name, localize
-from optx_sync.rows.lookup import GatheredRows, describe, gather
+from optx_sync.rows.lookup import _gather, _GatheredRows, describe
 from optx_sync.rows.slices import rebuild
 from optx_sync.trees import path_name
 
@@ -95,12 +95,12 @@ def value_and_grad(
             ids = fn(*args, **kwargs)
             for at in below:
                 path, table = paths[at]
-                leaves[at] = gather(table, ids, path_name(path))
+                leaves[at] = _gather(table, ids, path_name(path))
         of_arrays = functools.partial(_of_arrays, loss, structure, leaves, args, kwargs)
-        arrays = [x.values if isinstance(x, GatheredRows) else x for x in leaves]
+        arrays = [x.values if isinstance(x, _GatheredRows) else x for x in leaves]
         value, grads = jax.value_and_grad(of_arrays, has_aux=has_aux)(arrays)
         grads = [
-            rebuild(x.words, grad) if isinstance(x, GatheredRows) else grad
+            rebuild(x.words, grad) if isinstance(x, _GatheredRows) else grad
             for x, grad in zip(leaves, grads, strict=True)
         ]
         return value, structure.unflatten(grads)
@@ -111,7 +111,7 @@ def value_and_grad(
 def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
     """The loss, with these arrays in the leaves: the rows, where it has a table."""
     leaves = [
-        dataclasses.replace(x, values=array) if isinstance(x, GatheredRows) else array
+        dataclasses.replace(x, values=array) if isinstance(x, _GatheredRows) else array
         for x, array in zip(leaves, arrays, strict=True)
     ]
     return loss(structure.unflatten(leaves), *args, **kwargs)

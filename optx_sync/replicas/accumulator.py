@@ -109,6 +109,7 @@ def mean_of(
             size = min(len(weights), at_most * grad.values.shape[0])
             rows = _rows_mean(summed, weights, size)
             return rows.map_values(lambda values: values.astype(grad.values.dtype))
+        summed = summed.astype(at_least_float32(summed.dtype))
         return (summed / count.astype(summed.dtype)).astype(grad.dtype)
 
     return jax.tree.map(mean, grads, sums, is_leaf=is_gradient_leaf)
@@ -147,7 +148,7 @@ def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
-    values = sums.at[rows].get(**FILL)
+    values = sums.at[rows].get(**FILL).astype(at_least_float32(sums.dtype))
     divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
     divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.

@@ -500,16 +500,15 @@ class _SyncReplicas(NamedTuple):
             sure = all_count and not self.drop_nonfinite
             due = meet if sure else jnp.logical_and(meet, accumulated > 0)
         outcome = _outcome(used, fresh, finite, contributes)
+        counts = (
+            count + (outcome == place).astype(jnp.int32)
+            for place, count in enumerate(state.outcome_counts)
+        )
         state = state._replace(
             global_step=state.global_step + jnp.asarray(due).astype(jnp.int32),
             accumulated=accumulated,
             outcome=outcome,
-            outcome_counts=Outcomes(
-                *(
-                    count + (outcome == place).astype(jnp.int32)
-                    for place, count in enumerate(state.outcome_counts)
-                )
-            ),
+            outcome_counts=Outcomes(*counts),
         )
         weight = jnp.where(used, given, 0)
         state = self.add(grads, state, used, weight, arrived, batch_size)
@@ -571,11 +570,9 @@ class _SyncReplicas(NamedTuple):
                 weight=own,
                 batch_size=jnp.asarray(batch_size),
             )
-            gathered = {
-                name: so_far + now[name]
-                for name, so_far in state.gathered._asdict().items()
-            }
-            state = state._replace(gathered=Gathered(**gathered))
+            before = state.gathered._asdict().items()
+            gathered = Gathered(*(so_far + now[name] for name, so_far in before))
+            state = state._replace(gathered=gathered)
         return state
 
     def square(self, tree, state: SyncReplicasState) -> jax.Array:

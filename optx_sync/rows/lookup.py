@@ -55,7 +55,7 @@ def take(table: Any, ids: Any) -> jax.Array:
 
     Reference: ``tf.nn.embedding_lookup``.
     """
-    if isinstance(table, GatheredRows):
+    if isinstance(table, _GatheredRows):
         return table.look_up(ids)
     if not isinstance(table, jax.Array | np.ndarray) or table.ndim == 0:
         raise TypeError(
@@ -72,7 +72,7 @@ class _TableUseError(TypeError, AttributeError):
 
 
 @dataclasses.dataclass(eq=False)
-class GatheredRows:
+class _GatheredRows:
     """The rows of a table that a batch names: what the loss of `value_and_grad` sees.
 
     `words` are the hidden indices, sorted and unique, `values` the rows; `shape` is
@@ -152,11 +152,11 @@ class GatheredRows:
 
 
 jax.tree_util.register_dataclass(
-    GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
+    _GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
 )
 
 
-def gather(table: Any, ids: Any, path: str) -> GatheredRows:
+def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)
@@ -174,7 +174,7 @@ def gather(table: Any, ids: Any, path: str) -> GatheredRows:
     if ids.shape[0]:
         ids, _ = unique_indices(jnp.where(ids < size, ids, -1))
     rows = jnp.asarray(table).at[ids].get(**FILL, **ORDERED)
-    return GatheredRows(hide_words(ids), rows, tuple(table.shape), path)
+    return _GatheredRows(hide_words(ids), rows, tuple(table.shape), path)
 
 
 def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:

@@ -1042,7 +1042,7 @@ def test_a_mixed_vmap_and_checked_shard_map_says_what_to_do():
 
 def test_rows_need_an_exchange_that_takes_them():
     exchange = oxs.exchange.Exchange(
-        lambda tree: (), lambda tree, state, axis_name, **_: (tree, None, state)
+        lambda tree: (), lambda tree, state, axis_name, **_: oxs.exchange.Met(tree)
     )
     tx = oxs.cross_shard(optax.sgd(0.1), "data", exchange=exchange)
     params = jnp.ones((4, 3))
