@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.measures import DECAY
+from optx_sync.metrics import DECAY
 from tests import contexts
 
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS

@@ -53,7 +53,7 @@ from optx_sync.exchange.contract import (
     check_weight,
     start_outliers,
 )
-from optx_sync.measures import start as start_measured
+from optx_sync.metrics import start as start_measured
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import (

@@ -11,7 +11,7 @@ import optax
 from optx_sync.center.checks import holds_center
 from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
-from optx_sync.measures import square_sum
+from optx_sync.metrics import square_sum
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, first_worker, is_masked
 

@@ -43,7 +43,7 @@ from optx_sync.exchange.contract import (
     start_outliers,
 )
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.measures import (
+from optx_sync.metrics import (
     check_batch_size,
     like_params,
     measure_of,

@@ -42,7 +42,7 @@ from optx_sync.exchange.contract import (
     require_exact,
     start_outliers,
 )
-from optx_sync.measures import (
+from optx_sync.metrics import (
     check_batch_size,
     like_params,
     measure_of,
@@ -122,7 +122,7 @@ class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
     With w the weight of a gradient, |g| its norm, b the examples behind it; named as
-    `optx_sync.measures.to_sum` names them.
+    `optx_sync.metrics.to_sum` names them.
     """
 
     squares: jax.Array  # float32[], w |g|^2

@@ -41,7 +41,7 @@ from optx_sync.center.fragments import (
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.exchange.contract import Exchange
-from optx_sync.placement.axes import stack
+from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import (
     GradFn,
     Record,

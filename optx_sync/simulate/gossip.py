@@ -12,7 +12,7 @@ from optx_sync.center.contract import CenterRule, Period, Round, check_period
 from optx_sync.center.worker import Worker
 from optx_sync.checks import check_count, check_grads, check_inner
 from optx_sync.peers.gossip import mean_params
-from optx_sync.placement.axes import stack
+from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import (
     GradFn,
     Record,

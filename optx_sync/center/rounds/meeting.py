@@ -26,7 +26,7 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.measures import measure_of, square_sum, to_sum
+from optx_sync.metrics import measure_of, square_sum, to_sum
 from optx_sync.trees import is_finite, is_floating, is_inexact, where
 
 

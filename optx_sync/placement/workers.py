@@ -14,8 +14,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optx_sync.checks import check_no_train_state
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
-from optx_sync.placement.axes import stack, stack_state, state_axes, state_specs
-from optx_sync.trees import Tree, check_arrays, path_name
+from optx_sync.placement import fields
+from optx_sync.placement.axes import (
+    fold_keys,
+    is_key,
+    is_spec,
+    map_marked,
+    own_keys,
+    state_axes,
+    state_specs,
+)
+from optx_sync.trees import Tree, check_arrays, first_worker, path_name
 
 _STACK = "oxs.stack(x, n), or oxs.start_workers(tx, params, n)"
 
@@ -137,7 +146,7 @@ def map_workers(
             out_specs=jax.tree.map(
                 lambda mark: PartitionSpec() if mark is None else spec,
                 out_axes,
-                is_leaf=_is_none,
+                is_leaf=lambda mark: mark is None,
             ),
             axis_names=set(axes),
         )(*placed)
@@ -255,7 +264,7 @@ def state_shardings(
     )
     front = _entry(axes)
     specs = (
-        jax.tree.map(lambda spec: PartitionSpec(front, *spec), own, is_leaf=_is_spec),
+        jax.tree.map(lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec),
         state_specs(tx, params, own, front),
     )
 
@@ -266,12 +275,103 @@ def state_shardings(
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * missing))
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
-    return jax.tree.map(place, specs, shapes, is_leaf=_is_spec)
+    return jax.tree.map(place, specs, shapes, is_leaf=is_spec)
+
+
+def stack(tree: Any, n: int, axes: Any = None) -> Any:
+    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+
+    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
+    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
+    transformation are folded where workers have parameters of their own, in `inner` of
+    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    (A transformation of your own for replicas, whose state holds a key, is seen to be
+    one by `start_workers` only.)
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
+    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
+
+    Args:
+        tree: A tree of arrays, for example one worker's parameters or state.
+        n: The number of workers.
+        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
+            equal on all workers and stay as they are. `None`: all leaves are stacked.
+
+    Returns:
+        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
+        (4, 3)
+    """
+    return _stack(tree, n, axes, own=True)
+
+
+def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
+    """`stack`; `own` says whether keys outside of our states differ."""
+    check_arrays(tree, "What is stacked")
+
+    def repeat(x):
+        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
+
+    def cut(x):
+        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
+
+    stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda folds, x, copies: (
+            jax.vmap(fold_keys)(copies, workers)
+            if folds and copies.ndim > x.ndim
+            else copies
+        ),
+        own_keys(tree, own),
+        tree,
+        stacked,
+    )
+
+
+def unstack(tree: Any, axes: Any = None) -> Any:
+    """Take the worker axis off: the first worker's copy of every leaf.
+
+    Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
+    it is one of them: for evaluation and checkpoints take `center_params`.
+
+    Args:
+        tree: A tree of arrays of shape `[n, ...]`.
+        axes: As for `stack`; leaves marked `None` have no worker axis.
+
+    Returns:
+        The tree with leaves of shape `[...]`.
+
+    Raises:
+        ValueError: A leaf has no axis to take off.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> oxs.unstack(oxs.stack(jnp.array([1.0, 2.0]), 4))
+        Array([1., 2.], dtype=float32)
+    """
+
+    def first(x):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                "unstack needs leaves with a worker axis in front; got a scalar. Pass "
+                "axes=oxs.state_axes(tx, params) if some leaves have none."
+            )
+        return first_worker(x)
+
+    return map_marked(first, tree, axes, shared=lambda x: x)
 
 
 def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
     """Parameters and state of `n` workers."""
-    return stack(params, n), stack_state(tx.init(params), n, state_axes(tx, params))
+    state, axes = tx.init(params), state_axes(tx, params)
+    return stack(params, n), _stack(state, n, axes, own=False)
 
 
 def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,17 +392,9 @@ def _entry(axes: tuple[str, ...]) -> AxisName:
     return axes if len(axes) > 1 else "".join(axes)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def _check_marks(marks: Any, where: str) -> None:
     """Refuse axes other than 0 and `None`."""
-    for mark in jax.tree.leaves(marks, is_leaf=_is_none):
+    for mark in jax.tree.leaves(marks, is_leaf=lambda mark: mark is None):
         if mark is not None and not (type(mark) is int and mark == 0):
             raise ValueError(
                 f"{where} of map_workers holds 0 (along the worker axis) and None "
@@ -353,7 +445,7 @@ def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
             lambda mark, part: found.extend([mark] * len(jax.tree.leaves(part))),
             marks,
             tree,
-            is_leaf=_is_none,
+            is_leaf=lambda mark: mark is None,
         )
     except ValueError as error:
         raise ValueError(
