@@ -38,7 +38,7 @@ from optx_sync.collectives import (
 )
 from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import Tree, is_masked, is_slices, pure
+from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 
 # Of the moving averages of S and |G|^2. Both begin at 0, which the ratio does not see.
 DECAY = 0.99
@@ -265,6 +265,43 @@ def _require(state: Any, answer: str, such_as: str) -> list[Any]:
             f"the state of an optimizer that has such, for example {such_as}."
         )
     return found
+
+
+class Info(NamedTuple):
+    """What a state tells and no step needs; `()` each where it does not tell it.
+
+    A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
+    """
+
+    dropped: Any = ()  # int32[], rounds that left this worker out
+    outliers: Any = ()  # int32[], meetings in which it was an outlier
+    outcome: Any = ()  # int32[], what became of the last gradient, -1 before the first
+    outcome_counts: Any = ()  # int32[] each, of all of them
+    distance: Any = ()  # float32[], |x - c| just before the last round; 0 before it
+    gathered: Any = ()  # of its own gradients since the last update, what is measured
+    measured: Any = ()  # `Measured`, of the last meeting
+
+    field_kinds = fields.table(
+        dropped=fields.OWN_COUNT,
+        outliers=fields.OWN_COUNT,
+        outcome=fields.ANEW.told,
+        outcome_counts=fields.OWN_COUNT,
+        distance=fields.OWN_COUNT,
+        gathered=fields.ANEW.told,
+        measured=fields.LIKE_PARAMS.told,
+    )
+
+
+class SharedInfo(Info):
+    """Of workers that measure what they share: a center."""
+
+    __slots__ = ()
+    field_kinds = fields.table(Info.field_kinds, measured=fields.SHARED.told)
+
+
+def told(x: Any) -> Any:
+    """What stands in a field of an `Info`, `None` where nothing does."""
+    return None if is_nothing(x) else x
 
 
 class Measured(NamedTuple):

@@ -212,7 +212,7 @@ def test_unbiased_with_unequal_batches_and_weights():
     def averages(grads, weight, batch):
         def one(grads):
             state = tx.update(grads, tx.init(grads), weight=weight, batch_size=batch)[1]
-            return state.measured.noise, state.measured.signal
+            return state.info.measured.noise, state.info.measured.signal
 
         noise, signal = jax.vmap(one)(grads)
         return jnp.mean(noise) / (1 - DECAY), jnp.mean(signal) / (1 - DECAY)

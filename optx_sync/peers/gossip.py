@@ -36,6 +36,7 @@ from optx_sync.collectives import (
     vary_like,
     weigh,
 )
+from optx_sync.metrics import Info
 from optx_sync.peers.graphs import (
     Graph,
     GraphRound,
@@ -80,7 +81,7 @@ class OwnCenterState(NamedTuple):
     center: optax.Params  # the worker's own: like the parameters, float32 for half
     outer: optax.OptState  # the worker's own state of `outer`, or ()
     broken: Any  # bool[], it has not been finite since the last round, or ()
-    dropped: jax.Array  # int32[], rounds that left this worker out
+    info: Info
     inner: optax.OptState
 
     field_kinds = fields.table(
@@ -90,7 +91,7 @@ class OwnCenterState(NamedTuple):
         center=fields.COPIES,
         outer=fields.LIKE_PARAMS,
         broken=fields.ANEW,
-        dropped=fields.OWN_COUNT,
+        info=fields.INFO,
         inner=fields.OWN,
     )
 
@@ -99,7 +100,7 @@ class OwnCenterState(NamedTuple):
 
         Of a state without a worker axis, one worker's, it is that worker's own center.
         """
-        stacked = tuple(range(jnp.ndim(self.dropped)))
+        stacked = tuple(range(jnp.ndim(self.info.dropped)))
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else _mean(c, stacked).astype(p.dtype),
             self.center,
@@ -110,15 +111,17 @@ class OwnCenterState(NamedTuple):
     def metrics(self, params: Tree | None) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""
         distance = None
-        if params is not None and jnp.ndim(self.dropped) == 1:
+        if params is not None and jnp.ndim(self.info.dropped) == 1:
             squares = [
                 _square_sums(_wide(x) - _mean(x, (0,))[None])
                 for x in jax.tree.leaves(params)
                 if is_inexact(x.dtype)
             ]
-            distance = jnp.sqrt(sum(squares, jnp.zeros_like(self.dropped, jnp.float32)))
+            distance = jnp.sqrt(
+                sum(squares, jnp.zeros_like(self.info.dropped, jnp.float32))
+            )
         return GossipMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance
+            self.global_step, self.steps_since_round, self.info.dropped, distance
         )
 
 
@@ -263,7 +266,7 @@ def gossip(
             center=own(center),
             outer=own(() if outer is None else outer.init(center)),
             broken=own(jnp.bool_(False)) if drop_nonfinite else (),
-            dropped=own(jnp.zeros((), jnp.int32)),
+            info=Info(dropped=own(jnp.zeros((), jnp.int32))),
             inner=own(within),
         )
 
@@ -318,7 +321,7 @@ def gossip(
                 dropped = dropped + (~well).astype(jnp.int32)
             return vary_like(_Now(worker, center, dropped), now)
 
-        now = _Now(worker, Center(state.center, state.outer), state.dropped)
+        now = _Now(worker, Center(state.center, state.outer), state.info.dropped)
         due = meet
         if meet is None:
             due = work.is_due(period, steps, state.local_step)
@@ -334,7 +337,7 @@ def gossip(
             center=now.center.value,
             outer=now.center.outer,
             broken=() if well is None else ~well & ~due,
-            dropped=now.dropped,
+            info=Info(dropped=now.dropped),
             inner=now.worker.inner,
         )
 

@@ -180,7 +180,9 @@ def in_pieces(tree: Any, around: bool = True) -> Any:
 
     def visit(node):
         if fields.is_level(node):
-            return fields.map_fields(lambda kind, x: in_pieces(x, kind.is_shared), node)
+            return fields.map_fields(
+                lambda _, kind, x: in_pieces(x, kind.is_shared), node
+            )
         return jax.tree.map(lambda _: around and fields.is_in_pieces(node), node)
 
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
@@ -209,7 +211,8 @@ def own_keys(tree: Any, own: bool, ours: bool = False) -> Any:
     def visit(node):
         if fields.is_level(node):
             return fields.map_fields(
-                lambda kind, x: own_keys(x, differ and kind.whose == "own", True), node
+                lambda _, kind, x: own_keys(x, differ and kind.whose == "own", True),
+                node,
             )
         if _is_optax(node):
             # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
@@ -309,7 +312,7 @@ def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -
     if level == 0:
         equal |= {"level", "params"} if replicated else {"level"}
 
-    def field(kind, value):
+    def field(_, kind, value):
         inside = bool(around) or kind.whose in equal
         return _axes(value, replicated, level - 1, inside)
 

@@ -126,16 +126,19 @@ def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
             yield name, kind_of(state, name), value
 
 
-def map_fields(function: Callable[[Kind, Any], Any], state: Any) -> Any:
-    """The state with `function(kind, value)` of every field, and of its `info`'s."""
-    return state._replace(
-        **{
-            name: map_fields(function, value)
-            if name == "info" and value
-            else function(kind_of(state, name), value)
-            for name, value in state._asdict().items()
-        }
-    )
+def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """The state with `function(name, kind, value, ...)` of every field.
+
+    Of its `info` it is that of the `info`'s fields. `others` are states like this one,
+    whose values the function gets as well.
+    """
+
+    def field(name, value, *values):
+        if name == "info" and value:
+            return map_fields(function, value, *values)
+        return function(name, kind_of(state, name), value, *values)
+
+    return type(state)(*map(field, state._fields, state, *others))
 
 
 def nodes_of(tree: Any, is_node: Callable[[Any], bool] = declares) -> list[Any]:
@@ -164,7 +167,7 @@ def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
     Conditionals on these are agreed on.
     """
 
-    def field(kind, value):
+    def field(_, kind, value):
         shared = kind.whose == "all levels"
         return value if shared else map_but_counters(function, value)
 

@@ -189,16 +189,11 @@ class _Resizing(NamedTuple):
                 return self.array(fields.OWN, node, fresh)
             if hasattr(node, "lost_by_resize") and not self.inside:
                 self.lost.extend(node.lost_by_resize(self.after < self.before))
-            return node._replace(
-                **{
-                    name: self._field(kind, name, value, getattr(fresh, name))
-                    for name, kind, value in fields.fields_of(node)
-                }
-            )
+            return fields.map_fields(self._field, node, fresh)
 
         return jax.tree.map(visit, tree, fresh, is_leaf=fields.declares)
 
-    def _field(self, kind: fields.Kind, name: str, tree: Tree, fresh: Tree) -> Tree:
+    def _field(self, name: str, kind: fields.Kind, tree: Tree, fresh: Tree) -> Tree:
         if self.inside:
             counts = kind.resized == "from 0"
             kind = fields.OWN_COUNT if counts else fields.OWN

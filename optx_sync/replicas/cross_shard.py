@@ -44,6 +44,7 @@ from optx_sync.exchange.contract import (
 )
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.metrics import (
+    Info,
     check_batch_size,
     like_params,
     measure_of,
@@ -51,6 +52,7 @@ from optx_sync.metrics import (
     square_sum,
     start,
     to_sum,
+    told,
 )
 from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
@@ -90,28 +92,24 @@ class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something."""
 
     exchange: Any  # what the exchange remembers, this replica's own, or ()
-    outliers: Any  # int32[], steps in which this replica was an outlier, or ()
-    measured: Any  # `Measured`, of the last step, or ()
+    info: Info
     inner: optax.OptState  # the state of `inner`
 
     field_kinds = fields.table(
         exchange=fields.OWN,
-        outliers=fields.OWN_COUNT,
-        measured=fields.LIKE_PARAMS.told,
+        info=fields.INFO,
         inner=fields.LIKE_PARAMS,
     )
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` has measured, and how often this one was an outlier."""
         del params
-        counts, measured = self.outliers, self.measured
-        if isinstance(counts, tuple) and isinstance(measured, tuple) and not measured:
+        if not jax.tree.leaves(self.info):
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
         return CrossShardMetrics(
-            **measures(measured),
-            outliers=None if isinstance(counts, tuple) else counts,
+            **measures(self.info.measured), outliers=told(self.info.outliers)
         )
 
 
@@ -342,15 +340,14 @@ def cross_shard(
             return state
         kept = own((exchange.init(params), start_outliers(exchange)), axis_name)
         measured = like_params(start(), params, axis_name) if measure else ()
-        return state_of(*kept, measured, state)
+        memory, outliers = kept
+        return state_of(memory, Info(outliers=outliers, measured=measured), state)
 
     def update(
         updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
         check_grads(updates, params)
-        memory, outliers, measured, inner_state = (
-            state if keeps_state else ((), (), (), state)
-        )
+        memory, info, inner_state = state if keeps_state else ((), Info(), state)
         extra_args = mean_extra_args(
             extra_args,
             reduced_names,
@@ -360,7 +357,7 @@ def cross_shard(
         )
         batch_size = check_batch_size(batch_size)
         updates, memory, outliers, now = reduced(
-            updates, memory, outliers, measured, weight, batch_size
+            updates, memory, info.outliers, info.measured, weight, batch_size
         )
         with explains_inner(updates):
             updates, new_state = inner.update(
@@ -371,7 +368,8 @@ def cross_shard(
             own = localize(now.update_norm, axis_name)
             now = now._replace(update_norm=jnp.sqrt(square_sum(updates, own)))
         if keeps_state:
-            state = state_of(memory, outliers, vary_like(now, measured), state)
+            info = Info(outliers=outliers, measured=vary_like(now, info.measured))
+            state = state_of(memory, info, state)
         return fill_missing(updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)

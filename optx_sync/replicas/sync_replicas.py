@@ -43,12 +43,14 @@ from optx_sync.exchange.contract import (
     start_outliers,
 )
 from optx_sync.metrics import (
+    Info,
     check_batch_size,
     like_params,
     measure_of,
     measures,
     square_sum,
     start,
+    told,
 )
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
@@ -142,14 +144,10 @@ class SyncReplicasState(NamedTuple):
     total_weight: jax.Array
     weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
-    outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
-    outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
     # The weights of its own gradients since the last update, () with a linear exchange
     contributed: Any
-    outliers: Any  # int32[], updates in which it was an outlier, or ()
-    gathered: Any  # `Gathered`, of this replica, or ()
-    measured: Any  # `Measured`, of the last update, or ()
+    info: Info  # with `Outcomes` and `Gathered`, of this replica
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -159,13 +157,9 @@ class SyncReplicasState(NamedTuple):
         total_weight=fields.SHARED_ANEW.told,
         weight_unit=fields.SHARED.told,
         accumulator=fields.ANEW,
-        outcome=fields.ANEW,
-        outcome_counts=fields.OWN_COUNT,
         exchange=fields.OF_SUMS,
         contributed=fields.ANEW,
-        outliers=fields.OWN_COUNT,
-        gathered=fields.ANEW.told,
-        measured=fields.LIKE_PARAMS.told,
+        info=fields.INFO,
         inner=fields.LIKE_PARAMS,
         averages=fields.COPIES,
     )
@@ -173,12 +167,13 @@ class SyncReplicasState(NamedTuple):
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
         del params
-        last = (self.outcome == place for place in range(len(Outcomes._fields)))
+        info = self.info
+        last = (info.outcome == place for place in range(len(Outcomes._fields)))
         return SyncReplicasMetrics(
             *last,
-            counts=self.outcome_counts,
-            **measures(self.measured),
-            outliers=None if isinstance(self.outliers, tuple) else self.outliers,
+            counts=info.outcome_counts,
+            **measures(info.measured),
+            outliers=told(info.outliers),
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
@@ -375,17 +370,31 @@ def sync_replicas(
     if measure:
         require_exact(exchange)
 
+    def own(tree: Any) -> Any:
+        # What is a replica's own varies over the axis from the start.
+        return localize_where_mapped(tree, axis_name)
+
+    def start_info(params):
+        counts = (jnp.zeros((), jnp.int32) for _ in Outcomes._fields)
+        info = Info(
+            outliers=own(start_outliers(exchange)),
+            outcome=own(jnp.full((), -1, jnp.int32)),
+            outcome_counts=own(Outcomes(*counts)),
+        )
+        if not measure:
+            return info
+        sums = (jnp.zeros((), jnp.float32) for _ in Gathered._fields)
+        return info._replace(
+            gathered=own(Gathered(*sums)),
+            measured=like_params(start(), params, axis_name),
+        )
+
     def init(params):
         check_params(params)
         check_variables(params)
         averages: Any = ()
         if variable_averages is not None:
             averages = start_averages(params, variables_to_average, dtype)
-
-        def own(tree: Any) -> Any:
-            # What is a replica's own varies over the axis from the start.
-            return localize_where_mapped(tree, axis_name)
-
         accumulator = start_accumulator(params, dtype)
         weights = accumulator.row_weights.dtype
         return SyncReplicasState(
@@ -394,19 +403,9 @@ def sync_replicas(
             total_weight=jnp.zeros((), weights),
             weight_unit=jnp.zeros((), weights),
             accumulator=own(accumulator),
-            outcome=own(jnp.full((), -1, jnp.int32)),
-            outcome_counts=own(
-                Outcomes(*(jnp.zeros((), jnp.int32) for _ in Outcomes._fields))
-            ),
             exchange=own(exchange.init(params)),
             contributed=() if exchange.linear else own(jnp.zeros((), weights)),
-            outliers=own(start_outliers(exchange)),
-            gathered=own(
-                Gathered(*(jnp.zeros((), jnp.float32) for _ in Gathered._fields))
-            )
-            if measure
-            else (),
-            measured=like_params(start(), params, axis_name) if measure else (),
+            info=start_info(params),
             inner=inner.init(params),
             averages=averages,
         )
@@ -491,7 +490,9 @@ def sync_replicas(
             complete = jnp.logical_and(meet, accumulated > 0)
         new_step = state.global_step + jnp.asarray(complete).astype(jnp.int32)
         # Over other axes along which gradients vary lie shards.
-        alone = localize(state.measured.update_norm, axis_name) if measure else None
+        alone = (
+            localize(state.info.measured.update_norm, axis_name) if measure else None
+        )
 
         def gather(gathered) -> Any:
             """What has been gathered, this step's gradient included if it is used."""
@@ -590,9 +591,9 @@ def sync_replicas(
             _Kept(
                 state.exchange,
                 state.contributed,
-                state.outliers,
-                state.gathered,
-                state.measured,
+                state.info.outliers,
+                state.info.gathered,
+                state.info.measured,
             ),
             state.inner,
             state.averages,
@@ -610,7 +611,7 @@ def sync_replicas(
         result, accumulator, kept, inner_state, averages = after
         counts = (
             count + (outcome == place).astype(jnp.int32)
-            for place, count in enumerate(state.outcome_counts)
+            for place, count in enumerate(state.info.outcome_counts)
         )
         return result, SyncReplicasState(
             global_step=new_step,
@@ -620,13 +621,15 @@ def sync_replicas(
             ),
             weight_unit=weight_unit,
             accumulator=accumulator,
-            outcome=outcome,
-            outcome_counts=Outcomes(*counts),
             exchange=kept.remembered,
             contributed=kept.contributed,
-            outliers=kept.outliers,
-            gathered=kept.gathered,
-            measured=kept.measured,
+            info=Info(
+                outliers=kept.outliers,
+                outcome=outcome,
+                outcome_counts=Outcomes(*counts),
+                gathered=kept.gathered,
+                measured=kept.measured,
+            ),
             inner=inner_state,
             averages=averages,
         )
