@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of what XLA says of a program: its text and its memory analysis."""
+"""The one reader of what XLA says of a program: its text."""
 
 import re
 from math import prod
@@ -55,15 +55,6 @@ class Program(NamedTuple):
     devices: int  # replicas times partitions; 0 if the text does not say
 
 
-class Memory(NamedTuple):
-    """Bytes on one device that a compiled program needs while it runs."""
-
-    arguments: int
-    outputs: int
-    aliased: int  # outputs that take the place of donated arguments
-    temporary: int
-
-
 def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
     """Compile `fn` as `audit.collectives` does, and read the program's text.
 
@@ -74,7 +65,7 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
         >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
         [(3,)]
     """
-    text = _compiled(fn, args, kwargs).as_text()
+    text = compiled(fn, *args, **kwargs).as_text()
     if text is None:
         raise TypeError(
             "this backend does not give the text of its compiled programs. "
@@ -83,28 +74,23 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
     return read(text)
 
 
-def memory(fn: Any, *args: Any, **kwargs: Any) -> Memory:
-    """Compile `fn` as `audit.collectives` does, and ask XLA for the memory it needs.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from optx_sync import hlo
-        >>> double = jax.jit(lambda x: 2 * x, donate_argnums=0)
-        >>> hlo.memory(double, jnp.ones(3)).aliased
-        12
-    """
-    found = _compiled(fn, args, kwargs).memory_analysis()
-    if found is None:
+def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `audit.collectives` reads: `fn` compiled for these arguments."""
+    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
+        if not callable(fn):
+            raise TypeError(
+                f"audit needs a function or a compiled program; got "
+                f"{type(fn).__name__}. Pass the step function and its arguments."
+            )
+        fn = jax.jit(fn)
+    if hasattr(fn, "lower"):
+        fn = fn.lower(*args, **kwargs)
+    elif args or kwargs:
         raise TypeError(
-            "this backend does not analyse the memory of its compiled programs. "
-            "Compile for CPU, GPU or TPU."
+            f"got arguments for a {type(fn).__name__}, which is compiled already or "
+            "lowered. Pass it alone, or the function with the arguments."
         )
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporary=found.temp_size_in_bytes,
-    )
+    return fn.compile() if hasattr(fn, "compile") else fn
 
 
 def read(text: str) -> Program:
@@ -197,33 +183,6 @@ def reached(
                 found = []
             waiting += found
     return seen
-
-
-def written(program: Program, branches: Branches = "every") -> list[Instruction]:
-    """List the instructions whose results stand in memory: those outside of fusions.
-
-    In the order of the text. `branches` as in `reached`: with 0 what a quiet step
-    writes, with 1 what a step with a round does.
-
-    Example:
-        >>> from optx_sync import hlo
-        >>> program = hlo.read('''
-        ... %fused (p: f32[4]) -> f32[4] {
-        ...   %p = f32[4] parameter(0)
-        ...   ROOT %n = f32[4] negate(%p)
-        ... }
-        ... ENTRY %main (p: f32[4]) -> f32[4] {
-        ...   %p = f32[4] parameter(0)
-        ...   ROOT %f = f32[4] fusion(%p), kind=kLoop, calls=%fused
-        ... }''')
-        >>> [instruction.opcode for instruction in hlo.written(program)]
-        ['parameter', 'fusion']
-    """
-    names = reached(program, branches, fused=False)
-    bodies = program.computations.items()
-    return [
-        instruction for name, body in bodies if name in names for instruction in body
-    ]
 
 
 def arrays(shape: str) -> list[Array]:
@@ -323,24 +282,6 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
         f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
         "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
     )
-
-
-def _compiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
-        if not callable(fn):
-            raise TypeError(
-                f"audit needs a function or a compiled program; got "
-                f"{type(fn).__name__}. Pass the step function and its arguments."
-            )
-        fn = jax.jit(fn)
-    if hasattr(fn, "lower"):
-        fn = fn.lower(*args, **kwargs)
-    elif args or kwargs:
-        raise TypeError(
-            f"got arguments for a {type(fn).__name__}, which is lowered or compiled "
-            "already. Pass it alone, or pass the function with the arguments."
-        )
-    return fn.compile() if hasattr(fn, "compile") else fn
 
 
 def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
