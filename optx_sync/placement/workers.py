@@ -85,79 +85,30 @@ def map_workers(
     """
     axes = check_axis_name(axis_name)
     for where, marks in (("in_axes", in_axes), ("out_axes", out_axes)):
-        _check_marks(marks, where)
-    fun = _one_worker(fun)
-    if mesh is None:
-        if len(axes) > 1:
-            raise ValueError(
-                f"map_workers over the axes {axes!r} needs a mesh, which says how many "
-                "workers lie along each of them. To simulate them on one device name "
-                "one axis, or map over one axis at a time: "
-                f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
-            )
-        mapped = jax.vmap(fun, in_axes, out_axes, axis_name=_entry(axes))
-
-        @functools.wraps(fun)
-        def simulated(*args: Any, **kwargs: Any) -> Any:
-            _check_arguments(args, kwargs, in_axes, None, axes)
-            try:
-                return mapped(*args, **kwargs)
-            except ValueError as error:
-                # Only `jax.vmap` knows; the words are its own.
-                if "mapped output" not in str(error):
-                    raise
+        for mark in jax.tree.leaves(marks, is_leaf=_is_none):
+            if mark is not None and not (type(mark) is int and mark == 0):
                 raise ValueError(
-                    "A result of map_workers has None in out_axes, equal on all "
-                    "workers, but is computed from what is each worker's own. "
-                    f"{_agree(axes)}"
-                ) from error
-
-        return simulated
-    workers = _size_along(mesh, axes)
-    spec = PartitionSpec(_entry(axes))
-
+                    f"{where} of map_workers holds 0 (along the worker axis) and None "
+                    f"(equal for all workers); got {mark!r}. Move the worker axis to "
+                    "the front, for example with jnp.moveaxis."
+                )
+    fun = _one_worker(fun)
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    if mesh is None:
+        return _simulated(fun, axes, in_axes, out_axes)
+    _size_along(mesh, axes)
+    run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
-    @functools.partial(jax.jit, inline=True)
-    def on_mesh(args, kwargs):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        marks = _check_arguments(args, kwargs, in_axes, workers, axes)
-        context = jax.sharding.get_abstract_mesh()
-        inside = bool(context.manual_axes)
-        placed = leaves
-        if _are_explicit(mesh, axes):
-            placed = [
-                _lay(leaf, context if inside else mesh, axes, mark)
-                for leaf, mark in zip(leaves, marks, strict=True)
-            ]
-
-        def one_worker(*leaves):
-            own = (
-                leaf if mark is None else jax.lax.squeeze(leaf, (0,))
-                for leaf, mark in zip(leaves, marks, strict=True)
-            )
-            args, kwargs = treedef.unflatten(own)
-            return _results(fun(*args, **kwargs), out_axes, axes)
-
-        return jax.shard_map(
-            one_worker,
-            mesh=None if inside else mesh,
-            in_specs=tuple(PartitionSpec() if m is None else spec for m in marks),
-            out_specs=jax.tree.map(
-                lambda mark: PartitionSpec() if mark is None else spec,
-                out_axes,
-                is_leaf=lambda mark: mark is None,
-            ),
-            axis_names=set(axes),
-        )(*placed)
+    run = jax.jit(run, inline=True)
 
     @functools.wraps(fun)
-    def mapped_on_mesh(*args: Any, **kwargs: Any) -> Any:
-        check_arrays(args, "The argument of map_workers")
-        check_arrays(kwargs, "The argument of map_workers")
-        return on_mesh(args, kwargs)
+    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+        for given in (args, kwargs):
+            check_arrays(given, "The argument of map_workers")
+        return run(args, kwargs)
 
-    return mapped_on_mesh
+    return on_mesh
 
 
 def start_workers(
@@ -219,9 +170,15 @@ def start_workers(
     positions = _size_along(mesh, check_axis_name(axis_name))
     if n != positions:
         raise ValueError(_wrong_number(f"{n} workers", axis_name, positions))
-    on_mesh = jax.tree.map(lambda x: _on_mesh(x, mesh), params)
+    devices, whole = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
+
+    def there(x):
+        """On the devices of the mesh, whole if it was not there before."""
+        lies = isinstance(x, jax.Array) and x.sharding.device_set == devices
+        return x if lies else jax.device_put(x, whole)
+
     start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
-    return *start(on_mesh), axes
+    return *start(jax.tree.map(there, params)), axes
 
 
 def state_shardings(
@@ -263,15 +220,16 @@ def state_shardings(
         lambda path, x: _spec_of(path, x, mesh, axes), params
     )
     front = _entry(axes)
-    specs = (
-        jax.tree.map(lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec),
-        state_specs(tx, params, own, front),
+    stacked = jax.tree.map(
+        lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec
     )
+    specs = stacked, state_specs(tx, params, own, front)
+    # A compiled step returns specs of explicit axes in full. With others at the start
+    # it would be compiled twice.
+    in_full = _are_explicit(mesh, axes)
 
     def place(spec, x):
-        # A compiled step returns specs of explicit axes in full. With others at the
-        # start it would be compiled twice.
-        missing = len(x.shape) - len(spec) if _are_explicit(mesh, axes) else 0
+        missing = len(x.shape) - len(spec) if in_full else 0
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * missing))
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
@@ -374,6 +332,67 @@ def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
     return stack(params, n), _stack(state, n, axes, own=False)
 
 
+def _simulated(fun: Callable[..., Any], axes: Any, in_axes: Any, out_axes: Any) -> Any:
+    """`map_workers` without a mesh."""
+    if len(axes) > 1:
+        raise ValueError(
+            f"map_workers over the axes {axes!r} needs a mesh, which says how many "
+            "workers lie along each of them. To simulate them on one device name one "
+            "axis, or map over one at a time: "
+            f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
+        )
+    mapped = jax.vmap(fun, in_axes, out_axes, axis_name=_entry(axes))
+
+    @functools.wraps(fun)
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        _marks_of(args, kwargs, in_axes, None, axes)
+        try:
+            return mapped(*args, **kwargs)
+        except ValueError as error:
+            # Only `jax.vmap` knows; the words are its own.
+            if "mapped output" not in str(error):
+                raise
+            raise ValueError(_unequal("A result", axes)) from error
+
+    return simulated
+
+
+def _run_on_mesh(
+    fun: Callable[..., Any],
+    mesh: Any,
+    axes: tuple[str, ...],
+    in_axes: Any,
+    out_axes: Any,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """`map_workers` on a mesh, of these arguments."""
+    marks = _marks_of(args, kwargs, in_axes, _size_along(mesh, axes), axes)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(context.manual_axes)
+    if _are_explicit(mesh, axes):
+        on = context if inside else mesh
+        leaves = [_lay(x, on, axes, m) for x, m in zip(leaves, marks, strict=True)]
+
+    def one_worker(*leaves):
+        own = (
+            x if mark is None else jax.lax.squeeze(x, (0,))
+            for x, mark in zip(leaves, marks, strict=True)
+        )
+        args, kwargs = treedef.unflatten(own)
+        return _results(fun(*args, **kwargs), out_axes, axes)
+
+    specs = {None: PartitionSpec(), 0: PartitionSpec(_entry(axes))}
+    return jax.shard_map(
+        one_worker,
+        mesh=None if inside else mesh,
+        in_specs=tuple(specs[mark] for mark in marks),
+        out_specs=jax.tree.map(specs.get, out_axes, is_leaf=_is_none),
+        axis_names=set(axes),
+    )(*leaves)
+
+
 def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The function of one worker, whose results are looked at."""
     fun = returns_changes(fun, "map_workers")
@@ -387,20 +406,18 @@ def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _is_none(mark: Any) -> bool:
+    return mark is None
+
+
 def _entry(axes: tuple[str, ...]) -> AxisName:
     """One axis by its name, several as a tuple: an entry of a `PartitionSpec`."""
     return axes if len(axes) > 1 else "".join(axes)
 
 
-def _check_marks(marks: Any, where: str) -> None:
-    """Refuse axes other than 0 and `None`."""
-    for mark in jax.tree.leaves(marks, is_leaf=lambda mark: mark is None):
-        if mark is not None and not (type(mark) is int and mark == 0):
-            raise ValueError(
-                f"{where} of map_workers holds 0 (along the worker axis) and None "
-                f"(equal for all workers); got {mark!r}. Move the worker axis to the "
-                "front, for example with jnp.moveaxis."
-            )
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
@@ -413,9 +430,8 @@ def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:
         raise ValueError(
-            f"The mesh has no axis {missing[0]!r}; its axes are "
-            f"{dict(mesh.shape)!r}. Name one of them as axis_name, or make a mesh that "
-            f"has it: jax.make_mesh((8,), ({missing[0]!r},))."
+            f"The mesh has no axis {missing[0]!r}; its axes are {dict(mesh.shape)!r}. "
+            "Name one of them as axis_name, or make a mesh that has it."
         )
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -428,24 +444,25 @@ def _wrong_number(what: str, axes: Any, positions: int) -> str:
     )
 
 
-def _agree(axes: tuple[str, ...]) -> str:
+def _unequal(which: str, axes: tuple[str, ...]) -> str:
     return (
-        f"Give it axis 0, or let the workers agree with oxs.reduce(x, {axes!r}). "
-        "Parameters that went through oxs.localize stay each worker's own: only the "
-        "loss needs these, oxs.value_and_grad(loss, axis_name=...), and "
-        "apply_gradients those from before it."
+        f"{which} of map_workers has None in out_axes, equal on all workers, but is "
+        "computed from what is each worker's own. Give it axis 0, or let the workers "
+        f"agree with oxs.reduce(x, {axes!r}). Parameters that went through "
+        "oxs.localize stay each worker's own: only the loss needs these, "
+        "oxs.value_and_grad(loss, axis_name=...), and apply_gradients those from "
+        "before it."
     )
 
 
 def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
     """The mark of each leaf of a tree, from a prefix of it."""
-    found = []
     try:
-        jax.tree.map(
-            lambda mark, part: found.extend([mark] * len(jax.tree.leaves(part))),
+        broadcast = jax.tree.map(
+            lambda mark, part: [mark] * len(jax.tree.leaves(part)),
             marks,
             tree,
-            is_leaf=lambda mark: mark is None,
+            is_leaf=_is_none,
         )
     except ValueError as error:
         raise ValueError(
@@ -453,14 +470,13 @@ def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
             "tree of them like the first levels of the value; oxs.start_workers gives "
             "those of a state."
         ) from None
-    return found
+    return jax.tree.leaves(broadcast, is_leaf=_is_none)
 
 
-def _check_arguments(
+def _marks_of(
     args: tuple, kwargs: dict, in_axes: Any, positions: int | None, axes: Any
 ) -> list[int | None]:
     """The mark of each leaf of the arguments, checked against its shape."""
-    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
             f"in_axes of map_workers is for {len(in_axes)} positional arguments; got "
@@ -468,34 +484,27 @@ def _check_arguments(
         )
     marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    for (path, leaf), mark in zip(leaves, marks, strict=True):
-        if mark is not None:
-            check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
+    own = [x for x, mark in zip(leaves, marks, strict=True) if mark is not None]
     workers = positions
-    for (path, leaf), mark in zip(leaves, marks, strict=True):
-        if mark is None:
-            continue
-        where = f"The argument {path_name(path[1:])} of map_workers"
-        if jnp.ndim(leaf) == 0:
+    for path, leaf in own:
+        name = path_name(path[1:])
+        check_arrays(leaf, "The argument of map_workers", name)
+        where, shape = f"The argument {name} of map_workers", jnp.shape(leaf)
+        if not shape:
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
-                "it None in in_axes if it is equal for all workers, else "
-                "oxs.stack(x, n); oxs.start_workers stacks one worker's parameters and "
-                "the state that tx.init gives of them."
+                f"it None in in_axes if it is equal for all workers, else {_STACK}."
             )
-        size = jnp.shape(leaf)[0]
-        workers = size if workers is None else workers
-        if size != workers and positions is None:
+        workers = shape[0] if workers is None else workers
+        if shape[0] != workers:
+            what = f"{where} has shape {shape}, of {shape[0]} workers"
+            if positions is None:
+                what = f"{what}; others are of {workers}."
+            else:
+                what = _wrong_number(what, axes, positions)
             raise ValueError(
-                f"{where} has shape {jnp.shape(leaf)}, of {size} workers; others are "
-                f"of {workers}. Give it None in in_axes if it is equal for all workers,"
-                f" and stack it first if it is one worker's: {_STACK}."
-            )
-        if size != workers:
-            what = f"{where} has shape {jnp.shape(leaf)}, of {size} workers"
-            wrong = _wrong_number(what, axes, workers)
-            raise ValueError(
-                f"{wrong} What is one worker's is stacked first: {_STACK}."
+                f"{what} What is one worker's is stacked first, {_STACK}; what is "
+                "equal for all has None in in_axes."
             )
     if workers is None:
         raise ValueError(
@@ -513,33 +522,27 @@ def _are_explicit(mesh: Any, axes: tuple[str, ...]) -> bool:
 
 def _lay(x: Any, mesh: Any, axes: tuple[str, ...], mark: int | None) -> Any:
     """An array on explicit axes as `jax.shard_map` asks for: it moves none itself."""
-    spec = [_without(entry, axes) for entry in jax.typeof(x).sharding.spec]
+    spec = [
+        tuple(name for name in _names(entry) if name not in axes) or None
+        for entry in jax.typeof(x).sharding.spec
+    ]
     if mark is not None:
         spec[0] = axes
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _without(entry: Any, axes: tuple[str, ...]) -> Any:
-    """One entry of a spec, without some axes."""
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return tuple(name for name in names if name not in axes) or None
-
-
 def _results(results: Any, out_axes: Any, axes: tuple[str, ...]) -> Any:
     """One worker's results with a worker axis in front of what is its own."""
-    leaves, treedef = jax.tree.flatten(results)
-    paths = jax.tree_util.tree_leaves_with_path(results)
-    marks = _fit(out_axes, results, "out_axes of map_workers")
-    for i, mark in enumerate(marks):
-        if mark is not None:
-            leaves[i] = jax.lax.expand_dims(jnp.asarray(leaves[i]), (0,))
-        elif varying_axes(leaves[i]) & set(axes):
-            raise ValueError(
-                f"The result {path_name(paths[i][0])} of map_workers has None in "
-                "out_axes, equal on all workers, but is each worker's own: its type is "
-                f"{jax.typeof(leaves[i])}. {_agree(axes)}"
-            )
-    return treedef.unflatten(leaves)
+    marks = iter(_fit(out_axes, results, "out_axes of map_workers"))
+
+    def place(path, x):
+        if next(marks) is not None:
+            return jax.lax.expand_dims(jnp.asarray(x), (0,))
+        if varying_axes(x) & set(axes):
+            raise ValueError(_unequal(f"The result {path_name(path)}", axes))
+        return x
+
+    return jax.tree_util.tree_map_with_path(place, results)
 
 
 def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSpec:
@@ -548,7 +551,7 @@ def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSp
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {n for e in spec for n in ((e,) if isinstance(e, str) else e or ())}
+    used = {name for entry in spec for name in _names(entry)}
     if not used or not used <= set(mesh.shape) - set(axes):
         raise ValueError(
             f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
@@ -557,9 +560,3 @@ def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSp
             "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
         )
     return spec
-
-
-def _on_mesh(x: Any, mesh: Mesh) -> Any:
-    """An array that lies on the devices of the mesh, whole if it did not before."""
-    there = isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
-    return x if there else jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
