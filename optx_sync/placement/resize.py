@@ -6,14 +6,14 @@ What becomes of a field is its kind's. All arrays have the worker axis in front 
 """
 
 import warnings
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_count
+from optx_sync.checks import check_count, one_of
 from optx_sync.placement import fields
 from optx_sync.placement.axes import in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
@@ -90,10 +90,7 @@ def resize(
         ((5, 3), (5, 3), (3,))
     """
     n = check_count("n", n, "Pass the number of workers to go on with.")
-    if joiners not in get_args(Joiners):
-        raise ValueError(
-            f"joiners must be one of 'mean', 'first' and 'fresh'; got {joiners!r}."
-        )
+    one_of("joiners", joiners, Joiners)
     forms = jax.tree.structure((params, state))
     params, state = pure((params, state))
     one = params

@@ -26,8 +26,6 @@ from optx_sync.placement.axes import (
 )
 from optx_sync.trees import Tree, check_arrays, first_worker, path_name
 
-_STACK = "oxs.stack(x, n), or oxs.start_workers(tx, params, n)"
-
 
 def map_workers(
     fun: Callable[..., Any],
@@ -485,15 +483,18 @@ def _marks_of(
     marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
     own = [x for x, mark in zip(leaves, marks, strict=True) if mark is not None]
+    for path, leaf in own:
+        check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
     workers = positions
     for path, leaf in own:
-        name = path_name(path[1:])
-        check_arrays(leaf, "The argument of map_workers", name)
-        where, shape = f"The argument {name} of map_workers", jnp.shape(leaf)
+        where = f"The argument {path_name(path[1:])} of map_workers"
+        shape = jnp.shape(leaf)
         if not shape:
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
-                f"it None in in_axes if it is equal for all workers, else {_STACK}."
+                "it None in in_axes if it is equal for all workers, else oxs.stack(x, "
+                "n); oxs.start_workers stacks one worker's parameters and the state "
+                "that tx.init gives of them."
             )
         workers = shape[0] if workers is None else workers
         if shape[0] != workers:
@@ -503,8 +504,9 @@ def _marks_of(
             else:
                 what = _wrong_number(what, axes, positions)
             raise ValueError(
-                f"{what} What is one worker's is stacked first, {_STACK}; what is "
-                "equal for all has None in in_axes."
+                f"{what} What is one worker's is stacked first: oxs.stack(x, n), or "
+                "oxs.start_workers(tx, params, n); what is equal for all has None in "
+                "in_axes."
             )
     if workers is None:
         raise ValueError(

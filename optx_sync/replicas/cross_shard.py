@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients reduced over all replicas, or over groups of them, in every step."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from optx_sync.checks import (
     check_grads,
     check_inner,
     check_params,
+    explains_inner,
     fill_missing,
+    one_of,
     shows_call,
 )
 from optx_sync.collectives import (
@@ -59,7 +61,6 @@ from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
     cast_like,
-    explains_inner,
     is_gradient_leaf,
     is_inexact,
     is_placeholder,
@@ -251,10 +252,7 @@ def cross_shard(
     inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    if grads not in get_args(Grads):
-        raise ValueError(
-            f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
-        )
+    one_of("grads", grads, Grads)
     state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
     if grads != "local" and exchange is not None:
         raise ValueError(

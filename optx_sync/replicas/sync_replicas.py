@@ -14,6 +14,7 @@ from optx_sync.checks import (
     check_inner,
     check_one_worker,
     check_params,
+    explains_inner,
     fill_missing,
 )
 from optx_sync.collectives import (
@@ -73,7 +74,6 @@ from optx_sync.trees import (
     add_updates,
     cast_like,
     check_accumulator_dtype,
-    explains_inner,
     is_finite,
     is_gradient_leaf,
     is_masked,

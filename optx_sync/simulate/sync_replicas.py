@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
+from optx_sync.checks import (
+    check_count,
+    check_grads,
+    check_inner,
+    explains_inner,
+    fill_missing,
+)
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -23,7 +29,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, cast_like, explains_inner
+from optx_sync.trees import add_updates, cast_like
 
 
 class SyncReplicasMachine(NamedTuple):
