@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 _NAME = r"%?([\w.\-]+)"
 _STRING = re.compile(r'"((?:\\.|[^"\\])*)"')
@@ -267,13 +268,13 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     everyone = (tuple(range(devices)),) if devices and not permute else ()
     if not found:
         return everyone
+    rows = None
     if match := _MESH.match(value):
-        return _mesh_groups(*match.groups(""))
-    if match := _IOTA.match(value):
-        numbers, size = _numbers(match[2]), prod(_integers(match[1])[1:])
-        return tuple(
-            numbers[start : start + size] for start in range(0, len(numbers), size)
-        )
+        rows = _mesh_groups(*match.groups(""))
+    elif match := _IOTA.match(value):
+        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:]))
+    if rows is not None:
+        return tuple(map(tuple, rows.tolist()))
     if match := _NESTED.match(value):
         written = re.findall(r"\{([\d,\s]*)\}", match[0])
         return tuple(filter(None, map(_integers, written))) or everyone
@@ -322,56 +323,37 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part for part in parts if part)
 
 
-def _mesh_groups(mesh: str, order: str, grouped: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`."""
-    axes = [(name, int(size)) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)]
+def _mesh_groups(mesh: str, order: str, grouped: str) -> np.ndarray:
+    """The groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`, as rows."""
+    axes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     named = [
         # An axis may be grouped in part: `(2)3` of 12 are the 3 after the first 2.
-        (name, int(before or 1), int(size or dict(axes)[name]))
+        (name, int(before or 1), int(size or axes[name]))
         for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", grouped)
     ]
-    strides = {}
-    rest = []
-    stride = prod(size for _, size in axes)
-    for name, extent in axes:
+    shape, parts = [], []
+    for name, extent in axes.items():
         done = 1
-        for _, before, size in sorted(part for part in named if part[0] == name):
-            rest.append((stride // before, before // done))
-            done = before * size
-            strides[name, before] = stride // done
-        stride //= extent
-        rest.append((stride, extent // done))
-    within = _offsets([(strides[name, before], size) for name, before, size in named])
-    numbers = _numbers(order) if order else tuple(range(prod(n for _, n in axes)))
-    return tuple(
-        tuple(numbers[first + offset] for offset in within) for first in _offsets(rest)
-    )
+        for part in sorted(part for part in named if part[0] == name):
+            shape += [part[1] // done, part[2]]
+            parts += [None, part]
+            done = part[1] * part[2]
+        shape.append(extent // done)
+        parts.append(None)
+    within = [parts.index(part) for part in named]
+    rest = [place for place, part in enumerate(parts) if part is None]
+    numbers = _numbers(order) if order else np.arange(prod(axes.values()))
+    size = prod(shape[place] for place in within)
+    return numbers.reshape(shape).transpose(rest + within).reshape(-1, size)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
+def _numbers(text: str) -> np.ndarray:
+    """The devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
     if not (match := _IOTA_ARRAY.match(text)):
-        return _integers(text)
+        return np.array(_integers(text))
     extents, order = _integers(match[1]), _integers(match[2] or "")
-    return tuple(
-        _offsets(
-            [
-                (prod(extents[axis + 1 :]), extents[axis])
-                for axis in order or range(len(extents))
-            ]
-        )
-    )
+    return np.arange(prod(extents)).reshape(extents).transpose(order or None).ravel()
 
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _offsets(axes: list[tuple[int, int]]) -> list[int]:
-    """Walk axes given as (stride, extent), the last one fastest."""
-    offsets = [0]
-    for stride, extent in axes:
-        offsets = [
-            offset + stride * step for offset in offsets for step in range(extent)
-        ]
-    return offsets

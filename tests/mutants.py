@@ -957,8 +957,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "placement/resize.py",
-            "x.reshape(-1)[: one.size] if flag else x",
-            "x.reshape(-1)[-one.size :] if flag else x",
+            "x.reshape(-1)[: self.one.size] if self.cut else x",
+            "x.reshape(-1)[-self.one.size :] if self.cut else x",
             PIECES[1:],
         ),
         Mutant(
