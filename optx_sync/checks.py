@@ -17,6 +17,7 @@ import optax
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
+    Tree,
     check_arrays,
     is_gradient_leaf,
     is_slices,
@@ -117,7 +118,7 @@ def one_of(name: str, value: Any, kinds: Any) -> None:
         raise ValueError(f"{name} must be {wanted} {last}; got {value!r}.")
 
 
-def check_params(params: Any) -> None:
+def check_params(params: Tree) -> None:
     """Refuse what holds parameters among other things: arrays alone are trained."""
     check_no_train_state(params)
     numbers = jax.tree.map(
@@ -133,7 +134,7 @@ def check_params(params: Any) -> None:
             )
 
 
-def check_no_train_state(params: Any) -> None:
+def check_no_train_state(params: Tree) -> None:
     """Refuse a training state, as Flax has one, in place of its parameters."""
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         name = type(params).__name__
@@ -153,7 +154,7 @@ def _is_nnx_module(x: Any) -> bool:
     )
 
 
-def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
+def check_one_worker(counter: Any, kept: Tree, params: Tree | None) -> None:
     """Refuse a state or parameters with a worker axis where one worker's are wanted.
 
     `counter` is one of the state's counters, `kept` a tree in it like the parameters.
@@ -191,7 +192,7 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
             )
 
 
-def check_grads(grads: Any, params: Any | None) -> None:
+def check_grads(grads: Tree, params: Tree | None) -> None:
     """Refuse gradients that are not floating, or do not match the parameters.
 
     A leaf is an array, an `IndexedSlices` or `None`. A mismatch names its path.
@@ -229,7 +230,7 @@ def check_grads(grads: Any, params: Any | None) -> None:
             )
 
 
-def fill_missing(updates: Any, params: Any | None) -> Any:
+def fill_missing(updates: Tree, params: Tree | None) -> Tree:
     """Zeros for the updates that are `None`, so that `optax.apply_updates` works."""
     if params is None:
         return updates
@@ -244,7 +245,7 @@ def fill_missing(updates: Any, params: Any | None) -> Any:
 
 
 @contextlib.contextmanager
-def explains_inner(grads: Any) -> Iterator[None]:
+def explains_inner(grads: Tree) -> Iterator[None]:
     """Say what to do where a transformation cannot run on these gradients.
 
     JAX's own messages, of a container that is no array, of a dtype that knows no
@@ -290,7 +291,9 @@ def _is_ours(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def explains_state(init: Callable[..., Any], state: Any, params: Any) -> Iterator[None]:
+def explains_state(
+    init: Callable[..., Any], state: Tree, params: Tree
+) -> Iterator[None]:
     """Say where a step fails because its state is not one that `init` gives."""
     try:
         yield
@@ -315,7 +318,7 @@ def explains_state(init: Callable[..., Any], state: Any, params: Any) -> Iterato
         ) from error
 
 
-def _difference(tree: Any, expected: Any, where: str) -> tuple[str, str, str] | None:
+def _difference(tree: Tree, expected: Tree, where: str) -> tuple[str, str, str] | None:
     """Where two states have another form first: its name, what is there, what not."""
     if jax.tree.structure(tree) == jax.tree.structure(expected):
         return None
@@ -331,7 +334,7 @@ def _difference(tree: Any, expected: Any, where: str) -> tuple[str, str, str] | 
     return where, _describe(tree), _describe(expected)
 
 
-def _describe(tree: Any) -> str:
+def _describe(tree: Tree) -> str:
     if hasattr(tree, "dtype"):
         return "an array"
     if type(tree) is tuple:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one reader of what XLA says of a program: its text."""
 
+import itertools
 import re
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -301,11 +303,14 @@ def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
     return Instruction(name, shape, rest[:opening], operands, attributes, quoted)
 
 
+def _depths(text: str) -> Iterator[int]:
+    """How many brackets are open after each sign."""
+    return itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
+
+
 def _closing(text: str, opening: int) -> int:
     """Return the position after the bracket that closes the one at `opening`."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += (text[position] in "([{") - (text[position] in ")]}")
+    for position, depth in enumerate(_depths(text[opening:]), opening):
         if depth == 0:
             return position + 1
     return len(text)
@@ -313,14 +318,11 @@ def _closing(text: str, opening: int) -> int:
 
 def _split(text: str) -> tuple[str, ...]:
     """Split at the commas that stand outside of all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-    parts.append(text[start:].strip())
-    return tuple(part for part in parts if part)
+    signs = zip(text, _depths(text), strict=True)
+    commas = [place for place, sign in enumerate(signs) if sign == (",", 0)]
+    between = itertools.pairwise([-1, *commas, len(text)])
+    parts = (text[before + 1 : after].strip() for before, after in between)
+    return tuple(filter(None, parts))
 
 
 def _mesh_groups(mesh: str, order: str, grouped: str) -> np.ndarray:

@@ -44,7 +44,7 @@ from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 DECAY = 0.99
 
 
-def center_params(state: optax.OptState, params: optax.Params) -> Any:
+def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     """The center that workers share: for evaluation, checkpoints and export.
 
     Args:
@@ -76,7 +76,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> Any:
     return form.unflatten(jax.tree.leaves(params))
 
 
-def averaged_params(state: optax.OptState, params: optax.Params) -> Any:
+def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
     """The moving average of the parameters, in their structure and dtypes.
 
     Args:
@@ -163,7 +163,7 @@ def slot_names(state: optax.OptState) -> tuple[str, ...]:
     return tuple(_shortest(path, paths) for path in paths)
 
 
-def slot(state: optax.OptState, name: str) -> Any:
+def slot(state: optax.OptState, name: str) -> Tree:
     """A slot of an optimizer, by its name: a tree like the parameters.
 
     Args:
@@ -247,7 +247,7 @@ def _words(path):
     return [part for part in path if not part.isdigit()]
 
 
-def _require(state: Any, answer: str, such_as: str) -> list[Any]:
+def _require(state: Tree, answer: str, such_as: str) -> list[Any]:
     """The states that have such an answer, wherever they stand; else a ValueError."""
 
     def answers(x):

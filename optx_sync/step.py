@@ -66,7 +66,7 @@ def takes_weight(tx: Any) -> bool:
     return getattr(tx, "takes_weight", False)
 
 
-def landing(params: Any, target: Any) -> Any:
+def landing(params: Tree, target: Tree) -> Tree:
     """Updates that bring parameters onto a target exactly, once it is rounded.
 
     The target is rounded to the parameter's dtype first and the difference is taken
@@ -82,7 +82,7 @@ def landing(params: Any, target: Any) -> Any:
     return jax.tree.map(difference, params, target)
 
 
-def landing_update(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+def landing_update(apply: Callable[..., tuple[Tree, Tree]]) -> Callable[..., Any]:
     """Optax's `update` of a wrapper whose `apply` gives new parameters."""
 
     def update(updates, state, params=None, **extra_args):
@@ -157,7 +157,7 @@ def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
 
     @functools.wraps(step)
     def explained(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> Any:
         with explains_state(init, state, params):
             return step(updates, state, params, **extra_args)
@@ -165,7 +165,7 @@ def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
     return explained
 
 
-def _refuse_what_follows(state: Any) -> None:
+def _refuse_what_follows(state: Tree) -> None:
     """Refuse a chain in which something stands after what must stand last."""
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()

@@ -48,14 +48,14 @@ def is_placeholder(tree: Tree) -> bool:
     return not plain and not jax.tree.leaves(tree)
 
 
-def with_shapes(placeholder: Any, params: Tree) -> Any:
+def with_shapes(placeholder: Tree, params: Tree) -> Tree:
     """Optax's tree without leaves, which also tells the shapes of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return _shaped(type(placeholder))(treedef, shapes)
 
 
-def shapes_of(placeholder: Any) -> Tree | None:
+def shapes_of(placeholder: Tree) -> Tree | None:
     """The parameters' shapes, of a tree that `with_shapes` has made; else `None`."""
     if not hasattr(placeholder, "shapes"):
         return None
@@ -230,14 +230,14 @@ def add_updates(params: Tree, updates: Tree) -> Tree:
         return optax.apply_updates(params, updates)
 
 
-def row_of(tree: Any, place: Any) -> Any:
+def row_of(tree: Tree, place: Any) -> Tree:
     """The row of a traced number of stacked arrays."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
     )
 
 
-def with_row(tree: Any, place: Any, row: Any) -> Any:
+def with_row(tree: Tree, place: Any, row: Tree) -> Tree:
     """The stacked arrays with another row."""
     return jax.tree.map(
         lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row

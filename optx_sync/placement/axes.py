@@ -16,16 +16,16 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.placement import fields
-from optx_sync.trees import check_arrays, is_masked, is_slices, with_shapes
+from optx_sync.trees import Tree, check_arrays, is_masked, is_slices, with_shapes
 
 
 def state_axes(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Tree,
     *,
     replicated: bool = False,
     level: int = 0,
-) -> Any:
+) -> Tree:
     """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
 
     Args:
@@ -59,12 +59,12 @@ def state_axes(
 
 def state_specs(
     tx: optax.GradientTransformation,
-    params: Any,
-    param_specs: Any,
+    params: Tree,
+    param_specs: Tree,
     worker_axis: str | tuple[str, ...] | PartitionSpec | None,
     *,
     replicated: bool = False,
-) -> Any:
+) -> Tree:
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
@@ -155,11 +155,11 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
 
 def map_marked(
     function: Callable,
-    tree: Any,
+    tree: Tree,
     axes: Any,
     shared: Callable,
     pieces: Callable | None = None,
-) -> Any:
+) -> Tree:
     """`function` of the leaves that are per worker, `shared` of those that are not.
 
     `pieces`, where given, is for those that are in pieces.
@@ -175,7 +175,7 @@ def map_marked(
     )
 
 
-def in_pieces(tree: Any, around: bool = True) -> Any:
+def in_pieces(tree: Tree, around: bool = True) -> Tree:
     """Whether each leaf is in pieces over the workers of the outermost level."""
 
     def visit(node):
@@ -200,7 +200,7 @@ def fold_keys(keys: Any, worker: Any) -> Any:
     return folded.reshape(keys.shape)
 
 
-def own_keys(tree: Any, own: bool, ours: bool = False) -> Any:
+def own_keys(tree: Tree, own: bool, ours: bool = False) -> Tree:
     """Whether each leaf is a random key of which each worker gets its own.
 
     `own` says whether keys in it differ, `ours` whether a state of this package holds
@@ -258,7 +258,7 @@ _SOMETIMES = (
 )
 
 
-def _refuse_around_center(state: Any) -> None:
+def _refuse_around_center(state: Tree) -> None:
     """Refuse a wrapper that decides for each worker whether a center rule steps."""
 
     def sometimes(x):
@@ -280,7 +280,7 @@ def _refuse_around_center(state: Any) -> None:
             )
 
 
-def _check_levels(state: Any, levels: int) -> None:
+def _check_levels(state: Tree, levels: int) -> None:
     """Refuse more levels than there are states that hold another one."""
 
     def inside(node):
@@ -288,7 +288,7 @@ def _check_levels(state: Any, levels: int) -> None:
             return ()
         return [x for _, kind, x in fields.fields_of(node) if not kind.is_shared]
 
-    def depth(tree: Any) -> int:
+    def depth(tree: Tree) -> int:
         nodes = fields.nodes_of(tree, _is_level_or_pieces)
         return max((1 + depth(inside(node)) for node in nodes), default=0)
 
@@ -301,7 +301,7 @@ def _check_levels(state: Any, levels: int) -> None:
         )
 
 
-def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -> Any:
+def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) -> Tree:
     """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around` says whether the field that holds the tree is shared; `None`: no state of

@@ -266,7 +266,7 @@ def _first_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
 
 
-def _worker_axes(state: Any) -> int:
+def _worker_axes(state: Tree) -> int:
     """How many worker axes parameters have: one for each of rules in each other."""
     counts = [
         x.ndim
@@ -293,7 +293,7 @@ class _Leaf(NamedTuple):
         return x if self.own else _repeat(x, workers)
 
 
-def _leaves(state: Any, like: Any, axes: Any) -> list[_Leaf]:
+def _leaves(state: Tree, like: Tree, axes: Any) -> list[_Leaf]:
     """The leaves of a state, whose shapes are checked."""
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]

@@ -32,8 +32,8 @@ def map_workers(
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: Tree = 0,
+    out_axes: Tree = 0,
 ) -> Callable[..., Any]:
     """Run one worker's function for all workers: `jax.vmap`, or the same on a mesh.
 
@@ -90,7 +90,7 @@ def map_workers(
                     f"(equal for all workers); got {mark!r}. Move the worker axis to "
                     "the front, for example with jnp.moveaxis."
                 )
-    fun = _one_worker(fun)
+    fun = returns_changes(fun, "map_workers")
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     if mesh is None:
         return _simulated(fun, axes, in_axes, out_axes)
@@ -116,7 +116,7 @@ def start_workers(
     *,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
-) -> tuple[Tree, optax.OptState, Any]:
+) -> tuple[Tree, optax.OptState, Tree]:
     """What a run of `n` workers starts from: parameters, optimizer state, and its axes.
 
     All workers start from the same parameters. Parameters and state are stacked,
@@ -185,7 +185,7 @@ def state_shardings(
     *,
     mesh: Mesh,
     axis_name: AxisName | None,
-) -> tuple[Any, Any]:
+) -> tuple[Tree, Tree]:
     """Where `start_workers` puts parameters and state: to restore a checkpoint there.
 
     Args:
@@ -234,7 +234,7 @@ def state_shardings(
     return jax.tree.map(place, specs, shapes, is_leaf=is_spec)
 
 
-def stack(tree: Any, n: int, axes: Any = None) -> Any:
+def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
     """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
 
     Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
@@ -264,7 +264,7 @@ def stack(tree: Any, n: int, axes: Any = None) -> Any:
     return _stack(tree, n, axes, own=True)
 
 
-def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
+def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
     """`stack`; `own` says whether keys outside of our states differ."""
     check_arrays(tree, "What is stacked")
 
@@ -290,7 +290,7 @@ def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
     )
 
 
-def unstack(tree: Any, axes: Any = None) -> Any:
+def unstack(tree: Tree, axes: Tree = None) -> Tree:
     """Take the worker axis off: the first worker's copy of every leaf.
 
     Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
@@ -324,13 +324,17 @@ def unstack(tree: Any, axes: Any = None) -> Any:
     return map_marked(first, tree, axes, shared=lambda x: x)
 
 
-def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
+def _started(
+    tx: optax.GradientTransformation, params: Tree, n: int
+) -> tuple[Tree, Tree]:
     """Parameters and state of `n` workers."""
     state, axes = tx.init(params), state_axes(tx, params)
     return stack(params, n), _stack(state, n, axes, own=False)
 
 
-def _simulated(fun: Callable[..., Any], axes: Any, in_axes: Any, out_axes: Any) -> Any:
+def _simulated(
+    fun: Callable[..., Any], axes: tuple[str, ...], in_axes: Tree, out_axes: Tree
+) -> Any:
     """`map_workers` without a mesh."""
     if len(axes) > 1:
         raise ValueError(
@@ -357,10 +361,10 @@ def _simulated(fun: Callable[..., Any], axes: Any, in_axes: Any, out_axes: Any) 
 
 def _run_on_mesh(
     fun: Callable[..., Any],
-    mesh: Any,
+    mesh: Mesh,
     axes: tuple[str, ...],
-    in_axes: Any,
-    out_axes: Any,
+    in_axes: Tree,
+    out_axes: Tree,
     args: tuple,
     kwargs: dict,
 ) -> Any:
@@ -391,19 +395,6 @@ def _run_on_mesh(
     )(*leaves)
 
 
-def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of one worker, whose results are looked at."""
-    fun = returns_changes(fun, "map_workers")
-
-    @functools.wraps(fun)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        results = fun(*args, **kwargs)
-        check_arrays(results, "The result of map_workers")
-        return results
-
-    return checked
-
-
 def _is_none(mark: Any) -> bool:
     return mark is None
 
@@ -418,7 +409,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
+def _size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
     """The number of workers: positions along the mesh axes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -453,7 +444,7 @@ def _unequal(which: str, axes: tuple[str, ...]) -> str:
     )
 
 
-def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
+def _fit(marks: Tree, tree: Tree, what: str) -> list[int | None]:
     """The mark of each leaf of a tree, from a prefix of it."""
     try:
         broadcast = jax.tree.map(
@@ -472,7 +463,11 @@ def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
 
 
 def _marks_of(
-    args: tuple, kwargs: dict, in_axes: Any, positions: int | None, axes: Any
+    args: tuple,
+    kwargs: dict,
+    in_axes: Tree,
+    positions: int | None,
+    axes: tuple[str, ...],
 ) -> list[int | None]:
     """The mark of each leaf of the arguments, checked against its shape."""
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
@@ -517,12 +512,14 @@ def _marks_of(
     return marks
 
 
-def _are_explicit(mesh: Any, axes: tuple[str, ...]) -> bool:
+def _are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types[axis] == AxisType.Explicit for axis in axes)
 
 
-def _lay(x: Any, mesh: Any, axes: tuple[str, ...], mark: int | None) -> Any:
+def _lay(
+    x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], mark: int | None
+) -> Any:
     """An array on explicit axes as `jax.shard_map` asks for: it moves none itself."""
     spec = [
         tuple(name for name in _names(entry) if name not in axes) or None
@@ -533,7 +530,7 @@ def _lay(x: Any, mesh: Any, axes: tuple[str, ...], mark: int | None) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _results(results: Any, out_axes: Any, axes: tuple[str, ...]) -> Any:
+def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
     """One worker's results with a worker axis in front of what is its own."""
     marks = iter(_fit(out_axes, results, "out_axes of map_workers"))
 
@@ -547,7 +544,7 @@ def _results(results: Any, out_axes: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree_util.tree_map_with_path(place, results)
 
 
-def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSpec:
+def _spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     """How one worker's parameter is sharded over the mesh."""
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
