@@ -33,23 +33,25 @@ def shows_call(
     call: str,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Make arguments that do not fit a function a TypeError that shows `call`."""
+    return lambda function: _showing(call, function)
 
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        signature = inspect.signature(function)
 
-        @functools.wraps(function)
-        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(
-                    f"{function.__name__}: {error}. Write for example {call}."
-                ) from None
-            return function(*args, **kwargs)
+def _showing(
+    call: str, function: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
+    signature = inspect.signature(function)
 
-        return checked
+    @functools.wraps(function)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{function.__name__}: {error}. Write for example {call}."
+            ) from None
+        return function(*args, **kwargs)
 
-    return decorate
+    return checked
 
 
 def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:

@@ -44,6 +44,54 @@ from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 DECAY = 0.99
 
 
+class Info(NamedTuple):
+    """What a state tells and no step needs; `()` each where it does not tell it.
+
+    A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
+    """
+
+    dropped: Any = ()  # int32[], rounds that left this worker out
+    outliers: Any = ()  # int32[], meetings in which it was an outlier
+    outcome: Any = ()  # int32[], what became of the last gradient, -1 before the first
+    outcome_counts: Any = ()  # int32[] each, of all of them
+    distance: Any = ()  # float32[], |x - c| just before the last round; 0 before it
+    gathered: Any = ()  # of its own gradients since the last update, what is measured
+    measured: Any = ()  # `Measured`, of the last meeting
+
+    field_kinds = fields.table(
+        dropped=fields.OWN_COUNT,
+        outliers=fields.OWN_COUNT,
+        outcome=fields.ANEW.told,
+        outcome_counts=fields.OWN_COUNT,
+        distance=fields.OWN_COUNT,
+        gathered=fields.ANEW.told,
+        measured=fields.LIKE_PARAMS.told,
+    )
+
+
+class SharedInfo(Info):
+    """Of workers that measure what they share: a center."""
+
+    __slots__ = ()
+    field_kinds = fields.table(Info.field_kinds, measured=fields.SHARED.told)
+
+
+def told(x: Any) -> Any:
+    """What stands in a field of an `Info`, `None` where nothing does."""
+    return None if is_nothing(x) else x
+
+
+class Measured(NamedTuple):
+    """What `measure=True` keeps of the last exchange; 0 before the first one."""
+
+    agreement: Any  # float32[], or () where the exchange is not the mean itself
+    contribution_norm: jax.Array  # float32[], root of the mean square of the norms
+    update_norm: jax.Array  # float32[]
+    contributors: jax.Array  # float32[], replicas that count
+    noise: Any  # float32[], the moving average of S, or ()
+    signal: Any  # float32[], the moving average of |G|^2, or ()
+
+
 def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     """The center that workers share: for evaluation, checkpoints and export.
 
@@ -71,7 +119,8 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
         Array([0., 1., 2.], dtype=float32)
     """
     form, params = jax.tree.structure(params), pure(params)
-    for found in _require(state, "center_params", "oxs.local_sgd(...)"):
+    such_as = "oxs.local_sgd(...)"
+    for found in _require(state, "center_params", "is no center", such_as):
         params = found.center_params(params)
     return form.unflatten(jax.tree.leaves(params))
 
@@ -100,7 +149,7 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
     """
     such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
     form = jax.tree.structure(params)
-    found, *_ = _require(state, "averaged_params", such_as)
+    found, *_ = _require(state, "averaged_params", "is no moving average", such_as)
     return form.unflatten(jax.tree.leaves(found.averaged_params(pure(params))))
 
 
@@ -134,7 +183,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         "oxs.local_sgd(...), oxs.sync_replicas(...) or oxs.cross_shard(..., "
         "measure=True)"
     )
-    found, *_ = _require(state, "metrics", such_as)
+    found, *_ = _require(state, "metrics", "are no metrics", such_as)
     return found.metrics(pure(params))
 
 
@@ -206,11 +255,9 @@ def _slots(node, path=()):
         for name, tree in node.named_slots().items():
             yield [*path, name], tree
     elif hasattr(node, "_fields") or _holds_states(node):
-        if hasattr(node, "_fields"):
-            children = node._asdict()
-        else:
-            children = node if isinstance(node, dict) else dict(enumerate(node))
-        for name, child in children.items():
+        named = node._asdict() if hasattr(node, "_fields") else node
+        named = named if isinstance(named, dict) else dict(enumerate(named))
+        for name, child in named.items():
             # `optax.inject_hyperparams` keeps its own numbers beside the state.
             if not str(name).startswith("hyperparams"):
                 yield from _slots(child, (*path, str(name)))
@@ -247,72 +294,15 @@ def _words(path):
     return [part for part in path if not part.isdigit()]
 
 
-def _require(state: Tree, answer: str, such_as: str) -> list[Any]:
+def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Any]:
     """The states that have such an answer, wherever they stand; else a ValueError."""
-
-    def answers(x):
-        return hasattr(type(x), answer)
-
-    found = fields.nodes_of(pure(state), answers)
+    found = fields.nodes_of(pure(state), lambda x: hasattr(type(x), answer))
     if not found:
-        what = {
-            "center_params": "is no center",
-            "averaged_params": "is no moving average",
-            "metrics": "are no metrics",
-        }
         raise ValueError(
-            f"There {what[answer]} in this state, of type {type(state).__name__}. Pass "
-            f"the state of an optimizer that has such, for example {such_as}."
+            f"There {lacks} in this state, of type {type(state).__name__}. Pass the "
+            f"state of an optimizer that has such, for example {such_as}."
         )
     return found
-
-
-class Info(NamedTuple):
-    """What a state tells and no step needs; `()` each where it does not tell it.
-
-    A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
-    """
-
-    dropped: Any = ()  # int32[], rounds that left this worker out
-    outliers: Any = ()  # int32[], meetings in which it was an outlier
-    outcome: Any = ()  # int32[], what became of the last gradient, -1 before the first
-    outcome_counts: Any = ()  # int32[] each, of all of them
-    distance: Any = ()  # float32[], |x - c| just before the last round; 0 before it
-    gathered: Any = ()  # of its own gradients since the last update, what is measured
-    measured: Any = ()  # `Measured`, of the last meeting
-
-    field_kinds = fields.table(
-        dropped=fields.OWN_COUNT,
-        outliers=fields.OWN_COUNT,
-        outcome=fields.ANEW.told,
-        outcome_counts=fields.OWN_COUNT,
-        distance=fields.OWN_COUNT,
-        gathered=fields.ANEW.told,
-        measured=fields.LIKE_PARAMS.told,
-    )
-
-
-class SharedInfo(Info):
-    """Of workers that measure what they share: a center."""
-
-    __slots__ = ()
-    field_kinds = fields.table(Info.field_kinds, measured=fields.SHARED.told)
-
-
-def told(x: Any) -> Any:
-    """What stands in a field of an `Info`, `None` where nothing does."""
-    return None if is_nothing(x) else x
-
-
-class Measured(NamedTuple):
-    """What `measure=True` keeps of the last exchange; 0 before the first one."""
-
-    agreement: Any  # float32[], or () where the exchange is not the mean itself
-    contribution_norm: jax.Array  # float32[], root of the mean square of the norms
-    update_norm: jax.Array  # float32[]
-    contributors: jax.Array  # float32[], replicas that count
-    noise: Any  # float32[], the moving average of S, or ()
-    signal: Any  # float32[], the moving average of |G|^2, or ()
 
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
@@ -331,21 +321,17 @@ def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measur
     return localize(measured, tuple(sorted(axes))) if axes else measured
 
 
-def noise_scale(measured: Measured) -> jax.Array:
-    """S / |G|^2 of the moving averages; 0 where there is none yet."""
-    return measured.noise / or_one(measured.signal)
-
-
 def measures(measured: Any) -> dict[str, Any]:
     """The fields of metrics that tell what is measured; `None` each where nothing is.
 
-    Of the last exchange, but for the noise scale, which is a ratio of moving averages.
+    Of the last exchange, but for the noise scale, S / |G|^2 of the moving averages; it
+    is 0 where there is none yet.
     """
     names = "agreement", "contribution_norm", "update_norm", "contributors"
     if not isinstance(measured, Measured):
         return dict.fromkeys(("noise_scale", *names))
     found = {name: getattr(measured, name) for name in names}
-    return {"noise_scale": noise_scale(measured), **found}
+    return {"noise_scale": measured.noise / or_one(measured.signal), **found}
 
 
 def square_sum(tree: Tree, like: Any = None, stacked: int = 0) -> jax.Array:
