@@ -64,7 +64,7 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
+def integer(name: str, number: Any, mend: str, least: int = 1) -> int:
     """A number of things as an int; NumPy's integers are taken.
 
     A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
@@ -82,7 +82,7 @@ def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
     return int(number)
 
 
-def check_interval(
+def interval(
     name: str,
     value: Any,
     mend: str,

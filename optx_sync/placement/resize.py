@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_count, one_of
+from optx_sync.checks import integer, one_of
 from optx_sync.placement import fields
 from optx_sync.placement.axes import fold_keys, in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
@@ -89,7 +89,7 @@ def resize(
         >>> params.shape, state.inner[0].mu.shape, state.center.shape
         ((5, 3), (5, 3), (3,))
     """
-    n = check_count("n", n, "Pass the number of workers to go on with.")
+    n = integer("n", n, "Pass the number of workers to go on with.")
     one_of("joiners", joiners, Joiners)
     forms = jax.tree.structure((params, state))
     params, state = pure((params, state))

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import (
-    check_count,
     check_grads,
     check_inner,
     check_one_worker,
     check_params,
     explains_inner,
     fill_missing,
+    integer,
 )
 from optx_sync.collectives import (
     AxisName,
@@ -647,14 +647,14 @@ def check_replicas(
     replicas_to_aggregate: Any, total_num_replicas: Any
 ) -> tuple[int, int | None]:
     """Both numbers as ints; refuse what is not an integer of 1 or more."""
-    required = check_count(
+    required = integer(
         "replicas_to_aggregate",
         replicas_to_aggregate,
         "Pass the number of gradients that an update needs.",
     )
     if total_num_replicas is None:
         return required, None
-    total = check_count(
+    total = integer(
         "total_num_replicas", total_num_replicas, "Pass the number of replicas."
     )
     return required, total

@@ -39,7 +39,7 @@ from optx_sync.center.fragments import (
     steps_between,
 )
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import (
@@ -233,7 +233,7 @@ def asynchronous(
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
     check_rule(rule, call)
-    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
+    num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="

@@ -10,7 +10,7 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Period, Round, check_period
 from optx_sync.center.worker import Worker
-from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.peers.gossip import mean_params
 from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import (
@@ -137,7 +137,7 @@ def gossip(
     """
     call = "oxs.simulate.gossip(optax.sgd(0.1), params, grad_fn, workers, ...)"
     inner = check_inner(inner, call)
-    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
+    num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     period = check_period(communication_period)
     static_period = None if callable(period) else period
     workers = check_workers(workers, num_workers)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import (
-    check_count,
     check_grads,
     check_inner,
     explains_inner,
     fill_missing,
+    integer,
 )
 from optx_sync.replicas.accumulator import (
     Accumulator,
@@ -151,7 +151,7 @@ def sync_replicas(
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     total = required if total is None else total
-    num_tokens = check_count(
+    num_tokens = integer(
         "num_tokens", num_tokens, "Pass -1 for replicas_to_aggregate.", least=-1
     )
     needed = max(required - total, 0)
