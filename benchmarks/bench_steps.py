@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +113,7 @@ TRIAD: Any = jax.jit(
 
 def loops_of(compiled: Any, size: int, leaves: int) -> float:
     """Compiled loops over whole leaves, for each leaf."""
-    loops = [i for i in hlo.written(hlo.program(compiled)) if i.opcode == "fusion"]
+    loops = [i for i in by_hand.written(hlo.program(compiled)) if i.opcode == "fusion"]
     return sum(loop.arrays[0].shape == (size,) for loop in loops) / leaves
 
 
@@ -297,7 +298,7 @@ def by_size(name: str, sizes: Sequence[int], touched: int, repeats: int) -> Any:
     for rows in sizes:
         table, grads = table_of(name, rows), slices(gradients(rows, touched, "", 8))
         calls[f"{rows:,}"] = next_of(table, grads)
-        needs = hlo.memory(table.step, *table.held, *grads[0])
+        needs = by_hand.memory(table.step, *table.held, *grads[0])
         temporary[f"{rows:,}"] = needs.temporary
     times = report.in_turns(calls, repeats)
     gc.collect()

@@ -138,7 +138,7 @@ def sizes(compiled: jax.stages.Compiled, period: int) -> dict[str, float]:
     # A quiet step takes the first branch of every conditional, a round the second. The
     # conditional is there with a period of 1 as well.
     for branch, when in enumerate(("quiet", "round")):
-        for made in hlo.written(program, branch):
+        for made in by_hand.written(program, branch):
             large = sum(math.prod(x.shape) >= WIDTH**2 for x in made.arrays)
             kind = f"{when} {made.opcode}"
             found[kind] = found.get(kind, 0) + large / LAYERS

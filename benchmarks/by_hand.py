@@ -223,6 +223,46 @@ CASES = {
 }
 
 
+class Memory(NamedTuple):
+    """Bytes on one device that a compiled program needs while it runs."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that take the place of donated arguments
+    temporary: int
+
+
+def memory(fn: Any, *args: Any, **kwargs: Any) -> Memory:
+    """Compile `fn` as `audit.collectives` does, and ask XLA for the memory it needs."""
+    found = hlo.compiled(fn, *args, **kwargs).memory_analysis()
+    if found is None:
+        raise TypeError(
+            "this backend does not analyse the memory of its compiled programs. "
+            "Compile for CPU, GPU or TPU."
+        )
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporary=found.temp_size_in_bytes,
+    )
+
+
+def written(
+    program: hlo.Program, branches: hlo.Branches = "every"
+) -> list[hlo.Instruction]:
+    """The instructions whose results stand in memory: those outside of fusions.
+
+    In the order of the text. `branches` as in `hlo.reached`: with 0 what a quiet step
+    writes, with 1 what a step with a round does.
+    """
+    names = hlo.reached(program, branches, fused=False)
+    bodies = program.computations.items()
+    return [
+        instruction for name, body in bodies if name in names for instruction in body
+    ]
+
+
 def contents(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Bytes that one device hands to collectives, and bytes that it holds.
 
@@ -233,7 +273,7 @@ def contents(compiled: jax.stages.Compiled) -> dict[str, int]:
         when: sum(row.bytes for row in rows if row.conditional == (when == "round"))
         for when in ("every step", "round")
     }
-    return sent | hlo.memory(compiled)._asdict()
+    return sent | memory(compiled)._asdict()
 
 
 def mesh_of(workers: int) -> jax.sharding.Mesh:

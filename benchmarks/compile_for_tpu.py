@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from collections.abc import Callable
 from typing import Any
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,6 @@ from report import each, reproduce
 from training import compiled_step
 
 import optx_sync as oxs
-from optx_sync import hlo
 
 PERIOD = 4
 LAYERS, WIDTH, EXAMPLES = 4, 512, 256
@@ -116,7 +116,7 @@ def between_slices(row: oxs.audit.Collective, chips: int) -> bool:
 def read(compiled: jax.stages.Compiled, machine: str) -> dict[str, Any]:
     """What a program sends over which links, and what it holds."""
     chips = int(np.prod([int(n) for n in MACHINES[machine][0][4:].split("x")]))
-    rows, memory = oxs.audit.collectives(compiled), hlo.memory(compiled)
+    rows, memory = oxs.audit.collectives(compiled), by_hand.memory(compiled)
     between = sum(row.bytes for row in rows if between_slices(row, chips))
     return {
         "collectives": ", ".join(sorted({row.kind for row in rows})),

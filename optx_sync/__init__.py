@@ -40,20 +40,20 @@ from optx_sync.center.rules.diloco import diloco_rule as diloco_rule
 # A step, for one worker and for all.
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
-from optx_sync.workers import map_workers as map_workers
-from optx_sync.workers import start_workers as start_workers
-from optx_sync.workers import state_shardings as state_shardings
+from optx_sync.placement.workers import map_workers as map_workers
+from optx_sync.placement.workers import start_workers as start_workers
+from optx_sync.placement.workers import state_shardings as state_shardings
 
 # Read a state, and place it.
-from optx_sync.state import averaged_params as averaged_params
-from optx_sync.state import center_params as center_params
-from optx_sync.state import metrics as metrics
-from optx_sync.state import slot as slot
-from optx_sync.state import slot_names as slot_names
-from optx_sync.placement.axes import stack as stack
+from optx_sync.metrics import averaged_params as averaged_params
+from optx_sync.metrics import center_params as center_params
+from optx_sync.metrics import metrics as metrics
+from optx_sync.metrics import slot as slot
+from optx_sync.metrics import slot_names as slot_names
+from optx_sync.placement.workers import stack as stack
 from optx_sync.placement.axes import state_axes as state_axes
 from optx_sync.placement.axes import state_specs as state_specs
-from optx_sync.placement.axes import unstack as unstack
+from optx_sync.placement.workers import unstack as unstack
 from optx_sync.placement.resize import resize as resize
 
 if TYPE_CHECKING:

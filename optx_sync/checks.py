@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every wrapper asks of its input: an inner transformation, matching gradients."""
+"""What every wrapper asks of its input, and what JAX's own errors mean there."""
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
 import jax.core
@@ -15,8 +17,10 @@ import optax
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
+    Tree,
     check_arrays,
     is_gradient_leaf,
+    is_slices,
     leaves_with_names,
     values_of,
 )
@@ -29,23 +33,25 @@ def shows_call(
     call: str,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Make arguments that do not fit a function a TypeError that shows `call`."""
+    return lambda function: _showing(call, function)
 
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        signature = inspect.signature(function)
 
-        @functools.wraps(function)
-        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(
-                    f"{function.__name__}: {error}. Write for example {call}."
-                ) from None
-            return function(*args, **kwargs)
+def _showing(
+    call: str, function: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
+    signature = inspect.signature(function)
 
-        return checked
+    @functools.wraps(function)
+    def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{function.__name__}: {error}. Write for example {call}."
+            ) from None
+        return function(*args, **kwargs)
 
-    return decorate
+    return checked
 
 
 def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
@@ -58,7 +64,7 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
+def integer(name: str, number: Any, mend: str, least: int = 1) -> int:
     """A number of things as an int; NumPy's integers are taken.
 
     A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
@@ -76,7 +82,7 @@ def check_count(name: str, number: Any, mend: str, least: int = 1) -> int:
     return int(number)
 
 
-def check_interval(
+def interval(
     name: str,
     value: Any,
     mend: str,
@@ -106,7 +112,15 @@ def check_interval(
         )
 
 
-def check_params(params: Any) -> None:
+def one_of(name: str, value: Any, kinds: Any) -> None:
+    """Refuse what is none of the values of a `Literal`."""
+    *some, last = map(repr, get_args(kinds))
+    wanted = f"one of {', '.join(some)} and" if len(some) > 1 else f"{some[0]} or"
+    if value not in get_args(kinds):
+        raise ValueError(f"{name} must be {wanted} {last}; got {value!r}.")
+
+
+def check_params(params: Tree) -> None:
     """Refuse what holds parameters among other things: arrays alone are trained."""
     check_no_train_state(params)
     numbers = jax.tree.map(
@@ -122,7 +136,7 @@ def check_params(params: Any) -> None:
             )
 
 
-def check_no_train_state(params: Any) -> None:
+def check_no_train_state(params: Tree) -> None:
     """Refuse a training state, as Flax has one, in place of its parameters."""
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         name = type(params).__name__
@@ -142,7 +156,7 @@ def _is_nnx_module(x: Any) -> bool:
     )
 
 
-def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
+def check_one_worker(counter: Any, kept: Tree, params: Tree | None) -> None:
     """Refuse a state or parameters with a worker axis where one worker's are wanted.
 
     `counter` is one of the state's counters, `kept` a tree in it like the parameters.
@@ -152,10 +166,10 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
             "A step takes the state of one worker; the counters of this one have shape "
             f"{jnp.shape(counter)}. If a step has returned them so, its out_axes lack "
             "the state's axes: `out_axes=(0, axes)`, as in in_axes. Otherwise stack "
-            "the state as state_axes says: `axes = oxs.state_axes(tx, params)`, "
-            "`oxs.stack(tx.init(params), n, axes)` and in_axes=axes, or map over all "
-            "of one that is stacked whole (in_axes=0). Inside jax.shard_map take the "
-            "worker axis off: `oxs.unstack(state, axes)`. oxs.map_workers does this."
+            "the state by `axes = oxs.state_axes(tx, params)`, `oxs.stack(tx.init("
+            "params), n, axes)` and in_axes=axes, or map over all of one that is "
+            "stacked whole (in_axes=0). Inside jax.shard_map take the worker axis off: "
+            "`oxs.unstack(state, axes)`. oxs.map_workers does this."
         )
     if params is None:
         return
@@ -164,24 +178,23 @@ def check_one_worker(counter: Any, kept: Any, params: Any | None) -> None:
         if leaf is None or found.get(path) is None:
             continue
         shape, own = jnp.shape(leaf), jnp.shape(found[path])
+        where = f"The parameter at {path} has shape {own}, but in the state it has"
         if shape != own and shape[1:] == own and shape[0] > 1:
             raise ValueError(
-                f"The parameter at {path} has shape {own}, but in the state it has "
-                f"{shape}: tx.init got the parameters of {shape[0]} workers. It takes "
-                "those of one: `oxs.start_workers(tx, params, n)`, or tx.init(params) "
-                "before oxs.stack."
+                f"{where} {shape}: tx.init got the parameters of {shape[0]} workers. "
+                "It takes those of one: `oxs.start_workers(tx, params, n)`, or "
+                "tx.init(params) before oxs.stack."
             )
         if shape != own:
             raise ValueError(
-                f"The parameter at {path} has shape {own}, but in "
-                f"the state it has {shape}. Inside jax.shard_map take the "
-                "worker axis off both, `oxs.unstack(params)` and `oxs.unstack(state, "
-                "oxs.state_axes(tx, params))`, or let oxs.map_workers do it; the state "
-                "is that of tx.init for one worker's parameters."
+                f"{where} {shape}. Inside jax.shard_map take the worker axis off both, "
+                "`oxs.unstack(params)` and `oxs.unstack(state, oxs.state_axes(tx, "
+                "params))`, or let oxs.map_workers do it; the state is that of tx.init "
+                "for one worker's parameters."
             )
 
 
-def check_grads(grads: Any, params: Any | None) -> None:
+def check_grads(grads: Tree, params: Tree | None) -> None:
     """Refuse gradients that are not floating, or do not match the parameters.
 
     A leaf is an array, an `IndexedSlices` or `None`. A mismatch names its path.
@@ -219,7 +232,7 @@ def check_grads(grads: Any, params: Any | None) -> None:
             )
 
 
-def fill_missing(updates: Any, params: Any | None) -> Any:
+def fill_missing(updates: Tree, params: Tree | None) -> Tree:
     """Zeros for the updates that are `None`, so that `optax.apply_updates` works."""
     if params is None:
         return updates
@@ -231,3 +244,101 @@ def fill_missing(updates: Any, params: Any | None) -> Any:
         params,
         is_leaf=is_gradient_leaf,
     )
+
+
+@contextlib.contextmanager
+def explains_inner(grads: Tree) -> Iterator[None]:
+    """Say what to do where a transformation cannot run on these gradients.
+
+    JAX's own messages, of a container that is no array, of a dtype that knows no
+    arithmetic or of a conditional's types, do not lead there.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if _is_ours(error):
+            raise
+        if "manual axis types do not match" in str(error):
+            raise TypeError(
+                "A conditional or loop inside the inner transformation joins values "
+                "that differ between the workers with constants, which jax.shard_map "
+                "refuses by default (optax.contrib.reduce_on_plateau does so). Call "
+                "jax.shard_map(..., check_vma=False) yourself, in place of "
+                "oxs.map_workers; or hand in what is equal on all replicas, such as "
+                "value=oxs.reduce(value, axis_name) where the state is equal, too."
+            ) from error
+        rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
+        # JAX says one of these: two containers, the dtype of the indices, its methods.
+        words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")
+        if not rows or not any(word in str(error) for word in words):
+            raise
+        raise TypeError(
+            f"The gradient at {rows[0]} is row-sparse (IndexedSlices), and this "
+            "transformation takes arrays only. Use an optimizer of oxs.optimizers "
+            "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
+            "by oxs.on_values, or pass the gradient's to_dense(rows)."
+        ) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it came through a wrapper or exchange of this package, further inside.
+
+    Those explain what their own inner transformation does, and no more of it is one.
+    """
+    rooms = ("exchange", "replicas", "center", "peers", "step")
+    ours = tuple(f"optx_sync.{room}" for room in rooms)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The first two are `explains_inner` itself and who calls the transformation.
+    return any(x.f_globals.get("__name__", "").startswith(ours) for x in frames[2:])
+
+
+@contextlib.contextmanager
+def explains_state(
+    init: Callable[..., Any], state: Tree, params: Tree
+) -> Iterator[None]:
+    """Say where a step fails because its state is not one that `init` gives."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if params is None:
+            raise
+        try:
+            expected = jax.eval_shape(init, params)
+        except (AttributeError, TypeError, ValueError):
+            raise error from None
+        found = _difference(state, expected, "state")
+        if found is None:
+            raise
+        where, got, wanted = found
+        raise ValueError(
+            f"The state is not one of this transformation: {where} is {got}; in that "
+            f"of tx.init(params) it is {wanted}. Another transformation has made it, "
+            "or this one with other arguments (fragments, delay, exchange, inner, "
+            "outer) or parameters, such as shards. Start with tx.init(params), in "
+            "oxs.start_workers; go on with a saved state under the arguments that it "
+            "was made with."
+        ) from error
+
+
+def _difference(tree: Tree, expected: Tree, where: str) -> tuple[str, str, str] | None:
+    """Where two states have another form first: its name, what is there, what not."""
+    if jax.tree.structure(tree) == jax.tree.structure(expected):
+        return None
+    parts = isinstance(expected, tuple) and type(tree) is type(expected)
+    if parts and len(tree) == len(expected):
+        names = [f".{name}" for name in getattr(expected, "_fields", ())]
+        names = names or [f"[{i}]" for i in range(len(expected))]
+        for name, part, like in zip(names, tree, expected, strict=True):
+            if found := _difference(part, like, where + name):
+                return found
+    if type(tree) is type(expected) and not isinstance(tree, tuple):
+        return where, _describe(tree), "one with other leaves"
+    return where, _describe(tree), _describe(expected)
+
+
+def _describe(tree: Tree) -> str:
+    if hasattr(tree, "dtype"):
+        return "an array"
+    if type(tree) is tuple:
+        return f"a tuple of {len(tree)}" if tree else "empty"
+    return f"of type {type(tree).__name__}"

@@ -7,7 +7,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from optx_sync.state import center_params
+from optx_sync.metrics import center_params
 from optx_sync.step import apply_gradients
 
 

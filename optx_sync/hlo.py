@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of what XLA says of a program: its text and its memory analysis."""
+"""The one reader of what XLA says of a program: its text."""
 
+import itertools
 import re
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 _NAME = r"%?([\w.\-]+)"
 _STRING = re.compile(r'"((?:\\.|[^"\\])*)"')
@@ -55,15 +58,6 @@ class Program(NamedTuple):
     devices: int  # replicas times partitions; 0 if the text does not say
 
 
-class Memory(NamedTuple):
-    """Bytes on one device that a compiled program needs while it runs."""
-
-    arguments: int
-    outputs: int
-    aliased: int  # outputs that take the place of donated arguments
-    temporary: int
-
-
 def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
     """Compile `fn` as `audit.collectives` does, and read the program's text.
 
@@ -74,7 +68,7 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
         >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
         [(3,)]
     """
-    text = _compiled(fn, args, kwargs).as_text()
+    text = compiled(fn, *args, **kwargs).as_text()
     if text is None:
         raise TypeError(
             "this backend does not give the text of its compiled programs. "
@@ -83,28 +77,23 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
     return read(text)
 
 
-def memory(fn: Any, *args: Any, **kwargs: Any) -> Memory:
-    """Compile `fn` as `audit.collectives` does, and ask XLA for the memory it needs.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from optx_sync import hlo
-        >>> double = jax.jit(lambda x: 2 * x, donate_argnums=0)
-        >>> hlo.memory(double, jnp.ones(3)).aliased
-        12
-    """
-    found = _compiled(fn, args, kwargs).memory_analysis()
-    if found is None:
+def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `audit.collectives` reads: `fn` compiled for these arguments."""
+    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
+        if not callable(fn):
+            raise TypeError(
+                f"audit needs a function or a compiled program; got "
+                f"{type(fn).__name__}. Pass the step function and its arguments."
+            )
+        fn = jax.jit(fn)
+    if hasattr(fn, "lower"):
+        fn = fn.lower(*args, **kwargs)
+    elif args or kwargs:
         raise TypeError(
-            "this backend does not analyse the memory of its compiled programs. "
-            "Compile for CPU, GPU or TPU."
+            f"got arguments for a {type(fn).__name__}, which is compiled already or "
+            "lowered. Pass it alone, or the function with the arguments."
         )
-    return Memory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporary=found.temp_size_in_bytes,
-    )
+    return fn.compile() if hasattr(fn, "compile") else fn
 
 
 def read(text: str) -> Program:
@@ -199,33 +188,6 @@ def reached(
     return seen
 
 
-def written(program: Program, branches: Branches = "every") -> list[Instruction]:
-    """List the instructions whose results stand in memory: those outside of fusions.
-
-    In the order of the text. `branches` as in `reached`: with 0 what a quiet step
-    writes, with 1 what a step with a round does.
-
-    Example:
-        >>> from optx_sync import hlo
-        >>> program = hlo.read('''
-        ... %fused (p: f32[4]) -> f32[4] {
-        ...   %p = f32[4] parameter(0)
-        ...   ROOT %n = f32[4] negate(%p)
-        ... }
-        ... ENTRY %main (p: f32[4]) -> f32[4] {
-        ...   %p = f32[4] parameter(0)
-        ...   ROOT %f = f32[4] fusion(%p), kind=kLoop, calls=%fused
-        ... }''')
-        >>> [instruction.opcode for instruction in hlo.written(program)]
-        ['parameter', 'fusion']
-    """
-    names = reached(program, branches, fused=False)
-    bodies = program.computations.items()
-    return [
-        instruction for name, body in bodies if name in names for instruction in body
-    ]
-
-
 def arrays(shape: str) -> list[Array]:
     """Read the arrays of a shape, which may be a tuple; tokens are none.
 
@@ -308,13 +270,13 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     everyone = (tuple(range(devices)),) if devices and not permute else ()
     if not found:
         return everyone
+    rows = None
     if match := _MESH.match(value):
-        return _mesh_groups(*match.groups(""))
-    if match := _IOTA.match(value):
-        numbers, size = _numbers(match[2]), prod(_integers(match[1])[1:])
-        return tuple(
-            numbers[start : start + size] for start in range(0, len(numbers), size)
-        )
+        rows = _mesh_groups(*match.groups(""))
+    elif match := _IOTA.match(value):
+        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:]))
+    if rows is not None:
+        return tuple(map(tuple, rows.tolist()))
     if match := _NESTED.match(value):
         written = re.findall(r"\{([\d,\s]*)\}", match[0])
         return tuple(filter(None, map(_integers, written))) or everyone
@@ -323,24 +285,6 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
         f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
         "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
     )
-
-
-def _compiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
-        if not callable(fn):
-            raise TypeError(
-                f"audit needs a function or a compiled program; got "
-                f"{type(fn).__name__}. Pass the step function and its arguments."
-            )
-        fn = jax.jit(fn)
-    if hasattr(fn, "lower"):
-        fn = fn.lower(*args, **kwargs)
-    elif args or kwargs:
-        raise TypeError(
-            f"got arguments for a {type(fn).__name__}, which is lowered or compiled "
-            "already. Pass it alone, or pass the function with the arguments."
-        )
-    return fn.compile() if hasattr(fn, "compile") else fn
 
 
 def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
@@ -359,11 +303,14 @@ def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
     return Instruction(name, shape, rest[:opening], operands, attributes, quoted)
 
 
+def _depths(text: str) -> Iterator[int]:
+    """How many brackets are open after each sign."""
+    return itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
+
+
 def _closing(text: str, opening: int) -> int:
     """Return the position after the bracket that closes the one at `opening`."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += (text[position] in "([{") - (text[position] in ")]}")
+    for position, depth in enumerate(_depths(text[opening:]), opening):
         if depth == 0:
             return position + 1
     return len(text)
@@ -371,66 +318,44 @@ def _closing(text: str, opening: int) -> int:
 
 def _split(text: str) -> tuple[str, ...]:
     """Split at the commas that stand outside of all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, sign in enumerate(text):
-        depth += (sign in "([{") - (sign in ")]}")
-        if sign == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-    parts.append(text[start:].strip())
-    return tuple(part for part in parts if part)
+    signs = zip(text, _depths(text), strict=True)
+    commas = [place for place, sign in enumerate(signs) if sign == (",", 0)]
+    between = itertools.pairwise([-1, *commas, len(text)])
+    parts = (text[before + 1 : after].strip() for before, after in between)
+    return tuple(filter(None, parts))
 
 
-def _mesh_groups(mesh: str, order: str, grouped: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`."""
-    axes = [(name, int(size)) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)]
+def _mesh_groups(mesh: str, order: str, grouped: str) -> np.ndarray:
+    """The groups of `mesh['a'=4,'b'=2], device_ids=(...) {'a','b':(1)2}`, as rows."""
+    axes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     named = [
         # An axis may be grouped in part: `(2)3` of 12 are the 3 after the first 2.
-        (name, int(before or 1), int(size or dict(axes)[name]))
+        (name, int(before or 1), int(size or axes[name]))
         for name, before, size in re.findall(r"'(.*?)'(?::\((\d+)\)(\d+))?", grouped)
     ]
-    strides = {}
-    rest = []
-    stride = prod(size for _, size in axes)
-    for name, extent in axes:
+    shape, parts = [], []
+    for name, extent in axes.items():
         done = 1
-        for _, before, size in sorted(part for part in named if part[0] == name):
-            rest.append((stride // before, before // done))
-            done = before * size
-            strides[name, before] = stride // done
-        stride //= extent
-        rest.append((stride, extent // done))
-    within = _offsets([(strides[name, before], size) for name, before, size in named])
-    numbers = _numbers(order) if order else tuple(range(prod(n for _, n in axes)))
-    return tuple(
-        tuple(numbers[first + offset] for offset in within) for first in _offsets(rest)
-    )
+        for part in sorted(part for part in named if part[0] == name):
+            shape += [part[1] // done, part[2]]
+            parts += [None, part]
+            done = part[1] * part[2]
+        shape.append(extent // done)
+        parts.append(None)
+    within = [parts.index(part) for part in named]
+    rest = [place for place, part in enumerate(parts) if part is None]
+    numbers = _numbers(order) if order else np.arange(prod(axes.values()))
+    size = prod(shape[place] for place in within)
+    return numbers.reshape(shape).transpose(rest + within).reshape(-1, size)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """Return the devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
+def _numbers(text: str) -> np.ndarray:
+    """The devices of `[4,2]T(1,0)`, a transposed iota, or of `0,3,1,2`."""
     if not (match := _IOTA_ARRAY.match(text)):
-        return _integers(text)
+        return np.array(_integers(text))
     extents, order = _integers(match[1]), _integers(match[2] or "")
-    return tuple(
-        _offsets(
-            [
-                (prod(extents[axis + 1 :]), extents[axis])
-                for axis in order or range(len(extents))
-            ]
-        )
-    )
+    return np.arange(prod(extents)).reshape(extents).transpose(order or None).ravel()
 
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _offsets(axes: list[tuple[int, int]]) -> list[int]:
-    """Walk axes given as (stride, extent), the last one fastest."""
-    offsets = [0]
-    for stride, extent in axes:
-        offsets = [
-            offset + stride * step for offset in offsets for step in range(extent)
-        ]
-    return offsets

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
-from optx_sync.trees import path_name
+from optx_sync.trees import check_arrays, path_name
 
 
 def returns_changes(fun: Callable[..., Any], mapper: str) -> Callable[..., Any]:
     """`fun`, refused where it changes NNX variables in place and keeps them to itself.
+
+    Its results are refused as well where they are no arrays.
 
     A mapped function gets copies of the caller's objects. What it changes in a copy and
     does not return is lost: a step would train nothing, and say nothing.
@@ -20,14 +22,14 @@ def returns_changes(fun: Callable[..., Any], mapper: str) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        variables = _variables((args, kwargs))
-        if not variables:
-            return fun(*args, **kwargs)
+        variables, places = _variables((args, kwargs)), []
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # Numbers in the leaves' places say which leaves are those of the variables.
-        numbered = _variables(treedef.unflatten(range(len(leaves))))
-        places = [jax.tree.leaves(variable) for _, variable in numbered]
+        if variables:
+            # Numbers in the leaves' places say which leaves are those of the variables.
+            numbered = _variables(treedef.unflatten(range(len(leaves))))
+            places = [jax.tree.leaves(variable) for _, variable in numbered]
         results = fun(*args, **kwargs)
+        check_arrays(results, f"The result of {mapper}")
         kept = {id(x) for x in jax.tree.leaves(results)}
         lost = [
             (name, place)

@@ -2,23 +2,17 @@
 """`apply_gradients`: one optimizer step that returns parameters."""
 
 import bisect
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from optx_sync.checks import explains_inner, explains_state
 from optx_sync.placement.fields import stands_last
-from optx_sync.trees import (
-    Tree,
-    add_updates,
-    at_least_float32,
-    explains_inner,
-    round_to,
-)
+from optx_sync.trees import Tree, add_updates, at_least_float32, round_to
 
 Period = int | optax.Schedule
 
@@ -46,8 +40,13 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
     ) -> "_DirectTransformation":
         """Make one.
 
-        `communication_period` is what `due` reads. `moved(state, before, after)` is the
-        state after another wrapper has moved the parameters, `None` where none cares.
+        Args:
+            init: As in Optax.
+            update: As in Optax.
+            apply: `(grads, state, params, **extra_args) -> (params, state)`.
+            communication_period: What `due` reads.
+            moved: `(state, before, after) -> state`, the state after another wrapper
+                has moved the parameters; `None` where none cares.
         """
         made = super().__new__(cls, init, _explained(init, update))
         made.apply = _explained(init, apply)
@@ -56,24 +55,7 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
         return made
 
 
-def direct_transformation(
-    init: Callable[..., Any],
-    update: Callable[..., Any],
-    apply: Callable[..., tuple[Tree, Any]],
-    communication_period: Period | None = None,
-    moved: Callable[[Any, Tree, Tree], Any] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """An Optax transformation that `apply_gradients` asks for parameters directly.
-
-    Args:
-        init: As in Optax.
-        update: As in Optax.
-        apply: `(grads, state, params, **extra_args) -> (params, state)`.
-        communication_period: What `due` reads.
-        moved: `(state, before, after) -> state`, the state after another wrapper has
-            moved the parameters; `None` where none cares.
-    """
-    return _DirectTransformation(init, update, apply, communication_period, moved)
+direct_transformation = _DirectTransformation
 
 
 def takes_weight(tx: Any) -> bool:
@@ -84,7 +66,7 @@ def takes_weight(tx: Any) -> bool:
     return getattr(tx, "takes_weight", False)
 
 
-def landing(params: Any, target: Any) -> Any:
+def landing(params: Tree, target: Tree) -> Tree:
     """Updates that bring parameters onto a target exactly, once it is rounded.
 
     The target is rounded to the parameter's dtype first and the difference is taken
@@ -100,7 +82,7 @@ def landing(params: Any, target: Any) -> Any:
     return jax.tree.map(difference, params, target)
 
 
-def landing_update(apply: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+def landing_update(apply: Callable[..., tuple[Tree, Tree]]) -> Callable[..., Any]:
     """Optax's `update` of a wrapper whose `apply` gives new parameters."""
 
     def update(updates, state, params=None, **extra_args):
@@ -165,7 +147,7 @@ def apply_gradients(
         return tx.apply(grads, state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
-    with _explains_state(tx.init, state, params), explains_inner(grads):
+    with explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
     return add_updates(params, updates), state
 
@@ -175,67 +157,15 @@ def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
 
     @functools.wraps(step)
     def explained(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+        updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> Any:
-        with _explains_state(init, state, params):
+        with explains_state(init, state, params):
             return step(updates, state, params, **extra_args)
 
     return explained
 
 
-@contextlib.contextmanager
-def _explains_state(
-    init: Callable[..., Any], state: Any, params: Any
-) -> Iterator[None]:
-    """Say where a step fails because its state is not one that `init` gives."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if params is None:
-            raise
-        try:
-            expected = jax.eval_shape(init, params)
-        except (AttributeError, TypeError, ValueError):
-            raise error from None
-        found = _difference(state, expected, "state")
-        if found is None:
-            raise
-        where, got, wanted = found
-        raise ValueError(
-            f"The state is not one of this transformation: {where} is {got}; in that "
-            f"of tx.init(params) it is {wanted}. Another transformation has made it, "
-            "or this one with other arguments (fragments, delay, exchange, inner, "
-            "outer) or parameters, such as shards. Start with tx.init(params), in "
-            "oxs.start_workers; go on with a saved state under the arguments that it "
-            "was made with."
-        ) from error
-
-
-def _difference(tree: Any, expected: Any, where: str) -> tuple[str, str, str] | None:
-    """Where two states have another form first: its name, what is there, what not."""
-    if jax.tree.structure(tree) == jax.tree.structure(expected):
-        return None
-    parts = isinstance(expected, tuple) and type(tree) is type(expected)
-    if parts and len(tree) == len(expected):
-        names = [f".{name}" for name in getattr(expected, "_fields", ())]
-        names = names or [f"[{i}]" for i in range(len(expected))]
-        for name, part, like in zip(names, tree, expected, strict=True):
-            if found := _difference(part, like, where + name):
-                return found
-    if type(tree) is type(expected) and not isinstance(tree, tuple):
-        return where, _describe(tree), "one with other leaves"
-    return where, _describe(tree), _describe(expected)
-
-
-def _describe(tree: Any) -> str:
-    if hasattr(tree, "dtype"):
-        return "an array"
-    if type(tree) is tuple:
-        return f"a tuple of {len(tree)}" if tree else "empty"
-    return f"of type {type(tree).__name__}"
-
-
-def _refuse_what_follows(state: Any) -> None:
+def _refuse_what_follows(state: Tree) -> None:
     """Refuse a chain in which something stands after what must stand last."""
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()

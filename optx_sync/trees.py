@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
-import contextlib
 import functools
 import sys
-import traceback
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -51,14 +48,14 @@ def is_placeholder(tree: Tree) -> bool:
     return not plain and not jax.tree.leaves(tree)
 
 
-def with_shapes(placeholder: Any, params: Tree) -> Any:
+def with_shapes(placeholder: Tree, params: Tree) -> Tree:
     """Optax's tree without leaves, which also tells the shapes of the parameters."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return _shaped(type(placeholder))(treedef, shapes)
 
 
-def shapes_of(placeholder: Any) -> Tree | None:
+def shapes_of(placeholder: Tree) -> Tree | None:
     """The parameters' shapes, of a tree that `with_shapes` has made; else `None`."""
     if not hasattr(placeholder, "shapes"):
         return None
@@ -179,58 +176,6 @@ def check_arrays(tree: Tree, what: str, root: str = "the root") -> None:
             )
 
 
-@contextlib.contextmanager
-def explains_inner(grads: Tree) -> Iterator[None]:
-    """Say what to do where a transformation cannot run on these gradients.
-
-    JAX's own messages, of a container that is no array, of a dtype that knows no
-    arithmetic or of a conditional's types, do not lead there.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if _is_ours(error):
-            raise
-        if "manual axis types do not match" in str(error):
-            raise TypeError(
-                "A conditional or loop inside the inner transformation joins values "
-                "that differ between the workers with constants, which jax.shard_map "
-                "refuses by default (optax.contrib.reduce_on_plateau does so). Call "
-                "jax.shard_map(..., check_vma=False) yourself, in place of "
-                "oxs.map_workers; or hand in what is equal on all replicas, such as "
-                "value=oxs.reduce(value, axis_name) where the state is equal, too."
-            ) from error
-        rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
-        # JAX says one of these: two containers, the dtype of the indices, its methods.
-        words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")
-        if not rows or not any(word in str(error) for word in words):
-            raise
-        raise TypeError(
-            f"The gradient at {rows[0]} is row-sparse (IndexedSlices), and this "
-            "transformation takes arrays only. Use an optimizer of oxs.optimizers "
-            "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
-            "by oxs.on_values, or pass the gradient's to_dense(rows)."
-        ) from error
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether it came through a wrapper or exchange of this package, further inside.
-
-    Those explain what their own inner transformation does, and no more of it is one.
-    """
-    modules = [
-        frame.f_globals.get("__name__", "")
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    # The first two are `explains_inner` itself and who calls the transformation.
-    rooms = ("exchange", "replicas", "center", "peers", "step")
-    return any(
-        module.startswith(f"optx_sync.{room}")
-        for module in modules[2:]
-        for room in rooms
-    )
-
-
 def is_finite(tree: Tree) -> jax.Array:
     """bool[], whether no leaf holds a NaN or infinity."""
     finite = jnp.bool_(True)
@@ -285,14 +230,14 @@ def add_updates(params: Tree, updates: Tree) -> Tree:
         return optax.apply_updates(params, updates)
 
 
-def row_of(tree: Any, place: Any) -> Any:
+def row_of(tree: Tree, place: Any) -> Tree:
     """The row of a traced number of stacked arrays."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
     )
 
 
-def with_row(tree: Any, place: Any, row: Any) -> Any:
+def with_row(tree: Tree, place: Any, row: Tree) -> Tree:
     """The stacked arrays with another row."""
     return jax.tree.map(
         lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row

@@ -955,8 +955,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "placement/resize.py",
-            "x.reshape(-1)[: one.size] if flag else x",
-            "x.reshape(-1)[-one.size :] if flag else x",
+            "x.reshape(-1)[: self.one.size] if self.cut else x",
+            "x.reshape(-1)[-self.one.size :] if self.cut else x",
             PIECES[1:],
         ),
         Mutant(
@@ -1055,17 +1055,19 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "state": [
         Mutant(
-            "state.py", "    if not found:\n        what", "    if False:\n        what"
+            "metrics.py",
+            "    if not found:\n        what",
+            "    if False:\n        what",
         ),
-        Mutant("state.py", 'if not str(name).startswith("hyperparams"):', "if True:"),
+        Mutant("metrics.py", 'if not str(name).startswith("hyperparams"):', "if True:"),
         Mutant(
-            "state.py",
+            "metrics.py",
             "return end in (path[-len(end) :], _words(path)[-len(end) :])",
             "return end == path[-len(end) :]",
         ),
-        Mutant("state.py", 'elif hasattr(type(node), "named_slots"):', "elif False:"),
+        Mutant("metrics.py", 'elif hasattr(type(node), "named_slots"):', "elif False:"),
         Mutant(
-            "state.py",
+            "metrics.py",
             "for candidate in (_words(path), path):",
             "for candidate in (path,):",
         ),
@@ -1079,8 +1081,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "placement/axes.py",
-            "        if replicated:\n            equal",
-            "        if False:\n            equal",
+            '{"level", "params"} if replicated else',
+            '{"level", "params"} if False else',
             SYNC,
         ),
         Mutant(
@@ -1094,8 +1096,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "lambda spec, axis=axis: PartitionSpec(axis, *spec)",
             "lambda spec, axis=axis: PartitionSpec(axis)",
         ),
-        Mutant("placement/axes.py", "shared=jnp.copy,", "shared=lambda x: x,"),
-        Mutant("placement/axes.py", "if jnp.ndim(x) == 0:", "if False:"),
+        Mutant("placement/workers.py", "shared=jnp.copy,", "shared=lambda x: x,"),
+        Mutant("placement/workers.py", "if jnp.ndim(x) == 0:", "if False:"),
         Mutant(
             "placement/axes.py",
             "leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)",

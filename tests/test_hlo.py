@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import by_hand
 from optx_sync import hlo
 
 MODULE = textwrap.dedent("""
@@ -69,7 +70,7 @@ def program(request):
     ],
 )
 def test_what_is_written_in_which_branch(program, branches, inside):
-    opcodes = [instruction.opcode for instruction in hlo.written(program, branches)]
+    opcodes = [instruction.opcode for instruction in by_hand.written(program, branches)]
     assert opcodes == inside + OUTSIDE
 
 
@@ -96,7 +97,7 @@ def test_a_compiled_program_and_what_was_given_to_the_compiler():
     double = jax.jit(lambda x, y: (2 * x, x.sum()), donate_argnums=0)
     arguments = jnp.ones((64, 64), jnp.bfloat16), jnp.ones(3)
     compiled = double.lower(*arguments).compile()
-    for memory in (hlo.memory(compiled), hlo.memory(double, *arguments)):
+    for memory in (by_hand.memory(compiled), by_hand.memory(double, *arguments)):
         assert memory.aliased == 2 * 64 * 64
         # The second argument is not used.
         assert memory.arguments == memory.aliased
@@ -104,11 +105,11 @@ def test_a_compiled_program_and_what_was_given_to_the_compiler():
     program = hlo.program(compiled)
     assert program.computations[program.entries[0]]
     text = double.lower(*arguments).as_text("hlo")
-    reductions = [i for i in hlo.written(hlo.read(text)) if i.opcode == "reduce"]
+    reductions = [i for i in by_hand.written(hlo.read(text)) if i.opcode == "reduce"]
     assert len(reductions) == 1
 
 
-@pytest.mark.parametrize("ask", [hlo.program, hlo.memory])
+@pytest.mark.parametrize("ask", [hlo.program, by_hand.memory])
 def test_what_is_not_a_program_is_refused(ask):
     with pytest.raises(TypeError, match="got int"):
         ask(3)

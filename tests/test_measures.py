@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.measures import DECAY
+from optx_sync.metrics import DECAY
 from tests import contexts
 
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
@@ -212,7 +212,7 @@ def test_unbiased_with_unequal_batches_and_weights():
     def averages(grads, weight, batch):
         def one(grads):
             state = tx.update(grads, tx.init(grads), weight=weight, batch_size=batch)[1]
-            return state.measured.noise, state.measured.signal
+            return state.info.measured.noise, state.info.measured.signal
 
         noise, signal = jax.vmap(one)(grads)
         return jnp.mean(noise) / (1 - DECAY), jnp.mean(signal) / (1 - DECAY)

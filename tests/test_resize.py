@@ -299,7 +299,7 @@ def test_rules_in_each_other_and_replicas_without_an_axis():
     state = oxs.stack(tx.init(PARAMS), N, axes)
     params, new = oxs.resize(tx, PARAMS, state, 3, replicated=True)
     equal((params, new.inner), (PARAMS, state.inner))
-    assert new.outcome.shape == (3,)
+    assert new.info.outcome.shape == (3,)
 
 
 def test_what_is_refused():

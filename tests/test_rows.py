@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import hlo
+from benchmarks import by_hand
 from optx_sync.gradients import value_and_grad
 from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
@@ -306,7 +306,7 @@ def buffers(jaxpr):
 def test_a_donated_table_is_updated_in_place(dtype):
     table = jnp.zeros((100_000, 2), dtype)
     add: Any = jax.jit(optax.apply_updates, donate_argnums=0)
-    memory = hlo.memory(add, {"a": table}, {"a": some_slices()})
+    memory = by_hand.memory(add, {"a": table}, {"a": some_slices()})
     assert memory.aliased == table.nbytes
     # XLA on the CPU makes a float32 copy of a bfloat16 operand of a scatter.
     if dtype == jnp.float32:
@@ -413,7 +413,7 @@ def test_no_array_of_the_table_s_size_is_made():
     assert max(buffers(jaxpr.jaxpr)) < table_size / 100
     dense = jax.make_jaxpr(jax.value_and_grad(loss))(params, BATCH)
     assert max(buffers(dense.jaxpr)) == table_size  # the measure measures
-    memory = hlo.memory(jax.jit(step), params, BATCH)
+    memory = by_hand.memory(jax.jit(step), params, BATCH)
     assert memory.temporary + memory.outputs < table_size / 10
 
 
@@ -428,7 +428,7 @@ def test_a_whole_step_updates_the_donated_table_in_place():
         updates, _ = tx.update(grads, state, params)
         return optax.apply_updates(params, updates)
 
-    memory = hlo.memory(jax.jit(step, donate_argnums=0), params, BATCH)
+    memory = by_hand.memory(jax.jit(step, donate_argnums=0), params, BATCH)
     assert memory.aliased >= table_bytes
     assert memory.temporary < table_bytes / 10
 

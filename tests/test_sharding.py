@@ -107,14 +107,16 @@ def test_what_workers_share_has_no_worker_axis():
     state: Any = tx.init(PARAMS)
     axes: Any = oxs.state_axes(tx, PARAMS)
     specs: Any = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    shared = {name for name, kind, _ in fields_of(state) if kind.is_shared}
-    own = {"accumulated", "broken", "dropped", "exchange", "outliers", "measured"}
-    assert set(state._fields) - shared == {*own, "inner"}
-    for field in state._fields:
-        at = getattr(axes, field)
-        assert all((axis is None) == (field in shared) for axis in leaves(at))
-        for spec in leaves(getattr(specs, field)):
-            assert ("workers" in spec) == (field not in shared)
+    whose = {name: kind.is_shared for name, kind, _ in fields_of(state)}
+    own = {"accumulated", "broken", "exchange", "inner"}
+    told = {"dropped", "outliers", "outcome", "outcome_counts", "distance", "gathered"}
+    assert {name for name, shared in whose.items() if not shared} == own | told
+    assert set(state.info._fields) == told | {"measured"}
+    for (name, _, at), (_, _, spec) in zip(
+        fields_of(axes), fields_of(specs), strict=True
+    ):
+        assert all((axis is None) == whose[name] for axis in leaves(at))
+        assert all(("workers" in spec) != whose[name] for spec in leaves(spec))
     assert specs.center == SPECS
     assert leaves(specs.inner) == [P("workers"), P("workers", "fsdp", None)]
     assert "workers" not in str(oxs.state_specs(tx, PARAMS, SPECS, None))

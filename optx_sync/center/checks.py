@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a center rule in lockstep refuses, and how to mend it."""
 
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.core
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.center.contract import CenterRule, InnerState, check_rule
-from optx_sync.checks import check_grads, check_one_worker
+from optx_sync.checks import check_grads, check_one_worker, one_of
 from optx_sync.collectives import (
     ALONE,
     AxisName,
@@ -38,11 +38,7 @@ def check_lockstep_rule(rule: CenterRule, call: str) -> None:
 
 def check_inner_state(inner_state: Any) -> None:
     """Refuse what no round can do with the state of `inner`."""
-    if inner_state not in get_args(InnerState):
-        raise ValueError(
-            "inner_state must be one of 'keep', 'average' and 'reset'; got "
-            f"{inner_state!r}."
-        )
+    one_of("inner_state", inner_state, InnerState)
 
 
 def check_delay(delay: Any) -> int:

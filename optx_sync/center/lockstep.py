@@ -33,7 +33,7 @@ from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
-from optx_sync.center.state import CenterState, MeasuredOwn, state_class
+from optx_sync.center.state import CenterState, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.collectives import (
@@ -54,7 +54,7 @@ from optx_sync.exchange.contract import (
     check_weight,
     start_outliers,
 )
-from optx_sync.measures import start as start_measured
+from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import (
@@ -357,11 +357,13 @@ class Lockstep(NamedTuple):
             else vary_with(pending, center),
             accumulated=own(work.start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drops else (),
-            dropped=own(jnp.zeros((), jnp.int32)),
             exchange=own(remembered),
-            outliers=own(start_outliers(exchange)),
-            measured=own(MeasuredOwn(jnp.float32(0))) if meeting.measure else (),
-            agreed=start_measured(exchange.exact, False) if meeting.measure else (),
+            info=SharedInfo(
+                dropped=own(jnp.zeros((), jnp.int32)),
+                outliers=own(start_outliers(exchange)),
+                distance=own(jnp.float32(0)) if meeting.measure else (),
+                measured=start(exchange.exact, False) if meeting.measure else (),
+            ),
             inner=own(inner),
         )
 
@@ -418,10 +420,7 @@ class Lockstep(NamedTuple):
                 center=Center(state.center, state.outer),
                 pending=state.pending,
                 exchange=state.exchange,
-                dropped=state.dropped,
-                outliers=state.outliers,
-                measured=state.measured,
-                agreed=state.agreed,
+                info=state.info,
                 weight=weight,
                 well=well,
             ),
@@ -447,11 +446,8 @@ class Lockstep(NamedTuple):
             pending=now.pending,
             accumulated=now.worker.accumulated,
             broken=() if broken is None else broken & ~due,
-            dropped=now.dropped,
             exchange=now.exchange,
-            outliers=now.outliers,
-            measured=now.measured,
-            agreed=now.agreed,
+            info=now.info,
             inner=now.worker.inner,
         )
 

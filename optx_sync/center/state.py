@@ -11,15 +11,9 @@ import optax
 from optx_sync.center.checks import holds_center
 from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
-from optx_sync.measures import square_sum
+from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, first_worker, is_masked
-
-
-class MeasuredOwn(NamedTuple):
-    """What `measure=True` keeps of a worker's own last round; 0 before the first."""
-
-    distance_before_round: jax.Array  # float32[], |x - c| just before the exchange
 
 
 class CenterMetrics(NamedTuple):
@@ -83,11 +77,8 @@ class CenterState(NamedTuple):
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
     accumulated: Any  # what the worker summed up since the last round, or ()
     broken: Any  # bool[], it has not been finite since the last round, or ()
-    dropped: jax.Array  # int32[], rounds that left this worker out
     exchange: Any  # what the exchange remembers, of each fragment, or ()
-    outliers: Any  # int32[], rounds in which it was an outlier, or ()
-    measured: Any  # `MeasuredOwn`, of the last round, or ()
-    agreed: Any  # `Measured`, of the last round, or ()
+    info: SharedInfo
     inner: optax.OptState
 
     field_kinds = fields.table(
@@ -101,11 +92,8 @@ class CenterState(NamedTuple):
         pending=_kind_of_pending,
         accumulated=_kind_of_accumulated,
         broken=fields.ANEW,
-        dropped=fields.OWN_COUNT,
         exchange=fields.OWN,
-        outliers=fields.OWN_COUNT,
-        measured=fields.OWN_COUNT,
-        agreed=fields.SHARED.told,
+        info=fields.INFO,
         inner=fields.OWN,
     )
 
@@ -128,7 +116,7 @@ class CenterState(NamedTuple):
         """A worker's counters, and with `params` its distance from the center."""
         distance = None
         if params is not None:
-            stacked = jnp.ndim(self.dropped)  # worker axes in front
+            stacked = jnp.ndim(self.info.dropped)  # worker axes in front
 
             def apart(c, p):
                 if is_masked(c):
@@ -144,8 +132,11 @@ class CenterState(NamedTuple):
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
             )
         names = "contribution_norm", "agreement", "update_norm", "contributors"
-        found = {name: getattr(self.agreed, name, ()) for name in names}
-        found["outliers"] = self.outliers
+        found = {name: getattr(self.info.measured, name, ()) for name in names}
+        found |= {
+            "distance_before_round": self.info.distance,
+            "outliers": self.info.outliers,
+        }
         last = ages = None
         if _has_parts(self):
             ages = self.ages
@@ -155,12 +146,11 @@ class CenterState(NamedTuple):
         return CenterMetrics(
             self.global_step,
             self.steps_since_round,
-            self.dropped,
+            self.info.dropped,
             distance,
-            self.measured[0] if self.measured else None,
             last_fragment=last,
             fragment_ages=ages,
-            **{k: None if isinstance(x, tuple) else x for k, x in found.items()},
+            **{name: told(x) for name, x in found.items()},
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:

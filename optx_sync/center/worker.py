@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round
-from optx_sync.checks import fill_missing
+from optx_sync.checks import explains_inner, fill_missing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
@@ -20,7 +20,6 @@ from optx_sync.trees import (
     add_updates,
     at_least_float32,
     cast_like,
-    explains_inner,
     is_gradient_leaf,
     is_inexact,
     is_nothing,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_interval
+from optx_sync.checks import interval
 from optx_sync.collectives import localize, own_weight, vary_like, weigh
 from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
@@ -93,7 +93,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             "loses: what a median leaves out is left out on purpose, and must not come "
             "back. Use the robust exchange alone."
         )
-    check_interval("decay", decay, "Pass for example 1.0.", 0, 1)
+    interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
         def zeros(leaf):

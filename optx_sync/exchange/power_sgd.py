@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_count, check_interval
+from optx_sync.checks import integer, interval
 from optx_sync.collectives import (
     localize,
     own_weight,
@@ -92,8 +92,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         Vogels, Karimireddy, Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient
         Compression for Distributed Optimization", arXiv:1905.13727.
     """
-    rank = check_count("rank", rank, "The default is 1.")
-    check_interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
+    rank = integer("rank", rank, "The default is 1.")
+    interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
 
     def size_of(leaf) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf that is worth it, else None."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.collectives import axis_index, axis_size, or_one, own_weight, weigh
 from optx_sync.exchange import pieces
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
@@ -76,7 +76,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         raise ValueError(
             f"bits must be 8 or 4; got {bits!r}. For 2 bits see top_k(bits=2)."
         )
-    block = check_count("block", block, "The default is 256.")
+    block = integer("block", block, "The default is 256.")
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
         pieces.require_meetable(tree, axis_name, "quantized")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.collectives import axis_size, or_one, own_weight, vary_with, weigh
 from optx_sync.exchange import pieces
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
@@ -76,8 +76,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         Aji, Heafield 2017, "Sparse Communication for Distributed Gradient Descent",
         arXiv:1704.05021. Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706.
     """
-    k = check_count("k", k, "The default is 32.")
-    chunk = check_count("chunk", chunk, "The default is 4096.")
+    k = integer("k", k, "The default is 32.")
+    chunk = integer("chunk", chunk, "The default is 4096.")
     if k > chunk:
         raise ValueError(
             f"k numbers of each chunk are sent, so k can be at most chunk; got k={k} "

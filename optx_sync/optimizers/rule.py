@@ -41,14 +41,14 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_grads, check_params
+from optx_sync.checks import check_grads, check_params, one_of
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
     at_least_float32,
@@ -113,10 +113,7 @@ class LeafRule:
                 "slots must be a NamedTuple of initial values; got "
                 f"{self.slots!r}. Pass an instance of a `class MySlots(NamedTuple)`."
             )
-        if self.rows not in get_args(Rows):
-            raise ValueError(
-                f"rows must be one of {get_args(Rows)}; got {self.rows!r}."
-            )
+        one_of("rows", self.rows, Rows)
         if (self.rows == "decay_all") != (self.decay is not None):
             raise ValueError(
                 'decay goes with rows="decay_all", and with nothing else; got '

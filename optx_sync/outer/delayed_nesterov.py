@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.trees import zeros_like
 
 
@@ -77,7 +77,7 @@ def delayed_nesterov(
         2401.09135.
     """
     if every is not None:
-        every = check_count("every", every, "Pass the number of workers, or None.")
+        every = integer("every", every, "Pass the number of workers, or None.")
     for name, value in (("momentum", momentum), ("c", c)):
         if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
             raise ValueError(f"{name} must lie in [0, 1]; got {value}.")

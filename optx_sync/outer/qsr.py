@@ -6,7 +6,7 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 
 
 def qsr(
@@ -66,10 +66,10 @@ def qsr(
         Gu, Lyu, Arora, Zhang, Huang, "A Quadratic Synchronization Rule for Distributed
         Deep Learning", 2024, arXiv 2310.14423.
     """
-    base = check_count("base", base, "Pass for example 4.")
-    warmup = check_count("warmup", warmup, "Pass 0 for none.", least=0)
+    base = integer("base", base, "Pass for example 4.")
+    warmup = integer("warmup", warmup, "Pass 0 for none.", least=0)
     if total_steps is not None:
-        total_steps = check_count("total_steps", total_steps, "Leave it out for none.")
+        total_steps = integer("total_steps", total_steps, "Leave it out for none.")
     for name, value in (("alpha", alpha), ("power", power)):
         if not isinstance(value, jax.core.Tracer) and not float(value) > 0:
             raise ValueError(f"{name} must be greater than 0; got {value}.")

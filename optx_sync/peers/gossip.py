@@ -67,7 +67,7 @@ class OwnCenterState(CenterState):
 
         Of a state without a worker axis, one worker's, it is that worker's own center.
         """
-        stacked = tuple(range(jnp.ndim(self.dropped)))
+        stacked = tuple(range(jnp.ndim(self.info.dropped)))
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else _mean(c, stacked).astype(p.dtype),
             self.center,
@@ -78,15 +78,17 @@ class OwnCenterState(CenterState):
     def metrics(self, params: Tree | None) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""
         distance = None
-        if params is not None and jnp.ndim(self.dropped) == 1:
+        if params is not None and jnp.ndim(self.info.dropped) == 1:
             squares = [
                 _square_sums(_wide(x) - _mean(x, (0,))[None])
                 for x in jax.tree.leaves(params)
                 if is_inexact(x.dtype)
             ]
-            distance = jnp.sqrt(sum(squares, jnp.zeros_like(self.dropped, jnp.float32)))
+            distance = jnp.sqrt(
+                sum(squares, jnp.zeros_like(self.info.dropped, jnp.float32))
+            )
         return GossipMetrics(
-            self.global_step, self.steps_since_round, self.dropped, distance
+            self.global_step, self.steps_since_round, self.info.dropped, distance
         )
 
 

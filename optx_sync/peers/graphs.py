@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 
 Weight = float | tuple[float, ...]  # of all workers, or one for each
 
@@ -173,7 +173,7 @@ def grid(m: int) -> Graph:
         Ryabinin, Gorbunov, Plokhotnyuk, Pekhimenko, "Moshpit SGD", 2021, arXiv
         2103.03239.
     """
-    check_count("m", m, "Write for example oxs.graphs.grid(4).", least=2)
+    integer("m", m, "Write for example oxs.graphs.grid(4).", least=2)
 
     def rounds(n: int) -> tuple[GraphRound, ...]:
         _check_workers(n)
@@ -287,7 +287,7 @@ def _matrix(round_: GraphRound, n: int) -> np.ndarray:
 
 
 def _check_workers(n: Any) -> None:
-    check_count("the number of workers", n, "Write oxs.graphs.ring().matrices(8), say.")
+    integer("the number of workers", n, "Write oxs.graphs.ring().matrices(8), say.")
 
 
 def _edge(edge: Any) -> tuple[int, int]:
@@ -299,5 +299,5 @@ def _edge(edge: Any) -> tuple[int, int]:
         raise ValueError(
             f"An edge is a pair of different workers; got {edge!r}. {mend}"
         )
-    one, other = (check_count("a worker", end, mend, least=0) for end in ends)
+    one, other = (integer("a worker", end, mend, least=0) for end in ends)
     return one, other

@@ -16,22 +16,16 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.placement import fields
-from optx_sync.trees import (
-    check_arrays,
-    first_worker,
-    is_masked,
-    is_slices,
-    with_shapes,
-)
+from optx_sync.trees import Tree, check_arrays, is_masked, is_slices, with_shapes
 
 
 def state_axes(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: Tree,
     *,
     replicated: bool = False,
     level: int = 0,
-) -> Any:
+) -> Tree:
     """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
 
     Args:
@@ -65,12 +59,12 @@ def state_axes(
 
 def state_specs(
     tx: optax.GradientTransformation,
-    params: Any,
-    param_specs: Any,
+    params: Tree,
+    param_specs: Tree,
     worker_axis: str | tuple[str, ...] | PartitionSpec | None,
     *,
     replicated: bool = False,
-) -> Any:
+) -> Tree:
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
@@ -102,9 +96,7 @@ def state_specs(
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
     check_arrays(params, "The parameter")
-    full_specs = jax.tree.broadcast(
-        param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
         # Optax's own tree without leaves does not tell what parts there are.
@@ -121,24 +113,22 @@ def state_specs(
     # A piece is flat: it has none of its parameter's axes.
     placed = jax.tree.map(
         lambda node: (
-            jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=_is_spec)
+            jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=is_spec)
             if fields.is_in_pieces(node)
             else node
         ),
         placed,
-        is_leaf=lambda x: fields.is_in_pieces(x) or _is_spec(x),
+        is_leaf=lambda x: fields.is_in_pieces(x) or is_spec(x),
     )
     # Of a part of a state whose form only the parameters tell there is one spec.
-    placed = jax.tree.broadcast(
-        placed, state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
     if worker_axis is None:
         return placed
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
     _check_levels(state, len(levels))
     for level, axis in reversed(list(enumerate(levels))):
         axes = _axes(state, replicated, level)
-        placed = _map(
+        placed = map_marked(
             lambda spec, axis=axis: PartitionSpec(axis, *spec),
             placed,
             axes,
@@ -163,117 +153,18 @@ def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionS
     return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
 
 
-def stack(tree: Any, n: int, axes: Any = None) -> Any:
-    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
-
-    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
-    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
-    transformation are folded where workers have parameters of their own, in `inner` of
-    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
-    (A transformation of your own for replicas, whose state holds a key, is seen to be
-    one by `start_workers` only.)
-    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
-    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
-
-    Args:
-        tree: A tree of arrays, for example one worker's parameters or state.
-        n: The number of workers.
-        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
-            equal on all workers and stay as they are. `None`: all leaves are stacked.
-
-    Returns:
-        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
-        (4, 3)
-    """
-    return _stack(tree, n, axes, own=True)
-
-
-def stack_state(state: Any, n: int, axes: Any) -> Any:
-    """`stack` of what a transformation's `init` gives, whatever holds its keys."""
-    return _stack(state, n, axes, own=False)
-
-
-def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
-    """`stack`; `own` says whether keys outside of our states differ."""
-    check_arrays(tree, "What is stacked")
-
-    def repeat(x):
-        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
-
-    def cut(x):
-        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
-
-    def fold(keys, worker):
-        one = jax.vmap(lambda key: jax.random.fold_in(key, worker))
-        return one(keys.reshape(-1)).reshape(keys.shape)
-
-    stacked = _map(repeat, tree, axes, shared=jnp.copy, pieces=cut)
-    if n == 1 or not any(map(_is_key, jax.tree.leaves(tree))):
-        return stacked
-    workers = jnp.arange(n, dtype=jnp.uint32)
-    return jax.tree.map(
-        lambda folds, x, copies: (
-            jax.vmap(fold)(copies, workers)
-            if folds and copies.ndim > x.ndim
-            else copies
-        ),
-        own_keys(tree, own),
-        tree,
-        stacked,
-    )
-
-
-def unstack(tree: Any, axes: Any = None) -> Any:
-    """Take the worker axis off: the first worker's copy of every leaf.
-
-    Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
-    it is one of them: for evaluation and checkpoints take `center_params`.
-
-    Args:
-        tree: A tree of arrays of shape `[n, ...]`.
-        axes: As for `stack`; leaves marked `None` have no worker axis.
-
-    Returns:
-        The tree with leaves of shape `[...]`.
-
-    Raises:
-        ValueError: A leaf has no axis to take off.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optx_sync as oxs
-        >>> oxs.unstack(oxs.stack(jnp.array([1.0, 2.0]), 4))
-        Array([1., 2.], dtype=float32)
-    """
-
-    def first(x):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                "unstack needs leaves with a worker axis in front; got a scalar. Pass "
-                "axes=oxs.state_axes(tx, params) if some leaves have none."
-            )
-        return first_worker(x)
-
-    return _map(first, tree, axes, shared=lambda x: x)
-
-
-def _map(
+def map_marked(
     function: Callable,
-    tree: Any,
+    tree: Tree,
     axes: Any,
     shared: Callable,
     pieces: Callable | None = None,
-) -> Any:
+) -> Tree:
     """`function` of the leaves that are per worker, `shared` of those that are not.
 
     `pieces`, where given, is for those that are in pieces.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_spec)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
     cut = jax.tree.leaves(in_pieces(tree)) if pieces else [False] * len(leaves)
     return treedef.unflatten(
@@ -284,49 +175,50 @@ def _map(
     )
 
 
-def in_pieces(tree: Any, around: bool = True) -> Any:
+def in_pieces(tree: Tree, around: bool = True) -> Tree:
     """Whether each leaf is in pieces over the workers of the outermost level."""
 
     def visit(node):
         if fields.is_level(node):
-            return node._replace(
-                **{
-                    f: in_pieces(x, kind.is_shared)
-                    for f, kind, x in fields.fields_of(node)
-                }
+            return fields.map_fields(
+                lambda _, kind, x: in_pieces(x, kind.is_shared), node
             )
-        found = around and fields.is_in_pieces(node)
-        return jax.tree.map(lambda _: found, node)
+        return jax.tree.map(lambda _: around and fields.is_in_pieces(node), node)
 
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Whether this is an array of random keys, of any kind but the raw one."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def own_keys(tree: Any, own: bool, ours: bool = False) -> Any:
+def fold_keys(keys: Any, worker: Any) -> Any:
+    """Random keys with a worker's number in each."""
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), worker)
+    return folded.reshape(keys.shape)
+
+
+def own_keys(tree: Tree, own: bool, ours: bool = False) -> Tree:
     """Whether each leaf is a random key of which each worker gets its own.
 
     `own` says whether keys in it differ, `ours` whether a state of this package holds
     the tree.
     """
+    differ = own or not ours
 
     def visit(node):
         if fields.is_level(node):
-            differ = own or not ours
-            return node._replace(
-                **{
-                    name: own_keys(x, differ and kind.whose == "own", True)
-                    for name, kind, x in fields.fields_of(node)
-                }
+            return fields.map_fields(
+                lambda _, kind, x: own_keys(x, differ and kind.whose == "own", True),
+                node,
             )
         if _is_optax(node):
             # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
             return type(node)(*(own_keys(x, own and ours, ours) for x in node))
         # The numbers of rows have a key's dtype, so that nothing adds to them.
-        return jax.tree.map(lambda x: own and not is_slices(node) and _is_key(x), node)
+        return jax.tree.map(lambda x: own and not is_slices(node) and is_key(x), node)
 
     return jax.tree.map(
         visit,
@@ -339,7 +231,8 @@ def _is_optax(x: Any) -> bool:
     return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+    """Whether this is a `PartitionSpec`; as `is_leaf`, it keeps one in one piece."""
     return isinstance(x, PartitionSpec)
 
 
@@ -365,7 +258,7 @@ _SOMETIMES = (
 )
 
 
-def _refuse_around_center(state: Any) -> None:
+def _refuse_around_center(state: Tree) -> None:
     """Refuse a wrapper that decides for each worker whether a center rule steps."""
 
     def sometimes(x):
@@ -374,9 +267,8 @@ def _refuse_around_center(state: Any) -> None:
     def is_center(x):
         return hasattr(type(x), "center_params")
 
-    for node in jax.tree.leaves(state, is_leaf=sometimes):
-        within = jax.tree.leaves(node, is_leaf=is_center)
-        if sometimes(node) and any(map(is_center, within)):
+    for node in fields.nodes_of(state, sometimes):
+        if fields.nodes_of(node, is_center):
             name = type(node).__name__.removesuffix("State")
             raise ValueError(
                 f"Optax's {name} stands around a center rule: it decides by what is a "
@@ -388,7 +280,7 @@ def _refuse_around_center(state: Any) -> None:
             )
 
 
-def _check_levels(state: Any, levels: int) -> None:
+def _check_levels(state: Tree, levels: int) -> None:
     """Refuse more levels than there are states that hold another one."""
 
     def inside(node):
@@ -396,7 +288,7 @@ def _check_levels(state: Any, levels: int) -> None:
             return ()
         return [x for _, kind, x in fields.fields_of(node) if not kind.is_shared]
 
-    def depth(tree: Any) -> int:
+    def depth(tree: Tree) -> int:
         nodes = fields.nodes_of(tree, _is_level_or_pieces)
         return max((1 + depth(inside(node)) for node in nodes), default=0)
 
@@ -409,33 +301,24 @@ def _check_levels(state: Any, levels: int) -> None:
         )
 
 
-def _axes(tree: Any, replicated: bool, level: int, around: bool | None = None) -> Any:
+def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) -> Tree:
     """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around` says whether the field that holds the tree is shared; `None`: no state of
     this package holds it. `level` counts down to that which is asked for.
     """
     shared = replicated if around is None else around
-
     equal = {"all levels"}
     if level == 0:
-        equal |= {"level"}
-        if replicated:
-            equal |= {"params"}
+        equal |= {"level", "params"} if replicated else {"level"}
+
+    def field(_, kind, value):
+        inside = bool(around) or kind.whose in equal
+        return _axes(value, replicated, level - 1, inside)
 
     def visit(node):
         if fields.is_level(node):
-            return node._replace(
-                **{
-                    field: _axes(
-                        value,
-                        replicated,
-                        level - 1,
-                        bool(around) or kind.whose in equal,
-                    )
-                    for field, kind, value in fields.fields_of(node)
-                }
-            )
+            return fields.map_fields(field, node)
         if _is_injected(node):
             # What acts at the center is no worker's own.
             whose = None if shared or level == 0 else 0

@@ -14,7 +14,9 @@ chain may hold behind the state, and over which axes a field varies.
 
 A state with a field `inner` is a wrapper's, and a level of workers: where such a state
 holds another one the outermost is level 0, and the workers of one level share what its
-state says. Other states with a table, those of exchanges, stand in a field of one.
+state says. Other states with a table stand in a field of one: those of exchanges, and
+its `info`, the numbers that are told and that no step needs. What these are says the
+`Info`'s own table, as if they were the state's fields.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +71,8 @@ OWN = Kind("own")
 OWN_COUNT = Kind("own", "from 0").told
 OWN_SUM = Kind("own", "from 0")
 ANEW = Kind("own", "anew")
+# Of the field `info`: the table of what it holds says more.
+INFO = Kind("own").told
 # What an exchange remembers of contributions that are added up; `OWN` if averaged.
 OF_SUMS = Kind("own", added=True)
 OWED = Kind("own", "owed")
@@ -114,9 +118,27 @@ def kind_of(state: Declares, name: str) -> Kind:
 
 
 def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
-    """(name, kind, value) of every field."""
+    """(name, kind, value) of every field, and of those of its `info`."""
     for name, value in state._asdict().items():
-        yield name, kind_of(state, name), value
+        if name == "info" and value:
+            yield from fields_of(value)
+        else:
+            yield name, kind_of(state, name), value
+
+
+def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """The state with `function(name, kind, value, ...)` of every field.
+
+    Of its `info` it is that of the `info`'s fields. `others` are states like this one,
+    whose values the function gets as well.
+    """
+
+    def field(name, value, *values):
+        if name == "info" and value:
+            return map_fields(function, value, *values)
+        return function(name, kind_of(state, name), value, *values)
+
+    return type(state)(*map(field, state._fields, state, *others))
 
 
 def nodes_of(tree: Any, is_node: Callable[[Any], bool] = declares) -> list[Any]:
@@ -145,18 +167,15 @@ def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
     Conditionals on these are agreed on.
     """
 
-    def visit(node):
-        if not is_level(node):
-            return function(node)
-        return node._replace(
-            **{
-                name: map_but_counters(function, value)
-                for name, kind, value in fields_of(node)
-                if kind.whose != "all levels"
-            }
-        )
+    def field(_, kind, value):
+        shared = kind.whose == "all levels"
+        return value if shared else map_but_counters(function, value)
 
-    return jax.tree.map(visit, tree, is_leaf=is_level)
+    return jax.tree.map(
+        lambda node: map_fields(field, node) if is_level(node) else function(node),
+        tree,
+        is_leaf=is_level,
+    )
 
 
 class InPieces(NamedTuple):

@@ -6,16 +6,16 @@ What becomes of a field is its kind's. All arrays have the worker axis in front 
 """
 
 import warnings
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer, one_of
 from optx_sync.placement import fields
-from optx_sync.placement.axes import in_pieces, own_keys, state_axes
+from optx_sync.placement.axes import fold_keys, in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -89,11 +89,8 @@ def resize(
         >>> params.shape, state.inner[0].mu.shape, state.center.shape
         ((5, 3), (5, 3), (3,))
     """
-    n = check_count("n", n, "Pass the number of workers to go on with.")
-    if joiners not in get_args(Joiners):
-        raise ValueError(
-            f"joiners must be one of 'mean', 'first' and 'fresh'; got {joiners!r}."
-        )
+    n = integer("n", n, "Pass the number of workers to go on with.")
+    one_of("joiners", joiners, Joiners)
     forms = jax.tree.structure((params, state))
     params, state = pure((params, state))
     one = params
@@ -107,17 +104,8 @@ def resize(
             f"{jax.tree.structure(state)} and {jax.tree.structure(like)}. Pass the "
             "transformation to go on with, built like the one that made the state."
         )
-    axes = state_axes(tx, one, replicated=replicated)
-    leaves, treedef = jax.tree.flatten(state)
-    ones = jax.tree.leaves(like)
-    pieces = jax.tree.leaves(in_pieces(like))
-    cut = [flag and one.ndim > 0 for flag, one in zip(pieces, ones, strict=True)]
-    has_axis = _has_axis(state, like, axes, cut)
-    sizes = {
-        x.shape[0]
-        for x, there, flag in zip(leaves, has_axis, cut, strict=True)
-        if there or flag
-    }
+    leaves = _leaves(state, like, state_axes(tx, one, replicated=replicated))
+    sizes = {leaf.x.shape[0] for leaf in leaves if leaf.own or leaf.cut}
     if not replicated:
         sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
     if len(sizes) > 1:
@@ -129,14 +117,8 @@ def resize(
     if n == before:
         return forms.unflatten(map(jnp.copy, jax.tree.leaves((params, state))))
     how = _Resizing(before, n, joiners, [])
-    # Pieces are put together: flat and whole they are shared by all workers.
-    whole = [
-        x.reshape(-1)[: one.size] if flag else x
-        for x, one, flag in zip(map(_on_host, leaves), ones, cut, strict=True)
-    ]
-    stacked = treedef.unflatten(
-        x if there else _repeat(x, before)
-        for x, there in zip(whole, has_axis, strict=True)
+    stacked = jax.tree.structure(state).unflatten(
+        leaf.of_all(before) for leaf in leaves
     )
     everyone = jax.tree.map(_on_host, params)
     if replicated:
@@ -157,13 +139,13 @@ def resize(
         own_keys(state, own=False),
     )
     _say(how.lost, strict)
-    leaves = [
-        fields.in_rows(x[0], n) if flag else x if there else x[0]
-        for x, there, flag in zip(jax.tree.leaves(resized), has_axis, cut, strict=True)
+    new_state = [
+        fields.in_rows(x[0], n) if leaf.cut else x if leaf.own else x[0]
+        for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
     ]
     if replicated:
         new_params = jax.tree.map(lambda x: x[0], new_params)
-    return forms.unflatten(map(_back, jax.tree.leaves((new_params, leaves))))
+    return forms.unflatten(map(_back, jax.tree.leaves((new_params, new_state))))
 
 
 class _Resizing(NamedTuple):
@@ -189,16 +171,11 @@ class _Resizing(NamedTuple):
                 return self.array(fields.OWN, node, fresh)
             if hasattr(node, "lost_by_resize") and not self.inside:
                 self.lost.extend(node.lost_by_resize(self.after < self.before))
-            return node._replace(
-                **{
-                    name: self._field(kind, name, value, getattr(fresh, name))
-                    for name, kind, value in fields.fields_of(node)
-                }
-            )
+            return fields.map_fields(self._field, node, fresh)
 
         return jax.tree.map(visit, tree, fresh, is_leaf=fields.declares)
 
-    def _field(self, kind: fields.Kind, name: str, tree: Tree, fresh: Tree) -> Tree:
+    def _field(self, name: str, kind: fields.Kind, tree: Tree, fresh: Tree) -> Tree:
         if self.inside:
             counts = kind.resized == "from 0"
             kind = fields.OWN_COUNT if counts else fields.OWN
@@ -246,9 +223,7 @@ class _Keys(np.ndarray):
         folded = np.array(self)
         for worker in range(first, len(self)):
             keys = jax.random.wrap_key_data(jnp.asarray(folded[worker]), impl=self.impl)
-            fold = jax.vmap(lambda key, worker=worker: jax.random.fold_in(key, worker))
-            new = fold(keys.reshape(-1)).reshape(keys.shape)
-            folded[worker] = jax.random.key_data(new)
+            folded[worker] = jax.random.key_data(fold_keys(keys, worker))
         return _Keys.of(folded, self)
 
     @staticmethod
@@ -291,7 +266,7 @@ def _first_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
 
 
-def _worker_axes(state: Any) -> int:
+def _worker_axes(state: Tree) -> int:
     """How many worker axes parameters have: one for each of rules in each other."""
     counts = [
         x.ndim
@@ -303,45 +278,49 @@ def _worker_axes(state: Any) -> int:
     return max(1, *counts, 1)
 
 
-def _has_axis(state: Any, like: Any, axes: Any, cut: list[bool]) -> list[bool]:
-    """Whether each leaf of a state has the worker axis."""
-    treedef = jax.tree.structure(like)
+class _Leaf(NamedTuple):
+    """An array of a state."""
+
+    x: Any
+    one: jax.ShapeDtypeStruct  # that of one worker
+    own: bool  # whether it has the worker axis
+    cut: bool  # whether it lies in pieces
+
+    def of_all(self, workers: int) -> np.ndarray:
+        """`[workers, ...]`; what lies in pieces is put together, flat, and shared."""
+        x = _on_host(self.x)
+        x = x.reshape(-1)[: self.one.size] if self.cut else x
+        return x if self.own else _repeat(x, workers)
+
+
+def _leaves(state: Tree, like: Tree, axes: Any) -> list[_Leaf]:
+    """The leaves of a state, whose shapes are checked."""
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]
-    stacked = any(jnp.ndim(counter) for counter in counters)
+    stacked, most = any(map(jnp.ndim, counters)), _worker_axes(state)
     found = []
-    for (path, x), one, mark, flag in zip(
+    for (path, x), one, mark, pieces in zip(
         jax.tree_util.tree_leaves_with_path(state),
         jax.tree.leaves(like),
-        treedef.flatten_up_to(axes),
-        cut,
+        jax.tree.structure(like).flatten_up_to(axes),
+        jax.tree.leaves(in_pieces(like)),
         strict=True,
     ):
-        if flag:
-            if x.ndim != 2 or x.shape[1] != -(-one.size // x.shape[0]):
-                raise ValueError(
-                    f"The state at {path_name(path)} has shape {jnp.shape(x)}, which "
-                    f"is none of {one.size} numbers in pieces, one for each worker. "
-                    "Pass the parameters and state of one run."
-                )
-            found.append(False)
-            continue
-        more = jnp.ndim(x) - one.ndim
-        has_axis = stacked or mark is not None
-        if more < has_axis:
+        shape, cut = jnp.shape(x), pieces and one.ndim > 0
+        own = not cut and (stacked or mark is not None)
+        more = len(shape) - one.ndim
+        fits = own <= more < own + most and shape[more:] == one.shape
+        if cut:
+            fits = len(shape) == 2 and shape[1] == -(-one.size // shape[0])
+        if not fits:
+            what = "it has no worker axis" if more < own else "it is of another run"
             raise ValueError(
-                f"The state at {path_name(path)} has shape {jnp.shape(x)}, of one "
-                f"worker {one.shape}: it has no worker axis. Pass the state of all "
-                "workers, as oxs.start_workers gives it; with replicas whose parameters"
-                " have no worker axis pass replicated=True."
+                f"The state at {path_name(path)} has shape {shape}, of one worker "
+                f"{one.shape}: {what}. Pass the parameters and state of all workers, "
+                "as oxs.start_workers gives them; with replicas whose parameters have "
+                "no worker axis pass replicated=True."
             )
-        if jnp.shape(x)[more:] != one.shape or more >= has_axis + _worker_axes(state):
-            raise ValueError(
-                f"The state at {path_name(path)} has shape {jnp.shape(x)}, which is "
-                f"none of workers with {one.shape} each. Pass the parameters and state "
-                "of one run."
-            )
-        found.append(has_axis)
+        found.append(_Leaf(x, one, own, cut))
     return found
 
 
@@ -349,9 +328,8 @@ def _say(lost: list[str], strict: bool) -> None:
     if not lost:
         return
     message = (
-        f"resize in the middle of a round drops {', '.join(lost)}. Resize right after "
-        "a round, when oxs.metrics(state).steps_since_round is 0 or the accumulated "
-        "gradients have made an update."
+        f"resize in the middle of a round drops {', '.join(lost)}. Resize after one, "
+        "when oxs.metrics(state).steps_since_round is 0 or an update has been made."
     )
     if strict:
         raise ValueError(message)

@@ -2,7 +2,7 @@
 """Gradients reduced over all replicas, or over groups of them, in every step."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from optx_sync.checks import (
     check_grads,
     check_inner,
     check_params,
+    explains_inner,
     fill_missing,
+    one_of,
     shows_call,
 )
 from optx_sync.collectives import (
@@ -44,7 +46,8 @@ from optx_sync.exchange.contract import (
     start_outliers,
 )
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.measures import (
+from optx_sync.metrics import (
+    Info,
     check_batch_size,
     like_params,
     measure_of,
@@ -52,15 +55,14 @@ from optx_sync.measures import (
     square_sum,
     start,
     to_sum,
+    told,
 )
 from optx_sync.placement import fields
 from optx_sync.trees import (
     Tree,
     cast_like,
-    explains_inner,
     is_gradient_leaf,
     is_inexact,
-    is_nothing,
     is_placeholder,
     is_slices,
     leaves_with_names,
@@ -91,27 +93,25 @@ class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something."""
 
     exchange: Any  # what the exchange remembers, this replica's own, or ()
-    outliers: Any  # int32[], steps in which this replica was an outlier, or ()
-    measured: Any  # `Measured`, of the last step, or ()
+    info: Info
     inner: optax.OptState  # the state of `inner`
 
     field_kinds = fields.table(
         exchange=fields.OWN,
-        outliers=fields.OWN_COUNT,
-        measured=fields.LIKE_PARAMS.told,
+        info=fields.INFO,
         inner=fields.LIKE_PARAMS,
     )
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` has measured, and how often this one was an outlier."""
         del params
-        counts, measured = self.outliers, self.measured
-        if is_nothing(counts) and is_nothing(measured):
+        if not jax.tree.leaves(self.info):
             raise ValueError(
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
-        outliers = None if is_nothing(counts) else counts
-        return CrossShardMetrics(**measures(measured), outliers=outliers)
+        return CrossShardMetrics(
+            **measures(self.info.measured), outliers=told(self.info.outliers)
+        )
 
 
 class SummedCrossShardState(CrossShardState):
@@ -252,10 +252,7 @@ def cross_shard(
     inner = check_inner(inner, _CALL)
     check_axis_name(axis_name)
     check_reduction(reduction)
-    if grads not in get_args(Grads):
-        raise ValueError(
-            f"grads must be one of 'local', 'summed' and 'averaged'; got {grads!r}."
-        )
+    one_of("grads", grads, Grads)
     if exchange is not None:
         _require_own(grads, "An exchange")
     exchange = check_exchange(exchange, all_reduce())
@@ -370,9 +367,11 @@ class _CrossShard(NamedTuple):
         state = own(state) if grouped else state
         if self.state_of is None:
             return state
-        kept = own((self.exchange.init(params), start_outliers(self.exchange)))
+        memory, outliers = own(
+            (self.exchange.init(params), start_outliers(self.exchange))
+        )
         measured = like_params(start(), params, self.axis_name) if self.measure else ()
-        return self.state_of(*kept, measured, state)
+        return self.state_of(memory, Info(outliers=outliers, measured=measured), state)
 
     def update(
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
@@ -380,7 +379,7 @@ class _CrossShard(NamedTuple):
         """The updates of `inner` for what the gradients have become, and the state."""
         extra_args = self.check(updates, params, weight, extra_args)
         batch_size = check_batch_size(batch_size)
-        before = CrossShardState((), (), (), state) if self.state_of is None else state
+        before = CrossShardState((), Info(), state) if self.state_of is None else state
         if self.grads == "local":
             mean, now = self.meet(updates, before, weight, batch_size)
         else:
@@ -391,11 +390,12 @@ class _CrossShard(NamedTuple):
         updates = fill_missing(updates, params)
         if self.state_of is None:
             return updates, inner
-        measured = now.measured
+        info = now.info
         if self.measure:
             norm = jnp.sqrt(self.square(updates, before))
-            measured = vary_like(measured._replace(update_norm=norm), before.measured)
-        return updates, now._replace(measured=measured, inner=inner)
+            info = info._replace(measured=info.measured._replace(update_norm=norm))
+        info = vary_like(info, before.info)
+        return updates, now._replace(info=info, inner=inner)
 
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
         """Refuse what does not fit a step; the extra arguments that `inner` gets."""
@@ -419,7 +419,8 @@ class _CrossShard(NamedTuple):
 
     def meet(self, grads, state: CrossShardState, weight, batch_size):
         """(the mean or sum of all gradients, the state)."""
-        exchange, axis_name, measured = self.exchange, self.axis_name, state.measured
+        exchange, axis_name = self.exchange, self.axis_name
+        measured = state.info.measured
         require_local(grads, axis_name, "gradient")
         check_weight(exchange, weight)
         if not exchange.exact:
@@ -442,9 +443,10 @@ class _CrossShard(NamedTuple):
             square = self.square(met.mean, state)
             measured = measure_of(measured, met.also, met.weight, square, batch_size)
         outliers = count_outlier(
-            exchange, grads, met.mean, axis_name, weight, state.outliers
+            exchange, grads, met.mean, axis_name, weight, state.info.outliers
         )
-        state = state._replace(exchange=met.state, outliers=outliers, measured=measured)
+        info = state.info._replace(outliers=outliers, measured=measured)
+        state = state._replace(exchange=met.state, info=info)
         return self.as_asked(met.mean, met.weight), state
 
     def as_asked(self, grads, count):
@@ -464,7 +466,9 @@ class _CrossShard(NamedTuple):
 
     def square(self, tree, state: CrossShardState):
         """The squared norm: over other axes along which gradients vary lie shards."""
-        return square_sum(tree, localize(state.measured.update_norm, self.axis_name))
+        return square_sum(
+            tree, localize(state.info.measured.update_norm, self.axis_name)
+        )
 
 
 class _InPieces(NamedTuple):

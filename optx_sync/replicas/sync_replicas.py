@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import (
-    check_count,
     check_grads,
     check_inner,
     check_one_worker,
     check_params,
+    explains_inner,
     fill_missing,
+    integer,
 )
 from optx_sync.collectives import (
     AxisName,
@@ -42,7 +43,8 @@ from optx_sync.exchange.contract import (
     require_exact,
     start_outliers,
 )
-from optx_sync.measures import (
+from optx_sync.metrics import (
+    Info,
     check_batch_size,
     like_params,
     measure_of,
@@ -50,6 +52,7 @@ from optx_sync.measures import (
     square_sum,
     start,
     to_sum,
+    told,
 )
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
@@ -72,7 +75,6 @@ from optx_sync.trees import (
     add_updates,
     cast_like,
     check_accumulator_dtype,
-    explains_inner,
     is_finite,
     is_masked,
     is_nothing,
@@ -123,7 +125,7 @@ class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
     With w the weight of a gradient, |g| its norm, b the examples behind it; named as
-    `optx_sync.measures.to_sum` names them.
+    `optx_sync.metrics.to_sum` names them.
     """
 
     squares: jax.Array  # float32[], w |g|^2
@@ -143,14 +145,10 @@ class SyncReplicasState(NamedTuple):
     total_weight: jax.Array
     weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
-    outcome: jax.Array  # int32[], the place in `Outcomes`; -1 before the first gradient
-    outcome_counts: Outcomes  # int32[] each
     exchange: Any  # what the exchange remembers, or ()
     # The weights of its own gradients since the last update, () with a linear exchange
     contributed: Any
-    outliers: Any  # int32[], updates in which it was an outlier, or ()
-    gathered: Any  # `Gathered`, of this replica, or ()
-    measured: Any  # `Measured`, of the last update, or ()
+    info: Info  # with `Outcomes` and `Gathered`, of this replica
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
 
@@ -160,13 +158,9 @@ class SyncReplicasState(NamedTuple):
         total_weight=fields.SHARED_ANEW.told,
         weight_unit=fields.SHARED.told,
         accumulator=fields.ANEW,
-        outcome=fields.ANEW,
-        outcome_counts=fields.OWN_COUNT,
         exchange=fields.OF_SUMS,
         contributed=fields.ANEW,
-        outliers=fields.OWN_COUNT,
-        gathered=fields.ANEW.told,
-        measured=fields.LIKE_PARAMS.told,
+        info=fields.INFO,
         inner=fields.LIKE_PARAMS,
         averages=fields.COPIES,
     )
@@ -174,12 +168,13 @@ class SyncReplicasState(NamedTuple):
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
         del params
-        last = (self.outcome == place for place in range(len(Outcomes._fields)))
+        info = self.info
+        last = (info.outcome == place for place in range(len(Outcomes._fields)))
         return SyncReplicasMetrics(
             *last,
-            counts=self.outcome_counts,
-            **measures(self.measured),
-            outliers=None if is_nothing(self.outliers) else self.outliers,
+            counts=info.outcome_counts,
+            **measures(info.measured),
+            outliers=told(info.outliers),
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
@@ -419,18 +414,25 @@ class _SyncReplicas(NamedTuple):
             total_weight=jnp.zeros((), weights),
             weight_unit=jnp.zeros((), weights),
             accumulator=own(accumulator),
-            outcome=own(jnp.full((), -1, jnp.int32)),
-            outcome_counts=own(_zeros(Outcomes, jnp.int32)),
             exchange=own(self.exchange.init(params)),
             contributed=() if self.exchange.linear else own(jnp.zeros((), weights)),
-            outliers=own(start_outliers(self.exchange)),
-            gathered=own(_zeros(Gathered, jnp.float32)) if self.measure else (),
-            measured=like_params(start(), params, self.axis_name)
-            if self.measure
-            else (),
+            info=self.start_info(params),
             inner=self.inner.init(params),
             averages=start_averages(params, self.decay, self.averaged, self.dtype),
         )
+
+    def start_info(self, params: Any) -> Info:
+        """What is told before the first step."""
+        info = Info(
+            outliers=start_outliers(self.exchange),
+            outcome=jnp.full((), -1, jnp.int32),
+            outcome_counts=_zeros(Outcomes, jnp.int32),
+            gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
+        )
+        info = localize_where_mapped(info, self.axis_name)
+        if not self.measure:
+            return info
+        return info._replace(measured=like_params(start(), params, self.axis_name))
 
     def update(self, updates, state, params=None, **extra_args):
         """One step that returns updates."""
@@ -502,13 +504,12 @@ class _SyncReplicas(NamedTuple):
         outcome = _outcome(used, fresh, finite, contributes)
         counts = (
             count + (outcome == place).astype(jnp.int32)
-            for place, count in enumerate(state.outcome_counts)
+            for place, count in enumerate(state.info.outcome_counts)
         )
         state = state._replace(
             global_step=state.global_step + jnp.asarray(due).astype(jnp.int32),
             accumulated=accumulated,
-            outcome=outcome,
-            outcome_counts=Outcomes(*counts),
+            info=state.info._replace(outcome=outcome, outcome_counts=Outcomes(*counts)),
         )
         weight = jnp.where(used, given, 0)
         state = self.add(grads, state, used, weight, arrived, batch_size)
@@ -570,14 +571,14 @@ class _SyncReplicas(NamedTuple):
                 weight=own,
                 batch_size=jnp.asarray(batch_size),
             )
-            before = state.gathered._asdict().items()
+            before = state.info.gathered._asdict().items()
             gathered = Gathered(*(so_far + now[name] for name, so_far in before))
-            state = state._replace(gathered=gathered)
+            state = state._replace(info=state.info._replace(gathered=gathered))
         return state
 
     def square(self, tree, state: SyncReplicasState) -> jax.Array:
         """The squared norm: over other axes along which gradients vary lie shards."""
-        like = localize(state.measured.update_norm, self.axis_name)
+        like = localize(state.info.measured.update_norm, self.axis_name)
         return square_sum(tree, like)
 
     def move(self, step: _Step, state: SyncReplicasState):
@@ -596,19 +597,20 @@ class _SyncReplicas(NamedTuple):
         if self.measure:
             contributors = state.accumulated.astype(jnp.float32)
             measured = measure_of(
-                state.measured,
+                state.info.measured,
                 {**sums, "contributors": contributors},
                 state.total_weight,
                 self.square(mean, state),
             )
             norm = jnp.sqrt(self.square(moved, state))
-            state = state._replace(measured=measured._replace(update_norm=norm))
+            measured = measured._replace(update_norm=norm)
+            state = state._replace(info=state.info._replace(measured=measured))
         state = state._replace(
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
             accumulator=clear(state.accumulator, mean, state.accumulated),
             contributed=zeros_like(state.contributed),
-            gathered=zeros_like(state.gathered),
+            info=state.info._replace(gathered=zeros_like(state.info.gathered)),
             inner=cast_like(inner, state.inner),
             averages=averages,
         )
@@ -625,10 +627,10 @@ class _SyncReplicas(NamedTuple):
             sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
             weight = state.contributed if exchange.takes_weights else votes
         if self.measure:
-            also = state.gathered._asdict()
+            also = state.info.gathered._asdict()
         met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
         outliers = count_outlier(
-            exchange, sums, met.mean, axis_name, votes, state.outliers
+            exchange, sums, met.mean, axis_name, votes, state.info.outliers
         )
         count = jnp.ones((), jnp.int32)
         if exchange.linear:
@@ -638,14 +640,15 @@ class _SyncReplicas(NamedTuple):
             rows = reduce(rows, axis_name, reduction="sum")
             rows = [weights / replicas for weights in rows]
         mean = mean_of(met.mean, rows, step.grads, count, step.tokens)
-        return mean, met.also, state._replace(exchange=met.state, outliers=outliers)
+        info = state.info._replace(outliers=outliers)
+        return mean, met.also, state._replace(exchange=met.state, info=info)
 
 
 def check_replicas(
     replicas_to_aggregate: Any, total_num_replicas: Any
 ) -> tuple[int, int | None]:
     """Both numbers as ints; refuse what is not an integer of 1 or more."""
-    required = check_count(
+    required = integer(
         "replicas_to_aggregate",
         replicas_to_aggregate,
         "Pass the number of gradients that an update needs.",
@@ -653,7 +656,7 @@ def check_replicas(
     total = total_num_replicas
     if total is not None:
         mend = "Pass the number of replicas."
-        total = check_count("total_num_replicas", total, mend)
+        total = integer("total_num_replicas", total, mend)
     return required, total
 
 

@@ -39,9 +39,9 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Now, Step
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
-from optx_sync.placement.axes import stack
+from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import is_finite, row_of, where, with_row
 
@@ -206,7 +206,7 @@ def asynchronous(
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
     check_rule(rule, call)
-    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
+    num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="

@@ -16,9 +16,9 @@ from optx_sync.center.contract import (
     static_period,
 )
 from optx_sync.center.worker import Worker
-from optx_sync.checks import check_count, check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.peers.gossip import mean_params
-from optx_sync.placement.axes import stack
+from optx_sync.placement.workers import stack
 from optx_sync.simulate.replay import (
     GradFn,
     Record,
@@ -143,7 +143,7 @@ def gossip(
     """
     call = "oxs.simulate.gossip(optax.sgd(0.1), params, grad_fn, workers, ...)"
     inner = check_inner(inner, call)
-    num_workers = check_count("num_workers", num_workers, "Pass for example 8.")
+    num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     period = check_period(communication_period)
     workers = check_workers(workers, num_workers)
     if partners is None:

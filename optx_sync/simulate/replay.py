@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 
 GradFn: TypeAlias = Callable[[jax.Array, Any, jax.Array], Any]
 Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any] | None
@@ -85,7 +85,7 @@ def check_record(record: Any) -> int | None:
         return None
     if callable(record) or (isinstance(record, str) and record == "all"):
         return 1
-    return check_count(
+    return integer(
         "record",
         record,
         "Pass None, 'all', every how many events to keep, or a function of parameters "

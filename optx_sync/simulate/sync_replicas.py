@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import check_count, check_grads, check_inner, fill_missing
+from optx_sync.checks import (
+    check_grads,
+    check_inner,
+    explains_inner,
+    fill_missing,
+    integer,
+)
 from optx_sync.replicas.accumulator import (
     Accumulator,
     accumulate,
@@ -24,7 +30,7 @@ from optx_sync.replicas.averages import (
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.rows.slices import unique_rows
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, cast_like, explains_inner
+from optx_sync.trees import add_updates, cast_like
 
 
 class SyncReplicasMachine(NamedTuple):
@@ -146,7 +152,7 @@ def sync_replicas(
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     total = required if total is None else total
-    num_tokens = check_count(
+    num_tokens = integer(
         "num_tokens", num_tokens, "Pass -1 for replicas_to_aggregate.", least=-1
     )
     needed = max(required - total, 0)

@@ -10,7 +10,7 @@ import jax
 import optax
 
 import optx_sync as oxs
-from optx_sync import hlo
+from benchmarks import by_hand
 
 FLOATS = 1 << 16
 
@@ -44,7 +44,7 @@ def measured(workers, shard_center):
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state).compile()
     sent = {row.kind: row.bytes for row in oxs.audit.collectives(compiled)}
-    return hlo.memory(compiled).arguments, hlo.memory(compiled).temporary, sent
+    return by_hand.memory(compiled).arguments, by_hand.memory(compiled).temporary, sent
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def counts(make, case, dtype, workers):
         compiled = step.program.lower(step.carry, batch)
         compiled = compiled.compile(contexts.AS_USERS_COMPILE)
     found = {}
-    program, memory = hlo.program(compiled), hlo.memory(compiled)
+    program, memory = hlo.program(compiled), by_hand.memory(compiled)
     for branch, when in enumerate(("quiet", "round")):
         written = [
             instruction.opcode
-            for instruction in hlo.written(program, branch)
+            for instruction in by_hand.written(program, branch)
             for array in instruction.arrays
             if jnp.prod(jnp.array(array.shape)) >= FLOATS
         ]

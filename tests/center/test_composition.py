@@ -198,7 +198,7 @@ def test_double_precision(rule):
         assert {leaf.dtype for leaf in jax.tree.leaves(history)} == {np.dtype("f8")}
         for tree in (state.center, state.accumulated, state.outer, state.taken):
             assert {leaf.dtype for leaf in jax.tree.leaves(tree)} <= {np.dtype("f8")}
-        for count in (state.local_step, state.global_step, state.dropped):
+        for count in (state.local_step, state.global_step, state.info.dropped):
             assert count.dtype == np.int32
         half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
         assert tx.init(half).center["matrix"].dtype == np.float32
@@ -319,7 +319,7 @@ def test_optax_finds_its_way_in_a_state(name):
     specs = oxs.state_specs(tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers")
     assert specs.center == {"scalar": P(), "matrix": P("fsdp")}
     assert specs.local_step == specs.steps_since_round == specs.global_step == P()
-    assert specs.dropped == P("workers")
+    assert specs.info.dropped == P("workers")
     assert specs.inner[0].trace["matrix"] == P("workers", "fsdp")
     own, whole = {"matrix": P("workers", "fsdp"), "scalar": P("workers")}, specs.center
     assert specs.accumulated in ((), own)
@@ -327,7 +327,7 @@ def test_optax_finds_its_way_in_a_state(name):
     assert specs.broken in ((), P("workers"))
     axes = oxs.state_axes(tx, params)
     assert (axes.center["matrix"], axes.local_step) == (None, None)
-    assert (axes.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
+    assert (axes.info.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
 
 
 def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import hlo
+from benchmarks import by_hand
 from tests import contexts
 from tests.reference import center as reference
 
@@ -229,7 +229,7 @@ def program(**options):
     tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     step, params, state = start(tx)
     compiled = step.lower(params, state, params).compile()
-    return oxs.audit.collectives(compiled), hlo.memory(compiled).temporary
+    return oxs.audit.collectives(compiled), by_hand.memory(compiled).temporary
 
 
 @pytest.mark.parametrize(

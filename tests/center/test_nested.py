@@ -191,7 +191,7 @@ def test_levels_of_a_state():
     assert (outer.center["scalar"], outer.inner.center["scalar"]) == (None, 0)
     assert (inner.center["scalar"], inner.inner.center["scalar"]) == (0, None)
     for axes in (outer, inner):
-        assert axes.dropped == axes.inner.dropped == 0
+        assert axes.info.dropped == axes.inner.info.dropped == 0
         for state in (axes, axes.inner):
             assert state.local_step is state.steps_since_round is None
             assert state.global_step is None
@@ -199,7 +199,7 @@ def test_levels_of_a_state():
     assert specs.center["scalar"] == P("data")
     assert specs.inner.taken["vector"] == P("pods")
     assert specs.local_step == specs.inner.local_step == P()
-    assert specs.dropped == P(*AXES)
+    assert specs.info.dropped == P(*AXES)
     # Of gradients that meet inside of a worker the counters are the worker's own.
     replicas = oxs.local_sgd(oxs.sync_replicas(SGD, "data", 2), "pods")
     outer, inner = (oxs.state_axes(replicas, PARAMS, level=at) for at in (0, 1))

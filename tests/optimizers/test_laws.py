@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optx_sync import hlo
+from benchmarks import by_hand
 from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
 
@@ -420,7 +420,7 @@ def test_touched_needs_no_memory_of_the_tables_size(case):
         return optax.apply_updates(table, updates), state
 
     table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    memory = hlo.memory(
+    memory = by_hand.memory(
         step,
         table,
         jax.eval_shape(tx.init, table),

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from optx_sync import hlo
+from benchmarks import by_hand
 from tests import contexts
 from tests.replicas.test_cross_shard import together, with_weight
 
@@ -195,7 +195,7 @@ def test_bytes_and_memory():
         # Adam's own arithmetic with a count.
         with jax.numpy_dtype_promotion("standard"):
             compiled = step.lower(grads, state).compile()
-        memory[sharded] = hlo.memory(compiled).arguments
+        memory[sharded] = by_hand.memory(compiled).arguments
         rows = {row.kind: 0 for row in oxs.audit.collectives(compiled)}
         for row in oxs.audit.collectives(compiled):
             rows[row.kind] += row.bytes

@@ -255,7 +255,7 @@ def test_replicated_state_has_an_axis_where_it_is_a_replicas_own():
     trace, own = oxs.state_axes(tx, params, replicated=True)
     shared = (trace, own.inner, own.averages, own.global_step, own.accumulated)
     assert not jax.tree.leaves(shared)
-    assert set(jax.tree.leaves((own.accumulator, own.outcome))) == {0}
+    assert set(jax.tree.leaves((own.accumulator, own.info.outcome))) == {0}
     plain = oxs.cross_shard(optax.adam(0.1), AXIS)
     assert not jax.tree.leaves(oxs.state_axes(plain, params, replicated=True))
     specs = oxs.state_specs(plain, params, P("fsdp"), AXIS, replicated=True)
@@ -454,7 +454,7 @@ def test_tokens_are_handed_out_fairly():
         _, state = step(jnp.ones(N), state)
     arrived.append(np.asarray(oxs.metrics(state).no_token))
     assert int(state.global_step) == N
-    assert np.all(state.outcome_counts.used == 6)
+    assert np.all(state.info.outcome_counts.used == 6)
     assert np.argwhere(arrived[1]).tolist() == [[2], [3]]
     assert np.argwhere(arrived[3]).tolist() == [[0], [3]]
 
@@ -599,7 +599,7 @@ def test_late_replicas_do_not_starve_an_update():
         updates, state = step(jnp.ones(N), state, **late)
     assert int(state.global_step) == 1
     assert float(updates) == 1.0
-    assert state.outcome_counts.no_token.tolist() == [0] * N
+    assert state.info.outcome_counts.no_token.tolist() == [0] * N
 
 
 @pytest.mark.parametrize("robust", [False, True])

@@ -306,6 +306,31 @@ def test_states_of_flax_and_nnx_are_such_trees(tmp_path):
         assert_same_bits(restore(tmp_path / name, like), state)
 
 
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
+    """Saved without its info, or by a run that measured nothing: same parameters."""
+
+    def rule(measure):
+        tx = oxs.diloco(
+            optax.sgd(0.1, 0.9), AXIS, communication_period=2, measure=measure
+        )
+        return optax.chain(optax.clip(1.0), tx)
+
+    saves, goes_on = rule(measure), rule(True)
+    start, fresh = (oxs.start_workers(tx, ONE, 4) for tx in (saves, goes_on))
+    params, state = train(saves, *start[2:], *start[:2], 3, 0)
+    template = jax.eval_shape(lambda: optax.tree.set(start[1], info=()))
+    save(tmp_path / "bare", optax.tree.set(state, info=()))
+    bare: Any = restore(tmp_path / "bare", template)
+    info = optax.tree.get(fresh[1], "info")
+    restored: Any = optax.tree.set(bare, info=info)
+    assert oxs.metrics(state).rounds == oxs.metrics(restored).rounds == 1
+    expected, _ = train(saves, start[2], params, state, 3, 1)
+    actual, after = train(goes_on, fresh[2], params, restored, 3, 1)
+    assert_same_bits(actual, expected)
+    assert oxs.metrics(after).contributors == 4
+
+
 # As docs/checkpoints.md has it: a mesh of eight devices in one process, of three in
 # another.
 WRITE = """

@@ -59,14 +59,12 @@ class InLine(NamedTuple):
             before, step._replace(alike=alike), values
         )
         # Before the first round nothing is pending.
-        exchange, outliers, agreed = where(
-            lands,
-            (after.exchange, after.outliers, after.agreed),
-            (before.exchange, before.outliers, before.agreed),
+        exchange, info = where(
+            lands, (after.exchange, after.info), (before.exchange, before.info)
         )
         if parts.number > 1:
             exchange = with_row(now.exchange, last, exchange)
-        now = now._replace(outliers=outliers, agreed=agreed)
+        now = now._replace(info=info)
         return now, Pending(total, steps, pushed), exchange
 
     def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:

@@ -16,7 +16,7 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, InnerState, Round
 from optx_sync.center.fragments import Whole
-from optx_sync.center.state import MeasuredOwn, norm_of
+from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.collectives import (
     AxisName,
@@ -26,7 +26,7 @@ from optx_sync.collectives import (
     vary_like,
 )
 from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.measures import measure_of, square_sum, to_sum
+from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
 from optx_sync.trees import is_finite, is_floating, is_inexact, where
 
 
@@ -37,10 +37,7 @@ class Now(NamedTuple):
     center: Center
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
     exchange: Any  # what the exchange remembers, of each part
-    dropped: Any  # int32[]
-    outliers: Any  # int32[], or ()
-    measured: Any  # `MeasuredOwn`, or ()
-    agreed: Any  # `Measured`, or ()
+    info: SharedInfo
     # Of this round alone. `None` where all contributions count alike.
     weight: Any  # float[], this worker's
     # `None` without `drop_nonfinite`.
@@ -154,13 +151,12 @@ class Meeting(NamedTuple):
             self.rule, before, now.center.value, step.at(part)
         )
         contribution = localize(contribution, self.axis_name)
-        measured = now.measured
+        info = now.info
         if self.measure:
             x = work.as_center(before.params, now.center.value)
             apart = jax.tree.map(jnp.subtract, x, now.center.value)
-            like = measured.distance_before_round
-            measured = MeasuredOwn(norm_of(apart, like=like))
-        now = now._replace(worker=worker, measured=measured)
+            info = info._replace(distance=norm_of(apart, like=info.distance))
+        now = now._replace(worker=worker, info=info)
         return self.leave_out(now, step, contribution), contribution
 
     def leave_out(self, now: Now, step: Step, contribution: Any) -> Now:
@@ -176,22 +172,22 @@ class Meeting(NamedTuple):
         """(now, the sum or mean for the center, the sum of weights or ())."""
         weight, also = now.weight, None
         if self.measure:
-            like = now.measured.distance_before_round
-            square = square_sum(contribution, like)
+            square = square_sum(contribution, now.info.distance)
             also = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
         elif self.rule.mean_over is None and not step.alike:
             also = {"contributors": (weight > 0).astype(jnp.float32)}
         met = self.exchange.meet(
             contribution, now.exchange, self.axis_name, weight=weight, also=also
         )
-        mean, agreed = met.mean, now.agreed
+        mean, measured = met.mean, now.info.measured
         if self.measure:
-            like = agreed.update_norm
-            agreed = measure_of(agreed, met.also, met.weight, square_sum(mean, like))
+            square = square_sum(mean, measured.update_norm)
+            measured = measure_of(measured, met.also, met.weight, square)
         outliers = count_outlier(
-            self.exchange, contribution, mean, self.axis_name, weight, now.outliers
+            self.exchange, contribution, mean, self.axis_name, weight, now.info.outliers
         )
-        now = now._replace(exchange=met.state, outliers=outliers, agreed=agreed)
+        info = now.info._replace(outliers=outliers, measured=measured)
+        now = now._replace(exchange=met.state, info=info)
         if self.rule.mean_over is None:
             # As many as there would be if nobody had left any out.
             count = (met.also or {}).get("contributors", met.weight)
@@ -205,15 +201,15 @@ class Meeting(NamedTuple):
         after = work.absorb(self.rule, before, vary_like(total, before.value), **extra)
         if self.drop_nonfinite:
             after = where(pushed > 0, after, before)
-        agreed = now.agreed
+        info = now.info
         if self.measure:
             change = jax.tree.map(jnp.subtract, after.value, before.value)
-            norm = norm_of(change, like=agreed.update_norm)
-            agreed = agreed._replace(update_norm=norm)
+            norm = norm_of(change, like=info.measured.update_norm)
+            info = info._replace(measured=info.measured._replace(update_norm=norm))
         worker = work.take(
             self.rule, now.worker, before.value, after.value, at, self.keep_local
         )
-        return now._replace(worker=worker, center=after, agreed=agreed)
+        return now._replace(worker=worker, center=after, info=info)
 
     def settle(self, now: Now, walked: Any, center: Any) -> Now:
         """What else a round does to a worker; a broken one starts anew.
@@ -232,11 +228,12 @@ class Meeting(NamedTuple):
             worker = worker._replace(inner=inner)
         elif self.inner_state == "reset":
             worker = worker._replace(inner=self.inner.init(worker.params))
-        dropped = now.dropped
+        info = now.info
         if self.drop_nonfinite:
             worker = work.mend(self.inner, worker, center, now.well)
-            dropped = dropped + (~now.well).astype(jnp.int32)
-        return now._replace(worker=worker, dropped=dropped)
+            dropped = info.dropped + (~now.well).astype(jnp.int32)
+            info = info._replace(dropped=dropped)
+        return now._replace(worker=worker, info=info)
 
     def extra_args(self, step: Step, weight: Any) -> dict[str, Any]:
         """What the worker's optimizer gets when it makes a step at the center."""

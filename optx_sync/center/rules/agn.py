@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """AGN: workers push an accumulated normalised gradient and pull the center."""
 
-from typing import Literal, Unpack, get_args
+from typing import Literal, Unpack
 
 import optax
 
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
-from optx_sync.checks import check_inner
+from optx_sync.checks import check_inner, one_of
 from optx_sync.collectives import AxisName, Reduction, check_reduction
 
 Accumulate = Literal["gradients", "updates"]
@@ -22,10 +22,7 @@ def agn_rule(
 ) -> CenterRule:
     """The rule of `agn`, where its arguments are described; `outer` is as given."""
     check_reduction(reduction)
-    if accumulate not in get_args(Accumulate):
-        raise ValueError(
-            f"accumulate must be 'gradients' or 'updates'; got {accumulate!r}."
-        )
+    one_of("accumulate", accumulate, Accumulate)
     if accumulate == "updates" and outer is not None:
         raise ValueError(
             "accumulate='updates' adds the workers' updates to the center, so outer "

@@ -13,7 +13,7 @@ import optax
 from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.collectives import AxisName
 
 
@@ -152,9 +152,7 @@ def elastic_average(
     """
     rule = elastic_rule(moving_rate=moving_rate, rho=rho, learning_rate=learning_rate)
     if num_workers is not None:
-        num_workers = check_count(
-            "num_workers", num_workers, "Leave it out, or pass 8."
-        )
+        num_workers = integer("num_workers", num_workers, "Leave it out, or pass 8.")
     return center_variable(
         inner,
         rule._replace(num_workers=num_workers),

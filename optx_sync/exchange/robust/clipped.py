@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_interval
+from optx_sync.checks import interval
 from optx_sync.collectives import AxisName, norm_axes, or_one
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
@@ -62,7 +62,7 @@ def clipped(
     """
     if not (isinstance(to, str) and to == "median"):
         mend = "Write for example oxs.exchange.clipped(1.0), or 'median'."
-        check_interval("to", to, mend, 0, open_ends=True)
+        interval("to", to, mend, 0, open_ends=True)
     exchange = check_exchange(exchange, all_reduce())
 
     def meet(tree, state, axis_name, *, weight=None, also=None):

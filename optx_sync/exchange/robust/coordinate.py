@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.collectives import axes_of_shards, sum_over
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
@@ -78,7 +78,7 @@ def trimmed_mean(f: int) -> Exchange:
         Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning:
         Towards Optimal Statistical Rates", 2018, arXiv 1803.01498.
     """
-    f = check_count("f", f, "Write for example oxs.exchange.trimmed_mean(1).", least=0)
+    f = integer("f", f, "Write for example oxs.exchange.trimmed_mean(1).", least=0)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         replicas = len(everyone.counts)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.checks import check_count
+from optx_sync.checks import integer
 from optx_sync.collectives import AxisName, or_one, reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
@@ -73,7 +73,7 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
         arXiv 1912.13445.
     """
     mend = "Write for example oxs.exchange.geometric_median(8)."
-    steps = check_count("steps", steps, mend)
+    steps = integer("steps", steps, mend)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         counts, near = everyone.counts, _near(everyone)
@@ -145,9 +145,9 @@ def krum(
         Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries:
         Byzantine Tolerant Gradient Descent", 2017, arXiv 1703.02757.
     """
-    f = check_count("f", f, "Write for example oxs.exchange.krum(1).", least=0)
+    f = integer("f", f, "Write for example oxs.exchange.krum(1).", least=0)
     if m is not None:
-        m = check_count("m", m, "Write for example oxs.exchange.krum(1, m=1).")
+        m = integer("m", m, "Write for example oxs.exchange.krum(1, m=1).")
 
     def rule(everyone: Everyone) -> list[jax.Array]:
         counts = everyone.counts

@@ -16,10 +16,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optx_sync.checks import check_no_train_state
 from optx_sync.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
-from optx_sync.placement.axes import stack, stack_state, state_axes, state_specs
-from optx_sync.trees import Tree, check_arrays, path_name
-
-_STACK = "oxs.stack(x, n), or oxs.start_workers(tx, params, n)"
+from optx_sync.placement import fields
+from optx_sync.placement.axes import (
+    fold_keys,
+    is_key,
+    is_spec,
+    map_marked,
+    own_keys,
+    state_axes,
+    state_specs,
+)
+from optx_sync.trees import Tree, check_arrays, first_worker, path_name
 
 
 def map_workers(
@@ -27,8 +34,8 @@ def map_workers(
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: Tree = 0,
+    out_axes: Tree = 0,
 ) -> Callable[..., Any]:
     """Run one worker's function for all workers: `jax.vmap`, or the same on a mesh.
 
@@ -78,80 +85,31 @@ def map_workers(
     """
     axes = check_axis_name(axis_name)
     for where, marks in (("in_axes", in_axes), ("out_axes", out_axes)):
-        _check_marks(marks, where)
-    fun = _one_worker(fun)
-    if mesh is None:
-        if len(axes) > 1:
-            raise ValueError(
-                f"map_workers over the axes {axes!r} needs a mesh, which says how many "
-                "workers lie along each of them. To simulate them on one device name "
-                "one axis, or map over one axis at a time: "
-                f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
-            )
-        mapped = jax.vmap(fun, in_axes, out_axes, axis_name=_entry(axes))
-
-        @functools.wraps(fun)
-        def simulated(*args: Any, **kwargs: Any) -> Any:
-            _check_arguments(args, kwargs, in_axes, None, axes)
-            try:
-                return mapped(*args, **kwargs)
-            except ValueError as error:
-                # Only `jax.vmap` knows; the words are its own.
-                if "mapped output" not in str(error):
-                    raise
+        for mark in jax.tree.leaves(marks, is_leaf=_is_none):
+            if mark is not None and not (type(mark) is int and mark == 0):
                 raise ValueError(
-                    "A result of map_workers has None in out_axes, equal on all "
-                    "workers, but is computed from what is each worker's own. "
-                    f"{_agree(axes)}"
-                ) from error
-
-        return simulated
-    workers = _size_along(mesh, axes)
+                    f"{where} of map_workers holds 0 (along the worker axis) and None "
+                    f"(equal for all workers); got {mark!r}. Move the worker axis to "
+                    "the front, for example with jnp.moveaxis."
+                )
+    fun = returns_changes(fun, "map_workers")
+    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    if mesh is None:
+        return _simulated(fun, axes, in_axes, out_axes)
+    _size_along(mesh, axes)
     _check_threads(mesh)
-    spec = PartitionSpec(_entry(axes))
-
+    run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
-    @functools.partial(jax.jit, inline=True)
-    def on_mesh(args, kwargs):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        marks = _check_arguments(args, kwargs, in_axes, workers, axes)
-        context = jax.sharding.get_abstract_mesh()
-        inside = bool(context.manual_axes)
-        placed = leaves
-        if _are_explicit(mesh, axes):
-            placed = [
-                _lay(leaf, context if inside else mesh, axes, mark)
-                for leaf, mark in zip(leaves, marks, strict=True)
-            ]
-
-        def one_worker(*leaves):
-            own = (
-                leaf if mark is None else jax.lax.squeeze(leaf, (0,))
-                for leaf, mark in zip(leaves, marks, strict=True)
-            )
-            args, kwargs = treedef.unflatten(own)
-            return _results(fun(*args, **kwargs), out_axes, axes)
-
-        return jax.shard_map(
-            one_worker,
-            mesh=None if inside else mesh,
-            in_specs=tuple(PartitionSpec() if m is None else spec for m in marks),
-            out_specs=jax.tree.map(
-                lambda mark: PartitionSpec() if mark is None else spec,
-                out_axes,
-                is_leaf=_is_none,
-            ),
-            axis_names=set(axes),
-        )(*placed)
+    run = jax.jit(run, inline=True)
 
     @functools.wraps(fun)
-    def mapped_on_mesh(*args: Any, **kwargs: Any) -> Any:
-        check_arrays(args, "The argument of map_workers")
-        check_arrays(kwargs, "The argument of map_workers")
-        return on_mesh(args, kwargs)
+    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+        for given in (args, kwargs):
+            check_arrays(given, "The argument of map_workers")
+        return run(args, kwargs)
 
-    return mapped_on_mesh
+    return on_mesh
 
 
 def start_workers(
@@ -161,7 +119,7 @@ def start_workers(
     *,
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
-) -> tuple[Tree, optax.OptState, Any]:
+) -> tuple[Tree, optax.OptState, Tree]:
     """What a run of `n` workers starts from: parameters, optimizer state, and its axes.
 
     All workers start from the same parameters. Parameters and state are stacked,
@@ -214,9 +172,15 @@ def start_workers(
     if n != positions:
         raise ValueError(_wrong_number(f"{n} workers", axis_name, positions))
     _check_threads(mesh)
-    on_mesh = jax.tree.map(lambda x: _on_mesh(x, mesh), params)
+    devices, whole = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
+
+    def there(x):
+        """On the devices of the mesh, whole if it was not there before."""
+        lies = isinstance(x, jax.Array) and x.sharding.device_set == devices
+        return x if lies else jax.device_put(x, whole)
+
     start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
-    return *start(on_mesh), axes
+    return *start(jax.tree.map(there, params)), axes
 
 
 def state_shardings(
@@ -225,7 +189,7 @@ def state_shardings(
     *,
     mesh: Mesh,
     axis_name: AxisName | None,
-) -> tuple[Any, Any]:
+) -> tuple[Tree, Tree]:
     """Where `start_workers` puts parameters and state: to restore a checkpoint there.
 
     Args:
@@ -258,37 +222,185 @@ def state_shardings(
         lambda path, x: _spec_of(path, x, mesh, axes), params
     )
     front = _entry(axes)
-    specs = (
-        jax.tree.map(lambda spec: PartitionSpec(front, *spec), own, is_leaf=_is_spec),
-        state_specs(tx, params, own, front),
+    stacked = jax.tree.map(
+        lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec
     )
+    specs = stacked, state_specs(tx, params, own, front)
+    # A compiled step returns specs of explicit axes in full. With others at the start
+    # it would be compiled twice.
+    in_full = _are_explicit(mesh, axes)
 
     def place(spec, x):
-        # A compiled step returns specs of explicit axes in full. With others at the
-        # start it would be compiled twice.
-        missing = len(x.shape) - len(spec) if _are_explicit(mesh, axes) else 0
+        missing = len(x.shape) - len(spec) if in_full else 0
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * missing))
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
-    return jax.tree.map(place, specs, shapes, is_leaf=_is_spec)
+    return jax.tree.map(place, specs, shapes, is_leaf=is_spec)
 
 
-def _started(tx: Any, params: Any, n: int) -> tuple[Any, Any]:
+def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
+    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+
+    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
+    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
+    transformation are folded where workers have parameters of their own, in `inner` of
+    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
+    (A transformation of your own for replicas, whose state holds a key, is seen to be
+    one by `start_workers` only.)
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
+    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
+
+    Args:
+        tree: A tree of arrays, for example one worker's parameters or state.
+        n: The number of workers.
+        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
+            equal on all workers and stay as they are. `None`: all leaves are stacked.
+
+    Returns:
+        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
+        (4, 3)
+    """
+    return _stack(tree, n, axes, own=True)
+
+
+def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
+    """`stack`; `own` says whether keys outside of our states differ."""
+    check_arrays(tree, "What is stacked")
+
+    def repeat(x):
+        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
+
+    def cut(x):
+        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
+
+    stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda folds, x, copies: (
+            jax.vmap(fold_keys)(copies, workers)
+            if folds and copies.ndim > x.ndim
+            else copies
+        ),
+        own_keys(tree, own),
+        tree,
+        stacked,
+    )
+
+
+def unstack(tree: Tree, axes: Tree = None) -> Tree:
+    """Take the worker axis off: the first worker's copy of every leaf.
+
+    Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
+    it is one of them: for evaluation and checkpoints take `center_params`.
+
+    Args:
+        tree: A tree of arrays of shape `[n, ...]`.
+        axes: As for `stack`; leaves marked `None` have no worker axis.
+
+    Returns:
+        The tree with leaves of shape `[...]`.
+
+    Raises:
+        ValueError: A leaf has no axis to take off.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> oxs.unstack(oxs.stack(jnp.array([1.0, 2.0]), 4))
+        Array([1., 2.], dtype=float32)
+    """
+
+    def first(x):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                "unstack needs leaves with a worker axis in front; got a scalar. Pass "
+                "axes=oxs.state_axes(tx, params) if some leaves have none."
+            )
+        return first_worker(x)
+
+    return map_marked(first, tree, axes, shared=lambda x: x)
+
+
+def _started(
+    tx: optax.GradientTransformation, params: Tree, n: int
+) -> tuple[Tree, Tree]:
     """Parameters and state of `n` workers."""
-    return stack(params, n), stack_state(tx.init(params), n, state_axes(tx, params))
+    state, axes = tx.init(params), state_axes(tx, params)
+    return stack(params, n), _stack(state, n, axes, own=False)
 
 
-def _one_worker(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of one worker, whose results are looked at."""
-    fun = returns_changes(fun, "map_workers")
+def _simulated(
+    fun: Callable[..., Any], axes: tuple[str, ...], in_axes: Tree, out_axes: Tree
+) -> Any:
+    """`map_workers` without a mesh."""
+    if len(axes) > 1:
+        raise ValueError(
+            f"map_workers over the axes {axes!r} needs a mesh, which says how many "
+            "workers lie along each of them. To simulate them on one device name one "
+            "axis, or map over one at a time: "
+            f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
+        )
+    mapped = jax.vmap(fun, in_axes, out_axes, axis_name=_entry(axes))
 
     @functools.wraps(fun)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        results = fun(*args, **kwargs)
-        check_arrays(results, "The result of map_workers")
-        return results
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        _marks_of(args, kwargs, in_axes, None, axes)
+        try:
+            return mapped(*args, **kwargs)
+        except ValueError as error:
+            # Only `jax.vmap` knows; the words are its own.
+            if "mapped output" not in str(error):
+                raise
+            raise ValueError(_unequal("A result", axes)) from error
 
-    return checked
+    return simulated
+
+
+def _run_on_mesh(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    in_axes: Tree,
+    out_axes: Tree,
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """`map_workers` on a mesh, of these arguments."""
+    marks = _marks_of(args, kwargs, in_axes, _size_along(mesh, axes), axes)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    context = jax.sharding.get_abstract_mesh()
+    inside = bool(context.manual_axes)
+    if _are_explicit(mesh, axes):
+        on = context if inside else mesh
+        leaves = [_lay(x, on, axes, m) for x, m in zip(leaves, marks, strict=True)]
+
+    def one_worker(*leaves):
+        own = (
+            x if mark is None else jax.lax.squeeze(x, (0,))
+            for x, mark in zip(leaves, marks, strict=True)
+        )
+        args, kwargs = treedef.unflatten(own)
+        return _results(fun(*args, **kwargs), out_axes, axes)
+
+    specs = {None: PartitionSpec(), 0: PartitionSpec(_entry(axes))}
+    return jax.shard_map(
+        one_worker,
+        mesh=None if inside else mesh,
+        in_specs=tuple(specs[mark] for mark in marks),
+        out_specs=jax.tree.map(specs.get, out_axes, is_leaf=_is_none),
+        axis_names=set(axes),
+    )(*leaves)
+
+
+def _is_none(mark: Any) -> bool:
+    return mark is None
 
 
 def _entry(axes: tuple[str, ...]) -> AxisName:
@@ -296,26 +408,12 @@ def _entry(axes: tuple[str, ...]) -> AxisName:
     return axes if len(axes) > 1 else "".join(axes)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _check_marks(marks: Any, where: str) -> None:
-    """Refuse axes other than 0 and `None`."""
-    for mark in jax.tree.leaves(marks, is_leaf=_is_none):
-        if mark is not None and not (type(mark) is int and mark == 0):
-            raise ValueError(
-                f"{where} of map_workers holds 0 (along the worker axis) and None "
-                f"(equal for all workers); got {mark!r}. Move the worker axis to the "
-                "front, for example with jnp.moveaxis."
-            )
-
-
-def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
+def _size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
     """The number of workers: positions along the mesh axes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -325,9 +423,8 @@ def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:
         raise ValueError(
-            f"The mesh has no axis {missing[0]!r}; its axes are "
-            f"{dict(mesh.shape)!r}. Name one of them as axis_name, or make a mesh that "
-            f"has it: jax.make_mesh((8,), ({missing[0]!r},))."
+            f"The mesh has no axis {missing[0]!r}; its axes are {dict(mesh.shape)!r}. "
+            "Name one of them as axis_name, or make a mesh that has it."
         )
     return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -371,21 +468,22 @@ def _wrong_number(what: str, axes: Any, positions: int) -> str:
     )
 
 
-def _agree(axes: tuple[str, ...]) -> str:
+def _unequal(which: str, axes: tuple[str, ...]) -> str:
     return (
-        f"Give it axis 0, or let the workers agree with oxs.reduce(x, {axes!r}). "
-        "Parameters that went through oxs.localize stay each worker's own: only the "
-        "loss needs these, oxs.value_and_grad(loss, axis_name=...), and "
-        "apply_gradients those from before it."
+        f"{which} of map_workers has None in out_axes, equal on all workers, but is "
+        "computed from what is each worker's own. Give it axis 0, or let the workers "
+        f"agree with oxs.reduce(x, {axes!r}). Parameters that went through "
+        "oxs.localize stay each worker's own: only the loss needs these, "
+        "oxs.value_and_grad(loss, axis_name=...), and apply_gradients those from "
+        "before it."
     )
 
 
-def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
+def _fit(marks: Tree, tree: Tree, what: str) -> list[int | None]:
     """The mark of each leaf of a tree, from a prefix of it."""
-    found = []
     try:
-        jax.tree.map(
-            lambda mark, part: found.extend([mark] * len(jax.tree.leaves(part))),
+        broadcast = jax.tree.map(
+            lambda mark, part: [mark] * len(jax.tree.leaves(part)),
             marks,
             tree,
             is_leaf=_is_none,
@@ -396,14 +494,17 @@ def _fit(marks: Any, tree: Any, what: str) -> list[int | None]:
             "tree of them like the first levels of the value; oxs.start_workers gives "
             "those of a state."
         ) from None
-    return found
+    return jax.tree.leaves(broadcast, is_leaf=_is_none)
 
 
-def _check_arguments(
-    args: tuple, kwargs: dict, in_axes: Any, positions: int | None, axes: Any
+def _marks_of(
+    args: tuple,
+    kwargs: dict,
+    in_axes: Tree,
+    positions: int | None,
+    axes: tuple[str, ...],
 ) -> list[int | None]:
     """The mark of each leaf of the arguments, checked against its shape."""
-    in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(
             f"in_axes of map_workers is for {len(in_axes)} positional arguments; got "
@@ -411,34 +512,31 @@ def _check_arguments(
         )
     marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
     leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    for (path, leaf), mark in zip(leaves, marks, strict=True):
-        if mark is not None:
-            check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
+    own = [x for x, mark in zip(leaves, marks, strict=True) if mark is not None]
+    for path, leaf in own:
+        check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
     workers = positions
-    for (path, leaf), mark in zip(leaves, marks, strict=True):
-        if mark is None:
-            continue
+    for path, leaf in own:
         where = f"The argument {path_name(path[1:])} of map_workers"
-        if jnp.ndim(leaf) == 0:
+        shape = jnp.shape(leaf)
+        if not shape:
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
-                "it None in in_axes if it is equal for all workers, else "
-                "oxs.stack(x, n); oxs.start_workers stacks one worker's parameters and "
-                "the state that tx.init gives of them."
+                "it None in in_axes if it is equal for all workers, else oxs.stack(x, "
+                "n); oxs.start_workers stacks one worker's parameters and the state "
+                "that tx.init gives of them."
             )
-        size = jnp.shape(leaf)[0]
-        workers = size if workers is None else workers
-        if size != workers and positions is None:
+        workers = shape[0] if workers is None else workers
+        if shape[0] != workers:
+            what = f"{where} has shape {shape}, of {shape[0]} workers"
+            if positions is None:
+                what = f"{what}; others are of {workers}."
+            else:
+                what = _wrong_number(what, axes, positions)
             raise ValueError(
-                f"{where} has shape {jnp.shape(leaf)}, of {size} workers; others are "
-                f"of {workers}. Give it None in in_axes if it is equal for all workers,"
-                f" and stack it first if it is one worker's: {_STACK}."
-            )
-        if size != workers:
-            what = f"{where} has shape {jnp.shape(leaf)}, of {size} workers"
-            wrong = _wrong_number(what, axes, workers)
-            raise ValueError(
-                f"{wrong} What is one worker's is stacked first: {_STACK}."
+                f"{what} What is one worker's is stacked first: oxs.stack(x, n), or "
+                "oxs.start_workers(tx, params, n); what is equal for all has None in "
+                "in_axes."
             )
     if workers is None:
         raise ValueError(
@@ -449,49 +547,45 @@ def _check_arguments(
     return marks
 
 
-def _are_explicit(mesh: Any, axes: tuple[str, ...]) -> bool:
+def _are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types[axis] == AxisType.Explicit for axis in axes)
 
 
-def _lay(x: Any, mesh: Any, axes: tuple[str, ...], mark: int | None) -> Any:
+def _lay(
+    x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], mark: int | None
+) -> Any:
     """An array on explicit axes as `jax.shard_map` asks for: it moves none itself."""
-    spec = [_without(entry, axes) for entry in jax.typeof(x).sharding.spec]
+    spec = [
+        tuple(name for name in _names(entry) if name not in axes) or None
+        for entry in jax.typeof(x).sharding.spec
+    ]
     if mark is not None:
         spec[0] = axes
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _without(entry: Any, axes: tuple[str, ...]) -> Any:
-    """One entry of a spec, without some axes."""
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return tuple(name for name in names if name not in axes) or None
-
-
-def _results(results: Any, out_axes: Any, axes: tuple[str, ...]) -> Any:
+def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
     """One worker's results with a worker axis in front of what is its own."""
-    leaves, treedef = jax.tree.flatten(results)
-    paths = jax.tree_util.tree_leaves_with_path(results)
-    marks = _fit(out_axes, results, "out_axes of map_workers")
-    for i, mark in enumerate(marks):
-        if mark is not None:
-            leaves[i] = jax.lax.expand_dims(jnp.asarray(leaves[i]), (0,))
-        elif varying_axes(leaves[i]) & set(axes):
-            raise ValueError(
-                f"The result {path_name(paths[i][0])} of map_workers has None in "
-                "out_axes, equal on all workers, but is each worker's own: its type is "
-                f"{jax.typeof(leaves[i])}. {_agree(axes)}"
-            )
-    return treedef.unflatten(leaves)
+    marks = iter(_fit(out_axes, results, "out_axes of map_workers"))
+
+    def place(path, x):
+        if next(marks) is not None:
+            return jax.lax.expand_dims(jnp.asarray(x), (0,))
+        if varying_axes(x) & set(axes):
+            raise ValueError(_unequal(f"The result {path_name(path)}", axes))
+        return x
+
+    return jax.tree_util.tree_map_with_path(place, results)
 
 
-def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSpec:
+def _spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     """How one worker's parameter is sharded over the mesh."""
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {n for e in spec for n in ((e,) if isinstance(e, str) else e or ())}
+    used = {name for entry in spec for name in _names(entry)}
     if not used or not used <= set(mesh.shape) - set(axes):
         raise ValueError(
             f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
@@ -500,9 +594,3 @@ def _spec_of(path: Any, x: Any, mesh: Any, axes: tuple[str, ...]) -> PartitionSp
             "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
         )
     return spec
-
-
-def _on_mesh(x: Any, mesh: Mesh) -> Any:
-    """An array that lies on the devices of the mesh, whole if it did not before."""
-    there = isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
-    return x if there else jax.device_put(x, NamedSharding(mesh, PartitionSpec()))

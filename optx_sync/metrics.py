@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a run: read a state's numbers, center and slots; measure an exchange.
+
+(The package's function `metrics` has this module's name: `import optx_sync.metrics` and
+`from optx_sync.metrics import ...` find the module.)
+
+A replica adds a few scalars to the sum that runs anyway: the square of the norm of what
+it brings, w_i |g_i|^2, and where weights or batch sizes differ sums of these. Together
+with the norm of the mean they say how alike the replicas are. With w_i the weights,
+which add up to 1, b_i the examples behind g_i, A = |sum_i w_i g_i|^2, B = sum_i w_i
+|g_i|^2:
+
+    agreement          (A - C) / (B - C)                 C = sum_i w_i^2 |g_i|^2
+    noise       S =    (B - A) / (k - h)                 h = sum_i w_i^2 / b_i
+    signal    |G|^2 =  A - h S                           k = sum_i w_i / b_i
+
+S is the trace of the covariance of one example's gradient and |G|^2 the squared norm of
+the true gradient, both without bias; S / |G|^2 is the simple noise scale. The agreement
+is the mean cosine of two different replicas, each pair with the product of its norms
+and weights: sum_{i != j} w_i w_j g_i . g_j / sum_{i != j} w_i w_j |g_i|^2.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+
+from optx_sync.collectives import (
+    AxisName,
+    localize,
+    or_one,
+    own_weight,
+    sum_shards,
+    varying_axes,
+    weigh,
+)
+from optx_sync.placement import fields
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
+
+# Of the moving averages of S and |G|^2. Both begin at 0, which the ratio does not see.
+DECAY = 0.99
+
+
+class Info(NamedTuple):
+    """What a state tells and no step needs; `()` each where it does not tell it.
+
+    A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
+    """
+
+    dropped: Any = ()  # int32[], rounds that left this worker out
+    outliers: Any = ()  # int32[], meetings in which it was an outlier
+    outcome: Any = ()  # int32[], what became of the last gradient, -1 before the first
+    outcome_counts: Any = ()  # int32[] each, of all of them
+    distance: Any = ()  # float32[], |x - c| just before the last round; 0 before it
+    gathered: Any = ()  # of its own gradients since the last update, what is measured
+    measured: Any = ()  # `Measured`, of the last meeting
+
+    field_kinds = fields.table(
+        dropped=fields.OWN_COUNT,
+        outliers=fields.OWN_COUNT,
+        outcome=fields.ANEW.told,
+        outcome_counts=fields.OWN_COUNT,
+        distance=fields.OWN_COUNT,
+        gathered=fields.ANEW.told,
+        measured=fields.LIKE_PARAMS.told,
+    )
+
+
+class SharedInfo(Info):
+    """Of workers that measure what they share: a center."""
+
+    __slots__ = ()
+    field_kinds = fields.table(Info.field_kinds, measured=fields.SHARED.told)
+
+
+def told(x: Any) -> Any:
+    """What stands in a field of an `Info`, `None` where nothing does."""
+    return None if is_nothing(x) else x
+
+
+class Measured(NamedTuple):
+    """What `measure=True` keeps of the last exchange; 0 before the first one."""
+
+    agreement: Any  # float32[], or () where the exchange is not the mean itself
+    contribution_norm: jax.Array  # float32[], root of the mean square of the norms
+    update_norm: jax.Array  # float32[]
+    contributors: jax.Array  # float32[], replicas that count
+    noise: Any  # float32[], the moving average of S, or ()
+    signal: Any  # float32[], the moving average of |G|^2, or ()
+
+
+def center_params(state: optax.OptState, params: optax.Params) -> Tree:
+    """The center that workers share: for evaluation, checkpoints and export.
+
+    Args:
+        state: The state of an optimizer that holds a center (`elastic_average`, `agn`,
+            `local_sgd`, `diloco`, `center_variable`), alone or anywhere inside of a
+            chain, with or without a worker axis.
+        params: The parameters, of one worker or of all: they give the structure and
+            the dtypes. Leaves that no center holds (`optax.masked`) are returned as
+            they are.
+
+    Returns:
+        A copy of the center, so that the state can be donated, in the structure and
+        dtypes of `params` and in its own shape, without a worker axis.
+
+    Raises:
+        ValueError: There is no center in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = optax.chain(optax.clip(1.0), oxs.local_sgd(optax.sgd(0.1), "workers"))
+        >>> params = jnp.arange(3.0)
+        >>> oxs.center_params(oxs.stack(tx.init(params), 4), oxs.stack(params, 4))
+        Array([0., 1., 2.], dtype=float32)
+    """
+    form, params = jax.tree.structure(params), pure(params)
+    such_as = "oxs.local_sgd(...)"
+    for found in _require(state, "center_params", "is no center", such_as):
+        params = found.center_params(params)
+    return form.unflatten(jax.tree.leaves(params))
+
+
+def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
+    """The moving average of the parameters, in their structure and dtypes.
+
+    Args:
+        state: The state of `sync_replicas(..., variable_averages=...)`, alone or inside
+            of a chain, of one replica or of all with a worker axis in front.
+        params: The parameters; those that are not averaged are returned as they are.
+
+    Returns:
+        The averages, in the state's own shape.
+
+    Raises:
+        ValueError: There are no averages in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.sync_replicas(optax.sgd(0.1), "data", 2, variable_averages=0.99)
+        >>> params = {"w": jnp.ones(2)}
+        >>> oxs.averaged_params(tx.init(params), params)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
+    form = jax.tree.structure(params)
+    found, *_ = _require(state, "averaged_params", "is no moving average", such_as)
+    return form.unflatten(jax.tree.leaves(found.averaged_params(pure(params))))
+
+
+def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
+    """Numbers to log from a state; no collective, values are per worker.
+
+    Args:
+        state: The state of an optimizer of this package, alone or inside of a chain, of
+            one worker or of all; the first one that is found (of several in
+            `optax.multi_transform`, say).
+        params: For an optimizer with a center: this worker's parameters, or stacked
+            ones with a stacked state; adds the distance from the center.
+
+    Returns:
+        `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
+        `sync_replicas`, `GossipMetrics` for `gossip` and `noloco`, `CrossShardMetrics`
+        for `cross_shard` with `measure=True` or an exchange that counts outliers.
+
+    Raises:
+        ValueError: There is no state in it that has metrics.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.local_sgd(optax.sgd(0.1), "workers")
+        >>> state = tx.init(jnp.zeros(4))
+        >>> oxs.metrics(state, jnp.ones(4)).distance
+        Array(2., dtype=float32)
+    """
+    such_as = (
+        "oxs.local_sgd(...), oxs.sync_replicas(...) or oxs.cross_shard(..., "
+        "measure=True)"
+    )
+    found, *_ = _require(state, "metrics", "are no metrics", such_as)
+    return found.metrics(pure(params))
+
+
+def slot_names(state: optax.OptState) -> tuple[str, ...]:
+    """Names of the arrays that an optimizer keeps for each parameter.
+
+    A slot is what TensorFlow calls one: `accum` of FTRL, `m` of Adam; and Optax's own,
+    `mu` or `trace`. Where a name occurs twice in a state, for example in the inner and
+    the outer optimizer of a center, it is qualified: `inner.trace`, `outer.trace`.
+    Counters, hyper-parameters and running powers are no slots.
+
+    Args:
+        state: The state of any optimizer.
+
+    Returns:
+        The names that `slot` takes, in the order in which they stand in the state.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.diloco(optax.sgd(0.1, momentum=0.9), "workers")
+        >>> oxs.slot_names(tx.init(jnp.zeros(2)))
+        ('center', 'outer.trace', 'inner.trace')
+    """
+    paths = [path for path, _ in _slots(state)]
+    return tuple(_shortest(path, paths) for path in paths)
+
+
+def slot(state: optax.OptState, name: str) -> Tree:
+    """A slot of an optimizer, by its name: a tree like the parameters.
+
+    Args:
+        state: The state of any optimizer.
+        name: One of `slot_names(state)`, or a longer form of it.
+
+    Returns:
+        The slot's tree, as it stands in the state.
+
+    Raises:
+        ValueError: No slot, or more than one, has this name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> state = oxs.optimizers.adagrad(0.1).init({"w": jnp.zeros(2)})
+        >>> oxs.slot(state, "accumulator")
+        {'w': Array([0.1, 0.1], dtype=float32)}
+    """
+    wanted = name.split(".")
+    found = [tree for path, tree in _slots(state) if _ends(path, wanted)]
+    if len(found) != 1:
+        what = "No slot" if not found else "More than one slot"
+        raise ValueError(
+            f"{what} of this state has the name {name!r}. Pass one of "
+            f"{slot_names(state)}."
+        )
+    return found[0]
+
+
+def _slots(node, path=()):
+    """Path and tree of every slot: the last fields of nested NamedTuples."""
+    if fields.is_in_pieces(node):
+        yield from _slots(node.tree, path)
+    elif fields.declares(node):
+        for name, kind, value in fields.fields_of(node):
+            if kind.slots:
+                yield from _slots(value, (*path, name))
+    elif hasattr(type(node), "named_slots"):
+        for name, tree in node.named_slots().items():
+            yield [*path, name], tree
+    elif hasattr(node, "_fields") or _holds_states(node):
+        named = node._asdict() if hasattr(node, "_fields") else node
+        named = named if isinstance(named, dict) else dict(enumerate(named))
+        for name, child in named.items():
+            # `optax.inject_hyperparams` keeps its own numbers beside the state.
+            if not str(name).startswith("hyperparams"):
+                yield from _slots(child, (*path, str(name)))
+    elif any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(node)):
+        yield list(path), node
+
+
+def _holds_states(node) -> bool:
+    """Whether this is a container of states, such as the state of a chain."""
+
+    def is_state(x):
+        return hasattr(x, "_fields") and not is_masked(x)
+
+    leaves = jax.tree.leaves(node, is_leaf=is_state)
+    return isinstance(node, tuple | list | dict) and any(map(is_state, leaves))
+
+
+def _shortest(path, paths):
+    """The shortest end of a path that no other path has."""
+    for candidate in (_words(path), path):
+        for length in range(1, len(candidate) + 1):
+            end = candidate[-length:]
+            if sum(_ends(other, end) for other in paths) == 1:
+                return ".".join(end)
+    return ".".join(path)
+
+
+def _ends(path, end) -> bool:
+    return end in (path[-len(end) :], _words(path)[-len(end) :])
+
+
+def _words(path):
+    """The path without the places in chains."""
+    return [part for part in path if not part.isdigit()]
+
+
+def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Any]:
+    """The states that have such an answer, wherever they stand; else a ValueError."""
+    found = fields.nodes_of(pure(state), lambda x: hasattr(type(x), answer))
+    if not found:
+        raise ValueError(
+            f"There {lacks} in this state, of type {type(state).__name__}. Pass the "
+            f"state of an optimizer that has such, for example {such_as}."
+        )
+    return found
+
+
+def start(exact: bool = True, noise: bool = True) -> Measured:
+    """Nothing measured yet; without what the caller cannot know."""
+    # An array for each: a buffer can be donated once.
+    zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
+    measured = Measured(*zeros)
+    measured = measured if exact else measured._replace(agreement=())
+    return measured if noise else measured._replace(noise=(), signal=())
+
+
+def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:
+    """What is measured varies over the replicas' axes where the parameters do."""
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    axes = names & frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
+    return localize(measured, tuple(sorted(axes))) if axes else measured
+
+
+def measures(measured: Any) -> dict[str, Any]:
+    """The fields of metrics that tell what is measured; `None` each where nothing is.
+
+    Of the last exchange, but for the noise scale, S / |G|^2 of the moving averages; it
+    is 0 where there is none yet.
+    """
+    names = "agreement", "contribution_norm", "update_norm", "contributors"
+    if not isinstance(measured, Measured):
+        return dict.fromkeys(("noise_scale", *names))
+    found = {name: getattr(measured, name) for name in names}
+    return {"noise_scale": measured.noise / or_one(measured.signal), **found}
+
+
+def square_sum(tree: Tree, like: Any = None, stacked: int = 0) -> jax.Array:
+    """float32, the squared norm over all leaves, for each place along `stacked` axes.
+
+    Leaves may be row-sparse or `None`. Shards are added up over the mesh axes over
+    which the tree varies but `like` does not.
+    """
+
+    def square(x):
+        if isinstance(x, IndexedSlices):
+            x = x.sum_duplicates().values
+        # The absolute values first: a complex dtype has no cast to float32.
+        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
+        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
+        return total if like is None else sum_shards(total, like)
+
+    leaves = jax.tree.leaves(tree, is_leaf=is_slices)
+    return sum(map(square, leaves), jnp.float32(0))
+
+
+def to_sum(
+    square: jax.Array,
+    axis_name: AxisName,
+    *,
+    weight: Any = None,
+    alike: bool = False,
+    batch_size: Any = 1,
+) -> dict[str, jax.Array]:
+    """The scalars of a replica that are to be added up.
+
+    Args:
+        square: The squared norm of what it brings.
+        axis_name: The mapped axis.
+        weight: Its weight, or `None`.
+        alike: Whether all weights are 0 or 1.
+        batch_size: The examples behind it; a number is the same on all replicas.
+    """
+    own = own_weight(weight, axis_name)
+    own = None if own is None else own.astype(jnp.float32)
+    sums = {"squares": weigh(square, own)}
+    if own is not None and not alike:
+        sums["contributors"] = (own > 0).astype(jnp.float32)
+        sums["own_squares"] = weigh(square * own, own)
+        if isinstance(batch_size, int | float):
+            sums["own_inverse"] = own * own / batch_size
+    if not isinstance(batch_size, int | float):
+        inverse = 1 / jnp.asarray(batch_size).astype(jnp.float32)
+        sums["inverse"] = weigh(inverse, own)
+        if own is not None and not alike:
+            sums["own_inverse"] = weigh(inverse * own, own)
+    return localize(sums, axis_name)
+
+
+def measure_of(
+    before: Measured,
+    sums: dict[str, jax.Array],
+    total: Any,
+    mean_square: jax.Array,
+    batch_size: Any = 1,
+) -> Measured:
+    """What the sums over the replicas say, but for the norm of the update.
+
+    Args:
+        before: What has been measured before.
+        sums: Those of what `to_sum` gave.
+        total: The sum of the weights, or the number of replicas.
+        mean_square: The squared norm of the mean.
+        batch_size: As for `to_sum`.
+    """
+    total = jnp.asarray(total, jnp.float32)
+    contributors = sums["contributors"] if "contributors" in sums else total
+    total = or_one(total)
+    squares = sums["squares"] / total
+    # Where all weights are 0 or 1 their squares are they themselves.
+    own_squares = sums.get("own_squares", sums["squares"]) / total**2
+    inverse = sums["inverse"] if "inverse" in sums else total / batch_size
+    own_inverse = sums.get("own_inverse", inverse) / total**2
+    inverse = inverse / total
+    known = contributors > 1
+    agreement: Any = ()
+    if not isinstance(before.agreement, tuple):
+        apart = or_one(squares - own_squares)
+        agreement = jnp.where(known, (mean_square - own_squares) / apart, 1.0)
+    noise, signal = before.noise, before.signal
+    if not isinstance(noise, tuple):
+        now = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
+        now = now, mean_square - own_inverse * now
+        # A NaN, from a gradient or a batch of 0 examples, would stay for ever.
+        counts = known & jnp.isfinite(now[0]) & jnp.isfinite(now[1])
+        noise, signal = (
+            jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
+            for old, new in zip((noise, signal), now, strict=True)
+        )
+    norm = jnp.sqrt(squares)
+    return Measured(agreement, norm, before.update_norm, contributors, noise, signal)
+
+
+def check_batch_size(batch_size: Any) -> Any:
+    """The examples behind a gradient, 1 if left out; a ValueError for no such number.
+
+    A number of Python's is the same on all replicas, an array each replica's own.
+    """
+    if batch_size is None:
+        return 1
+    if jnp.shape(batch_size) != ():
+        raise ValueError(
+            "batch_size must be a scalar per replica, the number of examples behind "
+            f"its gradient; got an array of shape {jnp.shape(batch_size)}."
+        )
+    if not isinstance(batch_size, jax.core.Tracer) and not float(batch_size) >= 0:
+        raise ValueError(
+            f"batch_size must be a number of examples; got {batch_size!r}. Pass for "
+            "example batch.shape[0]."
+        )
+    return batch_size
