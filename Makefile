@@ -4,36 +4,38 @@
 # And: make bench and make reproduce, which write benchmarks/results (QUICK=--quick for a
 # short form into benchmarks/results-quick); make docs, the pages in site/; make format.
 # PYTHON=python3.12 runs the same with another interpreter, in an environment beside.
+# What is installed are the versions that were tried with this Python; NEWEST=1 takes the
+# newest of everything, in an environment beside.
 
 PYTHON ?= python3
-VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
+NEWEST ?=
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))$(if $(NEWEST),-newest)
 RUN := $(VENV)/bin
-# XLA runs forced CPU devices on a pool of as many threads. A device that waits for
-# another to help with its work then waits for ever once the rest stand in a collective;
-# with threads to spare it does not. XLA reads the size of its pool from NPROC.
+VERSIONS := constraints/$(shell $(PYTHON) -c 'import sys; print("python%d.%d.txt" % sys.version_info[:2])')
+TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
+# Up to JAX 0.11 XLA runs forced CPU devices on a pool of as many threads. A device that
+# needs one more then waits for ever once the rest stand in a collective; with two for each
+# it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce faults tpu docs clean
+.PHONY: demo test fuzz mutants lint format bench reproduce faults tpu docs constraints clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "optx_sync needs Python 3.11 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/demo-installed: pyproject.toml | $(VENV)/bin/python
-	$(RUN)/python -m pip install --quiet --editable '.[examples]'
-	@touch $@
+# The extras of each target. What `bench` compares with asks for versions of its own.
+$(VENV)/demo-installed: EXTRAS := examples
+$(VENV)/test-installed: EXTRAS := test
+$(VENV)/docs-installed: EXTRAS := flax,ray,docs
+$(VENV)/bench-installed: EXTRAS := bench
+$(VENV)/bench-installed: TRIED :=
 
-$(VENV)/test-installed: pyproject.toml | $(VENV)/bin/python
-	$(RUN)/python -m pip install --quiet --editable '.[test]'
-	@touch $@
-
-$(VENV)/bench-installed: pyproject.toml | $(VENV)/bin/python
-	$(RUN)/python -m pip install --quiet --editable '.[bench]'
-	@touch $@
-
-$(VENV)/docs-installed: pyproject.toml | $(VENV)/bin/python
-	$(RUN)/python -m pip install --quiet --editable '.[flax,ray,docs]'
+# Two names: up to pip 25 the first is also for what the package is built with.
+$(VENV)/%-installed: pyproject.toml $(TRIED) | $(VENV)/bin/python
+	@$(if $(TRIED)$(NEWEST)$(filter bench,$*),,echo "No $(VERSIONS): no versions were tried with this Python, the newest are installed.")
+	$(if $(TRIED),PIP_CONSTRAINT=$(TRIED) PIP_BUILD_CONSTRAINT=$(TRIED)) $(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(VENV)/demo-installed
@@ -53,10 +55,20 @@ test: lint
 fuzz: $(VENV)/test-installed
 	$(RUN)/python -m tests.fuzz $(if $(filter command line environment,$(origin SECONDS)),--seconds $(SECONDS))
 
-# Breaks the library in 200 places, in a copy, and says which of them no test noticed.
+# Breaks the library in hundreds of places, in a copy, and says which of them no test noticed.
 # ROOM="center state" tries only these rooms.
 mutants: $(VENV)/test-installed
 	$(RUN)/python tests/mutants.py --room $(ROOM)
+
+# Writes down the newest versions for this Python. Commit them when `make test` passes.
+constraints:
+	rm -rf .venv-constraints
+	$(PYTHON) -m venv .venv-constraints
+	.venv-constraints/bin/python -m pip install --quiet '.[test,docs]'
+	mkdir -p constraints
+	echo '# What `make` installs: tried together. Made anew by `make constraints`.' > $(VERSIONS)
+	.venv-constraints/bin/python -m pip freeze --exclude optx-sync >> $(VERSIONS)
+	rm -rf .venv-constraints
 
 format: $(VENV)/test-installed
 	$(RUN)/ruff check --fix .

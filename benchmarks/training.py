@@ -1,5 +1,6 @@
 """A step of workers that train: simulated on one device, or compiled for many."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,10 @@ def compiled_step(
     places = oxs.state_shardings(tx, params, mesh=mesh, axis_name=AXIS)
     carry = jax.tree.map(place, jax.eval_shape(start, params), places)
     batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, P(AXIS))), batch)
-    step = workers_step(tx, params, grad_of, mesh=mesh)
+    with warnings.catch_warnings():
+        # Of threads, which are for programs that run.
+        warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)
+        step = workers_step(tx, params, grad_of, mesh=mesh)
     program = jax.jit(step, donate_argnums=(0, 1), out_shardings=places)
     return program.lower(*carry, batch).compile()
 

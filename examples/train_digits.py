@@ -12,6 +12,7 @@ and half the range over the seeds), draws a picture, and ends with
 
 import argparse
 import functools
+import os
 import time
 from typing import Any
 
@@ -28,6 +29,7 @@ from sklearn.datasets import load_digits
 import optx_sync as oxs
 
 # Eight CPU devices stand for a mesh of accelerators; set before JAX starts.
+os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -10,6 +10,7 @@ own gradient, average over the replicas, then Adam. The last line is like
 """
 
 import argparse
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +24,7 @@ from optx_sync.flax import SyncTrainState
 
 # Eight CPU devices stand for accelerators; set before JAX starts. (Several processes:
 # train_multiprocess.py.)
+os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,6 +1,6 @@
 """Two pods of four chips: data parallel inside of a pod, DiLoCo between the pods.
 
-python examples/train_hierarchy.py             # a mesh of eight forced CPU devices
+NPROC=16 python examples/train_hierarchy.py    # a mesh of eight forced CPU devices
 python examples/train_hierarchy.py --simulate  # the same program on one device
 """
 

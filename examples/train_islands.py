@@ -14,6 +14,7 @@ from the compiled program. The last lines are like
 """
 
 import argparse
+import os
 import pydoc_data.topics
 from collections import Counter
 from typing import Any
@@ -33,6 +34,7 @@ from rich.table import Table
 import optx_sync as oxs
 
 # Eight CPU devices stand for four islands of two accelerators; set before JAX starts.
+os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

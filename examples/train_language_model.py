@@ -1,6 +1,6 @@
 """A language model across pods: what a way to agree costs, in bytes and in loss.
 
-    python examples/train_language_model.py --steps 160 --seeds 0 1 2
+    NPROC=16 python examples/train_language_model.py --steps 160 --seeds 0 1 2
 
 A small transformer (NNX, scanned layers, bfloat16 parameters) learns the documentation
 that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. Over

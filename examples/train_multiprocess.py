@@ -17,6 +17,7 @@ process 0, is like
 """
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -132,6 +133,8 @@ if __name__ == "__main__":
         launch()
     else:
         if options.cpu:
+            # Threads for the devices, and as many to spare.
+            os.environ.setdefault("NPROC", str(2 * HERE_DEVICES))
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", HERE_DEVICES)
             jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -11,6 +11,7 @@ became of every gradient and what that did to the accuracy. The last lines are l
 """
 
 import argparse
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -27,6 +28,7 @@ from sklearn.datasets import load_digits
 import optx_sync as oxs
 
 # Eight CPU devices stand for a mesh of accelerators; set before JAX starts.
+os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

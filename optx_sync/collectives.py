@@ -112,23 +112,23 @@ def reduce(
     """
     options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
     return reduce_and_sum(
-        tree, axis_name, [], group_assignment=group_assignment, **options
+        tree, axis_name, None, group_assignment=group_assignment, **options
     )[0]
 
 
 def reduce_and_sum(
     tree: Tree,
     axis_name: AxisName,
-    scalars: Sequence[jax.Array],
+    also: Any,
     *,
     reduction: Reduction = "mean",
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
     dtype: Any = None,
-) -> tuple[Tree, list[jax.Array], Any]:
-    """`reduce`, and sums of scalars that travel with it: (tree, sums, divisor).
+) -> tuple[Tree, Any, Any]:
+    """`reduce`, and sums of a tree of scalars that travel with it: (tree, sums, total).
 
-    The divisor is the sum of the weights, or the number of replicas.
+    The total is the sum of the weights, or the number of replicas.
     """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
@@ -153,7 +153,8 @@ def reduce_and_sum(
     divisor: Any = size if groups is None else groups.size
     counted: Any = divisor
     # They come last, and travel as they are.
-    operands += localize(list(scalars), axis_name)
+    scalars, form = jax.tree.flatten(localize(also, axis_name))
+    operands += scalars
     last = len(operands) - len(scalars)
 
     fraction = None
@@ -191,7 +192,7 @@ def reduce_and_sum(
             keeps = is_inexact(leaf.values.dtype)
             kept = leaf.values.dtype if keeps else values.dtype
             leaves[i] = summed.map_values(lambda v, kept=kept: v.astype(kept))
-    return jax.tree.unflatten(treedef, leaves), summed_scalars, counted
+    return treedef.unflatten(leaves), form.unflatten(summed_scalars), counted
 
 
 def gather(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -3,6 +3,8 @@
 
 import functools
 import math
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +107,7 @@ def map_workers(
 
         return simulated
     workers = _size_along(mesh, axes)
+    _check_threads(mesh)
     spec = PartitionSpec(_entry(axes))
 
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
@@ -210,6 +213,7 @@ def start_workers(
     positions = _size_along(mesh, check_axis_name(axis_name))
     if n != positions:
         raise ValueError(_wrong_number(f"{n} workers", axis_name, positions))
+    _check_threads(mesh)
     on_mesh = jax.tree.map(lambda x: _on_mesh(x, mesh), params)
     start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
     return *start(on_mesh), axes
@@ -326,6 +330,37 @@ def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
             f"has it: jax.make_mesh((8,), ({missing[0]!r},))."
         )
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+@functools.cache  # once for each mesh
+def _check_threads(mesh: Mesh | AbstractMesh) -> None:
+    """Warn of CPU devices that may wait for each other until XLA gives up.
+
+    Up to JAX 0.11 all of them run their programs on one pool of threads. One that needs
+    a thread while the others hold all of them in a collective waits for ever; with two
+    for each device this was not seen, with one less it was.
+    """
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    on_cpus = any(device.platform == "cpu" for device in devices)
+    if jax.__version_info__ >= (0, 12) or not on_cpus:
+        return
+    client = devices[0].client
+    used = sum(device.process_index == client.process_index() for device in devices)
+    try:
+        asked = int(os.environ["NPROC"])
+    except (KeyError, ValueError):  # as many as there are cores for this process
+        linux = hasattr(os, "sched_getaffinity")
+        asked = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    threads = max(asked, client.local_device_count())
+    if used > 1 and threads < 2 * used:
+        warnings.warn(
+            f"{used} CPU devices share {threads} threads of XLA. With fewer than two "
+            "for each, steps that are not waited for can stand in a collective until "
+            f"XLA aborts the program. Start it with NPROC={2 * used} in its "
+            f"environment, or set os.environ['NPROC'] = '{2 * used}' before the first "
+            "array.",
+            stacklevel=3,
+        )
 
 
 def _wrong_number(what: str, axes: Any, positions: int) -> str:

@@ -661,15 +661,15 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/worker.py",
-            'grads if rule.accumulate == "gradients" else updates,',
-            "updates,",
+            'grads if rule.accumulate == "gradients" else updates',
+            "updates",
             CENTER_LAWS,
         ),
         Mutant(
             "trees.py",
             "return optax.apply_updates(params, updates)",
             "return jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)",
-            LOCKSTEP,
+            ("tests/test_step.py",),
         ),
         Mutant(
             "step.py",
@@ -709,8 +709,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/worker.py",
-            "return walked._replace(params=where(broken, worker.params, walked.params))",
-            "return walked",
+            "walked._replace(params=where(broken, worker.params, walked.params))",
+            "walked",
             CENTER_LAWS,
         ),
         Mutant(
@@ -721,8 +721,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "broken=() if broken is None else broken & ~due,",
-            "broken=() if broken is None else broken,",
+            "broken=() if broken is None else broken & ~due",
+            "broken=() if broken is None else broken",
             CENTER_LAWS,
         ),
         Mutant(
@@ -733,14 +733,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/rounds/meeting.py",
-            "after = where(pushed > 0, after, before)",
-            "after = where(pushed >= 0, after, before)",
+            "where(pushed > 0, after, before)",
+            "where(pushed >= 0, after, before)",
             CENTER_LAWS,
         ),
         Mutant(
             "center/worker.py",
-            "params = where(well, worker.params, round_like(center, worker.params))",
-            "params = worker.params",
+            "    params = where(well, worker.params, round_like(center, worker.params))\n",
+            "    params = worker.params\n",
             CENTER_LAWS,
         ),
         Mutant(
@@ -751,8 +751,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/rounds/meeting.py",
-            "dropped = dropped + (~now.well).astype(jnp.int32)",
-            "dropped = dropped + now.well.astype(jnp.int32)",
+            "dropped + (~now.well).astype(jnp.int32)",
+            "dropped + now.well.astype(jnp.int32)",
             CENTER_LAWS,
         ),
         Mutant(
@@ -864,20 +864,16 @@ MUTANTS: dict[str, list[Mutant]] = {
             "        if not reached:\n",
             REFUSED_GOSSIP,
         ),
+        Mutant("peers/mixing.py", "*(weigh(x, weight) for x in sent)", "*sent"),
         Mutant(
             "peers/mixing.py",
-            "sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]",
-            "sent = [*sent, weight, jnp.ones_like(weight)]",
+            "mean = where(mass > 0, mean, center)",
+            "pass",
         ),
         Mutant(
-            "peers/mixing.py",
-            "meeting.land(now, step, moved, mass, at)",
-            "meeting.land(now, step, moved, None, at)",
-        ),
-        Mutant(
-            "center/worker.py",
-            "inner=where(well, worker.inner, inner.init(params)),",
-            "inner=worker.inner,",
+            "center/rounds/meeting.py",
+            "worker = work.mend(self.inner, worker, center, now.well)",
+            "pass",
         ),
         Mutant(
             "peers/mixing.py", "return global_step % rounds", "return global_step % 1"
@@ -1110,15 +1106,15 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "simulate": [
         Mutant(
-            "center/worker.py",
-            "taken = after if formula is None else before",
-            "taken = after",
+            "simulate/asynchronous.py",
+            "keeps_taken = rule.take is None or keeps_before(rule, self.period)",
+            "keeps_taken = keeps_before(rule, self.period)",
             SIMULATED_CENTER,
         ),
         Mutant(
-            "center/worker.py",
-            '    if rule.mean_over != "workers":\n',
-            "    if True:\n",
+            "simulate/asynchronous.py",
+            "pushed, codes = work.share_of_one(rule, pushed, at), now.exchange",
+            "codes = now.exchange",
             SIMULATED_CENTER,
         ),
         Mutant(
@@ -1129,14 +1125,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "before = before._replace(outer=_with_powers(before.outer, worker.inner))",
+            "worker = worker._replace(inner=_with_powers(worker.inner, after.outer))",
             "pass",
             SIMULATED_CENTER,
         ),
         Mutant(
-            "center/worker.py",
-            "return worker._replace(accumulated=zeros_like(worker.accumulated)), contribution",
-            "return worker, contribution",
+            "simulate/asynchronous.py",
+            "now = now._replace(worker=worker, exchange=codes, well=well)",
+            "now = now._replace(exchange=codes, well=well)",
             SIMULATED_CENTER,
         ),
         Mutant(

@@ -285,15 +285,18 @@ def test_means_of_torchs_power_sgd(case):
         oxs.exchange.power_sgd(case["rank"], min_rate=TORCH["min_rate"])
     )
     state = exchange.init(jnp.zeros(grads.shape[2:]))
-    factors = jnp.asarray(case["first_q"], jnp.float32).reshape(-1)
+    # [rank, columns] here, the transpose there.
+    rank, columns = state.exchange.factors.shape
+    factors = np.reshape(np.asarray(case["first_q"], np.float32), (columns, rank)).T
+    factors = jnp.asarray(factors)
     state = state._replace(exchange=state.exchange._replace(factors=factors))
 
-    def rank(grads):
+    def one_rank(grads):
         def meet(state, grad):
-            mean, _, state = exchange.meet(grad, state, AXIS)
-            return state, mean
+            met = exchange.meet(grad, state, AXIS)
+            return met.state, met.mean
 
         return jax.lax.scan(meet, state, grads)[1]
 
-    for means in jax.jit(jax.vmap(rank, axis_name=AXIS))(grads):
+    for means in jax.jit(jax.vmap(one_rank, axis_name=AXIS))(grads):
         np.testing.assert_allclose(means, case["means"], rtol=0, atol=2e-6)

@@ -260,3 +260,11 @@ def test_due_refuses_a_period_that_is_no_number(length):
     assert [oxs.due(schedule, step) for step in range(2)] == [False, True]
     with pytest.raises(ValueError, match=r"gave .* begins in step 2"):
         oxs.due(schedule, 2)
+
+
+def test_wide_updates_are_added_before_the_sum_is_rounded():
+    """257.003 lies nearer to 258; in bfloat16 1.003 would be 1, and 256 + 1 be 256."""
+    params, grads = jnp.bfloat16(256.0), jnp.float32(-1.003)
+    for tx in (optax.scale(-1.0), oxs.local_sgd(optax.scale(-1.0), None)):
+        moved, _ = oxs.apply_gradients(tx, grads, tx.init(params), params)
+        assert moved.dtype == jnp.bfloat16 and float(moved) == 258.0

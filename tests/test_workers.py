@@ -1,6 +1,9 @@
 """One program of a user: simulated, on a mesh, and with workers that are sharded."""
 
 import functools
+import os
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -281,6 +284,40 @@ def test_meshes_and_parameters_that_do_not_fit():
         oxs.map_workers(same, AXIS, mesh=8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="axis_name"):
         oxs.start_workers(tx, PARAMS, 2, mesh=mesh)
+
+
+# JAX's version, NPROC, devices of the mesh; the cores are 3 and the CPU devices 8.
+THREADS = {
+    "as many as devices": ((0, 11, 2), None, 8, "8 CPU devices share 8 threads"),
+    "nearly two for each": ((0, 10, 2), "15", 8, "share 15 threads.*NPROC=16"),
+    "no number": ((0, 10, 2), "many", 5, "share 8 threads.*'10'"),
+    "two for each": ((0, 10, 2), "16", 8, None),
+    "few devices of many": ((0, 10, 2), None, 4, None),
+    "a device that waits for none": ((0, 10, 2), "1", 1, None),
+    "programs have a pool of their own": ((0, 12, 0), None, 8, None),
+}
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
+    version, nproc, devices, told = THREADS[name]
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.delenv("NPROC")
+    if nproc is not None:
+        monkeypatch.setenv("NPROC", nproc)
+    # Of a name that no other test has: each mesh is looked at once.
+    axis = f"{name} of {devices}"
+    mesh, tx = mesh_of(devices, names=(axis,)), optax.sgd(0.1)
+    shape: Any = mesh.abstract_mesh  # without devices
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        oxs.map_workers(lambda x: x, axis, mesh=shape)
+        oxs.start_workers(tx, PARAMS, devices, mesh=mesh, axis_name=axis)
+        oxs.map_workers(lambda x: x, axis, mesh=mesh)
+    assert len(caught) == (told is not None)
+    for warning in caught:
+        assert re.search(told, str(warning.message)) and warning.filename == __file__
 
 
 def test_shardings_are_where_a_run_starts():

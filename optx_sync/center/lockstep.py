@@ -142,9 +142,9 @@ def center_variable(
     not negative, its examples say, or a bool): the mean becomes a weighted one, and
     where a rule adds contributions up it is that mean times the number of workers with
     a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
-    all weights are 0 the center stays (with `delay`, and without `drop_nonfinite`, its
-    outer optimizer makes a step on 0). Where `inner` is itself a wrapper of this
-    package that takes weights, such as `cross_shard`, the weight goes there, not here.
+    all weights are 0 the mean is 0, and with `drop_nonfinite` the center stays. Where
+    `inner` is itself a wrapper of this package that takes weights, such as
+    `cross_shard`, the weight goes there, not here.
 
     Args:
         inner: The worker's own optimizer.

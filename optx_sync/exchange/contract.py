@@ -209,7 +209,7 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
 
 def summed(also: Any, axis_name: AxisName) -> Any:
     """The sums of scalars that could not ride along."""
-    return None if also is None else reduce(also, axis_name, reduction="sum")
+    return reduce(localize(also, axis_name), axis_name, reduction="sum")
 
 
 def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:

@@ -17,20 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optx_sync import collectives
-from optx_sync.collectives import (
-    AxisName,
-    axis_index,
-    axis_size,
-    is_mapped,
-    kinds,
-    localize,
-    or_one,
-    own_weight,
-    reduce,
-    require_local,
-    varying_axes,
-    weigh,
-)
+from optx_sync.collectives import AxisName
 from optx_sync.exchange.contract import require_dense
 from optx_sync.placement.fields import InPieces, in_rows
 from optx_sync.trees import (
@@ -63,7 +50,9 @@ def layout_of(tree: Tree) -> Layout:
     shards of a worker would be coded beside what differs, and come back unequal.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    buffers = tuple((at_least_float32(x.dtype), varying_axes(x)) for x in leaves)
+    buffers = tuple(
+        (at_least_float32(x.dtype), collectives.varying_axes(x)) for x in leaves
+    )
     lengths: dict[Buffer, int] = {}
     for leaf, buffer in zip(leaves, buffers, strict=True):
         if leaf.size:
@@ -110,7 +99,7 @@ def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
     An array of n numbers has pieces of ceil(n / N), the last ones padded with zeros;
     `axis_name=None`: one piece. Half precision becomes float32.
     """
-    replicas = 1 if axis_name is None else axis_size(axis_name)
+    replicas = 1 if axis_name is None else collectives.axis_size(axis_name)
 
     def piece(x):
         dtype = at_least_float32(x.dtype)
@@ -119,7 +108,9 @@ def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
         rows = in_rows(x.astype(dtype).reshape(-1), replicas)
         if axis_name is None:
             return rows[0]
-        return jax.lax.dynamic_index_in_dim(rows, axis_index(axis_name), keepdims=False)
+        return jax.lax.dynamic_index_in_dim(
+            rows, collectives.axis_index(axis_name), keepdims=False
+        )
 
     return jax.tree.map(piece, tree)
 
@@ -132,19 +123,21 @@ def scatter(
     All arrays of one dtype travel in one reduce-scatter, half of an all-reduce; those
     that are half precision in float32. `weight` and `dtype` are those of `reduce`.
     """
-    replicas = axis_size(axis_name)
-    require_local(tree, axis_name)
+    replicas = collectives.axis_size(axis_name)
+    collectives.require_local(tree, axis_name)
     divisor: Any = replicas
-    own = own_weight(weight, axis_name)
+    own = collectives.own_weight(weight, axis_name)
     if own is not None:
         # Normalised before they travel: a sum of token counts may overflow `dtype`.
-        own = own / or_one(reduce(own, axis_name, reduction="sum"))
+        own = own / collectives.or_one(
+            collectives.reduce(own, axis_name, reduction="sum")
+        )
         divisor = 1
 
     def send(rows):
         wide = rows.dtype
         narrow = dtype is not None and is_floating(wide)
-        sent = weigh(rows, own).astype(dtype if narrow else wide)
+        sent = collectives.weigh(rows, own).astype(dtype if narrow else wide)
         total = collectives.scatter_sum(sent.reshape(-1), axis_name).astype(wide)
         return total / jnp.asarray(divisor, wide)
 
@@ -153,7 +146,7 @@ def scatter(
         in_rows(x.astype(at_least_float32(x.dtype)).reshape(-1), replicas)
         for x in leaves
     ]
-    return treedef.unflatten(_joined(send, rows, kinds(rows)))
+    return treedef.unflatten(_joined(send, rows, collectives.kinds(rows)))
 
 
 def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
@@ -167,7 +160,7 @@ def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
             are the piece's own.
         axis_name: The mapped axis.
     """
-    replicas = axis_size(axis_name)
+    replicas = collectives.axis_size(axis_name)
 
     def send(rows):
         # Bytes, because XLA may widen narrow floating dtypes.
@@ -189,7 +182,9 @@ def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
             continue
         places.append(place)
         found.append(round_to(piece, whole.dtype).astype(whole.dtype)[None])
-    for place, whole in zip(places, _joined(send, found, kinds(found)), strict=True):
+    for place, whole in zip(
+        places, _joined(send, found, collectives.kinds(found)), strict=True
+    ):
         shape = shapes[place].shape
         leaves[place] = whole.reshape(-1)[: math.prod(shape)].reshape(shape)
     return treedef.unflatten(leaves)
@@ -202,11 +197,13 @@ def own_pieces(
 
     Its arrays vary over the axis, its scalars do not.
     """
-    if not is_mapped(axis_name):
+    if not collectives.is_mapped(axis_name):
         return InPieces(init(cut(tree, None)))
     state = init(cut(tree, axis_name))
     return InPieces(
-        jax.tree.map(lambda x: localize(x, axis_name) if jnp.ndim(x) else x, state)
+        jax.tree.map(
+            lambda x: collectives.localize(x, axis_name) if jnp.ndim(x) else x, state
+        )
     )
 
 
@@ -214,7 +211,7 @@ def check_pieces(
     state: InPieces, init: Callable[[Tree], Any], like: Tree, axis_name: AxisName
 ) -> None:
     """Refuse a state in pieces that are not those of this number of replicas."""
-    replicas = axis_size(axis_name)
+    replicas = collectives.axis_size(axis_name)
 
     def piece(x):
         size = -(-x.size // replicas)
@@ -269,7 +266,7 @@ def travel(
     """
     together: dict[frozenset[str], list[int]] = {}
     for place, message in enumerate(messages):
-        together.setdefault(varying_axes(message), []).append(place)
+        together.setdefault(collectives.varying_axes(message), []).append(place)
     return _joined(
         lambda joined: collective(joined, axis_name), messages, together.values()
     )
@@ -293,7 +290,7 @@ def require_meetable(
                 f"{path} has: exchanges are of real floating leaves. Use oxs.exchange."
                 "all_reduce(), or leave it out with optax.masked."
             )
-    require_local(tree, axis_name)
+    collectives.require_local(tree, axis_name)
 
 
 def narrowed(
@@ -310,7 +307,7 @@ def narrowed(
     def owe(lost, mean, like):
         if mean.dtype == like.dtype:
             return lost
-        return lost + weigh(mean - round_to(mean, like.dtype), weight)
+        return lost + collectives.weigh(mean - round_to(mean, like.dtype), weight)
 
     return jax.tree.map(narrow, mean, like), jax.tree.map(owe, lost, mean, like)
 

@@ -134,12 +134,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         for i in low:
             last = factors[i].reshape(len(factors[i]), -1).T.astype(wide[i].dtype)
             first[i] = matrices[i] @ _orthonormal(last)
-        names = also or {}
-        first, sums, total = reduce_and_sum(
-            first, axis_name, list(names.values()), weight=weight
-        )
-        if also is not None:
-            also = dict(zip(names, sums, strict=True))
+        first, also, total = reduce_and_sum(first, axis_name, also, weight=weight)
         left = {i: _orthonormal(first[i]) for i in low}
         right = reduce([matrices[i].T @ left[i] for i in low], axis_name, weight=weight)
         lost = [jnp.zeros_like(x) for x in wide]

@@ -296,7 +296,7 @@ class _Phases(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
         """There is nobody to agree with; a worker that is not finite counts 0."""
-        counts = now.well.astype(jnp.float32) if self.drop_nonfinite else None
+        counts = now.well.astype(jnp.float32) if self.drop_nonfinite else ()
         return now, contribution, counts
 
     def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
@@ -305,7 +305,7 @@ class _Phases(NamedTuple):
         if rule.outer is self.inner:
             before = before._replace(outer=_with_powers(before.outer, worker.inner))
         after = work.absorb(rule, before, total, num_workers=at.num_workers)
-        if pushed is not None:
+        if self.drop_nonfinite:
             after = where(pushed > 0, after, now.center)
         if rule.outer is self.inner:
             worker = worker._replace(inner=_with_powers(worker.inner, after.outer))

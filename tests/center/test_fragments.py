@@ -494,6 +494,21 @@ def test_strided_reads_the_number_of_a_layer(names):
     np.testing.assert_array_equal(found, parts)
 
 
+@pytest.mark.parametrize(("period", "delay"), [(6, 2), (3, 1)])
+def test_a_worker_of_weight_0_is_in_no_sum_of_a_part(period, delay):
+    tx, _ = case("diloco", 3, period, delay, 0.0, "nesterov", drop=True)
+    grads, weights = gradients(4), np.full((STEPS, 4), 512.0, np.float32)
+    plain, _ = contexts.replay("vmap_axes", tx, PARAMS, grads)
+    same, _ = contexts.replay("vmap_axes", tx, PARAMS, grads, {"weight": weights})
+    jax.tree.map(np.testing.assert_array_equal, same, plain)
+    others, _ = contexts.replay(
+        "vmap_axes", tx, PARAMS, jax.tree.map(lambda g: g[:, :3], grads)
+    )
+    weights[:, 3] = 0.0
+    found, _ = contexts.replay("vmap_axes", tx, PARAMS, grads, {"weight": weights})
+    contexts.assert_close(jax.tree.map(lambda x: x[:, :3], found), others)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
     "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
@@ -558,6 +573,8 @@ def test_what_a_step_cannot_do_is_refused():
         step(in_line, in_line, meet=True)
     with pytest.raises(ValueError, match="an optimizer of its own"):
         step(in_line, in_line, value=jnp.float32(0))
+    with pytest.raises(ValueError, match="weight has to travel in the state"):
+        step(in_line, in_line, weight=jnp.float32(1))
     other = oxs.agn(INNER, AXIS, communication_period=4, fragments=oxs.strided(2))
     with pytest.raises(ValueError, match="is not one of this transformation"):
         step(oxs.agn(INNER, AXIS, communication_period=4, fragments=2), other)

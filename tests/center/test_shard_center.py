@@ -117,6 +117,23 @@ def test_the_numbers_are_those_of_a_whole_center(context):
     assert oxs.metrics(state["diloco"]).dropped.tolist() == [1, 2, 1, 1]
 
 
+def test_weights_are_those_of_a_whole_center():
+    """In the second round all are 0."""
+    params, grads = inputs()
+    weights = np.random.default_rng(1).integers(0, 3, (13, REPLICAS))
+    weights[[3, 5]] = 0
+    extra = {"weight": weights.astype(np.float32)}
+    found = []
+    for sharded in (False, True):
+        tx = together(
+            {name: rule(shard_center=sharded) for name, rule in RULES.items()}
+        )
+        found += [contexts.replay("vmap_axes", tx, params, grads, extra)[0]]
+    whole, pieces = ({n: {"m": tree[n]["matrix"]} for n in RULES} for tree in found)
+    for name in RULES:
+        contexts.assert_close(pieces[name], whole[name], 2e-6)
+
+
 def test_a_parameter_that_is_none():
     tx = oxs.local_sgd(optax.sgd(0.5), "w", communication_period=1, shard_center=True)
     params, state, axes = oxs.start_workers(tx, {"a": None, "b": jnp.zeros(3)}, 2)

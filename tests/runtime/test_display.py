@@ -2,11 +2,12 @@
 
 import io
 import logging
+import math
 
 from ray.util import metrics as ray_metrics
 from rich.console import Console
 
-from optx_sync.runtime import Event, History
+from optx_sync.runtime import Event, History, display
 from optx_sync.runtime.display import Display, summary, table
 from optx_sync.runtime.metrics import Metrics
 
@@ -43,14 +44,15 @@ def test_history_counts_by_kind_and_worker():
     assert history.count("push", 1) == 1 and history.count("lost") == 0
 
 
-def test_without_a_terminal_there_are_lines_on_the_log(caplog):
+def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(display, "LINE_SECONDS", math.inf)
     caplog.set_level(logging.INFO, "optx_sync.runtime")
     pushes = {0: event("push", 0, 6, 3, loss=0.25)}
     died = event("lost", 1, 6)._replace(message="killed for memory")
-    with Display(2) as display:
+    with Display(2) as shown:
         for _ in range(3):  # Not a line for each push: there may be thousands a second.
-            display.show(pushes, [*pushes.values()], [*pushes.values()])
-        display.show(pushes, [*pushes.values(), died], [died])
+            shown.show(pushes, [*pushes.values()], [*pushes.values()])
+        shown.show(pushes, [*pushes.values(), died], [died])
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "center: step 6; worker 0: 30 steps, 3 rounds, staleness 2, loss 0.25; "

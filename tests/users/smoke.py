@@ -7,6 +7,7 @@ nothing but the extra `flax`, and prints the versions that it ran with.
 """
 
 import importlib.metadata
+import os
 import sys
 
 import jax
@@ -61,6 +62,7 @@ def train(tx, mesh):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
     jax.config.update("jax_num_cpu_devices", 8)
     print(oxs.__file__)
     for name, tx in wrappers().items():

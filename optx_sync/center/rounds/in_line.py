@@ -67,7 +67,6 @@ class InLine(NamedTuple):
         if parts.number > 1:
             exchange = with_row(now.exchange, last, exchange)
         now = now._replace(outliers=outliers, agreed=agreed)
-        pushed = pushed if self.meeting.drop_nonfinite else ()
         return now, Pending(total, steps, pushed), exchange
 
     def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:

@@ -136,12 +136,13 @@ class ShardedCenter:
         *,
         weight: Any,
         pushed: Any,
+        keeps: bool,
         extra: dict[str, Any],
     ) -> tuple[InPieces, Any]:
         """The next center and outer state, from what all workers sent.
 
         `weight` is 0 where this worker is left out; `pushed` is the number of workers
-        that are not.
+        that are not; where there is none the center stays, with `keeps`.
         """
         now = center.tree
         mean = self._scatter(sent, self._axis_name, weight=weight)
@@ -156,11 +157,14 @@ class ShardedCenter:
                 now,
                 at,
             )
+            if weight is not None:
+                # Of nobody's parameters the mean is 0, and so is what they contribute.
+                mean = where(pushed > 0, mean, zeros_like(mean))
         if self._rule.mean_over is None:
             mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
         before = outer.tree if isinstance(outer, InPieces) else outer
         after, state = absorb(self._rule, Center(now, before), mean, **extra)
-        if weight is not None:
+        if keeps:
             after, state = where(pushed > 0, (after, state), (now, before))
         next_outer = InPieces(state) if isinstance(outer, InPieces) else state
         return vary_like((InPieces(after), next_outer), (center, outer))
@@ -206,6 +210,7 @@ class Pieces(NamedTuple):
             at,
             weight=now.weight,
             pushed=pushed,
+            keeps=meeting.drop_nonfinite,
             extra=meeting.extra_args(step, now.weight),
         )
         worker = worker._replace(

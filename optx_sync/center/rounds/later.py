@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from optx_sync.center.contract import Round
 from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Pending, Whole
 from optx_sync.center.rounds.meeting import Now, Phases, Step, either
-from optx_sync.trees import is_nothing
 
 
 class Later(NamedTuple):
@@ -38,7 +37,6 @@ class Later(NamedTuple):
         def set_out(now, part):
             now, contribution = self.meeting.bring(now, step, part)
             now, total, pushed = self.meeting.agree(now, step, contribution)
-            pushed = pushed if self.meeting.drop_nonfinite else ()
             pending = Pending(buffer.pack(total), step.at(part).steps, pushed)
             return now._replace(pending=pending)
 
@@ -53,7 +51,6 @@ def arrive(meeting: Phases, now: Now, step: Step, buffer: Buffer) -> Now:
     def land(now, part):
         at = Round(step.num_workers, step.period, pending.steps)
         total = buffer.unpack(pending.values, part)
-        pushed = None if is_nothing(pending.pushed) else pending.pushed
-        return meeting.land(now, step, total, pushed, at)
+        return meeting.land(now, step, total, pending.pushed, at)
 
     return step.parts.in_turn(step.part(ago=1), land, now, LANDS)

@@ -102,7 +102,7 @@ class Phases(Protocol):
         ...
 
     def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
-        """(now, the sum or mean for the center, the sum of weights or `None`)."""
+        """(now, the sum or mean for the center, the sum of weights or ())."""
         ...
 
     def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
@@ -173,7 +173,7 @@ class Meeting(NamedTuple):
         return now._replace(well=well, weight=weight)
 
     def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
-        """(now, the sum or mean for the center, the sum of weights or `None`)."""
+        """(now, the sum or mean for the center, the sum of weights or ())."""
         weight, also = now.weight, None
         if self.measure:
             like = now.measured.distance_before_round
@@ -196,14 +196,14 @@ class Meeting(NamedTuple):
             # As many as there would be if nobody had left any out.
             count = (met.also or {}).get("contributors", met.weight)
             mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
-        return now, mean, None if weight is None else met.weight
+        return now, mean, met.weight if self.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
         """The center absorbs what workers contributed, and this worker takes of it."""
         before = now.center
         extra = self.extra_args(step, now.weight)
         after = work.absorb(self.rule, before, vary_like(total, before.value), **extra)
-        if pushed is not None:
+        if self.drop_nonfinite:
             after = where(pushed > 0, after, before)
         agreed = now.agreed
         if self.measure:

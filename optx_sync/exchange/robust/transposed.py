@@ -15,16 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.collectives import (
-    AxisName,
-    all_to_all,
-    axis_size,
-    gather,
-    kinds,
-    localize,
-    norm_axes,
-    reduce,
-)
+from optx_sync import collectives
+from optx_sync.collectives import AxisName
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
@@ -69,30 +61,32 @@ def transposed(
         require_meetable(tree, axis_name, "this exchange")
         every, treedef = jax.tree.flatten(tree)
         # JAX does not compile an all-to-all of empty arrays alone under vmap.
-        empty = iter(reduce([x for x in every if not x.size], axis_name))
+        empty = iter(collectives.reduce([x for x in every if not x.size], axis_name))
         originals = [x for x in every if x.size]
         also = summed(also, axis_name)
         if not originals:
             return Met(treedef.unflatten(empty), state=state, also=also)
-        axes = () if sizes is None else norm_axes(tree, axis_name, shard_axes)
-        replicas = axis_size(axis_name)
+        axes = (
+            () if sizes is None else collectives.norm_axes(tree, axis_name, shard_axes)
+        )
+        replicas = collectives.axis_size(axis_name)
         leaves = [(encode or norms.wide)(x) for x in originals]
 
         counts, said = jnp.ones(replicas, bool), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
         if weight is not None:
-            flag = localize(norms.flag_of(weight), axis_name)
+            flag = collectives.localize(norms.flag_of(weight), axis_name)
             own.append(flag.astype(own[0].dtype if own else jnp.float32)[None])
         if own:
-            said = gather(jnp.concatenate(own)[None], axis_name)
+            said = collectives.gather(jnp.concatenate(own)[None], axis_name)
         if weight is not None and said is not None:
             counts, said = said[:, -1] > 0, said[:, :-1]
 
         cut = [in_rows(x.reshape(-1), replicas) for x in leaves]
-        places = kinds(leaves)
+        places = collectives.kinds(leaves)
         blocks = [jnp.concatenate([cut[i] for i in kind], axis=1) for kind in places]
         everyone = Everyone(
-            blocks=[all_to_all(block, axis_name) for block in blocks],
+            blocks=[collectives.all_to_all(block, axis_name) for block in blocks],
             places=places,
             widths=[x.shape[1] for x in cut],
             counts=counts,
@@ -103,7 +97,7 @@ def transposed(
         pieces = rule(everyone)
         result = list(originals)
         for (_, ends, kind), piece in zip(everyone.by_leaf(), pieces, strict=True):
-            whole = jnp.split(gather(piece[None], axis_name), ends, axis=1)
+            whole = jnp.split(collectives.gather(piece[None], axis_name), ends, axis=1)
             for i, part in zip(kind, whole, strict=True):
                 x = originals[i]
                 flat = part.reshape(-1)[: x.size]
