@@ -186,7 +186,7 @@ class CenterState(NamedTuple):
 
 
 class SummedCenterState(CenterState):
-    """Of a rule that takes the center, and adds contributions up."""
+    """Of a rule that takes the center and sums contributions: what is owed is a sum."""
 
     __slots__ = ()
     field_kinds = fields.table(CenterState.field_kinds, exchange=fields.OF_SUMS)
@@ -207,7 +207,7 @@ class SoftSummedCenterState(SoftCenterState):
 
 
 def state_class(rule: CenterRule) -> type[CenterState]:
-    """Which of them is a rule's: no array says what becomes of it in `resize`."""
+    """A rule's state class: `resize` needs to know the rule, and no field says it."""
     if rule.mean_over is None:
         return SummedCenterState if rule.take is None else SoftSummedCenterState
     return CenterState if rule.take is None else SoftCenterState
