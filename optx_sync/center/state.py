@@ -76,7 +76,7 @@ class CenterState(NamedTuple):
     global_step: jax.Array  # int32[], rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
-    center: optax.Params
+    center: Any
     taken: Any  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState

@@ -75,7 +75,9 @@ class OwnCenterState(CenterState):
             is_leaf=is_masked,
         )
 
-    def metrics(self, params: Tree | None) -> GossipMetrics:
+    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it tells other things
+        self, params: Tree | None
+    ) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""
         distance = None
         if params is not None and jnp.ndim(self.dropped) == 1:
