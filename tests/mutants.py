@@ -853,7 +853,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "peers/graphs.py",
-            "        if n & (n - 1):\n",
+            "        if m**dimensions != n:\n",
             "        if False:\n",
             REFUSED_GOSSIP,
         ),
@@ -864,37 +864,37 @@ MUTANTS: dict[str, list[Mutant]] = {
             "        if not reached:\n",
             REFUSED_GOSSIP,
         ),
-        Mutant("peers/gossip.py", "*(weigh(x, weight) for x in sent)", "*sent"),
+        Mutant("peers/mixing.py", "*(weigh(x, weight) for x in sent)", "*sent"),
         Mutant(
-            "peers/gossip.py",
-            "got = where(mass > 0, got, jax.tree.leaves(own_x))",
+            "peers/mixing.py",
+            "mean = where(mass > 0, mean, center)",
             "pass",
         ),
         Mutant(
-            "peers/gossip.py",
-            "worker = work.mend(inner, worker, center.value, well)",
-            "worker = worker",
+            "center/rounds/meeting.py",
+            "worker = work.mend(self.inner, worker, center, now.well)",
+            "pass",
         ),
         Mutant(
-            "peers/gossip.py", "return global_step % rounds", "return global_step % 1"
+            "peers/mixing.py", "return global_step % rounds", "return global_step % 1"
         ),
         Mutant(
-            "peers/gossip.py",
-            "return jax.random.randint(key, (), 0, rounds)",
-            "return jax.random.randint(key, (), 0, 1)",
+            "peers/mixing.py",
+            "jax.random.randint(jax.random.fold_in(key, global_step), (), 0, rounds)",
+            "jax.random.randint(jax.random.fold_in(key, global_step), (), 0, 1)",
         ),
         Mutant(
-            "peers/gossip.py",
-            "return own.taken - own.params",
-            "return own.params - own.taken",
+            "center/rules/diloco.py",
+            "own.taken - own.params",
+            "own.params - own.taken",
         ),
         Mutant(
-            "peers/gossip.py",
-            "            if _complete(rounds):\n",
-            "            if False:\n",
+            "peers/mixing.py",
+            "        if all(r.groups is not None and len(r.groups) == 1 for r in rounds):\n",
+            "        if False:\n",
         ),
         Mutant(
-            "peers/gossip.py",
+            "peers/stability.py",
             "if growth > 1 + 1e-3:",
             "if growth > 1.2:",
             REFUSED_GOSSIP,
@@ -905,9 +905,11 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if False:",
             REFUSED_GOSSIP,
         ),
-        Mutant("peers/gossip.py", "        check_params(params)\n", "", REFUSED_GOSSIP),
         Mutant(
-            "peers/gossip.py",
+            "center/lockstep.py", "        check_params(params)\n", "", REFUSED_GOSSIP
+        ),
+        Mutant(
+            "peers/mixing.py",
             "    places = kinds(sent)\n",
             "    places = [[i] for i in range(len(sent))]\n",
         ),
@@ -1107,14 +1109,14 @@ MUTANTS: dict[str, list[Mutant]] = {
     "simulate": [
         Mutant(
             "simulate/asynchronous.py",
-            "keeps_taken = rule.take is None or keeps_before(rule, period)",
-            "keeps_taken = keeps_before(rule, period)",
+            "keeps_taken = rule.take is None or keeps_before(rule, self.period)",
+            "keeps_taken = keeps_before(rule, self.period)",
             SIMULATED_CENTER,
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "pushed = work.share_of_one(rule, pushed, at)",
-            "pass",
+            "pushed, codes = work.share_of_one(rule, pushed, at), now.exchange",
+            "codes = now.exchange",
             SIMULATED_CENTER,
         ),
         Mutant(
@@ -1131,8 +1133,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "simulate/asynchronous.py",
-            "now, well = now._replace(worker=worker), now.well",
-            "well = now.well",
+            "now = now._replace(worker=worker, exchange=codes, well=well)",
+            "now = now._replace(exchange=codes, well=well)",
             SIMULATED_CENTER,
         ),
         Mutant(
@@ -1157,8 +1159,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "simulate/sync_replicas.py",
-            "jnp.full_like(machine.new_tokens, max(total, required))",
-            "jnp.full_like(machine.new_tokens, required)",
+            "tokens = max(self.total, self.required)",
+            "tokens = self.required",
         ),
         Mutant(
             "simulate/replay.py",

@@ -4,12 +4,16 @@
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from optx_sync.center.contract import CenterRule, InnerState, check_rule
-from optx_sync.checks import check_grads, check_one_worker, one_of
+from optx_sync.checks import (
+    check_grads,
+    check_one_worker,
+    integer,
+    interval,
+    one_of,
+)
 from optx_sync.collectives import (
     ALONE,
     AxisName,
@@ -45,29 +49,15 @@ def check_delay(delay: Any) -> int:
     """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
     if delay is None:
         return 0
-    if isinstance(delay, bool) or not isinstance(delay, int | np.integer):
-        raise TypeError(
-            f"delay must be a static int, in steps; got {delay!r} of type "
-            f"{type(delay).__name__}. Pass for example 1."
-        )
-    if delay < 0:
-        raise ValueError(f"delay must be at least 0 steps; got {delay}.")
-    return int(delay)
+    return integer("delay", delay, "It is static, in steps: pass 1, say.", least=0)
 
 
 def check_keep_local(keep_local: Any) -> Any:
     """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
     if keep_local is None:
         return 0
-    if isinstance(keep_local, jax.core.Tracer):
-        return keep_local
-    number = isinstance(keep_local, int | float) or hasattr(keep_local, "dtype")
-    if isinstance(keep_local, bool) or not number or jnp.shape(keep_local) != ():
-        raise TypeError(f"keep_local must be a number; got {keep_local!r}.")
-    if not 0 <= float(keep_local) <= 1:
-        raise ValueError(
-            f"keep_local must lie in [0, 1], the worker's own share; got {keep_local}."
-        )
+    mend = "It is the worker's own share; leave it out for 0."
+    interval("keep_local", keep_local, mend, 0, 1)
     return keep_local
 
 
@@ -111,19 +101,7 @@ def check_whole_center(streams: bool, measure: bool, keep_local: Any) -> None:
         )
 
 
-def check_workers(rule: CenterRule, workers: int, axis_name: AxisName) -> None:
-    """Refuse an axis of other than the rule's `num_workers`."""
-    if rule.num_workers not in (None, workers):
-        found = f"the axis {axis_name!r} has {workers} workers"
-        if axis_name is ALONE:
-            found = "axis_name=None stands for one worker"
-        raise ValueError(
-            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
-            "make them equal."
-        )
-
-
-def check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -> None:
+def check_streaming_step(state: Any, expected: Any, meet: Any, in_line: bool) -> None:
     """Refuse a state of other fragments, and a say where there is none."""
     ages, (_, outer), pending, remembered = expected
     for what, tree, like in (
@@ -135,7 +113,7 @@ def check_streaming_step(state: Any, expected: Any, meet: Any, straight: bool) -
         _check_placed(tree, like, what)
     if state.pending != ():
         _require_within(state.center, state.pending)
-    if straight and meet is not None:
+    if in_line and meet is not None:
         raise ValueError(
             "With delay=1 and communication_period equal to the number of fragments "
             "a part meets in every step, outside of conditionals: meet has no say in "
@@ -204,7 +182,13 @@ def _require_within(tree: Tree, pending: Any) -> None:
 
 
 def check_step(
-    grads: Any, state: Any, params: Any, axis_name: AxisName, *, in_pieces: bool = False
+    grads: Any,
+    state: Any,
+    params: Any,
+    axis_name: AxisName,
+    rule: CenterRule,
+    *,
+    in_pieces: bool,
 ) -> int:
     """Refuse what does not fit a step of a worker; the number of workers.
 
@@ -222,7 +206,16 @@ def check_step(
     require_varying(state.center, params, axis_name, "center")
     center = () if in_pieces else state.center
     check_one_worker(state.local_step, center, params)
-    return axis_size(axis_name)
+    workers = axis_size(axis_name)
+    if rule.num_workers not in (None, workers):
+        found = f"the axis {axis_name!r} has {workers} workers"
+        if axis_name is ALONE:
+            found = "axis_name=None stands for one worker"
+        raise ValueError(
+            f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
+            "make them equal."
+        )
+    return workers
 
 
 def holds_center(state: Any) -> bool:

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 import optax
 
+from optx_sync.checks import integer
+
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
 Period: TypeAlias = int | optax.Schedule
 
@@ -69,10 +71,9 @@ class CenterRule(NamedTuple):
         take: `(x, before, after, at) -> array`, the worker's new parameters from its
             own and the center before and after the round. `None`: it takes the center
             after the round.
-        mean_over: `None`: contributions are summed. `"pushed"`: divided by the number
-            of contributions, in lockstep those of all workers of the round, one when
-            asynchronous. `"workers"`: divided by the number of workers of the round in
-            lockstep, and by N when asynchronous.
+        mean_over: `None`: contributions are summed. `"pushed"` and `"workers"`: in
+            lockstep both average over the workers of the round. Asynchronously
+            `"workers"` divides each contribution by N, and `"pushed"` does not.
         accumulate: What a worker sums up between rounds: `"gradients"`, `"updates"` of
             `inner`, or `None`.
         penalty: `(own, at) -> array` added to the gradient in every step, or `None`.
@@ -144,8 +145,8 @@ def reads(rule: CenterRule, communication_period: Period) -> Reads:
 def keeps_before(rule: CenterRule, communication_period: Period) -> bool:
     """Whether a worker must keep the center as it was before its last round.
 
-    So for a rule with `take` whose formulas read `own.taken`. A worker that takes the
-    center whole has taken the center after its last round, in lockstep the center now.
+    So for a rule with `take` whose formulas read `own.taken`. Without `take`, the last
+    center that it took is, in lockstep, the current one: no copy is needed.
     """
     return rule.take is not None and reads(rule, communication_period).taken
 
@@ -179,20 +180,8 @@ def check_period(communication_period: Period) -> Period:
     """The period; a ValueError or TypeError for what is no int >= 1 and no schedule."""
     if callable(communication_period):
         return communication_period
-    if isinstance(communication_period, bool) or not isinstance(
-        communication_period, int | np.integer
-    ):
-        raise TypeError(
-            "communication_period must be an int or a schedule; got "
-            f"{communication_period!r} of type {type(communication_period).__name__}. "
-            "It is static: pass for example 10."
-        )
-    if not 1 <= communication_period < 2**31:
-        raise ValueError(
-            "communication_period must be at least 1 and below 2**31, as steps are "
-            f"counted in int32; got {communication_period}."
-        )
-    return int(communication_period)
+    mend = "Pass an int, which is static, for example 10, or a schedule."
+    return integer("communication_period", communication_period, mend)
 
 
 def _arguments_read(formula: Callable) -> list[bool]:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
+from optx_sync.checks import integer
 from optx_sync.collectives import localize, vary_like, varying_axes
 from optx_sync.trees import Tree, is_nothing, path_name
 
@@ -113,17 +114,8 @@ def check_fragments(fragments: Any) -> Fragments:
     if callable(fragments):
         function: Any = fragments
         return function
-    if isinstance(fragments, bool) or not isinstance(fragments, int | np.integer):
-        raise TypeError(
-            "fragments must be a static int or a function (path, leaf) -> int or "
-            f"sequence of ints; got {fragments!r} of type {type(fragments).__name__}. "
-            "Pass for example 4 or oxs.strided(4)."
-        )
-    if fragments < 1:
-        raise ValueError(
-            f"fragments must be at least 1; got {fragments}. 1 is the whole at once."
-        )
-    return int(fragments)
+    mend = "Pass 4, say, or a function (path, leaf) -> parts such as oxs.strided(4)."
+    return integer("fragments", fragments, mend)
 
 
 def steps_between(period: Period, number: int, delay: int) -> Period:

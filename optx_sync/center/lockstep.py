@@ -486,13 +486,16 @@ class Lockstep(NamedTuple):
 
     def check_step(self, grads: Any, state: CenterState, params: Any) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""
-        axis_name = self.meeting.axis_name
         num_workers = checks.check_step(
-            grads, state, params, axis_name, in_pieces=self.sharded is not None
+            grads,
+            state,
+            params,
+            self.meeting.axis_name,
+            self.meeting.rule,
+            in_pieces=self.sharded is not None,
         )
         if self.sharded is not None:
             self.sharded.check(state.center, params)
-        checks.check_workers(self.meeting.rule, num_workers, axis_name)
         return num_workers
 
     def check_stream(

@@ -70,7 +70,7 @@ class CenterState(NamedTuple):
     global_step: jax.Array  # int32[], rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
-    center: optax.Params
+    center: Any
     taken: Any  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
@@ -176,7 +176,7 @@ class CenterState(NamedTuple):
 
 
 class SummedCenterState(CenterState):
-    """Of a rule that takes the center, and adds contributions up."""
+    """Of a rule that takes the center and sums contributions: what is owed is a sum."""
 
     __slots__ = ()
     field_kinds = fields.table(CenterState.field_kinds, exchange=fields.OF_SUMS)
@@ -197,7 +197,7 @@ class SoftSummedCenterState(SoftCenterState):
 
 
 def state_class(rule: CenterRule) -> type[CenterState]:
-    """Which of them is a rule's: no array says what becomes of it in `resize`."""
+    """A rule's state class: `resize` needs to know the rule, and no field says it."""
     if rule.mean_over is None:
         return SummedCenterState if rule.take is None else SoftSummedCenterState
     return CenterState if rule.take is None else SoftCenterState

@@ -75,7 +75,9 @@ class OwnCenterState(CenterState):
             is_leaf=is_masked,
         )
 
-    def metrics(self, params: Tree | None) -> GossipMetrics:
+    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it tells other things
+        self, params: Tree | None
+    ) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""
         distance = None
         if params is not None and jnp.ndim(self.info.dropped) == 1:
@@ -137,8 +139,8 @@ def gossip(
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
     `meet` and `weight` as its do: with weights w_j the mean is sum_j W_ij w_j x_j over
-    sum_j W_ij w_j. The center of a worker that meets weights of 0 alone stays, and the
-    worker takes it.
+    sum_j W_ij w_j. To a worker that meets weights of 0 alone they contribute 0: without
+    `outer` it goes back to its own center.
 
     Args:
         inner: The worker's own optimizer.

@@ -184,14 +184,8 @@ def grid(m: int) -> Graph:
                 f"Pass a root of {n}, or {n} itself for one group of all."
             )
 
-        def groups(k: int) -> tuple[tuple[int, ...], ...]:
-            step = m**k
-            firsts = [i for i in range(n) if i // step % m == 0]
-            return tuple(tuple(i + j * step for j in range(m)) for i in firsts)
-
-        return tuple(GraphRound(groups=groups(k)) for k in range(dimensions)) or (
-            GraphRound(),
-        )
+        made = tuple(GraphRound(groups=_along(n, m, k)) for k in range(dimensions))
+        return made or (GraphRound(),)
 
     return Graph(rounds)
 
@@ -267,6 +261,13 @@ def _even(n: int, sources: Sequence[tuple[int, ...]]) -> GraphRound:
     others = [s for s in dict.fromkeys(sources) if s != tuple(range(n))]
     share = 1 / (1 + len(others))
     return GraphRound(share if others else 1.0, tuple(Take(s, share) for s in others))
+
+
+def _along(n: int, m: int, k: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of m along dimension k of a grid of n workers."""
+    step = m**k
+    firsts = [i for i in range(n) if i // step % m == 0]
+    return tuple(tuple(i + j * step for j in range(m)) for i in firsts)
 
 
 def _shift(n: int, by: int) -> tuple[int, ...]:

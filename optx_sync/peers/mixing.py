@@ -25,7 +25,7 @@ from optx_sync.collectives import (
 )
 from optx_sync.peers.graphs import Graph, GraphRound, Weight
 from optx_sync.peers.stability import check_cycle, check_pairs
-from optx_sync.trees import Tree, where, zeros_like
+from optx_sync.trees import Tree, where
 
 
 class Mixing(NamedTuple):
@@ -59,11 +59,10 @@ class Mixing(NamedTuple):
         mean, mass = _mean_of_partners(
             x, now.weight, branches, self._chosen(len(rounds), step.rounds)
         )
+        if now.weight is not None:
+            mean = where(mass > 0, mean, center)  # Nobody contributes nothing.
         at = step.at(0)
         moved = work.contribute(meeting.rule, mean, center, (), center, at)
-        if mass is not None:
-            # Of nobody's parameters the mean is 0, and so is what they contribute.
-            moved = where(mass > 0, moved, zeros_like(moved))
         now = meeting.land(now, step, moved, mass, at)
         return meeting.settle(now, walked, now.center.value)
 
@@ -81,7 +80,7 @@ class Mixing(NamedTuple):
 def _mean_of_partners(
     x: Tree, weight: Any, branches: Sequence[Any], chosen: Any
 ) -> tuple[Tree, Any]:
-    """(the mean of worker and partners, the sum of their weights or `None`)."""
+    """(the mean of worker and partners, the sum of their weights or ())."""
     sent, treedef = jax.tree.flatten(x)
     if weight is not None:
         # The 1 comes back as the sum of the graph's own weights, rounded as they are.
@@ -108,7 +107,7 @@ def _mean_of_partners(
         for i, part in zip(kind, parts(array), strict=True):
             got[i] = part
     if weight is None:
-        return treedef.unflatten(got), None
+        return treedef.unflatten(got), ()
     *sums, mass, one = got
     share = one / or_one(mass)
     return treedef.unflatten(x * share.astype(x.dtype) for x in sums), mass

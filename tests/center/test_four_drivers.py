@@ -41,7 +41,7 @@ ELASTIC = oxs.elastic_rule(moving_rate=0.2, rho=0.3)
 AGN = oxs.agn_rule(optax.sgd(0.3))
 
 
-def grads_at(step, params, scale=SCALE, place=0):
+def grads_at(step, params, scale=SCALE, place: Any = 0):
     """Gradients that depend on where the worker stands, and which one it is."""
 
     def grad(x, target):

@@ -510,11 +510,11 @@ def test_a_worker_of_weight_0_is_in_no_sum_of_a_part(period, delay):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "fragments=0": ({"fragments": 0}, ValueError, "at least 1"),
+    "fragments=0": ({"fragments": 0}, ValueError, "1 or more"),
     "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
-    "fragments=True": ({"fragments": True}, TypeError, "static int or a function"),
-    "delay=-1": ({"delay": -1}, ValueError, "at least 0"),
-    "delay=0.5": ({"delay": 0.5}, TypeError, "static int"),
+    "fragments=True": ({"fragments": True}, TypeError, "or a function"),
+    "delay=-1": ({"delay": -1}, ValueError, "delay must be 0 or more"),
+    "delay=0.5": ({"delay": 0.5}, TypeError, "delay must be an integer"),
     "keep_local=2": ({"keep_local": 2.0}, ValueError, "lie in"),
     "keep_local='a'": ({"keep_local": "a"}, TypeError, "must be a number"),
     "not a multiple": ({"fragments": 3}, ValueError, "not a multiple of the 3"),

@@ -239,4 +239,4 @@ def _is_affine(rule: CenterRule, period: Period) -> bool:
             of_means = contribute(x.mean(0), a.mean(0))
             return np.allclose(of_means, (each[0] + each[1]) / 2, 1e-4, 1e-5)
         except jax.errors.UnexpectedTracerError:
-            return True  # Its numbers are traced here; elsewhere they were not.
+            return True  # It closes over a tracer and cannot be evaluated: trust it.
