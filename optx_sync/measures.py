@@ -23,14 +23,18 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from optx_sync.collectives import (
+from optx_sync.comm.collectives import (
     AxisName,
-    localize,
+    varying_axes,
+)
+from optx_sync.comm.reduce import (
     or_one,
     own_weight,
-    sum_shards,
-    varying_axes,
     weigh,
+)
+from optx_sync.comm.varying import (
+    localize,
+    sum_shards,
 )
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, is_slices

@@ -4,7 +4,10 @@
 import functools
 from typing import Any
 
-from optx_sync.collectives import check_sum_dtype, reduce_and_sum
+from optx_sync.comm.reduce import (
+    check_sum_dtype,
+    reduce_and_sum,
+)
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 
@@ -44,17 +47,14 @@ def all_reduce(dtype: Any = None) -> Exchange:
     dtype = check_sum_dtype(dtype)
 
     def meet(tree, state, axis_name, *, weight=None, also=None, group_assignment=None):
-        names = also or {}
-        mean, sums, total = reduce_and_sum(
+        mean, also, total = reduce_and_sum(
             tree,
             axis_name,
-            list(names.values()),
+            also,
             weight=weight,
             group_assignment=group_assignment,
             dtype=dtype,
         )
-        if also is not None:
-            also = dict(zip(names, sums, strict=True))
         return Met(mean, total, None, state, also)
 
     def encode(x, state):

@@ -21,12 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.collectives import (
+from optx_sync.comm.collectives import (
     AxisName,
     axis_size,
-    localize,
+)
+from optx_sync.comm.reduce import (
     own_weight,
     reduce,
+)
+from optx_sync.comm.varying import (
+    localize,
     vary_like,
 )
 from optx_sync.trees import Tree, is_slices, leaves_with_names

@@ -21,20 +21,24 @@ from optx_sync.center.checks import check_step, holds_center
 from optx_sync.center.contract import CenterRule, Own, Period, Round, check_period
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params, shows_call
-from optx_sync.collectives import (
+from optx_sync.comm.buffers import Joint, alike, joinable, shaped
+from optx_sync.comm.collectives import (
     AxisName,
     axis_index,
     check_axis_name,
-    everywhere,
-    kinds,
-    localize,
-    localize_where_mapped,
+    permute,
+)
+from optx_sync.comm.reduce import (
     or_one,
     own_weight,
-    permute,
     reduce,
-    vary_like,
     weigh,
+)
+from optx_sync.comm.varying import (
+    everywhere,
+    localize,
+    localize_where_mapped,
+    vary_like,
 )
 from optx_sync.peers.graphs import (
     Graph,
@@ -483,18 +487,17 @@ def _mix(
         # The 1 comes back as the sum of the graph's own weights, rounded as they are.
         sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
     # Joined, as a program with many partners would otherwise hold many permutes.
-    places = kinds(sent)
-    joined = [_join([sent[i] for i in kind]) for kind in places]
+    kind = joinable()
+    # What is not joined keeps its shape.
+    flat = [x.reshape(-1) if kind is alike or not x.ndim else x for x in sent]
+    joint = Joint(flat, kind)
+    joined = joint.join(flat)
     branches = [functools.partial(_meet, r, axis_name) for r in rounds]
     if len(branches) == 1:
         joined = branches[0](joined)
     else:
         joined = jax.lax.switch(k, branches, joined)
-    got = list(sent)
-    for kind, array in zip(places, joined, strict=True):
-        parts = _separate(array, [sent[i] for i in kind])
-        for i, part in zip(kind, parts, strict=True):
-            got[i] = part
+    got = list(map(shaped, joint.cut(joined), sent))
     if weight is not None:
         *sums, mass, one = got
         share = one / or_one(mass)
@@ -528,20 +531,6 @@ def _own_weight(weight: Weight, dtype: Any, axis_name: AxisName) -> Any:
     if isinstance(weight, tuple):
         return jnp.asarray(weight, dtype)[axis_index(axis_name)]
     return jnp.asarray(weight, dtype)
-
-
-def _join(leaves: Sequence[jax.Array]) -> jax.Array:
-    if len(leaves) == 1:
-        return leaves[0]
-    return jnp.concatenate([x.reshape(-1) for x in leaves])
-
-
-def _separate(array: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    if len(like) == 1:
-        return [array]
-    ends = np.cumsum([x.size for x in like])[:-1].tolist()
-    parts = jnp.split(array, ends)
-    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def _refuse_center(state: Any) -> None:

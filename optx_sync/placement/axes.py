@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optx_sync.comm.buffers import in_rows
 from optx_sync.placement import fields
 from optx_sync.trees import (
     check_arrays,
@@ -206,7 +207,7 @@ def _stack(tree: Any, n: int, axes: Any, own: bool) -> Any:
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x):
-        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
+        return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
     def fold(keys, worker):
         one = jax.vmap(lambda key: jax.random.fold_in(key, worker))

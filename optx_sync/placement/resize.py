@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import check_count
+from optx_sync.comm.buffers import in_rows
 from optx_sync.placement import fields
 from optx_sync.placement.axes import in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
@@ -158,7 +159,7 @@ def resize(
     )
     _say(how.lost, strict)
     leaves = [
-        fields.in_rows(x[0], n) if flag else x if there else x[0]
+        in_rows(x[0], n) if flag else x if there else x[0]
         for x, there, flag in zip(jax.tree.leaves(resized), has_axis, cut, strict=True)
     ]
     if replicated:

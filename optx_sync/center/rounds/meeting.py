@@ -18,11 +18,11 @@ from optx_sync.center.contract import CenterRule, InnerState, Round
 from optx_sync.center.fragments import Whole
 from optx_sync.center.state import MeasuredOwn, norm_of
 from optx_sync.center.worker import Center, Worker
-from optx_sync.collectives import (
-    AxisName,
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import reduce
+from optx_sync.comm.varying import (
     everywhere,
     localize,
-    reduce,
     vary_like,
 )
 from optx_sync.exchange.contract import Exchange, count_outlier
