@@ -6,10 +6,7 @@ from typing import Any
 
 import jax
 
-from optx_sync.comm.collectives import (
-    AxisName,
-    check_axis_name,
-)
+from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
 from optx_sync.rows.lookup import _gather, describe
 from optx_sync.rows.slices import rebuild

@@ -23,19 +23,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from optx_sync.comm.collectives import (
-    AxisName,
-    varying_axes,
-)
-from optx_sync.comm.reduce import (
-    or_one,
-    own_weight,
-    weigh,
-)
-from optx_sync.comm.varying import (
-    localize,
-    sum_shards,
-)
+from optx_sync.comm.collectives import AxisName, varying_axes
+from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.comm.varying import localize, sum_shards
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, is_slices
 

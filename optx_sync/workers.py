@@ -12,11 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.checks import check_no_train_state
-from optx_sync.comm.collectives import (
-    AxisName,
-    check_axis_name,
-    varying_axes,
-)
+from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
 from optx_sync.placement.axes import stack, stack_state, state_axes, state_specs
 from optx_sync.trees import Tree, check_arrays, path_name

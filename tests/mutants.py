@@ -387,8 +387,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "exchange/quantized.py",
-            "            divisor = or_one(total)\n",
-            "            divisor = total\n",
+            "        divisor = or_one(total)\n",
+            "        divisor = total\n",
             EXCHANGE,
         ),
         Mutant(

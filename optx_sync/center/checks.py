@@ -10,16 +10,8 @@ import numpy as np
 
 from optx_sync.center.contract import CenterRule, InnerState, check_rule
 from optx_sync.checks import check_grads, check_one_worker
-from optx_sync.comm.collectives import (
-    ALONE,
-    AxisName,
-    axis_size,
-    varying_axes,
-)
-from optx_sync.comm.varying import (
-    require_local,
-    require_varying,
-)
+from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
+from optx_sync.comm.varying import require_local, require_varying
 from optx_sync.trees import Tree
 
 

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -347,17 +348,14 @@ class Buffer:
             jax.eval_shape(lambda tree, part=part: partition.pick(tree, part), tree)
             for part in range(partition.number)
         ]
-        forms = [
-            [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(part)]
-            for part in self._parts
-        ]
+        forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
         self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
-        for form in forms:
+        for part in self._parts:
             own: Counter[np.dtype] = Counter()
-            for shape, dtype in form:
-                own[dtype] += math.prod(shape)
-            self._sizes |= own  # the larger one of each dtype
+            for x in jax.tree.leaves(part):
+                own[x.dtype] += x.size
+            self._sizes |= own  # the larger number of each dtype
         self._form = (
             forms[0]
             if self._alike
@@ -383,9 +381,10 @@ class Buffer:
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)
-        joint = Joint([jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like], _dtype)
-        flat = dict(zip(self._sizes, values, strict=True))
-        found = joint.cut([flat[dtype] for dtype in joint.kinds])
+        flat = [jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like]
+        joint = Joint(flat, attrgetter("dtype"))
+        held = dict(zip(self._sizes, values, strict=True))
+        found = joint.cut([held[dtype] for dtype in joint.kinds])
         return treedef.unflatten(map(shaped, found, like))
 
 
@@ -454,7 +453,3 @@ def _put_rows(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
     return x.at[jnp.asarray(rows)].set(
         values, unique_indices=True, indices_are_sorted=True
     )
-
-
-def _dtype(x: Any) -> np.dtype:
-    return jnp.dtype(x.dtype)

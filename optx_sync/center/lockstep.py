@@ -35,15 +35,8 @@ from optx_sync.center.rounds.meeting import Meeting, Now, Step
 from optx_sync.center.state import CenterState, MeasuredOwn, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
-from optx_sync.comm.collectives import (
-    ALONE,
-    AxisName,
-    check_axis_name,
-)
-from optx_sync.comm.reduce import (
-    own_weight,
-    reduce,
-)
+from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
+from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import (
     everywhere,
     localize,

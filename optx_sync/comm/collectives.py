@@ -44,10 +44,8 @@ class Groups:
         self.assignment = assignment
         self.size = len(assignment[0])
         # own_group[i] is the number of the group that holds replica i.
-        self.own_group = [0] * (self.size * len(assignment))
-        for number, group in enumerate(assignment):
-            for member in group:
-                self.own_group[member] = number
+        numbers = {m: number for number, group in enumerate(assignment) for m in group}
+        self.own_group = [numbers[replica] for replica in range(len(numbers))]
         # JAX has collectives of groups over a single manual axis only.
         manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
         self.native = len(axes) == 1 and manual

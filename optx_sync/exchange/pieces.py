@@ -12,22 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm import buffers, collectives
-from optx_sync.comm.collectives import (
-    AxisName,
-    axis_index,
-    axis_size,
-    is_mapped,
-)
-from optx_sync.comm.reduce import (
-    or_one,
-    own_weight,
-    reduce,
-    weigh,
-)
-from optx_sync.comm.varying import (
-    localize,
-    require_local,
-)
+from optx_sync.comm.collectives import AxisName, axis_index, axis_size, is_mapped
+from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
+from optx_sync.comm.varying import localize, require_local
 from optx_sync.exchange.contract import require_dense
 from optx_sync.placement.fields import InPieces
 from optx_sync.trees import (
@@ -155,6 +142,26 @@ def check_pieces(
                 "axes), or call init where the axis is mapped. Inside jax.shard_map "
                 "take the worker axis off, oxs.unstack(state, axes)."
             )
+
+
+def travel(
+    collective: Callable[[jax.Array, AxisName], jax.Array],
+    messages: Sequence[jax.Array],
+    weight: jax.Array | None,
+    axis_name: AxisName,
+    rows: int = 1,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Messages of bytes, uint8[rows, bytes], together; and the sum of the weights.
+
+    The weights travel with them. Without any the sum is the number of replicas.
+    """
+    if weight is not None:
+        share = buffers.to_bytes(weight[None])
+        messages = [*messages, jnp.broadcast_to(share, (rows, share.size))]
+    arrived = buffers.through(lambda x: collective(x, axis_name), messages)
+    if weight is None:
+        return arrived, jnp.float32(axis_size(axis_name))
+    return arrived, jnp.sum(buffers.from_bytes(arrived.pop(), weight.dtype))
 
 
 def require_meetable(

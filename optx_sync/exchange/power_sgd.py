@@ -11,17 +11,8 @@ import optax
 
 from optx_sync.checks import check_count, check_interval
 from optx_sync.comm import buffers
-from optx_sync.comm.reduce import (
-    own_weight,
-    reduce,
-    reduce_and_sum,
-    weigh,
-)
-from optx_sync.comm.varying import (
-    localize,
-    sum_shards,
-    vary_like,
-)
+from optx_sync.comm.reduce import own_weight, reduce, reduce_and_sum, weigh
+from optx_sync.comm.varying import localize, sum_shards, vary_like
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.placement.fields import LIKE_PARAMS, table

@@ -10,19 +10,10 @@ import numpy as np
 
 from optx_sync.checks import check_count
 from optx_sync.comm import buffers
-from optx_sync.comm.collectives import (
-    all_to_all,
-    axis_index,
-    axis_size,
-    gather,
-)
-from optx_sync.comm.reduce import (
-    or_one,
-    own_weight,
-    weigh,
-)
+from optx_sync.comm.collectives import all_to_all, axis_index, axis_size, gather
+from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
-from optx_sync.exchange.pieces import narrowed, require_meetable
+from optx_sync.exchange.pieces import narrowed, require_meetable, travel
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -98,14 +89,8 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         ]
         scales = [_scales(x, bits) for x in own]
         sent = [_message(*pair, bits) for pair in zip(own, scales, strict=True)]
-        total = divisor = jnp.float32(replicas)
-        if weight is not None:
-            share = buffers.to_bytes(weight[None])
-            sent.append(jnp.broadcast_to(share, (replicas, share.size)))
-        received = buffers.through(lambda x: all_to_all(x, axis_name), sent)
-        if weight is not None:
-            total = jnp.sum(buffers.from_bytes(received.pop(), weight.dtype))
-            divisor = or_one(total)
+        received, total = travel(all_to_all, sent, weight, axis_name, replicas)
+        divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = [
             jnp.sum(_read(row, x.shape, bits, x.dtype), 0, keepdims=True)
@@ -114,13 +99,8 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         ]
         again = [_scales(mean, bits) for mean in means]
         back = [_message(*pair, bits) for pair in zip(means, again, strict=True)]
-        if weight is not None:
-            # Once more, since what is gathered is known to be equal on all replicas.
-            back.append(buffers.to_bytes(weight[None])[None])
-        gathered = buffers.through(lambda x: gather(x, axis_name), back)
-        known = total
-        if weight is not None:
-            known = jnp.sum(buffers.from_bytes(gathered.pop(), weight.dtype))
+        # Weights once more: what is gathered is known to be equal on all replicas.
+        gathered, known = travel(gather, back, weight, axis_name)
         whole = [
             _read(row, x.shape, bits, x.dtype).reshape(-1)
             for row, x in zip(gathered, own, strict=True)

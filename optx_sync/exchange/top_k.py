@@ -9,18 +9,11 @@ import numpy as np
 
 from optx_sync.checks import check_count
 from optx_sync.comm import buffers
-from optx_sync.comm.collectives import (
-    axis_size,
-    gather,
-)
-from optx_sync.comm.reduce import (
-    or_one,
-    own_weight,
-    weigh,
-)
+from optx_sync.comm.collectives import gather
+from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.comm.varying import vary_with
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
-from optx_sync.exchange.pieces import narrowed, require_meetable
+from optx_sync.exchange.pieces import narrowed, require_meetable, travel
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -110,13 +103,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             sent.append(message)
             positions, values = _decode(message, x, min(k, x.shape[1]), bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
-        total = divisor = jnp.float32(axis_size(axis_name))
-        if weight is not None:
-            sent.append(buffers.to_bytes(weight[None])[None])
-        gathered = buffers.through(lambda x: gather(x, axis_name), sent)
-        if weight is not None:
-            total = jnp.sum(buffers.from_bytes(gathered.pop(), weight.dtype))
-            divisor = or_one(total)
+        gathered, total = travel(gather, sent, weight, axis_name)
+        divisor = or_one(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
             everyone = _decode(messages, x, min(k, x.shape[1]), bits)

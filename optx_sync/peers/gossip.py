@@ -22,18 +22,8 @@ from optx_sync.center.contract import CenterRule, Own, Period, Round, check_peri
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params, shows_call
 from optx_sync.comm.buffers import Joint, alike, joinable, shaped
-from optx_sync.comm.collectives import (
-    AxisName,
-    axis_index,
-    check_axis_name,
-    permute,
-)
-from optx_sync.comm.reduce import (
-    or_one,
-    own_weight,
-    reduce,
-    weigh,
-)
+from optx_sync.comm.collectives import AxisName, axis_index, check_axis_name, permute
+from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
 from optx_sync.comm.varying import (
     everywhere,
     localize,

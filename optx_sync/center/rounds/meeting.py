@@ -20,11 +20,7 @@ from optx_sync.center.state import MeasuredOwn, norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
-from optx_sync.comm.varying import (
-    everywhere,
-    localize,
-    vary_like,
-)
+from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.measures import measure_of, square_sum, to_sum
 from optx_sync.trees import is_finite, is_floating, is_inexact, where

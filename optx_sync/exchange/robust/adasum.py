@@ -5,10 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import (
-    or_one,
-    reduce,
-)
+from optx_sync.comm.reduce import or_one, reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, transposed

@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import check_count
-from optx_sync.comm.varying import (
-    axes_of_shards,
-    sum_over,
-)
+from optx_sync.comm.varying import axes_of_shards, sum_over
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, check_enough, transposed

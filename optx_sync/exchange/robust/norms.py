@@ -14,17 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm.buffers import wide
-from optx_sync.comm.collectives import (
-    AxisName,
-    gather,
-)
+from optx_sync.comm.collectives import AxisName, gather
 from optx_sync.comm.reduce import or_one
-from optx_sync.comm.varying import (
-    axes_of_shards,
-    localize,
-    norm_axes,
-    sum_over,
-)
+from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
 from optx_sync.trees import Tree
 
 # How many times the typical distance from the result an outlier is away.

@@ -15,16 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.comm import buffers
-from optx_sync.comm.collectives import (
-    AxisName,
-    all_to_all,
-    axis_size,
-    gather,
-)
-from optx_sync.comm.varying import (
-    localize,
-    norm_axes,
-)
+from optx_sync.comm.collectives import AxisName, all_to_all, axis_size, gather
+from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
