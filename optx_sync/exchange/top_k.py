@@ -99,15 +99,14 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         own = [_in_chunks(weigh(x, weight), chunk) for x in joint.join(leaves)]
         sent, lost = [], []
         for x in own:
-            message = _encode(x, min(k, x.shape[1]), bits)
-            sent.append(message)
-            positions, values = _decode(message, x, min(k, x.shape[1]), bits)
+            sent.append(_encode(x, k, bits))
+            positions, values = _decode(sent[-1], x, k, bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
         gathered, total = travel(gather, sent, weight, axis_name)
         divisor = or_one(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
-            everyone = _decode(messages, x, min(k, x.shape[1]), bits)
+            everyone = _decode(messages, x, k, bits)
             # One replica after the other: where all are added at once, the order in
             # which a GPU adds equal positions differs from replica to replica.
             summed_up, _ = jax.lax.scan(
@@ -120,13 +119,12 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         return Met(mean, total, lost, state, summed(also, axis_name))
 
     def encode(x, state):
-        rows = _in_chunks(x.reshape(-1), chunk)
-        message = _encode(rows, min(k, rows.shape[1]), bits)
-        return message[0], x - decode(message[0], x), state
+        message = _encode(_in_chunks(x.reshape(-1), chunk), k, bits)[0]
+        return message, x - decode(message, x), state
 
     def decode(message, like):
         rows = _in_chunks(jnp.zeros(math.prod(like.shape), like.dtype), chunk)
-        positions, values = _decode(message[None], rows, min(k, rows.shape[1]), bits)
+        positions, values = _decode(message[None], rows, k, bits)
         return buffers.shaped(_add(rows, positions[0], values[0]), like)
 
     return Exchange(lambda tree: (), meet, code=Code(encode, decode))
@@ -144,7 +142,7 @@ def _position_dtype(length: int) -> np.dtype:
 
 def _encode(x: jax.Array, k: int, bits: int | None) -> jax.Array:
     """uint8[1, bytes]: the k largest of each chunk, positions and then values."""
-    _, positions = jax.lax.top_k(jnp.abs(x), k)
+    _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
     values = jnp.take_along_axis(x, positions, axis=1)
     parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
     if bits is None:
@@ -165,6 +163,7 @@ def _decode(
     chunks, length = like.shape
     dtype = _position_dtype(length)
     rows = messages.reshape(messages.shape[0], chunks, -1)
+    k = min(k, length)
     octets, rest = jnp.split(rows, [k * dtype.itemsize], axis=-1)
     positions = buffers.from_bytes(octets, dtype).astype(jnp.int32)
     if bits is None:
@@ -183,9 +182,8 @@ def _bins(values: jax.Array) -> jax.Array:
         _mean_where(size, negative)[:, None],
         _mean_where(size, ~negative)[:, None],
     )
-    return jnp.where(negative, 0, 2).astype(jnp.uint8) | (size > middle).astype(
-        jnp.uint8
-    )
+    above = (size > middle).astype(jnp.uint8)
+    return jnp.where(negative, 0, 2).astype(jnp.uint8) | above
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
