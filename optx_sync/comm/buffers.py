@@ -73,9 +73,13 @@ class Joint:
         for places, whole in zip(self.places, joined, strict=True):
             start = 0
             for place in places:
-                stop = start + self._like[place].shape[-1]
-                found[place] = jax.lax.slice_in_dim(whole, start, stop, axis=-1)
-                start = stop
+                width = self._like[place].shape[-1]
+                found[place] = whole
+                if width < whole.shape[-1]:
+                    found[place] = jax.lax.slice_in_dim(
+                        whole, start, start + width, axis=-1
+                    )
+                start += width
         return found
 
 

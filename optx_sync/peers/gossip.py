@@ -21,7 +21,7 @@ from optx_sync.center.checks import check_step, holds_center
 from optx_sync.center.contract import CenterRule, Own, Period, Round, check_period
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params, shows_call
-from optx_sync.comm.buffers import Joint, alike, joinable, shaped
+from optx_sync.comm.buffers import Joint, alike, joinable
 from optx_sync.comm.collectives import AxisName, axis_index, check_axis_name, permute
 from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
 from optx_sync.comm.varying import (
@@ -487,7 +487,7 @@ def _mix(
         joined = branches[0](joined)
     else:
         joined = jax.lax.switch(k, branches, joined)
-    got = list(map(shaped, joint.cut(joined), sent))
+    got = list(map(jnp.reshape, joint.cut(joined), [x.shape for x in sent]))
     if weight is not None:
         *sums, mass, one = got
         share = one / or_one(mass)
