@@ -14,8 +14,8 @@ from optx_sync.rows.lookup import take as take
 from optx_sync.rows.on_values import on_values as on_values
 
 # Each replica's own gradients; means and sums over replicas.
-from optx_sync.collectives import localize as localize
-from optx_sync.collectives import reduce as reduce
+from optx_sync.comm.varying import localize as localize
+from optx_sync.comm.reduce import reduce as reduce
 from optx_sync.gradients import value_and_grad as value_and_grad
 from optx_sync import exchange as exchange
 

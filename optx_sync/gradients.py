@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from optx_sync.collectives import AxisName, check_axis_name, localize
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.comm.varying import localize
 from optx_sync.rows.lookup import _gather, _GatheredRows, describe
 from optx_sync.rows.slices import rebuild
 from optx_sync.trees import path_name

@@ -27,15 +27,9 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.collectives import (
-    AxisName,
-    localize,
-    or_one,
-    own_weight,
-    sum_shards,
-    varying_axes,
-    weigh,
-)
+from optx_sync.comm.collectives import AxisName, varying_axes
+from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.comm.varying import localize, sum_shards
 from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure

@@ -9,15 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import hlo
-from optx_sync.collectives import (
+from optx_sync.comm.collectives import (
     all_to_all,
     axis_index,
     axis_size,
     checked_axes,
     gather,
     scatter_sum,
-    vary_like,
 )
+from optx_sync.comm.varying import vary_like
 from tests.reference import replicas as reference
 
 REPLICAS = 4

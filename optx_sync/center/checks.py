@@ -14,14 +14,8 @@ from optx_sync.checks import (
     interval,
     one_of,
 )
-from optx_sync.collectives import (
-    ALONE,
-    AxisName,
-    axis_size,
-    require_local,
-    require_varying,
-    varying_axes,
-)
+from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
+from optx_sync.comm.varying import require_local, require_varying
 from optx_sync.trees import Tree
 
 

@@ -7,7 +7,9 @@ does not have and some rows of those that it shares with others.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -18,7 +20,8 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.checks import integer
-from optx_sync.collectives import localize, vary_like, varying_axes
+from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
+from optx_sync.comm.varying import vary_like
 from optx_sync.trees import Tree, is_nothing, path_name
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
@@ -333,27 +336,22 @@ class Buffer:
 
     def __init__(self, partition: Whole, tree: Tree):
         """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
-        parts = [
+        self._parts = [
             jax.eval_shape(lambda tree, part=part: partition.pick(tree, part), tree)
             for part in range(partition.number)
         ]
-        self._parts = parts
-        forms = [
-            [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(part)]
-            for part in parts
-        ]
+        forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
         self._alike = all(form == forms[0] for form in forms)
-        sizes: dict[np.dtype, int] = {}
-        for form in forms:
-            own: dict[np.dtype, int] = {}
-            for shape, dtype in form:
-                own[dtype] = own.get(dtype, 0) + math.prod(shape)
-            sizes |= {dtype: max(sizes.get(dtype, 0), own[dtype]) for dtype in own}
-        self._sizes = sizes
+        self._sizes: Counter[np.dtype] = Counter()
+        for part in self._parts:
+            own: Counter[np.dtype] = Counter()
+            for x in jax.tree.leaves(part):
+                own[x.dtype] += x.size
+            self._sizes |= own  # the larger number of each dtype
         self._form = (
             forms[0]
             if self._alike
-            else [((size,), dtype) for dtype, size in sizes.items()]
+            else [((size,), dtype) for dtype, size in self._sizes.items()]
         )
 
     def zeros(self) -> tuple[jax.Array, ...]:
@@ -366,24 +364,20 @@ class Buffer:
         if self._alike:
             return tuple(leaves)
         return tuple(
-            _joined([x.reshape(-1) for x in leaves if x.dtype == dtype], size, dtype)
+            one_behind_the_other([x for x in leaves if x.dtype == dtype], size, dtype)
             for dtype, size in self._sizes.items()
         )
 
     def unpack(self, values: Sequence[jax.Array], part: int) -> Tree:
         """The part that a buffer holds, whose number the caller knows."""
-        like = self._parts[part]
-        leaves, treedef = jax.tree.flatten(like)
+        like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)
-        flat = dict(zip(self._sizes, values, strict=True))
-        start = dict.fromkeys(flat, 0)
-        found = []
-        for x in leaves:
-            begin = start[jnp.dtype(x.dtype)]
-            end = start[jnp.dtype(x.dtype)] = begin + math.prod(x.shape)
-            found.append(flat[jnp.dtype(x.dtype)][begin:end].reshape(x.shape))
-        return treedef.unflatten(found)
+        flat = [jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like]
+        joint = Joint(flat, attrgetter("dtype"))
+        held = dict(zip(self._sizes, values, strict=True))
+        found = joint.cut([held[dtype] for dtype in joint.kinds])
+        return treedef.unflatten(map(shaped, found, like))
 
 
 def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -451,13 +445,3 @@ def _put_rows(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
     return x.at[jnp.asarray(rows)].set(
         values, unique_indices=True, indices_are_sorted=True
     )
-
-
-def _joined(arrays: list[jax.Array], size: int, dtype: Any) -> jax.Array:
-    """Flat arrays one behind the other, and zeros to the size."""
-    missing = size - sum(x.size for x in arrays)
-    padding = [jnp.zeros(missing, dtype)] if missing else []
-    if padding and arrays:
-        axes = frozenset().union(*map(varying_axes, arrays))
-        padding = [localize(padding[0], tuple(sorted(axes)))] if axes else padding
-    return jnp.concatenate([*arrays, *padding])

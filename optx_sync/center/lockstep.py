@@ -36,15 +36,12 @@ from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
-from optx_sync.collectives import (
-    ALONE,
-    AxisName,
-    check_axis_name,
+from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
+from optx_sync.comm.reduce import own_weight, reduce
+from optx_sync.comm.varying import (
     everywhere,
     localize,
     localize_where_mapped,
-    own_weight,
-    reduce,
     vary_with,
 )
 from optx_sync.exchange.all_reduce import all_reduce

@@ -4,7 +4,7 @@
 import functools
 from typing import Any
 
-from optx_sync.collectives import check_sum_dtype, reduce_and_sum
+from optx_sync.comm.reduce import check_sum_dtype, reduce_and_sum
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 

@@ -21,14 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.collectives import (
-    AxisName,
-    axis_size,
-    localize,
-    own_weight,
-    reduce,
-    vary_like,
-)
+from optx_sync.comm.collectives import AxisName, axis_size
+from optx_sync.comm.reduce import own_weight, reduce
+from optx_sync.comm.varying import localize, vary_like
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 
@@ -171,9 +166,8 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
 
 def check_weight(exchange: Exchange, weight: Any) -> None:
     """Refuse a weight that is more than a flag where the exchange has no use for it."""
-    if weight is None or exchange.takes_weights:
-        return
-    if jnp.result_type(weight) != jnp.bool_:
+    flag = weight is None or jnp.result_type(weight) == jnp.bool_
+    if not (flag or exchange.takes_weights):
         raise ValueError(
             "This exchange counts all replicas alike and takes no weight. Pass a bool "
             "to leave a replica out, or clip with oxs.exchange.clipped(...), which "

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import interval
-from optx_sync.collectives import localize, own_weight, vary_like, weigh
+from optx_sync.comm.reduce import own_weight, weigh
+from optx_sync.comm.varying import localize, vary_like
 from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.placement.fields import OWED, OWN, table

@@ -10,21 +10,14 @@ import numpy as np
 import optax
 
 from optx_sync.checks import integer, interval
-from optx_sync.collectives import (
-    localize,
-    own_weight,
-    reduce,
-    reduce_and_sum,
-    sum_shards,
-    vary_like,
-    weigh,
-)
+from optx_sync.comm import buffers
+from optx_sync.comm.reduce import own_weight, reduce, reduce_and_sum, weigh
+from optx_sync.comm.varying import localize, sum_shards, vary_like
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.placement.fields import LIKE_PARAMS, table
 from optx_sync.trees import (
     Tree,
-    at_least_float32,
     is_masked,
     leaves_with_names,
     path_name,
@@ -124,9 +117,9 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "power_sgd")
         weight = own_weight(weight, axis_name)
-        leaves, treedef = jax.tree.flatten(tree)
+        leaves = jax.tree.leaves(tree)
         factors = _factors_of(tree, state.factors)
-        wide = [leaf.astype(at_least_float32(leaf.dtype)) for leaf in leaves]
+        wide = [buffers.wide(leaf) for leaf in leaves]
         low = [i for i, factor in enumerate(factors) if not is_masked(factor)]
         matrices = {i: wide[i].reshape(leaves[i].shape[0], -1) for i in low}
         # Small leaves travel with the first factors.
@@ -146,13 +139,9 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             new = factor.T.reshape(factors[i].shape).astype(jnp.float32)
             new = sum_shards(new, factors[i])
             factors[i] = jnp.where(jnp.isfinite(new), new, factors[i])
-        mean, lost = narrowed(
-            treedef.unflatten(first), treedef.unflatten(lost), tree, weight
-        )
-        factors = jax.tree.unflatten(
-            jax.tree.structure(state.factors, is_leaf=is_masked), factors
-        )
-        state = PowerSGDState(localize(factors, axis_name))
+        mean, lost = narrowed(first, lost, tree, weight)
+        structure = jax.tree.structure(state.factors, is_leaf=is_masked)
+        state = PowerSGDState(localize(structure.unflatten(factors), axis_name))
         return Met(mean, total, lost, state, also)
 
     def encode(x, state):

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync import collectives
 from optx_sync.checks import integer
-from optx_sync.collectives import axis_index, axis_size, or_one, own_weight, weigh
-from optx_sync.exchange import pieces
+from optx_sync.comm import buffers
+from optx_sync.comm.collectives import all_to_all, axis_index, axis_size, gather
+from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
+from optx_sync.exchange.pieces import narrowed, require_meetable, travel
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -79,23 +80,17 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
     block = integer("block", block, "The default is 256.")
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
-        pieces.require_meetable(tree, axis_name, "quantized")
-        layout, replicas = pieces.layout_of(tree), axis_size(axis_name)
-        weight = own_weight(weight, axis_name)
+        require_meetable(tree, axis_name, "quantized")
+        replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
+        leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
+        joint = buffers.Joint(leaves)
         own = [
-            _in_blocks(weigh(buffer, weight), replicas, block)
-            for buffer in pieces.flatten(tree)
+            _in_blocks(weigh(x, weight), replicas, block) for x in joint.join(leaves)
         ]
         scales = [_scales(x, bits) for x in own]
         sent = [_message(*pair, bits) for pair in zip(own, scales, strict=True)]
-        total = divisor = jnp.float32(replicas)
-        if weight is not None:
-            share = pieces.to_bytes(weight[None])
-            sent.append(jnp.broadcast_to(share, (replicas, share.size)))
-        received = pieces.travel(collectives.all_to_all, sent, axis_name)
-        if weight is not None:
-            total = jnp.sum(pieces.from_bytes(received.pop(), weight.dtype))
-            divisor = or_one(total)
+        received, total = travel(all_to_all, sent, weight, axis_name, replicas)
+        divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = [
             jnp.sum(_read(row, x.shape, bits, x.dtype), 0, keepdims=True)
@@ -104,13 +99,8 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         ]
         again = [_scales(mean, bits) for mean in means]
         back = [_message(*pair, bits) for pair in zip(means, again, strict=True)]
-        if weight is not None:
-            # Once more, since what is gathered is known to be equal on all replicas.
-            back.append(pieces.to_bytes(weight[None])[None])
-        gathered = pieces.travel(collectives.gather, back, axis_name)
-        known = total
-        if weight is not None:
-            known = jnp.sum(pieces.from_bytes(gathered.pop(), weight.dtype))
+        # Weights once more: what is gathered is known to be equal on all replicas.
+        gathered, known = travel(gather, back, weight, axis_name)
         whole = [
             _read(row, x.shape, bits, x.dtype).reshape(-1)
             for row, x in zip(gathered, own, strict=True)
@@ -121,25 +111,18 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             at_second = _lost(mean, second, bits) * total.astype(x.dtype)
             of_both = _lost(x, first, bits) + jnp.where(mine, at_second, 0.0)
             lost.append(of_both.reshape(-1))
-        mean, lost = pieces.narrowed(
-            pieces.unflatten(layout, whole),
-            pieces.unflatten(layout, lost),
-            tree,
-            weight,
-        )
+        mean, lost = narrowed(joint.cut(whole), joint.cut(lost), tree, weight)
         return Met(mean, known, lost, state, summed(also, axis_name))
 
     def encode(x, state):
         own = _in_blocks(x.reshape(-1), 1, block)
         scales = _scales(own, bits)
-        lost = _lost(own, scales, bits).reshape(-1)[: x.size]
-        return _message(own, scales, bits)[0], lost.reshape(x.shape), state
+        lost = buffers.shaped(_lost(own, scales, bits), x)
+        return _message(own, scales, bits)[0], lost, state
 
     def decode(message, like):
-        size = math.prod(like.shape)
-        shape = _blocks(size, 1, block)
-        whole = _read(message[None], shape, bits, like.dtype).reshape(-1)
-        return whole[:size].reshape(like.shape)
+        shape = _blocks(math.prod(like.shape), 1, block)
+        return buffers.shaped(_read(message[None], shape, bits, like.dtype), like)
 
     return Exchange(lambda tree: (), meet, code=Code(encode, decode))
 
@@ -155,11 +138,8 @@ def _blocks(size: int, replicas: int, block: int) -> tuple[int, ...]:
     piece = -(-size // replicas)
     blocks = -(-piece // block)
     # Shorter blocks where few full ones would be mostly padding.
-    return replicas, blocks, min(block, _up(-(-piece // blocks), 8))
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    needed = -(-piece // blocks)
+    return replicas, blocks, min(block, needed + -needed % 8)
 
 
 def _scales(x: jax.Array, bits: int) -> jax.Array:
@@ -196,8 +176,8 @@ def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     q = _steps(x, scales, bits)
     # What a NaN is as an integer depends on the platform; its scale says it is there.
     codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
-    packed = pieces.pack(codes.reshape(len(x), -1), bits)
-    return jnp.concatenate([packed, pieces.to_bytes(scales.reshape(len(x), -1))], 1)
+    packed = buffers.pack(codes.reshape(len(x), -1), bits)
+    return jnp.concatenate([packed, buffers.to_bytes(scales.reshape(len(x), -1))], 1)
 
 
 def _read(
@@ -206,6 +186,6 @@ def _read(
     """What the codes and scales of `_message` stand for, in blocks of this shape."""
     _, blocks, length = shape
     octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
-    codes = pieces.unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
-    scales = pieces.from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
+    codes = buffers.unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
+    scales = buffers.from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
     return (codes.astype(dtype) - (2 ** (bits - 1) - 1)) * scales

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync import collectives
 from optx_sync.checks import integer
-from optx_sync.collectives import axis_size, or_one, own_weight, vary_with, weigh
-from optx_sync.exchange import pieces
+from optx_sync.comm import buffers
+from optx_sync.comm.collectives import gather
+from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.comm.varying import vary_with
 from optx_sync.exchange.contract import Code, Exchange, Met, summed
+from optx_sync.exchange.pieces import narrowed, require_meetable, travel
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -90,28 +92,21 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         )
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
-        pieces.require_meetable(tree, axis_name, "top_k")
-        layout, replicas = pieces.layout_of(tree), axis_size(axis_name)
+        require_meetable(tree, axis_name, "top_k")
         weight = own_weight(weight, axis_name)
-        own = [
-            _in_chunks(weigh(buffer, weight), chunk) for buffer in pieces.flatten(tree)
-        ]
+        leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
+        joint = buffers.Joint(leaves)
+        own = [_in_chunks(weigh(x, weight), chunk) for x in joint.join(leaves)]
         sent, lost = [], []
         for x in own:
-            message = _encode(x, min(k, x.shape[1]), bits)
-            sent.append(message)
-            positions, values = _decode(message, x, min(k, x.shape[1]), bits)
+            sent.append(_encode(x, k, bits))
+            positions, values = _decode(sent[-1], x, k, bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
-        total = divisor = jnp.float32(replicas)
-        if weight is not None:
-            sent.append(pieces.to_bytes(weight[None])[None])
-        gathered = pieces.travel(collectives.gather, sent, axis_name)
-        if weight is not None:
-            total = jnp.sum(pieces.from_bytes(gathered.pop(), weight.dtype))
-            divisor = or_one(total)
+        gathered, total = travel(gather, sent, weight, axis_name)
+        divisor = or_one(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
-            everyone = _decode(messages, x, min(k, x.shape[1]), bits)
+            everyone = _decode(messages, x, k, bits)
             # One replica after the other: where all are added at once, the order in
             # which a GPU adds equal positions differs from replica to replica.
             summed_up, _ = jax.lax.scan(
@@ -120,26 +115,17 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
                 everyone,
             )
             means.append((summed_up / divisor.astype(x.dtype)).reshape(-1))
-        mean, lost = pieces.narrowed(
-            pieces.unflatten(layout, means),
-            pieces.unflatten(layout, lost),
-            tree,
-            weight,
-        )
+        mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
         return Met(mean, total, lost, state, summed(also, axis_name))
 
     def encode(x, state):
-        rows = _in_chunks(x.reshape(-1), chunk)
-        message = _encode(rows, min(k, rows.shape[1]), bits)
-        lost = rows.reshape(-1)[: x.size].reshape(x.shape) - decode(message[0], x)
-        return message[0], lost, state
+        message = _encode(_in_chunks(x.reshape(-1), chunk), k, bits)[0]
+        return message, x - decode(message, x), state
 
     def decode(message, like):
-        size = math.prod(like.shape)
-        rows = _in_chunks(jnp.zeros(size, like.dtype), chunk)
-        positions, values = _decode(message[None], rows, min(k, rows.shape[1]), bits)
-        whole = _add(rows, positions[0], values[0]).reshape(-1)
-        return whole[:size].reshape(like.shape)
+        rows = _in_chunks(jnp.zeros(math.prod(like.shape), like.dtype), chunk)
+        positions, values = _decode(message[None], rows, k, bits)
+        return buffers.shaped(_add(rows, positions[0], values[0]), like)
 
     return Exchange(lambda tree: (), meet, code=Code(encode, decode))
 
@@ -156,17 +142,17 @@ def _position_dtype(length: int) -> np.dtype:
 
 def _encode(x: jax.Array, k: int, bits: int | None) -> jax.Array:
     """uint8[1, bytes]: the k largest of each chunk, positions and then values."""
-    _, positions = jax.lax.top_k(jnp.abs(x), k)
+    _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
     values = jnp.take_along_axis(x, positions, axis=1)
-    parts = [pieces.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
+    parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
     if bits is None:
-        parts.append(pieces.to_bytes(values))
+        parts.append(buffers.to_bytes(values))
     else:
         bins = _bins(values)
         table = jnp.stack(
             [_mean_where(values, bins == number) for number in range(4)], axis=1
         )
-        parts += [pieces.pack(bins, 2), pieces.to_bytes(table.astype(jnp.float32))]
+        parts += [buffers.pack(bins, 2), buffers.to_bytes(table.astype(jnp.float32))]
     return jnp.concatenate(parts, axis=1).reshape(1, -1)
 
 
@@ -177,13 +163,14 @@ def _decode(
     chunks, length = like.shape
     dtype = _position_dtype(length)
     rows = messages.reshape(messages.shape[0], chunks, -1)
+    k = min(k, length)
     octets, rest = jnp.split(rows, [k * dtype.itemsize], axis=-1)
-    positions = pieces.from_bytes(octets, dtype).astype(jnp.int32)
+    positions = buffers.from_bytes(octets, dtype).astype(jnp.int32)
     if bits is None:
-        return positions, pieces.from_bytes(rest, like.dtype)
+        return positions, buffers.from_bytes(rest, like.dtype)
     packed, table = jnp.split(rest, [rest.shape[-1] - 16], axis=-1)
-    bins = pieces.unpack(packed, 2, k).astype(jnp.int32)
-    table = pieces.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
+    bins = buffers.unpack(packed, 2, k).astype(jnp.int32)
+    table = buffers.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
     return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 
@@ -195,9 +182,8 @@ def _bins(values: jax.Array) -> jax.Array:
         _mean_where(size, negative)[:, None],
         _mean_where(size, ~negative)[:, None],
     )
-    return jnp.where(negative, 0, 2).astype(jnp.uint8) | (size > middle).astype(
-        jnp.uint8
-    )
+    above = (size > middle).astype(jnp.uint8)
+    return jnp.where(negative, 0, 2).astype(jnp.uint8) | above
 
 
 def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -19,7 +19,8 @@ from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState
 from optx_sync.checks import check_inner, shows_call
-from optx_sync.collectives import AxisName, check_axis_name, localize_where_mapped
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.comm.varying import localize_where_mapped
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.peers.graphs import Graph, exponential, random_pairs
 from optx_sync.peers.mixing import Mixing

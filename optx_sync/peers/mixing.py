@@ -7,22 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 
 from optx_sync.center import worker as work
 from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
-from optx_sync.collectives import (
-    AxisName,
-    axis_index,
-    kinds,
-    or_one,
-    permute,
-    reduce,
-    vary_like,
-    weigh,
-)
+from optx_sync.comm.buffers import Joint, alike, joinable
+from optx_sync.comm.collectives import AxisName, axis_index, permute
+from optx_sync.comm.reduce import or_one, reduce, weigh
+from optx_sync.comm.varying import vary_like
 from optx_sync.peers.graphs import Graph, GraphRound, Weight
 from optx_sync.peers.stability import check_cycle, check_pairs
 from optx_sync.trees import Tree, where
@@ -86,26 +79,16 @@ def _mean_of_partners(
         # The 1 comes back as the sum of the graph's own weights, rounded as they are.
         sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
     # Joined, as a program with many partners would otherwise hold many permutes.
-    places = kinds(sent)
-    joined, parts_of = [], []
-    for kind in places:
-        # Shards that the compiler lays out stay as they are: leaves of their own.
-        alone = len(kind) == 1
-        array, parts = (
-            (sent[kind[0]], lambda array: [array])
-            if alone
-            else ravel_pytree([sent[i] for i in kind])
-        )
-        joined.append(array)
-        parts_of.append(parts)
+    kind = joinable()
+    # What is not joined keeps its shape.
+    flat = [x.reshape(-1) if kind is alike or not x.ndim else x for x in sent]
+    joint = Joint(flat, kind)
+    joined = joint.join(flat)
     if len(branches) == 1:
         joined = branches[0](joined)
     else:
         joined = jax.lax.switch(chosen, branches, joined)
-    got = list(sent)
-    for kind, parts, array in zip(places, parts_of, joined, strict=True):
-        for i, part in zip(kind, parts(array), strict=True):
-            got[i] = part
+    got = list(map(jnp.reshape, joint.cut(joined), [x.shape for x in sent]))
     if weight is None:
         return treedef.unflatten(got), ()
     *sums, mass, one = got

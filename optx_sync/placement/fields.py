@@ -24,7 +24,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 
 class Kind(NamedTuple):
@@ -192,8 +191,3 @@ class InPieces(NamedTuple):
 def is_in_pieces(x: Any) -> bool:
     """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
     return isinstance(x, InPieces)
-
-
-def in_rows(x: Any, n: int) -> Any:
-    """A flat array, padded, as a piece for each of n workers: `[n, k]`."""
-    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from optx_sync.checks import integer, one_of
+from optx_sync.comm.buffers import in_rows
 from optx_sync.placement import fields
 from optx_sync.placement.axes import fold_keys, in_pieces, own_keys, state_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
@@ -140,7 +141,7 @@ def resize(
     )
     _say(how.lost, strict)
     new_state = [
-        fields.in_rows(x[0], n) if leaf.cut else x if leaf.own else x[0]
+        in_rows(x[0], n) if leaf.cut else x if leaf.own else x[0]
         for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
     ]
     if replicated:

@@ -14,9 +14,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.checks import check_no_train_state
-from optx_sync.collectives import AxisName, check_axis_name, varying_axes
+from optx_sync.comm.buffers import in_rows
+from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
-from optx_sync.placement import fields
 from optx_sync.placement.axes import (
     fold_keys,
     is_key,
@@ -276,7 +276,7 @@ def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x):
-        return fields.in_rows(x, n) if jnp.ndim(x) else repeat(x)
+        return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
     stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut)
     if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):

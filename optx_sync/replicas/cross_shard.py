@@ -17,18 +17,22 @@ from optx_sync.checks import (
     one_of,
     shows_call,
 )
-from optx_sync.collectives import (
+from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
-    Reduction,
     axis_size,
     check_axis_name,
+)
+from optx_sync.comm.reduce import (
+    Reduction,
     check_extra_args,
     check_group_assignment,
     check_reduction,
+    mean_extra_args,
+)
+from optx_sync.comm.varying import (
     localize,
     localize_where_mapped,
-    mean_extra_args,
     require_local,
     require_reduced,
     vary_like,

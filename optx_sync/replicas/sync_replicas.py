@@ -17,20 +17,24 @@ from optx_sync.checks import (
     fill_missing,
     integer,
 )
-from optx_sync.collectives import (
+from optx_sync.comm.collectives import (
     AxisName,
     axis_index,
     axis_size,
     check_axis_name,
+    require_whole_lanes,
+)
+from optx_sync.comm.reduce import (
     check_extra_args,
-    localize,
-    localize_where_mapped,
     mean_extra_args,
     or_one,
     own_weight,
     reduce,
+)
+from optx_sync.comm.varying import (
+    localize,
+    localize_where_mapped,
     require_local,
-    require_whole_lanes,
     vary_like,
 )
 from optx_sync.exchange.all_reduce import all_reduce

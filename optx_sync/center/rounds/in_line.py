@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optx_sync.center.fragments import SETS_OUT, Buffer, Outgoing, Pending, Whole
 from optx_sync.center.rounds.later import arrive
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
-from optx_sync.collectives import localize, vary_like
+from optx_sync.comm.varying import localize, vary_like
 from optx_sync.trees import row_of, where, with_row
 
 

@@ -31,13 +31,9 @@ from optx_sync.center.contract import (
 from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
 from optx_sync.center.worker import Center, absorb, as_center, contribute
-from optx_sync.collectives import (
-    AxisName,
-    check_axis_name,
-    localize,
-    reduce,
-    vary_like,
-)
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.comm.reduce import reduce
+from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces

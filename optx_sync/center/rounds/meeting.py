@@ -18,13 +18,9 @@ from optx_sync.center.contract import CenterRule, InnerState, Round
 from optx_sync.center.fragments import Whole
 from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
-from optx_sync.collectives import (
-    AxisName,
-    everywhere,
-    localize,
-    reduce,
-    vary_like,
-)
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import reduce
+from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
 from optx_sync.trees import is_finite, is_floating, is_inexact, where

@@ -9,7 +9,8 @@ from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.checks import check_inner, one_of
-from optx_sync.collectives import AxisName, Reduction, check_reduction
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import Reduction, check_reduction
 
 Accumulate = Literal["gradients", "updates"]
 

@@ -9,7 +9,7 @@ from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.checks import check_inner
-from optx_sync.collectives import AxisName
+from optx_sync.comm.collectives import AxisName
 
 
 def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:

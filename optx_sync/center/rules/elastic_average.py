@@ -14,7 +14,7 @@ from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.checks import integer
-from optx_sync.collectives import AxisName
+from optx_sync.comm.collectives import AxisName
 
 
 def elastic_rule(

@@ -8,7 +8,7 @@ import optax
 from optx_sync.center.contract import CenterRule, Period
 from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
-from optx_sync.collectives import AxisName
+from optx_sync.comm.collectives import AxisName
 
 
 def local_sgd_rule() -> CenterRule:

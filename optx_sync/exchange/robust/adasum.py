@@ -4,7 +4,8 @@
 import jax
 import jax.numpy as jnp
 
-from optx_sync.collectives import AxisName, or_one, reduce
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import or_one, reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import Everyone, transposed
@@ -59,13 +60,10 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
         # In units of each replica's largest value of a leaf: squares stay in range.
         sizes = jnp.where(counts[:, None], everyone.sizes, 0)
         unit = norms.unit_of(sizes)
-        pieces = []
-        for block, ends, places in everyone.by_leaf():
-            block = jnp.where(counts[:, None], block, jnp.zeros_like(block))
-            pieces += zip(places, jnp.split(block, ends, axis=1), strict=True)
+        counted = [jnp.where(counts[:, None], x, 0) for x in everyone.blocks]
         pieces = [
             piece / unit[:, place, None].astype(piece.dtype)
-            for place, piece in sorted(pieces, key=lambda pair: pair[0])
+            for place, piece in enumerate(everyone.joint.cut(counted))
         ]
         grams = jnp.stack(
             [norms.products(piece, everyone.shard_axes) for piece in pieces]
@@ -95,10 +93,7 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
             jnp.sum(nodes[i, 0, :, None].astype(piece.dtype) * piece, axis=0)
             for i, piece in enumerate(pieces)
         ]
-        return [
-            jnp.concatenate([combined[i] for i in places])
-            for _, _, places in everyone.by_leaf()
-        ]
+        return everyone.joint.join(combined)
 
     def sizes(leaves, axes):
         return jnp.stack([norms.largest_of(x, axes) for x in leaves])

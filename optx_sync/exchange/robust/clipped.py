@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import interval
-from optx_sync.collectives import AxisName, norm_axes, or_one
+from optx_sync.comm import buffers
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import or_one
+from optx_sync.comm.varying import norm_axes
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
@@ -76,7 +79,7 @@ def clipped(
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
 
         def cut(x):
-            wide = norms.wide(x)
+            wide = buffers.wide(x)
             return (wide * factor.astype(wide.dtype)).astype(x.dtype)
 
         sent = jax.tree.map(cut, tree)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.checks import integer
-from optx_sync.collectives import AxisName, or_one, reduce
+from optx_sync.comm.collectives import AxisName
+from optx_sync.comm.reduce import or_one, reduce
 from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.robust import norms
 from optx_sync.exchange.robust.transposed import (

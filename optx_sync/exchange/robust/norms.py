@@ -13,16 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optx_sync.collectives import (
-    AxisName,
-    axes_of_shards,
-    gather,
-    localize,
-    norm_axes,
-    or_one,
-    sum_over,
-)
-from optx_sync.trees import Tree, at_least_float32
+from optx_sync.comm.buffers import wide
+from optx_sync.comm.collectives import AxisName, gather
+from optx_sync.comm.reduce import or_one
+from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
+from optx_sync.trees import Tree
 
 # How many times the typical distance from the result an outlier is away.
 _OUTLYING = 3.0
@@ -128,8 +123,3 @@ def products(block: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def einsum(which: str, *operands: jax.Array) -> jax.Array:
     """`jnp.einsum` in full precision."""
     return jnp.einsum(which, *operands, precision=jax.lax.Precision.HIGHEST)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """The array, in float32 where it is half precision."""
-    return x.astype(at_least_float32(x.dtype))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of `jax.lax` over any context; the only file that names them.
+
+A function of this package runs in one of several contexts: `jax.pmap`,
+`jax.shard_map` with `check_vma=True` (types say over which mesh axes a value varies)
+or `check_vma=False`, and `jax.vmap(axis_name=...)`. JAX's collectives differ between
+them: groups of replicas are refused under `vmap` and under `check_vma=True`, some are
+missing over several axes or over lanes on a mesh. This module hides these differences,
+so that the rest of the package sees one answer everywhere.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName: TypeAlias = str | tuple[str, ...]
+GroupAssignment: TypeAlias = list[list[int]]
+# What a message recommends where Explicit axes do not do.
+_AUTO_MESH = (
+    "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+)
+
+
+class _Alone(tuple):
+    """No axis at all, which as the name of an axis would be a mistake."""
+
+    __slots__ = ()
+
+
+# Of a worker that is alone: over it everything is what it is by itself, and nothing is
+# sent. What a user passes is `axis_name=None`, where a wrapper allows it.
+ALONE = _Alone()
+
+
+class Groups:
+    """A checked partition of the replicas, and what a context needs to sum in it."""
+
+    def __init__(self, axes: tuple[str, ...], assignment: GroupAssignment):
+        """Of the replicas along these axes."""
+        self.assignment = assignment
+        self.size = len(assignment[0])
+        # own_group[i] is the number of the group that holds replica i.
+        numbers = {m: number for number, group in enumerate(assignment) for m in group}
+        self.own_group = [numbers[replica] for replica in range(len(numbers))]
+        # JAX has collectives of groups over a single manual axis only.
+        manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
+        self.native = len(axes) == 1 and manual
+
+
+def check_axis_name(axis_name: Any) -> tuple[str, ...]:
+    """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
+    if axis_name is ALONE:
+        return ALONE
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
+    if not names or not axes:
+        raise TypeError(
+            "axis_name must be the name of a mapped axis, or a tuple of names; "
+            f"got {axis_name!r}. Pass for example axis_name='data'."
+        )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis_name names an axis twice; got {axis_name!r}.")
+    return tuple(axes)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Number of replicas along the mapped axis, or along all axes of a tuple."""
+    return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))
+
+
+def is_mapped(axis_name: AxisName) -> bool:
+    """Whether this runs where the axis is mapped."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return False
+    return True
+
+
+def axis_index(axis_name: AxisName) -> jax.Array:
+    """This replica's number, int32 in `range(axis_size)`; the first axis is major."""
+    index = jnp.int32(0)
+    for axis in check_axis_name(axis_name):
+        own = _bound(lax.axis_index, axis)
+        try:
+            index = index * axis_size(axis) + own
+        except ValueError as error:
+            if "not found in mesh" not in str(error):
+                raise
+            raise ValueError(
+                "Lanes of jax.vmap that lie along an Explicit mesh axis, as "
+                "jax.make_mesh makes them by default, need the mesh: call this within "
+                "`with jax.set_mesh(mesh):`, or make the mesh of the compiler's own "
+                f"axes: {_AUTO_MESH}."
+            ) from error
+    return index
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which the type of an array says that it varies."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return jax.typeof(x).manual_axis_type.varying
+    kind = x.manual_axis_type  # None where no axis is mapped
+    return frozenset() if kind is None else kind.varying
+
+
+def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the axes over which types say what varies (check_vma=True)."""
+    # The index varies by definition: where its type does not say so, no type does.
+    return tuple(
+        axis
+        for axis in check_axis_name(axis_name)
+        if axis in varying_axes(_bound(lax.axis_index, axis))
+    )
+
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The same array, of a type that says that it varies over these checked axes."""
+    missing = tuple(sorted(set(axes) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def reducible(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes; a ValueError where JAX has no collective over them."""
+    axes = check_axis_name(axis_name)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mapped = set(axes) - set(checked_axes(axes))
+    if mapped and any(checked_axes(axis) for axis in manual):
+        raise ValueError(
+            f"JAX has no collective over {sorted(mapped)}, an axis of jax.vmap inside "
+            "jax.shard_map(check_vma=True). Pass check_vma=False to jax.shard_map."
+        )
+    return axes
+
+
+def require_whole_lanes(tree: Any, axis_name: AxisName) -> bool:
+    """Whether these are lanes of `jax.vmap` on a mesh of Explicit axes.
+
+    Lanes that are sharded over such axes themselves are refused: JAX has no sum of
+    them, and where they meet an array that lies otherwise it speaks of shardings.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    placed = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
+    if not any(at.mesh.explicit_axes for at in placed):
+        return False
+    if any(axis in manual for axis in check_axis_name(axis_name)):
+        return False
+    if any(part is not None for at in placed for part in at.spec):
+        raise ValueError(
+            "JAX cannot sum over an axis of jax.vmap where each lane is sharded over "
+            "Explicit mesh axes, as jax.make_mesh makes them by default. Make the mesh "
+            f"of the compiler's own axes: {_AUTO_MESH}."
+        )
+    return True
+
+
+def psum(
+    operands: Sequence[jax.Array], axes: tuple[str, ...], groups: Groups | None = None
+) -> list[jax.Array]:
+    """The sums over the axes, or over groups where these are `native`, unchecked."""
+    if groups is not None:
+        return lax.psum(operands, axes, axis_index_groups=groups.assignment)
+    if not require_whole_lanes(operands, axes):
+        return lax.psum(operands, axes)
+    # There JAX's own psum gives its result the sharding of the axis that it sums over.
+    for axis in axes:
+        operands = [
+            jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands
+        ]
+    return list(operands)
+
+
+def gather(
+    x: jax.Array, axis_name: AxisName, groups: Groups | None = None
+) -> jax.Array:
+    """The arrays of all replicas along axis 0, one behind the other, equal on all.
+
+    With `groups`, those of this replica's group.
+    """
+    axes = reducible(axis_name)
+    checked = checked_axes(axes)
+    everyone = vary(x, checked)[None]
+    if groups is not None and groups.native:
+        everyone = lax.all_gather(
+            everyone, axes, tiled=True, axis_index_groups=groups.assignment
+        )
+    else:
+        # One by one, as JAX cannot gather over two axes of vmap; the first is major.
+        for axis in reversed(axes):
+            to = "invarying" if axis in checked else "varying"
+            everyone = lax.all_gather(everyone, axis, tiled=True, to=to)
+        if groups is not None:
+            members = jnp.asarray([groups.assignment[g] for g in groups.own_group])
+            everyone = everyone[members[axis_index(axes)]]
+    return everyone.reshape((everyone.shape[0] * x.shape[0], *x.shape[1:]))
+
+
+def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
+    axes = reducible(axis_name)
+    rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
+    # One by one, as JAX has none over two axes of vmap; the first is major.
+    for place, axis in enumerate(axes):
+        rows = lax.all_to_all(rows, axis, place, place, tiled=True)
+    return rows.reshape(x.shape)
+
+
+def scatter_sum(
+    x: jax.Array, axis_name: AxisName, groups: Groups | None = None
+) -> jax.Array:
+    """The sum of all replicas' `x[N k]`, of which replica i gets numbers i k ... .
+
+    With `groups`, which must be `native`, within this replica's.
+    """
+    assignment = None if groups is None else groups.assignment
+    for axis in reducible(axis_name):
+        x = lax.psum_scatter(x, axis, tiled=True, axis_index_groups=assignment)
+    return x
+
+
+def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Array:
+    """What replica `source[i]` holds, on replica i; `source` is a permutation.
+
+    It varies over the axis. Under `jax.vmap` over several axes it is a gather.
+    """
+    axes = reducible(axis_name)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if len(axes) > 1 and not set(axes) <= set(manual):
+        everyone = vary(gather(x[None], axes), checked_axes(axes))
+        return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
+    pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
+    return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+
+
+def _bound(function, axis):
+    """`function(axis)`, with a telling error where the axis is not mapped."""
+    try:
+        return function(axis)
+    except NameError as error:
+        raise ValueError(
+            f"No mapped axis is named {axis!r} here. The reduction over replicas, and "
+            "so `update`, must run inside jax.shard_map or jax.pmap over a mesh with "
+            f"that axis, or inside jax.vmap(..., axis_name={axis!r})."
+        ) from error

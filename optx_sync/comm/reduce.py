@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean and sum over replicas, with weights, in groups, of dense and sparse arrays.
+
+`lax.pmean` of groups of unequal size divides by the first one's size, knows no weights,
+and sums half precision in itself.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from optx_sync.comm.buffers import flat, shaped, through
+from optx_sync.comm.collectives import (
+    AxisName,
+    GroupAssignment,
+    Groups,
+    axis_index,
+    axis_size,
+    check_axis_name,
+    checked_axes,
+    gather,
+    psum,
+    reducible,
+    scatter_sum,
+    varying_axes,
+)
+from optx_sync.comm.varying import localize, require_local
+from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import at_least_float32, is_floating, is_inexact, is_slices
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+Tree = TypeVar("Tree")
+
+
+def reduce(
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    reduction: Reduction = "mean",
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+    dtype: Any = None,
+) -> Tree:
+    r"""Mean or sum over the replicas of every leaf of a tree.
+
+    For leaf x_i of replica i, with N replicas and weights w_i:
+
+    .. math::
+
+        \text{mean} = \frac{1}{N} \sum_i x_i, \qquad
+        \text{weighted mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
+
+    This is the reduction that `cross_shard` applies to gradients; losses, metrics and
+    batch statistics need it too. All leaves of one dtype travel in one all-reduce.
+    It runs wherever `axis_name` is bound: `jax.pmap`, `jax.shard_map`, `jax.vmap`.
+
+    Row-sparse leaves (`IndexedSlices` of k rows) are gathered, N k rows, and rows that
+    several replicas sent are summed after it: the table itself never travels. An
+    all-gather of N k rows costs more than the all-reduce of the dense table once
+    N k exceeds about twice the table's number of rows; reduce `slices.to_dense(rows)`
+    then.
+
+    Args:
+        tree: A tree of arrays, `IndexedSlices` and `None`. Inside
+            `jax.shard_map(check_vma=True)` each leaf must vary over `axis_name`.
+            The mean of integers and booleans is float32, their sum at least int32.
+        axis_name: The mapped axis, or a tuple of them.
+        reduction: `"mean"` or `"sum"`.
+        weight: This replica's weight (a scalar, not negative), for example its number
+            of tokens; makes the mean a weighted one. A replica of weight 0 leaves no
+            trace, NaN or not; if all weights are 0 the result is zero.
+        group_assignment: A partition of `range(axis_size)` into lists of equal size:
+            each replica gets the reduction over its own group.
+        dtype: The dtype in which floating leaves travel and are summed. `None`: float32
+            for half precision, else the leaf's own.
+
+    Returns:
+        A tree of the same structure; floating leaves keep their dtype.
+
+    Raises:
+        ValueError: `axis_name` is not bound, or an axis of `jax.vmap` inside
+            `jax.shard_map(check_vma=True)`, where JAX has no collective; a leaf does
+            not vary over it; a bad `reduction`, `group_assignment` or `weight`.
+        TypeError: `axis_name` is not a str or a tuple of them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> def mean_loss(loss, tokens):
+        ...     return oxs.reduce(loss, "data", weight=tokens)
+        >>> losses, tokens = jnp.array([1.0, 4.0]), jnp.array([30.0, 10.0])
+        >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
+        Array([1.75, 1.75], dtype=float32)
+    """
+    options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
+    return reduce_and_sum(
+        tree, axis_name, None, group_assignment=group_assignment, **options
+    )[0]
+
+
+def reduce_and_sum(
+    tree: Tree,
+    axis_name: AxisName,
+    also: Any,
+    *,
+    reduction: Reduction = "mean",
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+    dtype: Any = None,
+) -> tuple[Tree, Any, Any]:
+    """`reduce`, and sums of a tree of scalars that travel with it: (tree, sums, total).
+
+    The total is the sum of the weights, or the number of replicas.
+    """
+    check_reduction(reduction)
+    wire_dtype = check_sum_dtype(dtype)
+    axes, size = check_axis_name(axis_name), axis_size(axis_name)
+    if weight is not None and reduction == "sum":
+        raise ValueError(
+            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
+            "leave weight out, or pass reduction='mean'."
+        )
+    groups = None
+    if group_assignment is not None:
+        check_group_assignment(group_assignment, size)
+        groups = Groups(axes, group_assignment)
+    reducible(axes)
+    require_local(tree, axis_name)
+
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
+    leaves = [x if is_slices(x) else jnp.asarray(x) for x in leaves]
+    arrays = [x for x in leaves if not is_slices(x)]
+    operands = [_to_wire(x, reduction, wire_dtype) for x in arrays]
+    # They come last, and travel as they are.
+    scalars, names = jax.tree.flatten(localize(also, axis_name))
+    divisor: Any = size if groups is None else groups.size
+    total: Any = divisor
+    fraction = own = own_weight(weight, axis_name)
+    narrow = any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype))
+    if own is not None and narrow:
+        # Weights such as token counts overflow a half precision sum, so here
+        # they are normalised before the gradients travel, in a scalar reduction.
+        (total,) = _sum([own], axes, groups)
+        fraction, divisor = own / or_one(total), 1
+    sent = [*(weigh(x, fraction) for x in operands), *scalars]
+    if own is None or narrow:
+        sums = _sum(sent, axes, groups)
+    else:
+        *sums, total = _sum([*sent, own], axes, groups)
+        divisor = or_one(total)
+        fraction = own / divisor
+
+    def mean(value):
+        if reduction == "sum" or (isinstance(divisor, int) and divisor == 1):
+            return value
+        return value / jnp.asarray(divisor, value.dtype)
+
+    def finish(leaf):
+        if not is_slices(leaf):
+            return _in_dtype(mean(next(dense)), leaf.dtype)
+        values, indices = _to_wire(leaf.values, reduction, wire_dtype), leaf.indices
+        if fraction is None:
+            values = mean(values)
+        else:
+            values = weigh(values, fraction)
+            # A row of a replica without weight is not a touched row: -1 names no row.
+            indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
+        rows = IndexedSlices(*(gather(x, axes, groups) for x in (indices, values)))
+        dtype = leaf.values.dtype
+        return rows.sum_duplicates().map_values(lambda v: _in_dtype(v, dtype))
+
+    dense = iter(sums)
+    tree = treedef.unflatten([finish(leaf) for leaf in leaves])
+    return tree, names.unflatten(dense), total
+
+
+def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
+    if weight is None:
+        return x
+    # Not by multiplication alone: 0 * NaN is NaN.
+    return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
+
+
+def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
+    """This replica's weight as a checked float that varies over the axis, or `None`."""
+    if weight is None:
+        return None
+    if jnp.shape(weight) != ():
+        raise ValueError(
+            "weight must be a scalar per replica; got an array of shape "
+            f"{jnp.shape(weight)}. Pass for example this replica's number of tokens, "
+            "`weights.sum()`."
+        )
+    concrete = not isinstance(weight, jax.core.Tracer)
+    if concrete and not 0 <= float(weight) < math.inf:
+        raise ValueError(f"weight must be finite and not negative; got {weight}.")
+    array = jnp.asarray(weight)
+    keeps = array.dtype in (jnp.float32, jnp.float64)
+    return localize(array if keeps else array.astype(jnp.float32), axis_name)
+
+
+def or_one(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: 1 where it is 0, since so is what is divided."""
+    # A NaN stays: it must be seen.
+    return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def mean_extra_args(
+    extra_args: dict[str, Any],
+    names: Sequence[str],
+    axis_name: AxisName,
+    *,
+    weight: jax.Array | float | None = None,
+    group_assignment: GroupAssignment | None = None,
+) -> dict[str, Any]:
+    """Extra arguments for an inner transformation that must see one on all replicas.
+
+    Those that are named are their means over the replicas, as those of gradients are;
+    what is known to be equal is left alone: Python's numbers, and under check_vma=True
+    what does not vary. There other scalars that do vary are refused.
+    """
+    axes = set(checked_axes(axis_name))
+    unchecked = set(check_axis_name(axis_name)) - axes
+
+    def mean(x: Any) -> Any:
+        if isinstance(x, bool | int | float):
+            return x
+        x = jnp.asarray(x)
+        if not (unchecked or varying_axes(x) & axes):
+            return x
+        own = localize(x, axis_name)
+        return reduce(own, axis_name, weight=weight, group_assignment=group_assignment)
+
+    def refuse(name: str, x: Any) -> None:
+        scalar = isinstance(x, jax.Array) and x.ndim == 0
+        if scalar and not unchecked and varying_axes(x) & axes:
+            raise ValueError(
+                f"The extra argument {name!r} varies over the mesh axis {axis_name!r}: "
+                "an optimizer that reads it would make equal replicas drift apart. "
+                f"Pass its mean, oxs.reduce({name}, {axis_name!r}), or name it in "
+                "reduce_extra_args= of the wrapper around that optimizer."
+            )
+
+    for name in set(extra_args) - set(names):
+        for leaf in jax.tree.leaves(extra_args[name]):
+            refuse(name, leaf)
+    named = [name for name in names if extra_args.get(name) is not None]
+    return extra_args | {name: jax.tree.map(mean, extra_args[name]) for name in named}
+
+
+def check_extra_args(names: Any) -> tuple[str, ...]:
+    """The names as a tuple; a TypeError for anything but a sequence of names."""
+    if not isinstance(names, tuple | list) or not all(
+        isinstance(name, str) for name in names
+    ):
+        raise TypeError(
+            "reduce_extra_args must be a tuple of names of extra arguments; got "
+            f"{names!r}. Pass for example ('value',), or () for none."
+        )
+    return tuple(names)
+
+
+def check_reduction(reduction: Any) -> None:
+    """A ValueError for anything but "mean" and "sum"."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
+
+
+def check_sum_dtype(dtype: Any) -> Any:
+    """The dtype, or None; a ValueError for what cannot hold a sum of gradients."""
+    if dtype is None:
+        return None
+    dtype = jnp.dtype(dtype)
+    if not is_floating(dtype) or jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            "dtype must be a floating dtype of 16 bits or more, since narrower "
+            f"sums overflow; got {dtype}. Pass for example jnp.bfloat16."
+        )
+    return dtype
+
+
+def check_group_assignment(groups: Any, size: int | None = None) -> None:
+    """Refuse what is not a partition of `range(size)` into lists of equal size.
+
+    Without `size` (outside of a mapped context) all is checked but the number of
+    replicas.
+    """
+    lists = isinstance(groups, list) and all(isinstance(g, list) for g in groups)
+    members = [member for group in groups for member in group] if lists else []
+    sizes = [len(group) for group in groups] if lists else []
+    number = len(members) if size is None else size
+    if not lists:
+        wrong = "given as a list of lists. Pass for example [[0, 1], [2, 3]]."
+    elif not members or not all(type(m) is int for m in members):
+        wrong = "and its members integers. For one group of all replicas pass None."
+    elif len(set(members)) < len(members):
+        repeated = sorted({m for m in members if members.count(m) > 1})
+        wrong = f"and {repeated} stand more than once. List every replica once."
+    elif sorted(members) != list(range(number)):
+        wrong = f"a permutation of range({number}). List every replica once."
+    elif len(set(sizes)) > 1:
+        wrong = f"and the size of each group must be equal; got sizes {sizes}."
+    else:
+        return
+    raise ValueError(
+        "group_assignment must be a partition of range(axis size) into equal groups, "
+        f"{wrong} Got {groups!r}."
+    )
+
+
+def _sum(
+    operands: Sequence[jax.Array], axes: tuple[str, ...], groups: Groups | None
+) -> list[jax.Array]:
+    """The sums of all operands over the axes, or over this replica's group."""
+    if not operands or not axes:
+        return list(operands)
+    if groups is None or (groups.native and not checked_axes(axes)):
+        return psum(operands, axes, groups)
+    if groups.native:
+        # A reduce-scatter and an all-gather together send as much as the all-reduce
+        # in groups, which JAX refuses under check_vma=True.
+        def total(x):
+            padded = jnp.pad(x, (0, -x.size % groups.size))
+            return gather(scatter_sum(padded, axes, groups), axes, groups)
+
+        sums = through(total, flat(operands))
+        return [shaped(total, x) for total, x in zip(sums, operands, strict=True)]
+    # Where JAX has none at all: a slot for each group, of which one is own.
+    own = jnp.asarray(groups.own_group)[axis_index(axes)]
+    slots = jnp.arange(len(groups.assignment))
+
+    def place(x):
+        mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
+        return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
+
+    return [total[own] for total in psum([place(x) for x in operands], axes)]
+
+
+def _to_wire(x: jax.Array, reduction: Reduction, dtype: Any) -> jax.Array:
+    if is_floating(x.dtype):
+        return x.astype(dtype or at_least_float32(x.dtype))
+    if is_inexact(x.dtype):
+        return x
+    if reduction == "mean":
+        return x.astype(jnp.float32)
+    narrow = x.dtype.itemsize < 4
+    return x.astype(jnp.int32) if narrow else x
+
+
+def _in_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+    """What was a mean or sum in another dtype; of integers it stays as it is."""
+    return x.astype(dtype) if is_inexact(dtype) else x

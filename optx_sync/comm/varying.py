@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's types of what varies over manual mesh axes: say so, agree, or refuse.
+
+Under `jax.shard_map(check_vma=True)` a type says over which axes a value varies.
+Elsewhere no type does: there these functions change nothing, and trust the caller.
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.comm.collectives import (
+    AxisName,
+    check_axis_name,
+    checked_axes,
+    is_mapped,
+    psum,
+    vary,
+    varying_axes,
+)
+from optx_sync.trees import leaves_with_names, path_name, values_of
+
+Tree = TypeVar("Tree")
+
+
+def localize(tree: Tree, axis_name: AxisName) -> Tree:
+    """Mark a tree as each replica's own, so that its gradients stay local.
+
+    In `jax.shard_map(check_vma=True)`, the default, autodiff sums the gradient of a
+    replicated parameter over the mesh by itself. Parameters that went through
+    `localize` vary over `axis_name`, and `jax.grad` gives each replica its own
+    gradient, as everywhere else. The values do not change and nothing is sent. In
+    `jax.pmap`, `jax.vmap` and under `check_vma=False` it is the identity.
+
+    Args:
+        tree: Any tree of arrays, usually the parameters.
+        axis_name: The mapped axis, or a tuple of them.
+
+    Returns:
+        The same tree, varying over `axis_name`.
+
+    Raises:
+        ValueError: `axis_name` is not bound.
+        TypeError: `axis_name` is not a str or a tuple of them.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> def loss(w, x):
+        ...     return jnp.mean(w * x)
+        >>> def local_gradient(w, x):
+        ...     return jax.grad(loss)(oxs.localize(w, "data"), x)
+        >>> w, x = jnp.float32(2), jnp.array([[1.0], [3.0]])
+        >>> jax.vmap(local_gradient, axis_name="data", in_axes=(None, 0))(w, x)
+        Array([1., 3.], dtype=float32)
+    """
+    axes = checked_axes(axis_name)
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
+
+
+def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
+    """`localize` where the axis is mapped, the identity outside: for `init`."""
+    return localize(tree, axis_name) if is_mapped(axis_name) else tree
+
+
+def vary_like(tree: Tree, reference: Any) -> Tree:
+    """The tree, each leaf varying over the axes that its counterpart varies over.
+
+    Branches of a conditional must agree in this, and so must a state from step to
+    step; a reduction takes it away. A leaf without a counterpart stays as it is.
+    """
+    axes = _axes_by_path(reference)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: vary(x, axes.get(path, ())), tree
+    )
+
+
+def vary_with(tree: Tree, reference: Any) -> Tree:
+    """The tree, each leaf varying over all axes that any leaf of another one varies.
+
+    For a state computed from a tree: its scalars may begin as constants, and depend on
+    all of the tree a step later.
+    """
+    axes = axes_of(reference)
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
+
+
+def axes_of(tree: Any) -> frozenset[str]:
+    """The axes over which any leaf varies."""
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
+def require_local(
+    tree: Any, axis_name: AxisName, what: str = "leaf", mend: str | None = None
+) -> None:
+    """Refuse a tree in which a leaf is known to be equal on all replicas already.
+
+    Such a leaf has been reduced, by autodiff or by the user, and reducing it again
+    would be silently wrong. `mend` ends the message: what the caller's user can do.
+    """
+    for axis, path, kind in _leaves_that(tree, axis_name, varies=False):
+        mend = mend or (
+            f"Either write `params = oxs.localize(params, {axis_name!r})` before "
+            "jax.grad, so that gradients stay local, or, if it is reduced on purpose, "
+            "say so: cross_shard(..., grads='summed') or cross_shard(..., "
+            "grads='averaged')."
+        )
+        raise ValueError(
+            f"The {what} at {path} does not vary over the mesh axis {axis!r}: its type "
+            f"is {kind}. Inside jax.shard_map(check_vma=True) autodiff has already "
+            "summed the gradient of a replicated parameter, unless this program has "
+            "averaged it before (oxs.reduce, jax.lax.pmean); reducing it again would "
+            f"be wrong. {mend}"
+        )
+
+
+def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
+    """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
+    for axis, path, kind in _leaves_that(tree, axis_name, varies=True):
+        raise ValueError(
+            f"grads={grads!r} says that the gradients have been reduced already, but "
+            f"the gradient at {path} varies over the mesh axis {axis!r}: its type is "
+            f"{kind}. Make all leaves local with `params = oxs.localize(params, "
+            f"{axis_name!r})` before jax.grad and use grads='local', or reduce this "
+            "one first with oxs.reduce."
+        )
+
+
+def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -> None:
+    """Refuse a state that is equal over a mesh axis over which parameters differ.
+
+    A center is equal over the workers' axis only. Where the parameters vary over a
+    second manual axis, as shards do, so must the center (check_vma=True).
+    """
+    axes, own = _axes_by_path(reference), set(check_axis_name(axis_name))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        missing = axes.get(path, frozenset()) - varying_axes(leaf) - own
+        if missing:
+            raise ValueError(
+                f"The parameter at {path_name(path)} varies over the mesh axes "
+                f"{sorted(missing)}, but the {what} in the state does not. Place the "
+                "state as the parameters are: oxs.state_specs(tx, params, "
+                "param_specs, worker_axis) with these axes in param_specs, or call "
+                "init where the axes are mapped."
+            )
+
+
+def axes_of_shards(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes along which the devices lie that hold shards of one worker.
+
+    All manual ones besides `axis_name`; where types say over which axes the arrays of
+    the tree vary, those of them.
+    """
+    own, varying = check_axis_name(axis_name), axes_of(tree)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    others = (axis for axis in manual if axis not in own)
+    return tuple(a for a in others if a in varying or not checked_axes(a))
+
+
+def norm_axes(
+    tree: Any, axis_name: AxisName, shard_axes: AxisName | None
+) -> tuple[str, ...]:
+    """Mesh axes over which the squares of a replica's arrays are to be summed.
+
+    `shard_axes` are those along which a replica is itself cut in shards by hand. `None`
+    where there may be such axes is refused: a shard that knows its own norm alone
+    decides other than its neighbours.
+    """
+    if shard_axes is not None:
+        return check_axis_name(shard_axes) if shard_axes else ()
+    unclear = axes_of_shards(tree, axis_name)
+    if unclear:
+        raise ValueError(
+            f"This exchange compares whole arrays of replicas along {axis_name!r}, but "
+            f"they may be in shards over the mesh axes {list(unclear)}, too. Pass "
+            f"shard_axes={unclear!r} if they are, for sums over the shards, or "
+            "shard_axes=() if each position there is a replica of its own."
+        )
+    return ()
+
+
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over those mesh axes over which an array may vary."""
+    axes = tuple(a for a in axes if a in varying_axes(x) or not checked_axes(a))
+    return psum([x], axes)[0] if axes else x
+
+
+def sum_shards(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The sum over the mesh axes over which `x` varies, but `like` does not.
+
+    What is summed up over an array that lies in shards is summed over these (where
+    types tell, under check_vma=True).
+    """
+    return sum_over(x, tuple(sorted(varying_axes(x) - varying_axes(like))))
+
+
+def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
+    """bool[], whether the flag holds on all devices that hold shards of one worker."""
+    axes = axes_of_shards(like, axis_name)
+    if not axes:
+        return flag
+    failed = localize((~flag).astype(jnp.int32), axes)
+    return sum_over(failed, axes) == 0
+
+
+def _axes_by_path(tree: Any) -> dict[Any, frozenset[str]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {path: varying_axes(leaf) for path, leaf in pairs}
+
+
+def _leaves_that(
+    tree: Any, axis_name: AxisName, varies: bool
+) -> Iterator[tuple[str, str, Any]]:
+    """(axis, path, type) of the leaves that vary over a checked axis, or do not."""
+    for axis in checked_axes(axis_name):
+        for path, leaf in leaves_with_names(tree):
+            x = values_of(leaf)
+            if leaf is not None and (axis in varying_axes(x)) == varies:
+                yield axis, path, jax.typeof(x)
