@@ -294,22 +294,23 @@ def check_group_assignment(groups: Any, size: int | None = None) -> None:
     members = [member for group in groups for member in group] if lists else []
     sizes = [len(group) for group in groups] if lists else []
     number = len(members) if size is None else size
+    mend = "List every replica once."
     if not lists:
-        wrong = "given as a list of lists. Pass for example [[0, 1], [2, 3]]."
+        wrong, mend = "given as a list of lists", "Pass for example [[0, 1], [2, 3]]."
     elif not members or not all(type(m) is int for m in members):
-        wrong = "and its members integers. For one group of all replicas pass None."
+        wrong, mend = "its members integers", "For one group of all pass None."
     elif len(set(members)) < len(members):
         repeated = sorted({m for m in members if members.count(m) > 1})
-        wrong = f"and {repeated} stand more than once. List every replica once."
+        wrong = f"but {repeated} stand more than once"
     elif sorted(members) != list(range(number)):
-        wrong = f"a permutation of range({number}). List every replica once."
+        wrong = f"a permutation of range({number})"
     elif len(set(sizes)) > 1:
-        wrong = f"and the size of each group must be equal; got sizes {sizes}."
+        wrong = f"and the size of each group must be equal; got sizes {sizes}"
     else:
         return
     raise ValueError(
         "group_assignment must be a partition of range(axis size) into equal groups, "
-        f"{wrong} Got {groups!r}."
+        f"{wrong}; got {groups!r}. {mend}"
     )
 
 
