@@ -349,8 +349,8 @@ def by_hand(
 
     def start(params):
         mine, shared = case.start(params)
-        params = copy(params) if one else oxs.stack(params, workers)
-        return params, oxs.stack(mine, workers), shared, jnp.zeros((), jnp.int32)
+        params = copy(params) if one else oxs.replicate(params, workers)
+        return params, oxs.replicate(mine, workers), shared, jnp.zeros((), jnp.int32)
 
     def step(carry, batch, due=None):
         params, mine, shared, count = carry
@@ -379,17 +379,19 @@ def with_library(
     axes = oxs.state_axes(tx, params, replicated=one)
 
     def start(params):
-        state = oxs.stack(tx.init(params), workers, axes)
-        return copy(params) if one else oxs.stack(params, workers), state
+        state = oxs.replicate(tx.init(params), workers, axes)
+        return copy(params) if one else oxs.replicate(params, workers), state
 
     def step(carry, batch, meet=None):
         params, state = carry
-        params = oxs.localize(params, AXIS) if one else oxs.unstack(params)
+        params = oxs.localize(params, AXIS) if one else oxs.first(params)
         grads = gradient(params, batch)
         params = carry[0] if one else params
         known = {} if meet is None else {"meet": meet}
-        params, state = apply(tx, grads, oxs.unstack(state, axes), params, **known)
-        return params if one else oxs.stack(params, 1), oxs.stack(state, 1, axes)
+        params, state = apply(tx, grads, oxs.first(state, axes), params, **known)
+        return params if one else oxs.replicate(params, 1), oxs.replicate(
+            state, 1, axes
+        )
 
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
     program = whole_round(step, case.period) if whole else step

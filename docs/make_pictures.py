@@ -38,7 +38,7 @@ def trajectories(rule):
     """The paths of the workers [STEPS, 4, 2] and of the center [STEPS, 2]."""
     tx = oxs.center_variable(SGD, rule, "workers", communication_period=PERIOD)
     axes = oxs.state_axes(tx, START)
-    state = oxs.stack(tx.init(START), 4, axes)
+    state = oxs.replicate(tx.init(START), 4, axes)
 
     def step(params, state, optimum):
         updates, state = tx.update(CURVATURE * (params - optimum), state, params)
@@ -49,7 +49,7 @@ def trajectories(rule):
         workers, state = mapped(*carry, OPTIMA)
         return (workers, state), (workers, oxs.center_params(state, START))
 
-    return jax.lax.scan(advance, (oxs.stack(START, 4), state), length=STEPS)[1]
+    return jax.lax.scan(advance, (oxs.replicate(START, 4), state), length=STEPS)[1]
 
 
 def draw_trajectories():

@@ -149,7 +149,7 @@ def run(name, progress):
         if done % EVALUATE_EVERY == 0 or done == options.steps:
             # Where there is no center all are equal, and any of them will do.
             if period == 1:
-                center = oxs.unstack(params)
+                center = oxs.first(params)
             else:
                 center = oxs.center_params(state, params)
             center = jax.device_get(center)

@@ -77,7 +77,7 @@ def main():
     )
     replicas = jax.device_count()
     mesh = jax.make_mesh((replicas,), ("data",))  # None: simulated on one device
-    state = oxs.stack(state, replicas)
+    state = oxs.replicate(state, replicas)
     step = jax.jit(oxs.map_workers(train_step, "data", mesh=mesh))
 
     for done in range(1, steps + 1):
@@ -87,7 +87,7 @@ def main():
         state, metrics = jax.block_until_ready(step(state, images[rows], labels[rows]))
         if done % REPORT_EVERY == 0 or done == steps:
             # All replicas are equal, so any of them will do.
-            params, metrics = oxs.unstack(jax.device_get((state.params, metrics)))
+            params, metrics = oxs.first(jax.device_get((state.params, metrics)))
             logits = network.apply(params, images[test])
             reached = (logits.argmax(-1) == labels[test]).mean()
             print(

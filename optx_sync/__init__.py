@@ -50,10 +50,10 @@ from optx_sync.metrics import center_params as center_params
 from optx_sync.metrics import metrics as metrics
 from optx_sync.metrics import slot as slot
 from optx_sync.metrics import slot_names as slot_names
-from optx_sync.placement.workers import stack as stack
+from optx_sync.placement.workers import replicate as replicate
 from optx_sync.placement.axes import state_axes as state_axes
 from optx_sync.placement.axes import state_specs as state_specs
-from optx_sync.placement.workers import unstack as unstack
+from optx_sync.placement.workers import first as first
 from optx_sync.placement.resize import resize as resize
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ __all__ = [
     "elastic_average",
     "elastic_rule",
     "exchange",
+    "first",
     "gossip",
     "graphs",
     "local_sgd",
@@ -115,11 +116,11 @@ __all__ = [
     "optimizers",
     "qsr",
     "reduce",
+    "replicate",
     "resize",
     "simulate",
     "slot",
     "slot_names",
-    "stack",
     "start_workers",
     "state_axes",
     "state_shardings",
@@ -127,7 +128,6 @@ __all__ = [
     "strided",
     "sync_replicas",
     "take",
-    "unstack",
     "value_and_grad",
 ]
 

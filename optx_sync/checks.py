@@ -143,8 +143,8 @@ def check_no_train_state(params: Tree) -> None:
         raise TypeError(
             f"What is wanted are parameters; got a {name}, which holds them beside the "
             "optimizer's state and counters. Pass state.params: oxs.start_workers("
-            f"state.tx, state.params, n). A whole {name} is stacked by oxs.stack(state,"
-            " n), and mapped with axis 0."
+            f"state.tx, state.params, n). A whole {name} is stacked by "
+            "oxs.replicate(state, n), and mapped with axis 0."
         )
 
 
@@ -166,10 +166,10 @@ def check_one_worker(counter: Any, kept: Tree, params: Tree | None) -> None:
             "A step takes the state of one worker; the counters of this one have shape "
             f"{jnp.shape(counter)}. If a step has returned them so, its out_axes lack "
             "the state's axes: `out_axes=(0, axes)`, as in in_axes. Otherwise stack "
-            "the state by `axes = oxs.state_axes(tx, params)`, `oxs.stack(tx.init("
+            "the state by `axes = oxs.state_axes(tx, params)`, `oxs.replicate(tx.init("
             "params), n, axes)` and in_axes=axes, or map over all of one that is "
             "stacked whole (in_axes=0). Inside jax.shard_map take the worker axis off: "
-            "`oxs.unstack(state, axes)`. oxs.map_workers does this."
+            "`oxs.first(state, axes)`. oxs.map_workers does this."
         )
     if params is None:
         return
@@ -183,12 +183,12 @@ def check_one_worker(counter: Any, kept: Tree, params: Tree | None) -> None:
             raise ValueError(
                 f"{where} {shape}: tx.init got the parameters of {shape[0]} workers. "
                 "It takes those of one: `oxs.start_workers(tx, params, n)`, or "
-                "tx.init(params) before oxs.stack."
+                "tx.init(params) before oxs.replicate."
             )
         if shape != own:
             raise ValueError(
                 f"{where} {shape}. Inside jax.shard_map take the worker axis off both, "
-                "`oxs.unstack(params)` and `oxs.unstack(state, oxs.state_axes(tx, "
+                "`oxs.first(params)` and `oxs.first(state, oxs.state_axes(tx, "
                 "params))`, or let oxs.map_workers do it; the state is that of tx.init "
                 "for one worker's parameters."
             )

@@ -86,7 +86,7 @@ class SyncOptimizer(nnx.Optimizer[Any]):
         ...     grads = nnx.grad(lambda model: model(x).sum())(model)
         ...     optimizer.update(model, grads)
         ...     return model, optimizer
-        >>> model, optimizer = oxs.stack((model, optimizer), 2)
+        >>> model, optimizer = oxs.replicate((model, optimizer), 2)
         >>> model, _ = oxs.map_workers(step, "workers")(
         ...     model, optimizer, jnp.array([[1.0], [3.0]])
         ... )

@@ -109,7 +109,8 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
         >>> import optx_sync as oxs
         >>> tx = optax.chain(optax.clip(1.0), oxs.local_sgd(optax.sgd(0.1), "workers"))
         >>> params = jnp.arange(3.0)
-        >>> oxs.center_params(oxs.stack(tx.init(params), 4), oxs.stack(params, 4))
+        >>> state = oxs.replicate(tx.init(params), 4)
+        >>> oxs.center_params(state, oxs.replicate(params, 4))
         Array([0., 1., 2.], dtype=float32)
     """
     form, params = jax.tree.structure(params), pure(params)

@@ -82,8 +82,8 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     workers = jax.tree.leaves((grads, extra))[0].shape[0]
     axes = oxs.state_axes(tx, params) if context in AXES_CONTEXTS else None
     # In NumPy: of what lies on one device JAX compiles a slice for each of the others.
-    state = jax.tree.map(_numpy_but_keys, oxs.stack(tx.init(params), workers, axes))
-    params = jax.tree.map(_numpy_but_keys, oxs.stack(params, workers))
+    state = jax.tree.map(_numpy_but_keys, oxs.replicate(tx.init(params), workers, axes))
+    params = jax.tree.map(_numpy_but_keys, oxs.replicate(params, workers))
 
     if context == "pmap":
         run = jax.pmap(body, axis_name=AXIS, devices=jax.devices()[:workers])
@@ -120,9 +120,9 @@ def mapped(body, tx, params, axes, over, check_vma):
         specs = oxs.state_specs(tx, one, jax.tree.map(lambda _: P(), one), AXIS)
 
     def local(params, state, grads, extra):
-        params, grads, extra = oxs.unstack((params, grads, extra))
-        history, state = body(params, oxs.unstack(state, axes), grads, extra)
-        return jax.tree.map(lambda x: x[None], history), oxs.stack(state, 1, axes)
+        params, grads, extra = oxs.first((params, grads, extra))
+        history, state = body(params, oxs.first(state, axes), grads, extra)
+        return jax.tree.map(lambda x: x[None], history), oxs.replicate(state, 1, axes)
 
     return jax.jit(
         jax.shard_map(

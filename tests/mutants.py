@@ -1064,8 +1064,8 @@ MUTANTS: dict[str, list[Mutant]] = {
     "state": [
         Mutant(
             "metrics.py",
-            "    if not found:\n        what",
-            "    if False:\n        what",
+            "    if not found:\n        raise",
+            "    if False:\n        raise",
         ),
         Mutant("metrics.py", 'if not str(name).startswith("hyperparams"):', "if True:"),
         Mutant(

@@ -63,7 +63,7 @@ def program(context, function):
         return jax.jit(flat)
 
     def stacked(*args):
-        return jax.tree.map(lambda x: x[None], local(*oxs.unstack(args)))
+        return jax.tree.map(lambda x: x[None], local(*oxs.first(args)))
 
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     return jax.jit(
@@ -281,7 +281,7 @@ def test_rows_travel_in_the_wire_dtype():
     def travels(of, context="shard_map", **arguments):
         values = jnp.ones((2, 8), of)
         slices = oxs.IndexedSlices(jnp.zeros(2, jnp.int32), values)
-        return wire(context, oxs.stack(slices, REPLICAS), **arguments)
+        return wire(context, oxs.replicate(slices, REPLICAS), **arguments)
 
     assert travels(jnp.float32) == ["f32", "s32"]
     assert travels(jnp.float32, dtype=jnp.bfloat16) == ["bf16", "s32"]

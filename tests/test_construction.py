@@ -106,9 +106,9 @@ others = {
     *("local_sgd_rule", "qsr", "strided", "delayed_nesterov", "exchange", "graphs"),
     *("map_workers", "value_and_grad", "audit", "optimizers", "simulate"),
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
-    *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "stack"),
+    *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),
-    *("unstack", "rules", "functions", "nested"),
+    *("first", "rules", "functions", "nested"),
 }
 assert {*made, *others} - {"rules", "functions", "nested"} == set(oxs.__all__)
 assert set(exchanges) == set(ex.__all__) - {"Exchange", "Met"}

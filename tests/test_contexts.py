@@ -75,8 +75,8 @@ def inputs(name):
 def start(name):
     tx, params, _ = CASES[name]
     axes = oxs.state_axes(tx, params)
-    state = oxs.stack(tx.init(params), WORKERS, axes)
-    return oxs.stack(params, WORKERS), state, axes
+    state = oxs.replicate(tx.init(params), WORKERS, axes)
+    return oxs.replicate(params, WORKERS), state, axes
 
 
 def lanes(name):
@@ -93,9 +93,9 @@ def shards(name, mesh, **options):
     specs = oxs.state_specs(tx, params, P(), AXIS)
 
     def local(params, state, grads, extra):
-        params, grads = oxs.unstack((params, grads))
-        history, state = body(params, oxs.unstack(state, axes), grads, extra)
-        return oxs.stack(history, 1), oxs.stack(state, 1, axes)
+        params, grads = oxs.first((params, grads))
+        history, state = body(params, oxs.first(state, axes), grads, extra)
+        return oxs.replicate(history, 1), oxs.replicate(state, 1, axes)
 
     return jax.shard_map(
         local,
@@ -177,7 +177,7 @@ def test_wrappers_refuse_such_islands(name, is_set):
     tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
     if name == "cross_shard":
         tx = oxs.cross_shard(optax.sgd(0.1), AXIS)
-    state = oxs.stack(tx.init(jnp.zeros(8)), 4)
+    state = oxs.replicate(tx.init(jnp.zeros(8)), 4)
     step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
@@ -188,7 +188,7 @@ def test_a_mesh_of_explicit_axes_that_is_not_set():
     """JAX said of its axis that it was not found in mesh: ()."""
     mesh = jax.make_mesh((4, 2), (AXIS, "model"))
     tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
-    state = oxs.stack(tx.init(jnp.zeros(8)), 4)
+    state = oxs.replicate(tx.init(jnp.zeros(8)), 4)
     whole = jax.device_put((jnp.ones((4, 8)), state), NamedSharding(mesh, P(AXIS)))
     step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
     with pytest.raises(ValueError, match=r"with jax\.set_mesh\(mesh\).*AxisType\.Auto"):

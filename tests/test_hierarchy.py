@@ -67,11 +67,11 @@ def by_shard_map(check_vma):
     specs = oxs.state_specs(TX, PARAMS, P(), "pods")
 
     def local(params, state, grads):
-        params = oxs.unstack(params)
-        grads = oxs.unstack(oxs.unstack(grads))
-        state = oxs.unstack(state, AXES_OF_STATE)
+        params = oxs.first(params)
+        grads = oxs.first(oxs.first(grads))
+        state = oxs.first(state, AXES_OF_STATE)
         history, state = train(params, state, grads)
-        return oxs.stack(history, 1), oxs.stack(state, 1, AXES_OF_STATE)
+        return oxs.replicate(history, 1), oxs.replicate(state, 1, AXES_OF_STATE)
 
     return jax.shard_map(
         local,

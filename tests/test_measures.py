@@ -311,10 +311,10 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
 
         def local(grads, extra):
             state = tx.init(oxs.localize(params, AXIS))
-            grads, extra = oxs.unstack((grads, extra))
-            return oxs.stack(tx.update(grads, state, params, **extra), 1)
+            grads, extra = oxs.first((grads, extra))
+            return oxs.replicate(tx.update(grads, state, params, **extra), 1)
 
-        grads = oxs.stack(params, WORKERS)
+        grads = oxs.replicate(params, WORKERS)
         mapped = jax.shard_map(
             local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
         )
@@ -403,7 +403,7 @@ def test_shards_of_a_replica_are_one():
     specs = {"w": P(None, "model"), "b": P()}
 
     def local(params, grads):
-        grads = oxs.unstack(grads)
+        grads = oxs.first(grads)
         return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
 
     found = jax.jit(

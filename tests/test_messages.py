@@ -38,8 +38,8 @@ def refuse(error, message, fun, *args, most=700):
 
 @keeping
 def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
-    params, axes = oxs.stack(PARAMS, N), oxs.state_axes(tx, PARAMS)
-    state = oxs.stack(tx.init(PARAMS), N)
+    params, axes = oxs.replicate(PARAMS, N), oxs.state_axes(tx, PARAMS)
+    state = oxs.replicate(tx.init(PARAMS), N)
     run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
     refuse(
         ValueError,
@@ -53,19 +53,19 @@ def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
 @pytest.mark.parametrize("forgotten", ["all", "params", "state"])
 def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
     axes = oxs.state_axes(tx, PARAMS)
-    params = oxs.stack(PARAMS, N)
-    state = oxs.stack(tx.init(PARAMS), N, axes)
+    params = oxs.replicate(PARAMS, N)
+    state = oxs.replicate(tx.init(PARAMS), N, axes)
     one = jax.tree.map(lambda _: P(), PARAMS)
     specs = oxs.state_specs(tx, PARAMS, one, AXIS)
 
     def local(params, state):
         if forgotten == "state":
-            params = oxs.unstack(params)
+            params = oxs.first(params)
         if forgotten == "params":
-            state = oxs.unstack(state, axes)
+            state = oxs.first(state, axes)
         # The center has no worker axis that could be forgotten.
         updates, state = tx.update(params, state, params)
-        return updates, oxs.stack(state, 1, axes)
+        return updates, oxs.replicate(state, 1, axes)
 
     run = jax.shard_map(
         local,
@@ -78,7 +78,7 @@ def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
         return  # SGD and a center keep nothing of the worker's own
     if not center and forgotten == "all":
         return  # and all that `sync_replicas` keeps is the replica's
-    message = r"parameter at \['b'\] has shape .*oxs.unstack\(params\).*map_workers"
+    message = r"parameter at \['b'\] has shape .*oxs.first\(params\).*map_workers"
     refuse(ValueError, message, run, params, state)
 
 
@@ -301,11 +301,11 @@ MISTAKES = {
     ),
     "stack": (
         lambda mesh: run(mesh, DILOCO, params=PARAMS),
-        r"stack\w* .*first.*: oxs.stack\(x, n\), or oxs.start_workers",
+        r"stack\w* .*first.*: oxs.replicate\(x, n\), or oxs.start_workers",
     ),
     "stack of the state": (
         lambda mesh: run(mesh, DILOCO, DILOCO.init(PARAMS)),
-        r"is a scalar.* oxs.stack\(x, n\); oxs.start_workers stacks one worker's",
+        r"is a scalar.* oxs.replicate\(x, n\); oxs.start_workers stacks one worker's",
     ),
     "out_axes": (
         lambda mesh: run(mesh, DILOCO, out=0, steps=2),
@@ -315,8 +315,8 @@ MISTAKES = {
         lambda mesh: run(
             mesh,
             DILOCO,
-            oxs.stack(
-                DILOCO.init(oxs.stack(PARAMS, N)), N, oxs.state_axes(DILOCO, PARAMS)
+            oxs.replicate(
+                DILOCO.init(oxs.replicate(PARAMS, N)), N, oxs.state_axes(DILOCO, PARAMS)
             ),
         ),
         r"in the state it has \(4, 2\): tx.init got the parameters of 4 workers",
@@ -325,7 +325,7 @@ MISTAKES = {
     "module, start": (lambda mesh: start(DILOCO, MODULE, mesh), FILTER.format("")),
     "module, Optax": (lambda mesh: start(SGD, MODULE, mesh), FILTER.format("")),
     "module, init": (lambda mesh: DILOCO.init(MODULE), FILTER.format("")),
-    "module, stack": (lambda mesh: oxs.stack(MODULE, N), FILTER.format("")),
+    "module, stack": (lambda mesh: oxs.replicate(MODULE, N), FILTER.format("")),
     "module, specs": (
         lambda mesh: oxs.state_specs(SGD, MODULE, P(), AXIS),
         FILTER.format(""),
@@ -341,7 +341,7 @@ MISTAKES = {
     ),
     "train state, Optax": (
         lambda mesh: start(SGD, TRAIN_STATE, mesh),
-        r"got a TrainState.* oxs.stack\(state, n\)",
+        r"got a TrainState.* oxs.replicate\(state, n\)",
     ),
     "gossip's exchange": (
         lambda mesh: oxs.gossip(

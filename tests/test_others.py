@@ -257,7 +257,7 @@ def test_schedules_of_torchs_hierarchical_model_averager(levels):
     mapped: Any = run
     for place, (_, size) in enumerate(levels):  # the innermost first
         axes = oxs.state_axes(tx, jnp.zeros(()), level=len(levels) - 1 - place)
-        params, state = oxs.stack(params, 2), oxs.stack(state, 2, axes)
+        params, state = oxs.replicate(params, 2), oxs.replicate(state, 2, axes)
         mapped = jax.vmap(mapped, (0, axes, 0), axis_name=f"of {size}")
     grads = GRADS[:ranks].astype(np.float32).reshape(*(2 for _ in levels), 8)
     found = jax.jit(mapped)(params, state, grads)

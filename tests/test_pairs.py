@@ -156,13 +156,13 @@ def on_mesh(wrapper, inner):
     tx, link = build(INNERS[inner]), wrapper == "all_reduce_grads"
 
     def equal(inputs):
-        return history(tx, oxs.unstack(inputs), reduce_value=link)
+        return history(tx, oxs.first(inputs), reduce_value=link)
 
     def workers(params, inputs):
-        params = oxs.unstack(params)
-        return oxs.stack(history(tx, oxs.unstack(inputs), params), 1)
+        params = oxs.first(params)
+        return oxs.replicate(history(tx, oxs.first(inputs), params), 1)
 
-    arguments = (OWN,) if own else (oxs.stack(PARAMS, N), SAME)
+    arguments = (OWN,) if own else (oxs.replicate(PARAMS, N), SAME)
     return jax.shard_map(
         equal if own else workers,
         mesh=contexts.mesh(),

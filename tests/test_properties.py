@@ -384,7 +384,7 @@ def program(case, context):
     params, state, axes = oxs.start_workers(tx, one_params(case), case.workers)
     if case.axis_name is None:  # It does not know of the others, if there are any.
         axes = jax.tree.map(lambda _: 0, state)
-        state = oxs.stack(tx.init(one_params(case)), case.workers)
+        state = oxs.replicate(tx.init(one_params(case)), case.workers)
     args = (jnp.arange(case.workers), params, state, all_grads(case), traced, equal)
     if context == "vmap":
         within: Callable = oxs.map_workers(
@@ -401,10 +401,10 @@ def program(case, context):
     else:
 
         def local(worker, params, state, grads, traced, equal):
-            params, grads, traced = oxs.unstack((params, grads, traced))
-            state = oxs.unstack(state, axes)
+            params, grads, traced = oxs.first((params, grads, traced))
+            state = oxs.first(state, axes)
             history, state = run(worker, params, state, grads, traced, equal)
-            return oxs.stack(history, 1), oxs.stack(state, 1, axes)
+            return oxs.replicate(history, 1), oxs.replicate(state, 1, axes)
 
         specs = jax.tree.map(
             lambda axis: P() if axis is None else P(AXIS),

@@ -38,7 +38,7 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
     """Parameters and state as after some steps: numbers of which none is 0."""
     rng = np.random.default_rng(0)
     axes = oxs.state_axes(tx, params)
-    state = oxs.stack(tx.init(params), workers, axes)
+    state = oxs.replicate(tx.init(params), workers, axes)
 
     def fill(x):
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -56,7 +56,7 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
     filled = treedef.unflatten(leaves)
     for counter in ("steps_since_round", "accumulated", "total_weight"):
         filled = at_a_round(filled, counter)
-    return jax.tree.map(fill, oxs.stack(params, workers)), filled
+    return jax.tree.map(fill, oxs.replicate(params, workers)), filled
 
 
 def at_a_round(state, counter):
@@ -113,7 +113,9 @@ def test_laws(name, stacked):
     _, more_state = oxs.resize(tx, fewer, fewer_state, N)
     axes = None if stacked else oxs.state_axes(tx, PARAMS)
     for of, workers in ((fewer_state, 3), (more_state, N)):
-        shapes = jax.eval_shape(lambda w=workers: oxs.stack(tx.init(PARAMS), w, axes))
+        shapes = jax.eval_shape(
+            lambda w=workers: oxs.replicate(tx.init(PARAMS), w, axes)
+        )
         assert jax.tree.map(jnp.shape, of) == jax.tree.map(lambda x: x.shape, shapes)
     there = jax.tree.map(lambda x: x[:3] if stacked else x, shared_of(more_state))
     equal(there, shared_of(fewer_state))
@@ -143,13 +145,13 @@ def test_where_parameters_go():
         params, state = trained(tx)
         for n in (3, 11):
             resized, new = oxs.resize(tx, params, state, n)
-            center = oxs.center_params(new, oxs.unstack(resized))
-            equal(resized["w"], oxs.stack(center["w"], n))
+            center = oxs.center_params(new, oxs.first(resized))
+            equal(resized["w"], oxs.replicate(center["w"], n))
             if name == "masked":  # what no center holds stays a worker's own
                 kept = min(n, N)
                 np.testing.assert_array_equal(resized["b"][:kept], params["b"][:kept])
             else:
-                equal(resized["b"], oxs.stack(center["b"], n))
+                equal(resized["b"], oxs.replicate(center["b"], n))
     for name in ("elastic", "gossip", "plain", "fragments"):
         tx = CASES[name]
         params, state = trained(tx)
@@ -165,8 +167,8 @@ def test_where_parameters_go():
     # Equal replicas stay equal, to the bit.
     tx = CASES["plain"]
     one = jax.tree.map(lambda x: x * 0.1, PARAMS)
-    params, state = oxs.stack((one, tx.init(one)), 3)
-    equal(oxs.resize(tx, params, state, 7), oxs.stack((one, tx.init(one)), 7))
+    params, state = oxs.replicate((one, tx.init(one)), 3)
+    equal(oxs.resize(tx, params, state, 7), oxs.replicate((one, tx.init(one)), 7))
 
 
 HALF_WAY = oxs.CenterRule(
@@ -283,9 +285,9 @@ def test_the_middle_of_a_round():
 def test_rules_in_each_other_and_replicas_without_an_axis():
     nested = oxs.diloco(oxs.local_sgd(ADAM, "data"), AXIS)
     one = nested.init(PARAMS)
-    inside = oxs.stack(one, 2, oxs.state_axes(nested, PARAMS, level=1))
-    state = oxs.stack(inside, N, oxs.state_axes(nested, PARAMS))
-    params = oxs.stack(oxs.stack(PARAMS, 2), N)
+    inside = oxs.replicate(one, 2, oxs.state_axes(nested, PARAMS, level=1))
+    state = oxs.replicate(inside, N, oxs.state_axes(nested, PARAMS))
+    params = oxs.replicate(oxs.replicate(PARAMS, 2), N)
     resized, new = oxs.resize(nested, params, state, 3)
     assert resized["w"].shape == (3, 2, 3, 2)
     assert new.inner.center["w"].shape == (3, 3, 2)
@@ -296,7 +298,7 @@ def test_rules_in_each_other_and_replicas_without_an_axis():
 
     tx: Any = CASES["sync"]
     axes = oxs.state_axes(tx, PARAMS, replicated=True)
-    state = oxs.stack(tx.init(PARAMS), N, axes)
+    state = oxs.replicate(tx.init(PARAMS), N, axes)
     params, new = oxs.resize(tx, PARAMS, state, 3, replicated=True)
     equal((params, new.inner), (PARAMS, state.inner))
     assert new.info.outcome.shape == (3,)

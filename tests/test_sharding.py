@@ -86,10 +86,10 @@ def test_specs_and_axes_place_a_run(name):
     axes = oxs.state_axes(tx, PARAMS)
     state = jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        oxs.stack(tx.init(PARAMS), 4, axes),
+        oxs.replicate(tx.init(PARAMS), 4, axes),
         specs,
     )
-    params = oxs.stack(PARAMS, 4)
+    params = oxs.replicate(PARAMS, 4)
 
     def step(params, state):
         return tx.update(params, state, params)[1]
@@ -141,7 +141,7 @@ def test_what_workers_share_is_found_inside_of_optax(around):
     assert optax.tree_utils.tree_get(specs, "local_step") == P()
     assert optax.tree_utils.tree_get(specs, "center")["w"] == SPECS["w"]
     state = tx.init(PARAMS)
-    stacked = oxs.stack(state, 3, axes)
+    stacked = oxs.replicate(state, 3, axes)
     assert optax.tree_utils.tree_get(stacked, "center")["w"].shape == (4, 2)
     assert jax.tree.structure(stacked) == jax.tree.structure(state)
 
@@ -179,7 +179,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
     mesh = None
     if on_mesh:
         mesh = jax.make_mesh((4,), ("workers",), devices=jax.devices()[:4])
-    grads = oxs.stack(PARAMS, 4)
+    grads = oxs.replicate(PARAMS, 4)
     results = []
     for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
         params, state, axes = oxs.start_workers(
@@ -308,17 +308,17 @@ def equal(a, b):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", [*WITH_OPTAX, "center"])
-def test_stack_and_unstack_are_each_other_s_inverse(name, n):
+def test_replicate_and_first_are_each_other_s_inverse(name, n):
     tx = center() if name == "center" else WITH_OPTAX[name]
     state = tx.init(PARAMS)
     for axes in (None, oxs.state_axes(tx, PARAMS)):
-        stacked = oxs.stack(state, n, axes)
+        stacked = oxs.replicate(state, n, axes)
         marks = [0] * len(jax.tree.leaves(state)) if axes is None else leaves(axes)
         for leaf, whole, mark in zip(
             jax.tree.leaves(state), jax.tree.leaves(stacked), marks, strict=True
         ):
             assert whole.shape == (leaf.shape if mark is None else (n, *leaf.shape))
-        assert equal(oxs.unstack(stacked, axes), state)
+        assert equal(oxs.first(stacked, axes), state)
 
 
 def test_stack_of_other_leaves():
@@ -328,11 +328,11 @@ def test_stack_of_other_leaves():
         "none": None,
         "rows": oxs.IndexedSlices(jnp.array([1, 4]), jnp.ones((2, 3))),
     }
-    stacked: Any = oxs.stack(tree, 4)
+    stacked: Any = oxs.replicate(tree, 4)
     assert stacked["number"].shape == (4,) and stacked["none"] is None
     assert stacked["numpy"].shape == (4, 3)
     assert stacked["rows"].values.shape == (4, 2, 3)
-    one: Any = oxs.unstack(stacked)
+    one: Any = oxs.first(stacked)
     assert np.array_equal(one["rows"].indices, [1, 4])
 
 
@@ -342,7 +342,11 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
     params = jax.tree.map(jnp.copy, PARAMS)
     state = tx.init(params)
     axes = oxs.state_axes(tx, params)
-    stacked = (oxs.stack(params, n), oxs.stack(state, n, axes), oxs.stack(state, n))
+    stacked = (
+        oxs.replicate(params, n),
+        oxs.replicate(state, n, axes),
+        oxs.replicate(state, n),
+    )
 
     def pointers(tree):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
@@ -353,22 +357,22 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
     assert equal(state, tx.init(PARAMS))  # Still there.
 
 
-def test_stack_and_unstack_inside_of_compiled_code():
+def test_replicate_and_first_inside_of_compiled_code():
     axes = {"own": 0, "shared": None}
 
     @jax.jit
     def run(tree):
-        return oxs.unstack(oxs.stack(tree, 2, axes), axes)
+        return oxs.first(oxs.replicate(tree, 2, axes), axes)
 
     tree = {"own": jnp.arange(3), "shared": jnp.ones(2)}
     assert equal(run(tree), tree)
 
 
-def test_unstack_of_what_has_no_worker_axis():
+def test_first_of_what_has_no_worker_axis():
     with pytest.raises(ValueError, match=r"worker axis in front.*Pass axes=oxs"):
-        oxs.unstack({"scalar": jnp.float32(1)})
+        oxs.first({"scalar": jnp.float32(1)})
     axes = {"scalar": None}
-    assert oxs.unstack({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
+    assert oxs.first({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
 
 
 # Random keys.
@@ -413,8 +417,8 @@ def test_random_keys_of_a_state_differ_where_workers_may(tx, differ):
     found = words(noise_key(state))
     expected = folded(key) if differ else [words(key)] * WORKERS
     np.testing.assert_array_equal(found, expected)
-    # There and back is the identity: a step may end with `stack(state, 1, axes)`.
-    back = oxs.stack(oxs.unstack(state, axes), 1, axes)
+    # There and back is the identity: a step may end with `replicate(state, 1, axes)`.
+    back = oxs.replicate(oxs.first(state, axes), 1, axes)
     np.testing.assert_array_equal(words(noise_key(back)), found[:1])
 
 
@@ -424,7 +428,7 @@ def test_random_keys_beside_other_leaves():
     several = jax.random.split(key, (2, 3))
     tree = {"key": key, "raw": raw, "rows": rows, "several": several, "equal": key}
     axes = jax.tree.map(lambda _: 0, tree) | {"equal": None}
-    stacked = oxs.stack(tree, WORKERS, axes)
+    stacked = oxs.replicate(tree, WORKERS, axes)
     np.testing.assert_array_equal(words(stacked["key"]), folded(key))
     assert stacked["several"].shape == (WORKERS, 2, 3)
     np.testing.assert_array_equal(

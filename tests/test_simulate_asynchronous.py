@@ -310,11 +310,11 @@ def test_one_worker_is_lockstep_with_one_worker(name):
 
     @jax.jit
     def both(params, grads):
-        state = oxs.stack((params, tx.init(params)), 1)
+        state = oxs.replicate((params, tx.init(params)), 1)
         expected = jax.vmap(
             lambda carry, grads: jax.lax.scan(lockstep, carry, grads)[1],
             axis_name=AXIS,
-        )(state, oxs.stack(grads, 1))
+        )(state, oxs.replicate(grads, 1))
         actual = asynchronous(
             INNER,
             rule,
@@ -324,7 +324,7 @@ def test_one_worker_is_lockstep_with_one_worker(name):
             num_workers=1,
             communication_period=period,
         )
-        return actual, oxs.unstack(expected)
+        return actual, oxs.first(expected)
 
     actual, expected = jax.tree.map(np.asarray, both(params, grads))
     assert actual.params["half"].dtype == jnp.bfloat16

@@ -21,8 +21,8 @@ def trained(tx: Any = TX, stacked=False, steps=3, dtype=jnp.float32) -> Any:
     """All workers' (parameters, state) after some steps; gradients are 1, 2, 3."""
     one = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
     axes = None if stacked else oxs.state_axes(tx, one)
-    state = oxs.stack(tx.init(one), WORKERS, axes)
-    params: Any = oxs.stack(one, WORKERS)
+    state = oxs.replicate(tx.init(one), WORKERS, axes)
+    params: Any = oxs.replicate(one, WORKERS)
     placed = 0 if stacked else axes
     run = jax.jit(jax.vmap(tx.update, (0, placed, 0), (0, placed), axis_name=AXIS))
     sizes = 1 + jnp.arange(WORKERS, dtype=dtype).reshape(-1, 1, 1)
@@ -47,7 +47,7 @@ def test_the_center_in_every_layout(stacked, chained):
         np.testing.assert_allclose(center["w"], expected, rtol=1e-6)
     # One worker's own, without a worker axis.
     axes = None if stacked else oxs.state_axes(tx, PARAMS)
-    own: Any = oxs.center_params(oxs.unstack(state, axes), PARAMS)
+    own: Any = oxs.center_params(oxs.first(state, axes), PARAMS)
     np.testing.assert_allclose(own["w"], expected, rtol=1e-6)
 
 
@@ -71,7 +71,7 @@ def test_metrics_of_every_worker(stacked):
         found.distance, 0.5 * np.array([1, 2, 3]) * np.sqrt(6), rtol=1e-5
     )
     axes = None if stacked else oxs.state_axes(TX, PARAMS)
-    own = oxs.metrics(oxs.unstack(state, axes), oxs.unstack(params))
+    own = oxs.metrics(oxs.first(state, axes), oxs.first(params))
     np.testing.assert_allclose(own.distance, 0.5 * np.sqrt(6), rtol=1e-5)
     assert own.distance.shape == own.rounds.shape == own.dropped.shape == ()
     assert oxs.metrics(state).distance is None
@@ -79,8 +79,8 @@ def test_metrics_of_every_worker(stacked):
 
 def test_metrics_send_nothing():
     def local(state, params):
-        found = oxs.metrics(*oxs.unstack((state, params)))
-        return oxs.stack(found, 1)
+        found = oxs.metrics(*oxs.first((state, params)))
+        return oxs.replicate(found, 1)
 
     mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
     run = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))

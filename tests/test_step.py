@@ -41,8 +41,8 @@ def grads_of(step):
 def start(tx):
     axes = oxs.state_axes(tx, PARAMS)
     return (
-        oxs.stack(PARAMS, WORKERS),
-        oxs.stack(tx.init(PARAMS), WORKERS, axes),
+        oxs.replicate(PARAMS, WORKERS),
+        oxs.replicate(tx.init(PARAMS), WORKERS, axes),
         axes,
     )
 
@@ -101,11 +101,11 @@ def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
     for meet in (False, True):
 
         def local(params, state, grads, meet=meet):
-            params, grads = oxs.unstack((params, grads))
+            params, grads = oxs.first((params, grads))
             params, state = oxs.apply_gradients(
-                tx, grads, oxs.unstack(state, axes), params, meet=meet
+                tx, grads, oxs.first(state, axes), params, meet=meet
             )
-            return oxs.stack(params, 1), oxs.stack(state, 1, axes)
+            return oxs.replicate(params, 1), oxs.replicate(state, 1, axes)
 
         step = jax.shard_map(
             local,
@@ -184,7 +184,7 @@ def test_sync_replicas_gives_parameters_directly():
     """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
     tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)
     params = {"table": jnp.ones((5, 2)), "w": jnp.arange(3.0)}
-    states = oxs.stack(tx.init(params), WORKERS), oxs.stack(params, WORKERS)
+    states = oxs.replicate(tx.init(params), WORKERS), oxs.replicate(params, WORKERS)
 
     def run(apply):
         def body(state, params, number):

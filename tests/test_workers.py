@@ -355,5 +355,5 @@ def test_explicit_axes_are_compiled_once():
     for _ in range(3):
         params, state = mapped(params, state)
     assert mapped._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
-    first = oxs.unstack(params)["w"]
+    first = oxs.first(params)["w"]
     np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])

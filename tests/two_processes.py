@@ -60,7 +60,7 @@ def replicated(tx, over, axis_name=contexts.AXIS):
     """The body of `contexts.steps` with equal parameters and state on all replicas."""
 
     def local(params, state, grads, extra):
-        grads, extra = oxs.unstack((grads, extra))
+        grads, extra = oxs.first((grads, extra))
         return contexts.steps(tx)(params, state, grads, extra)
 
     return jax.jit(
@@ -154,8 +154,8 @@ def _replay(style, tx, params, grads, extra):
         specs = (P(), P(), P(contexts.AXIS), P(contexts.AXIS))
     else:
         axes = oxs.state_axes(tx, params) if style == "shard_map_axes" else None
-        state = oxs.stack(state, contexts.REPLICAS, axes)
-        params = oxs.stack(params, contexts.REPLICAS)
+        state = oxs.replicate(state, contexts.REPLICAS, axes)
+        params = oxs.replicate(params, contexts.REPLICAS)
         run = contexts.mapped(contexts.steps(tx), tx, params, axes, over, True)
         state_specs = P(contexts.AXIS)
         if axes is not None:

@@ -20,7 +20,7 @@ network = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 params = network.init(jax.random.key(0), images[:1])
 tx = oxs.elastic_average(optax.adam(1e-2), "data", moving_rate=0.9 / 8, rho=0.0)
 state = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-state = oxs.stack(state, 8)
+state = oxs.replicate(state, 8)
 
 
 def train_step(state, images, labels):

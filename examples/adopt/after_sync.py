@@ -20,7 +20,7 @@ network = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 params = network.init(jax.random.key(0), images[:1])
 tx = oxs.sync_replicas(optax.adam(1e-2), "data", 6, drop_nonfinite=True)
 state = TrainState.create(apply_fn=network.apply, params=params, tx=tx)
-state = oxs.stack(state, 8)
+state = oxs.replicate(state, 8)
 
 
 def train_step(state, images, labels):
@@ -38,7 +38,7 @@ for _ in range(STEPS):
     state, loss = step(state, images[rows], labels[rows])
     losses.append(np.mean(loss))
 
-state = oxs.unstack(state)
+state = oxs.first(state)
 logits = state.apply_fn(state.params, images[test])
 accuracy = (logits.argmax(-1) == labels[test]).mean()
 print(f"loss {np.mean(losses[-20:]):.3f}, test accuracy {accuracy:.1%}")

@@ -194,7 +194,7 @@ def check_step(
         axis_name,
         "gradient",
         "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.stack(params, n)` with in_specs=P({axis_name!r}), or start with "
+        f"`oxs.replicate(params, n)` with in_specs=P({axis_name!r}), or start with "
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")

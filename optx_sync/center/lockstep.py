@@ -97,8 +97,8 @@ def center_variable(
     `jax.shard_map(check_vma=True)` parameters that lie along the worker axis give
     such gradients by themselves.
 
-    All workers start from equal parameters: `oxs.stack(params, n)`, and
-    `oxs.stack(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
+    All workers start from equal parameters: `oxs.replicate(params, n)`, and
+    `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
     `jax.vmap` counters that are stacked too give the same numbers, but communicate in
     every step.
 

@@ -185,7 +185,7 @@ def gossip(
         >>> step = jax.vmap(step, (0, axes, 0), (0, axes), axis_name="workers")
         >>> grads = jnp.array([[0.0, 3.0], [3.0, 0.0], [0.0, 0.0], [6.0, 0.0]])
         >>> params, state = step(
-        ...     grads, oxs.stack(tx.init(params), 4, axes), oxs.stack(params, 4)
+        ...     grads, oxs.replicate(tx.init(params), 4, axes), oxs.replicate(params, 4)
         ... )
         >>> oxs.mean_params(params).round(4)
         Array([-2.25, -0.75], dtype=float32)

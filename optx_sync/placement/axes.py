@@ -71,8 +71,8 @@ def state_specs(
     replicated. Of a leaf with fewer axes than its parameter (Adafactor's rows and
     columns) each takes that of the parameter's axis which it kept; where the shapes do
     not tell which one that is, the leaf is replicated. What is per worker has the
-    worker axis in front of that, as `stack` puts it there; what is equal on all workers
-    has not.
+    worker axis in front of that, as `replicate` puts it there; what is equal on all
+    workers has not.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.

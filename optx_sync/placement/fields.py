@@ -8,7 +8,7 @@
 
         field_kinds = table(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
 
-From the table follow the worker axes (`state_axes`, `state_specs`, `stack`), what
+From the table follow the worker axes (`state_axes`, `state_specs`, `replicate`), what
 another number of workers does to a field (`resize`), which fields are slots, what a
 chain may hold behind the state, and over which axes a field varies.
 
@@ -95,7 +95,9 @@ class Declares(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-def table(before: Table | None = None, /, **kinds: Kind | Callable[[Any], Kind]):
+def table(
+    before: Table | None = None, /, **kinds: Kind | Callable[[Any], Kind]
+) -> Table:
     """A class's table: the kind of each of its fields, over those of a base class."""
     return MappingProxyType({**(before or {}), **kinds})
 

@@ -127,7 +127,7 @@ def start_workers(
     are placed along its axis `axis_name`, computed where they are to live; parameters
     that lie sharded on the mesh already keep their shards, and so does the state. Of
     random keys in the state each worker gets its own where workers may differ, as
-    `oxs.stack` says.
+    `oxs.replicate` says.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -238,7 +238,7 @@ def state_shardings(
     return jax.tree.map(place, specs, shapes, is_leaf=is_spec)
 
 
-def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
+def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
     """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
 
     Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
@@ -248,7 +248,7 @@ def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
     (A transformation of your own for replicas, whose state holds a key, is seen to be
     one by `start_workers` only.)
     Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
-    are copied. With n = 1 nothing is folded: it puts back what `unstack` took off.
+    are copied. With n = 1 nothing is folded: it puts back what `first` took off.
 
     Args:
         tree: A tree of arrays, for example one worker's parameters or state.
@@ -262,14 +262,14 @@ def stack(tree: Tree, n: int, axes: Tree = None) -> Tree:
     Example:
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
-        >>> oxs.stack({"w": jnp.zeros(3)}, 4)["w"].shape
+        >>> oxs.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
     return _stack(tree, n, axes, own=True)
 
 
 def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
-    """`stack`; `own` says whether keys outside of our states differ."""
+    """`replicate`; `own` says whether keys outside of our states differ."""
     check_arrays(tree, "What is stacked")
 
     def repeat(x):
@@ -294,7 +294,7 @@ def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
     )
 
 
-def unstack(tree: Tree, axes: Tree = None) -> Tree:
+def first(tree: Tree, axes: Tree = None) -> Tree:
     """Take the worker axis off: the first worker's copy of every leaf.
 
     Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
@@ -302,7 +302,7 @@ def unstack(tree: Tree, axes: Tree = None) -> Tree:
 
     Args:
         tree: A tree of arrays of shape `[n, ...]`.
-        axes: As for `stack`; leaves marked `None` have no worker axis.
+        axes: As for `replicate`; leaves marked `None` have no worker axis.
 
     Returns:
         The tree with leaves of shape `[...]`.
@@ -313,19 +313,19 @@ def unstack(tree: Tree, axes: Tree = None) -> Tree:
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> oxs.unstack(oxs.stack(jnp.array([1.0, 2.0]), 4))
+        >>> oxs.first(oxs.replicate(jnp.array([1.0, 2.0]), 4))
         Array([1., 2.], dtype=float32)
     """
 
-    def first(x):
+    def of_first(x):
         if jnp.ndim(x) == 0:
             raise ValueError(
-                "unstack needs leaves with a worker axis in front; got a scalar. Pass "
+                "first needs leaves with a worker axis in front; got a scalar. Pass "
                 "axes=oxs.state_axes(tx, params) if some leaves have none."
             )
         return first_worker(x)
 
-    return map_marked(first, tree, axes, shared=lambda x: x)
+    return map_marked(of_first, tree, axes, shared=lambda x: x)
 
 
 def _started(
@@ -333,7 +333,7 @@ def _started(
 ) -> tuple[Tree, Tree]:
     """Parameters and state of `n` workers."""
     state, axes = tx.init(params), state_axes(tx, params)
-    return stack(params, n), _stack(state, n, axes, own=False)
+    return replicate(params, n), _stack(state, n, axes, own=False)
 
 
 def _simulated(
@@ -522,9 +522,9 @@ def _marks_of(
         if not shape:
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
-                "it None in in_axes if it is equal for all workers, else oxs.stack(x, "
-                "n); oxs.start_workers stacks one worker's parameters and the state "
-                "that tx.init gives of them."
+                "it None in in_axes if it is equal for all workers, else "
+                "oxs.replicate(x, n); oxs.start_workers stacks one worker's parameters "
+                "and the state that tx.init gives of them."
             )
         workers = shape[0] if workers is None else workers
         if shape[0] != workers:
@@ -534,9 +534,9 @@ def _marks_of(
             else:
                 what = _wrong_number(what, axes, positions)
             raise ValueError(
-                f"{what} What is one worker's is stacked first: oxs.stack(x, n), or "
-                "oxs.start_workers(tx, params, n); what is equal for all has None in "
-                "in_axes."
+                f"{what} What is one worker's is stacked first: oxs.replicate(x, n), "
+                "or oxs.start_workers(tx, params, n); what is equal for all has None "
+                "in in_axes."
             )
     if workers is None:
         raise ValueError(

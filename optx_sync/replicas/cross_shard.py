@@ -189,7 +189,7 @@ def cross_shard(
     less. Numbers and slots are those of `inner` on whole arrays, of half precision
     ones in float32. The state is an `InPieces`: stacked, `[N, k]` for an array of N k
     numbers. `init` where the axis is mapped gives a replica its piece; outside it gives
-    whole arrays, flat, which `oxs.stack` and `oxs.start_workers` cut.
+    whole arrays, flat, which `oxs.replicate` and `oxs.start_workers` cut.
 
     Args:
         inner: The transformation that gets the reduced gradient.

@@ -277,10 +277,11 @@ def sync_replicas(
     means of min(rows, max(N, R) k) rows. An average moves the whole table. For a `None`
     gradient `inner` gets what Optax does with `None`, and the update is zeros.
 
-    The state holds what is each replica's own: start with `oxs.stack(tx.init(params),
-    n, oxs.state_axes(tx, params))`, or call `init` where the axis is mapped. Where the
-    parameters are not stacked but replicated (`P()` in `jax.shard_map`), pass
-    `replicated=True` to `state_axes` and `state_specs`: `inner` is then replicated too.
+    The state holds what is each replica's own: start with
+    `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))`, or call `init`
+    where the axis is mapped. Where the parameters are not stacked but replicated (`P()`
+    in `jax.shard_map`), pass `replicated=True` to `state_axes` and `state_specs`:
+    `inner` is then replicated too.
 
     Args:
         inner: The transformation that gets the mean gradient.

@@ -41,7 +41,8 @@ from optx_sync.center.rounds.meeting import Now, Step
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
-from optx_sync.placement.workers import stack
+from optx_sync.metrics import SharedInfo
+from optx_sync.placement.workers import replicate
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import is_finite, row_of, where, with_row
 
@@ -358,7 +359,7 @@ class _Run(NamedTuple):
             broken=jnp.bool_(False) if self.phases.drop_nonfinite else (),
         )
         return AsynchronousState(
-            workers=stack(worker, self.num_workers),
+            workers=replicate(worker, self.num_workers),
             center=center,
             outer=()
             if rule.outer is None
@@ -458,9 +459,7 @@ class _Run(NamedTuple):
             broken = own.broken | ~is_finite(worker.params)
             worker = work.stand_still(before, worker, broken)
             well = ~broken
-        now = Now(
-            worker, center, own.pending, own.exchange, (), (), (), (), None, well
-        )  # fmt: skip
+        now = Now(worker, center, own.pending, own.exchange, SharedInfo(), None, well)
         return now, broken
 
     def push_bytes(self, center: Any) -> float:

@@ -18,7 +18,7 @@ from optx_sync.center.contract import (
 from optx_sync.center.worker import Worker
 from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.peers.gossip import mean_params
-from optx_sync.placement.workers import stack
+from optx_sync.placement.workers import replicate
 from optx_sync.simulate.replay import (
     GradFn,
     Record,
@@ -188,7 +188,7 @@ class _Run(NamedTuple):
         params, zero = jax.tree.map(jnp.asarray, params), jnp.zeros((), jnp.int32)
         work.start_center(params)  # which refuses what cannot be averaged
         worker = GossipWorkers(params, params, self.inner.init(params), zero, zero)
-        return _Machine(stack(worker, self.num_workers), zero, zero)
+        return _Machine(replicate(worker, self.num_workers), zero, zero)
 
     def advance(self, machine: _Machine, event: Any) -> tuple[_Machine, Any]:
         """The workers after an event."""

@@ -270,7 +270,9 @@ def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
     run = jax.shard_map(
         local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
     )
-    with pytest.raises(ValueError, match=r"already summed .*oxs.stack\(params, n\)"):
+    with pytest.raises(
+        ValueError, match=r"already summed .*oxs.replicate\(params, n\)"
+    ):
         jax.eval_shape(run, PARAMS, jnp.ones(contexts.REPLICAS))
 
 

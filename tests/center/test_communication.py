@@ -38,9 +38,9 @@ def compiled(tx) -> Any:
     state_specs = oxs.state_specs(tx, PARAMS, jax.tree.map(lambda _: P(), PARAMS), AXIS)
 
     def local(grads, state, params):
-        grads, params = oxs.unstack((grads, params))
-        updates, state = tx.update(grads, oxs.unstack(state, axes), params)
-        return oxs.stack(updates, 1), oxs.stack(state, 1, axes)
+        grads, params = oxs.first((grads, params))
+        updates, state = tx.update(grads, oxs.first(state, axes), params)
+        return oxs.replicate(updates, 1), oxs.replicate(state, 1, axes)
 
     update = jax.shard_map(
         local,
@@ -48,8 +48,8 @@ def compiled(tx) -> Any:
         in_specs=(P(AXIS), state_specs, P(AXIS)),
         out_specs=(P(AXIS), state_specs),
     )
-    params = oxs.stack(PARAMS, WORKERS)
-    state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
+    params = oxs.replicate(PARAMS, WORKERS)
+    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
     lowered = jax.jit(update, donate_argnums=1).lower(params, state, params)
     return lowered.compile()
 
@@ -72,9 +72,9 @@ def test_islands_send_their_shards_inside_a_conditional(name):
     stacked = jax.tree.map(lambda spec: P(AXIS, *spec), specs)
     arguments = []
     for tree, tree_specs in (
-        (oxs.stack(PARAMS, WORKERS), stacked),
+        (oxs.replicate(PARAMS, WORKERS), stacked),
         (
-            oxs.stack(tx.init(PARAMS), WORKERS, axes),
+            oxs.replicate(tx.init(PARAMS), WORKERS, axes),
             oxs.state_specs(tx, PARAMS, specs, AXIS),
         ),
     ):

@@ -85,7 +85,7 @@ def test_none_gradients(rule):
         "used": jnp.ones((WORKERS, 3)),
         "unused": jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2),
     }
-    state = oxs.stack(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+    state = oxs.replicate(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
     # The center of the unused leaf is [0, 1] on all workers, as at worker 0.
     grads = {"used": jnp.ones((WORKERS, 3)), "unused": None}
     quiet, state = one_step(tx, grads, state, params)
@@ -165,10 +165,10 @@ def test_a_tuple_of_axes(rule):
     )
 
     def local(params, state, grads):
-        params, state, grads = params[0], oxs.unstack(state, axes), grads[0]
+        params, state, grads = params[0], oxs.first(state, axes), grads[0]
         run: Any = contexts.steps(tx)
         history, state = run(params, state, grads, {})
-        return history[None], oxs.stack(state, 1, axes)
+        return history[None], oxs.replicate(state, 1, axes)
 
     history, _ = jax.jit(
         jax.shard_map(
@@ -178,8 +178,8 @@ def test_a_tuple_of_axes(rule):
             out_specs=(P(names), specs),
         )
     )(
-        oxs.stack(params, 4),
-        oxs.stack(tx.init(params), 4, axes),
+        oxs.replicate(params, 4),
+        oxs.replicate(tx.init(params), 4, axes),
         np.swapaxes(grads, 0, 1),
     )
     expected, _ = replay(rules[rule](AXIS), grads, np.ones(3, np.float32))
@@ -229,7 +229,7 @@ def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     )
     # With rho = a / learning rate the penalty doubles the pull, but for the first step.
     params: Any = jnp.full((2, 1), 4.0, dtype)
-    state = oxs.stack(tx.init(params[0]), 2)
+    state = oxs.replicate(tx.init(params[0]), 2)
     grads = jnp.zeros((2, 1), dtype)
     params = params.at[1].set(0.0)
     values = []
@@ -349,9 +349,9 @@ def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():
 
 def test_a_second_step_does_not_compile_again():
     tx = RULES["diloco"](communication_period=2)
-    params = oxs.stack(jax.tree.map(jnp.asarray, PARAMS), WORKERS)
+    params = oxs.replicate(jax.tree.map(jnp.asarray, PARAMS), WORKERS)
     axes = oxs.state_axes(tx, PARAMS)
-    state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
+    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
     traces = []
 
     @jax.jit

@@ -87,7 +87,7 @@ def on_an_axis(driver, rule, workers=1, **options):
         lambda params, place: driver(rule, "workers", params, place, **options),
         axis_name="workers",
     )
-    return mapped(oxs.stack(start(), workers), jnp.arange(workers))
+    return mapped(oxs.replicate(start(), workers), jnp.arange(workers))
 
 
 def asynchronous(rule, scale=SCALE, workers=1, **options):

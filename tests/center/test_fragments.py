@@ -142,7 +142,7 @@ def check(context, cases):
         if name != "whole, ":  # It meets half as often.
             np.testing.assert_array_equal(dropped, expected)
         if context not in contexts.AXES_CONTEXTS:
-            own = oxs.unstack(own)
+            own = oxs.first(own)
         center = flat(own.center[name], 0)[None]
         contexts.assert_close({name: center}, {name: centers[-1:]})
 
@@ -389,8 +389,8 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     )
     params = {"a": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
     axes = oxs.state_axes(tx, params)
-    state = oxs.stack(tx.init(params), 3, axes)
-    own: Any = oxs.stack(params, 3)
+    state = oxs.replicate(tx.init(params), 3, axes)
+    own: Any = oxs.replicate(params, 3)
 
     @functools.partial(
         jax.vmap, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS
@@ -414,7 +414,7 @@ def test_a_worker_in_half_precision_lands_on_the_center():
     center: Any = oxs.center_params(state, own)
     # The first part landed in step 2 and 4; that of the second is on its way.
     assert center["a"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(own["a"], oxs.stack(center["a"], 3))
+    np.testing.assert_array_equal(own["a"], oxs.replicate(center["a"], 3))
     assert np.any(np.asarray(own["b"][0] != center["b"]))
 
 
@@ -423,7 +423,7 @@ def test_the_caller_may_say_when_a_part_meets():
     grads = [gradients(2, 1) for _ in range(6)]
     tx, _ = case("diloco", 3, 6, 2, 0.5)
     axes = oxs.state_axes(tx, PARAMS)
-    start_at = oxs.stack(PARAMS, 2), oxs.stack(tx.init(PARAMS), 2, axes)
+    start_at = oxs.replicate(PARAMS, 2), oxs.replicate(tx.init(PARAMS), 2, axes)
 
     def mapped(meet):
         def step(params, state, grads, meet):
@@ -565,8 +565,8 @@ def test_what_a_step_cannot_do_is_refused():
             return oxs.apply_gradients(tx, params, state, params, **extra)
 
         one = jax.vmap(one, in_axes=(0, axes), axis_name=AXIS)
-        state = oxs.stack(made_by.init(params), 2, axes)
-        jax.eval_shape(one, oxs.stack(params, 2), state)
+        state = oxs.replicate(made_by.init(params), 2, axes)
+        jax.eval_shape(one, oxs.replicate(params, 2), state)
 
     in_line = oxs.agn(INNER, AXIS, communication_period=2, fragments=2, delay=1)
     with pytest.raises(ValueError, match="meet has no say"):

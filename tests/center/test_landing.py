@@ -52,8 +52,8 @@ def test_a_hard_pull_lands_a_thousand_times(rule):
 
     run = jax.vmap(body, (0, axes, 0), (0, None), axis_name=AXIS)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    stacked = oxs.stack(one, WORKERS)
-    state = oxs.stack(tx.init(one), WORKERS, axes)
+    stacked = oxs.replicate(one, WORKERS)
+    state = oxs.replicate(tx.init(one), WORKERS, axes)
     history, centers = jax.jit(run)(stacked, state, keys)
     for name in one:
         assert history[name].dtype == name
@@ -133,7 +133,7 @@ def test_parameters_and_state_are_donated_from_the_first_step(rule):
 
     def one_worker(params, state, grads):
         run = jax.vmap(step, (None, None, 0), axis_name=AXIS)
-        return oxs.unstack(run(params, state, grads))
+        return oxs.first(run(params, state, grads))
 
     run = jax.jit(one_worker, donate_argnums=(0, 1))
     for init in (tx.init, jax.jit(tx.init)):
@@ -184,7 +184,7 @@ def test_init_and_a_scan_inside_of_a_checked_shard_map(rule):
     params = jnp.arange(3.0)
     first = jax.jit(
         jax.shard_map(varying, in_specs=P(AXIS), out_specs=P(AXIS), **over)
-    )(oxs.stack(params, WORKERS), grads)
+    )(oxs.replicate(params, WORKERS), grads)
     second, center = jax.jit(
         jax.shard_map(
             replicated, in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P()), **over

@@ -105,7 +105,7 @@ def test_an_elastic_exchange_conserves_the_sum_of_workers_and_center():
         optax.sgd(0.1), AXIS, moving_rate=0.3, rho=0.0, communication_period=1
     )
     axes = oxs.state_axes(tx, PARAMS)
-    state = oxs.stack(tx.init(PARAMS), WORKERS, axes)
+    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda p: rng.normal(size=(WORKERS, *np.shape(p))).astype(np.float32), PARAMS
@@ -341,7 +341,7 @@ def test_what_a_round_measures():
             0.5,
         ),
     ):
-        state = oxs.stack(tx.init(params[0]), WORKERS)
+        state = oxs.replicate(tx.init(params[0]), WORKERS)
         step = jax.jit(
             jax.vmap(functools.partial(oxs.apply_gradients, tx), axis_name=AXIS)
         )
@@ -356,8 +356,8 @@ def test_what_a_round_measures():
         np.testing.assert_allclose(
             after.contribution_norm, np.full(WORKERS, mean_square**0.5), rtol=1e-6
         )
-        assert oxs.slot_names(oxs.unstack(state))[0] == "center"
-        assert "distance_before_round" not in str(oxs.slot_names(oxs.unstack(state)))
+        assert oxs.slot_names(oxs.first(state))[0] == "center"
+        assert "distance_before_round" not in str(oxs.slot_names(oxs.first(state)))
     without = oxs.metrics(oxs.local_sgd(optax.sgd(0.5), AXIS).init(params[0]))
     assert without.distance_before_round is without.contribution_norm is None
 

@@ -75,7 +75,7 @@ def start(tx, shape=(PODS, WORKERS)) -> Any:
     axes = [oxs.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
     params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
     for n, marks in reversed(list(zip(shape, axes, strict=True))):
-        params, state = oxs.stack(params, n), oxs.stack(state, n, marks)
+        params, state = oxs.replicate(params, n), oxs.replicate(state, n, marks)
     return params, state, axes
 
 
@@ -93,12 +93,12 @@ def on_mesh(tx, check_vma=True) -> Any:
     outer, inner = start(tx)[2]
 
     def local(params, state, grads, extra):
-        params, grads = (oxs.unstack(oxs.unstack(x)) for x in (params, grads))
-        state = oxs.unstack(oxs.unstack(state, outer), inner)
+        params, grads = (oxs.first(oxs.first(x)) for x in (params, grads))
+        state = oxs.first(oxs.first(state, outer), inner)
         run: Any = contexts.steps(tx)
         history, state = run(params, state, grads, extra)
-        history = oxs.stack(oxs.stack(history, 1), 1)
-        return history, oxs.stack(oxs.stack(state, 1, inner), 1, outer)
+        history = oxs.replicate(oxs.replicate(history, 1), 1)
+        return history, oxs.replicate(oxs.replicate(state, 1, inner), 1, outer)
 
     mesh = jax.make_mesh(
         (PODS, WORKERS),

@@ -29,11 +29,11 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
     )
 
     def local(params, state, grads):
-        params, grads = oxs.unstack((params, grads))
-        state = oxs.unstack(state, axes)
+        params, grads = oxs.first((params, grads))
+        state = oxs.first(state, axes)
         for _ in range(steps):
             params, state = oxs.apply_gradients(tx, grads, state, params)
-        return oxs.stack(params, 1), oxs.stack(state, 1, axes)
+        return oxs.replicate(params, 1), oxs.replicate(state, 1, axes)
 
     step = jax.shard_map(
         local,
@@ -42,8 +42,8 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
         out_specs=(WITH_WORKERS, specs),
         check_vma=check_vma,
     )
-    state = oxs.stack(tx.init(PARAMS), 2, axes)
-    return jax.jit(step)(oxs.stack(PARAMS, 2), state, grads)
+    state = oxs.replicate(tx.init(PARAMS), 2, axes)
+    return jax.jit(step)(oxs.replicate(PARAMS, 2), state, grads)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -84,7 +84,7 @@ def test_updates_that_vary_over_fewer_axes_than_the_parameters(drop_nonfinite):
     tx = oxs.local_sgd(
         constant(), "workers", communication_period=2, drop_nonfinite=drop_nonfinite
     )
-    params, state = run(tx, oxs.stack(PARAMS, 2), steps=3)
+    params, state = run(tx, oxs.replicate(PARAMS, 2), steps=3)
     np.testing.assert_array_equal(params["sharded"], np.full((2, 2), -3.0))
     np.testing.assert_array_equal(state.center["sharded"], [-2.0, -2.0])
 
@@ -93,4 +93,4 @@ def test_a_center_that_does_not_lie_as_the_parameters_do():
     tx = oxs.local_sgd(optax.sgd(1.0), "workers")
     specs: Any = oxs.state_specs(tx, PARAMS, P(), "workers")
     with pytest.raises(ValueError, match=r"'sharded'\].*\['shards'\], but the center"):
-        run(tx, oxs.stack(PARAMS, 2), state_specs=specs)
+        run(tx, oxs.replicate(PARAMS, 2), state_specs=specs)

@@ -43,7 +43,7 @@ def test_stability_map_of_900_points(workers):
         params: Any = 1 + jnp.arange(
             workers, dtype=jnp.float32
         )  # All modes are excited.
-        state = oxs.stack(tx.init(jnp.float32(-1)), workers)
+        state = oxs.replicate(tx.init(jnp.float32(-1)), workers)
 
         def step(carry, _):
             params, state = carry

@@ -63,7 +63,7 @@ def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
     specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
 
     def meet(tree):
-        mean = exchange.meet(oxs.unstack(tree), (), AXIS)[0]
+        mean = exchange.meet(oxs.first(tree), (), AXIS)[0]
         return jax.tree.map(lambda x: x[None], mean)
 
     mapped_by_hand = jax.jit(
@@ -112,9 +112,9 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
         specs[kind] = oxs.state_specs(one, params, SHARDS, AXIS, **same)
 
     def train(params, state, grads):
-        state = {kind: oxs.unstack(state[kind], axes[kind]) for kind in tx}
-        params["workers"] = oxs.unstack(params["workers"])
-        grads = oxs.unstack(grads)
+        state = {kind: oxs.first(state[kind], axes[kind]) for kind in tx}
+        params["workers"] = oxs.first(params["workers"])
+        grads = oxs.first(grads)
 
         def step(carry, _):
             params, state = carry
@@ -125,8 +125,8 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
             return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
 
         params, state = jax.lax.scan(step, (params, state), length=steps)[0]
-        params["workers"] = oxs.stack(params["workers"], 1)
-        return params, {kind: oxs.stack(state[kind], 1, axes[kind]) for kind in tx}
+        params["workers"] = oxs.replicate(params["workers"], 1)
+        return params, {kind: oxs.replicate(state[kind], 1, axes[kind]) for kind in tx}
 
     placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
     run = jax.shard_map(
@@ -137,10 +137,10 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
         check_vma=check_vma,
     )
     state = {
-        kind: oxs.stack(one.init(params), REPLICAS, axes[kind])
+        kind: oxs.replicate(one.init(params), REPLICAS, axes[kind])
         for kind, one in tx.items()
     }
-    start = {"replicas": params, "workers": oxs.stack(params, REPLICAS)}
+    start = {"replicas": params, "workers": oxs.replicate(params, REPLICAS)}
     trained, state = jax.jit(run)(start, state, grads)
     for kind in tx:
         # Workers send how far they moved, which is minus their gradients.

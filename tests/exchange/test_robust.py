@@ -334,7 +334,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
         )
 
         def local(tree, counts):
-            return oxs.stack(steps(AXIS)(*oxs.unstack((tree, counts))), 1)
+            return oxs.replicate(steps(AXIS)(*oxs.first((tree, counts))), 1)
 
         shape = jax.shard_map(
             local,
@@ -480,8 +480,8 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
     steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     found, state = jax.jit(steps)(
         jnp.asarray(gradients),
-        oxs.stack(tx.init(params), n, axes),
-        oxs.stack(params, n),
+        oxs.replicate(tx.init(params), n, axes),
+        oxs.replicate(params, n),
     )
     # Five are left, of which the rule takes the four that are close to each other.
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
@@ -570,7 +570,7 @@ def mapped(exchange, tree, n=4):
         return exchange.meet(tree, (), AXIS).mean
 
     # Traced only: what does not fit is refused then.
-    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), oxs.stack(tree, n))
+    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), oxs.replicate(tree, n))
 
 
 ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
@@ -643,7 +643,7 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
         (
             lambda: jax.eval_shape(
                 jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
-                oxs.stack({"w": ROWS}, 3),
+                oxs.replicate({"w": ROWS}, 3),
                 jnp.ones(3, bool),
             ),
             ValueError,

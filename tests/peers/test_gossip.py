@@ -202,7 +202,7 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         found = jax.jit(oxs.map_workers(one, AXIS, mesh=over))(params)
     else:
         mapped = jax.shard_map(
-            lambda params: oxs.stack(one(oxs.unstack(params)), 1),
+            lambda params: oxs.replicate(one(oxs.first(params)), 1),
             mesh=mesh((8, AXIS)),
             in_specs=P(AXIS),
             out_specs=P(AXIS),
@@ -256,7 +256,7 @@ def test_the_complete_graph_is_local_sgd_to_the_bit():
         ]
 
     mapped = jax.vmap(histories, (0, 1), axis_name=AXIS)
-    found = jax.jit(mapped)(oxs.stack(start, 4), tree(grads))
+    found = jax.jit(mapped)(oxs.replicate(start, 4), tree(grads))
     for center, peers in (found[:2], found[2:]):
         for one, other in zip(*map(jax.tree.leaves, (center, peers)), strict=True):
             assert np.all(np.isfinite(one))
@@ -282,7 +282,7 @@ def test_noloco_is_the_released_form_of_two_arrays():
 
     mapped = jax.vmap(run, (0, axes, 1), ((0, axes), 1), axis_name=AXIS)
     (_, state), found = jax.jit(mapped)(
-        oxs.stack(params, n), oxs.stack(tx.init(params), n, axes), tree(steps)
+        oxs.replicate(params, n), oxs.replicate(tx.init(params), n, axes), tree(steps)
     )
     # The released program: m, s and x of each worker; groups of two.
     sources = [made.takes[0].source for made in oxs.graphs.random_pairs().rounds(n)]
@@ -379,7 +379,7 @@ def test_half_precision_travels_and_is_averaged_in_float32():
     history, state = contexts.replay("vmap_axes", tx, params, grads)
     assert history.dtype == np.float32  # as numpy holds bfloat16 here
     assert state.center.dtype == jnp.float32
-    assert oxs.center_params(state, oxs.stack(params, 4)).dtype == jnp.bfloat16
+    assert oxs.center_params(state, oxs.replicate(params, 4)).dtype == jnp.bfloat16
     found = rounded = np.asarray(state.center)
     rounded = np.asarray(jnp.asarray(found, jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(history[-1], rounded)
@@ -531,7 +531,7 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
         ),
         (lambda: PLAIN.init(_Module()), TypeError, "Flax NNX module"),
         (
-            lambda: step_of(PLAIN, state=oxs.stack(PLAIN.init(jnp.ones(3)), 8)),
+            lambda: step_of(PLAIN, state=oxs.replicate(PLAIN.init(jnp.ones(3)), 8)),
             ValueError,
             "takes the state of one worker",
         ),

@@ -336,7 +336,7 @@ def test_groups_that_start_inside_checked_shard_map(inner):
     def train(grads):
         params = oxs.localize(jnp.ones(3), AXIS)
         history, _ = contexts.steps(tx)(params, tx.init(params), grads[0], {})
-        return oxs.stack(history, 1)
+        return oxs.replicate(history, 1)
 
     run = jax.jit(
         jax.shard_map(train, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P(AXIS))
@@ -443,7 +443,7 @@ def compiled(tx, check_vma=True, weight=False, of="collectives"):
 
     def step(params, state, grads, weight):
         extra = {"weight": weight[0]} if weight is not None else {}
-        updates, state = tx.update(oxs.unstack(grads), state, params, **extra)
+        updates, state = tx.update(oxs.first(grads), state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(
@@ -453,7 +453,7 @@ def compiled(tx, check_vma=True, weight=False, of="collectives"):
         out_specs=P(),
         check_vma=check_vma,
     )
-    grads = oxs.stack(params, 4)
+    grads = oxs.replicate(params, 4)
     given = np.ones(4, np.float32) if weight else None
     return getattr(oxs.audit, of)(mapped, params, tx.init(params), grads, given)
 
@@ -517,9 +517,9 @@ def test_reduced_gradients_are_not_sent_again(told, reduction):
 def test_groups_use_the_collectives_that_there_are():
     def kinds(check_vma):
         def step(grads):
-            grads = oxs.unstack(grads)
+            grads = oxs.first(grads)
             reduced = oxs.reduce(grads, AXIS, group_assignment=GROUPS)
-            return oxs.stack(reduced, 1)
+            return oxs.replicate(reduced, 1)
 
         mapped = jax.shard_map(
             step,
@@ -528,7 +528,7 @@ def test_groups_use_the_collectives_that_there_are():
             out_specs=P(AXIS),
             check_vma=check_vma,
         )
-        rows = oxs.audit.collectives(mapped, oxs.stack(leaves(), 4))
+        rows = oxs.audit.collectives(mapped, oxs.replicate(leaves(), 4))
         assert all(row.groups == ((0, 2), (1, 3)) for row in rows)
         return Counter(row.kind for row in rows)
 
@@ -675,7 +675,7 @@ def test_parameters_and_state_are_donated_together():
     tx = cross_shard(optax.sgd(0.5, momentum=0.5), AXIS)
 
     def step(params, state, grads):
-        updates, state = tx.update(oxs.unstack(grads), state, params)
+        updates, state = tx.update(oxs.first(grads), state, params)
         return optax.apply_updates(params, updates), state
 
     run = jax.jit(
@@ -690,7 +690,7 @@ def test_parameters_and_state_are_donated_together():
     everywhere = jax.NamedSharding(contexts.mesh(), P())
     params = jax.device_put(jax.tree.map(jnp.asarray, TREE), everywhere)
     state = jax.device_put(tx.init(params), everywhere)
-    grads = oxs.stack(TREE, 4)
+    grads = oxs.replicate(TREE, 4)
     first = (params, state)
     for _ in range(2):
         params, state = run(params, state, grads)
@@ -737,7 +737,7 @@ def test_other_extra_arguments_reach_the_inner_one():
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    grads = oxs.stack(TREE, 4)
+    grads = oxs.replicate(TREE, 4)
     tx = cross_shard(inner, AXIS)
     lanes(tx, grads, value=jnp.ones(4), weight=jnp.ones(4), batch=jnp.ones(4))
     assert set(seen) == {"value", "batch"}
@@ -746,7 +746,7 @@ def test_other_extra_arguments_reach_the_inner_one():
     (updates, _) = lanes(polyak, grads, params=TREE, value=jnp.full(4, 2.0))
     squares = sum(np.sum(np.square(g)) for g in jax.tree.leaves(TREE))
     expected = jax.tree.map(lambda g: -g * 2.0 / squares, TREE)
-    contexts.assert_close(updates, oxs.stack(expected, 4))
+    contexts.assert_close(updates, oxs.replicate(expected, 4))
     # An inner transformation without extra arguments is not bothered with them.
     lanes(cross_shard(optax.scale(1.0), AXIS), grads, value=jnp.ones(4))
 
@@ -791,7 +791,7 @@ def test_flax_train_state_in_pmap():
         axis_name=AXIS,
         devices=jax.devices()[:4],
     )
-    state = step(oxs.stack(state, 4), grads)
+    state = step(oxs.replicate(state, 4), grads)
     assert np.array_equal(state.params["w"], np.tile([1 - 1.5, 1 - 2.0], (4, 1)))
     assert state.step.tolist() == [1] * 4
 
@@ -862,14 +862,14 @@ def test_recorded_from_the_original(name, context):
 
         return jax.lax.scan(step, (params, state), length=RECORDED[name]["steps"])[1]
 
-    args = oxs.stack((named("p0"), tx.init(named("p0"))), shards)
+    args = oxs.replicate((named("p0"), tx.init(named("p0"))), shards)
     args = (*args, named("a"), named("c"))
     if context == "vmap":
         run = jax.jit(jax.vmap(train, axis_name=AXIS))
     else:
         run = jax.jit(
             jax.shard_map(
-                lambda *args: oxs.stack(train(*oxs.unstack(args)), 1),
+                lambda *args: oxs.replicate(train(*oxs.first(args)), 1),
                 mesh=contexts.mesh(shards),
                 in_specs=P(AXIS),
                 out_specs=P(AXIS),
@@ -989,7 +989,7 @@ def test_refused_at_construction(error, match, arguments):
 def test_refused_at_the_call(error, match, arguments, grads):
     tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
     with pytest.raises(error, match=match):
-        lanes(tx, oxs.stack(grads, 4), params=TREE, weight=jnp.ones(4))
+        lanes(tx, oxs.replicate(grads, 4), params=TREE, weight=jnp.ones(4))
 
 
 def test_rows_that_do_not_fit_their_table():
@@ -1014,7 +1014,7 @@ def test_update_outside_of_any_mapped_context(grads):
             update(TREE, state, TREE)
     with pytest.raises(ValueError, match=match):
         jax.vmap(tx.update, axis_name="batch", in_axes=(0, None))(
-            oxs.stack(TREE, 2), state
+            oxs.replicate(TREE, 2), state
         )
 
 

@@ -155,7 +155,7 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
         mapped = oxs.map_workers(
             step, AXIS, mesh=mesh, in_axes=(None, axes, 0), out_axes=(None, axes)
         )
-        now = params, oxs.stack(tx.init(params), REPLICAS, axes)
+        now = params, oxs.replicate(tx.init(params), REPLICAS, axes)
         for _ in range(3):
             now = jax.jit(mapped)(*now, batch)
         ends[sharded] = now[0]
@@ -176,7 +176,7 @@ def test_bytes_and_memory():
     for sharded in (True, False):
         tx = cross_shard(optax.adam(0.1), AXIS, shard_state=sharded)
         axes = oxs.state_axes(tx, params, replicated=True)
-        state = oxs.stack(tx.init(params), REPLICAS, axes)
+        state = oxs.replicate(tx.init(params), REPLICAS, axes)
 
         def update(grads, state, tx=tx):
             return tx.update(grads, state)
@@ -191,7 +191,7 @@ def test_bytes_and_memory():
             ),
             donate_argnums=1,
         )
-        grads = oxs.stack(params, REPLICAS)
+        grads = oxs.replicate(params, REPLICAS)
         # Adam's own arithmetic with a count.
         with jax.numpy_dtype_promotion("standard"):
             compiled = step.lower(grads, state).compile()
@@ -227,8 +227,8 @@ def test_a_missing_gradient_and_another_number_of_replicas():
         assert np.array_equal(updates["none"], np.zeros((replicas, 3)))
         return updates["w"][0], state
 
-    first, state = train(oxs.stack(tx.init(params), 3, axes), 3)
-    state = oxs.resize(tx, oxs.stack(params, 3), state, 4)[1]
+    first, state = train(oxs.replicate(tx.init(params), 3, axes), 3)
+    state = oxs.resize(tx, oxs.replicate(params, 3), state, 4)[1]
     second, state = train(state, 4)
     accumulated = oxs.slot(state, "accumulator")["w"]
     assert accumulated.shape == (4, 2)
@@ -337,5 +337,5 @@ def test_hyperparameters_may_be_traced():
     step = jax.jit(
         oxs.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
     )
-    updates, _ = step(jnp.ones((2, 3)), oxs.stack(state, 2, axes))
+    updates, _ = step(jnp.ones((2, 3)), oxs.replicate(state, 2, axes))
     assert np.array_equal(updates, np.full((2, 3), -0.5))

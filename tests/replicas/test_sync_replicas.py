@@ -232,10 +232,10 @@ def test_replicated_parameters_keep_their_type():
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=True)
 
     def local(params, state, grads, extra):
-        grads, extra = oxs.unstack((grads, extra))
-        state = oxs.unstack(state, axes)
+        grads, extra = oxs.first((grads, extra))
+        state = oxs.first(state, axes)
         history, state = contexts.steps(tx)(params, state, grads, extra)
-        return history, oxs.stack(state, 1, axes)
+        return history, oxs.replicate(state, 1, axes)
 
     run = jax.shard_map(
         local,
@@ -244,7 +244,7 @@ def test_replicated_parameters_keep_their_type():
         out_specs=(P(), specs),
     )
     grads, extra = contexts.by_replica((grads, extra))
-    state = oxs.stack(tx.init(params), N, axes)
+    state = oxs.replicate(tx.init(params), N, axes)
     history, state = jax.jit(run)(params, state, grads, extra)
     check(on_all(jax.tree.map(np.asarray, history)), state)
 
@@ -267,7 +267,7 @@ def test_init_where_the_axis_is_mapped():
 
     def local(grads, extra):
         state = tx.init(params)
-        history, _ = contexts.steps(tx)(params, state, *oxs.unstack((grads, extra)))
+        history, _ = contexts.steps(tx)(params, state, *oxs.first((grads, extra)))
         return history
 
     run = jax.shard_map(
@@ -294,7 +294,7 @@ def test_an_inner_state_that_forgets_where_it_varies():
 def lanes(tx, params, replicas=N) -> Any:
     """Steps of all replicas on one device: (updates of the first, state) of each."""
     axes = oxs.state_axes(tx, params)
-    start = oxs.stack(tx.init(params), replicas, axes)
+    start = oxs.replicate(tx.init(params), replicas, axes)
 
     def one(state, grads, extra):
         return tx.update(grads, state, params, **extra)
@@ -328,12 +328,12 @@ def test_quiet_step_sends_flags_only(context):
     params = {"w": np.zeros((6, 5), np.float32), "b": np.zeros(3, np.float32)}
     tx = sync_replicas(marking(), AXIS, 6, variable_averages=0.9, drop_nonfinite=True)
     axes = oxs.state_axes(tx, params) if context in contexts.AXES_CONTEXTS else None
-    many = oxs.stack(oxs.stack(params, 2), N)
+    many = oxs.replicate(oxs.replicate(params, 2), N)
     run = contexts.mapped(
-        contexts.steps(tx), tx, oxs.stack(params, N), axes, contexts.mesh(), True
+        contexts.steps(tx), tx, oxs.replicate(params, N), axes, contexts.mesh(), True
     )
-    state = oxs.stack(tx.init(params), N, axes)
-    rows = oxs.audit.collectives(run, oxs.stack(params, N), state, many, {})
+    state = oxs.replicate(tx.init(params), N, axes)
+    rows = oxs.audit.collectives(run, oxs.replicate(params, N), state, many, {})
     always = [row for row in rows if not row.conditional]
     assert [(row.kind, row.bytes) for row in always] == [("all-reduce", 4 * N)]
     due = [row for row in rows if row.conditional]
@@ -357,9 +357,9 @@ def test_quiet_step_of_islands_sends_flags_only():
     )
     stacked, grads = jax.tree.map(
         contexts._on_islands,
-        (oxs.stack(params, N), oxs.stack(oxs.stack(params, 2), N)),
+        (oxs.replicate(params, N), oxs.replicate(oxs.replicate(params, 2), N)),
     )
-    state = oxs.stack(tx.init(params), N, axes)
+    state = oxs.replicate(tx.init(params), N, axes)
     rows = oxs.audit.collectives(run, stacked, state, grads, {})
     assert sum(row.bytes for row in rows if not row.conditional) <= 4 * N
     assert any(row.conditional and row.bytes >= 4 * 6 * 2 for row in rows)
@@ -395,7 +395,7 @@ def test_thousand_steps_with_late_and_broken_replicas():
         carry: Any = (params, state)
         carry, _ = jax.lax.scan(step, carry, (targets[0], faults[0]))
         params, state = carry
-        return params[None], oxs.stack(oxs.metrics(state), 1)
+        return params[None], oxs.replicate(oxs.metrics(state), 1)
 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P(AXIS))
@@ -426,7 +426,7 @@ def test_nothing_changes_where_nobody_is_left():
         updates, state = lanes(tx, params)(grads)
     moved = optax.apply_updates(params, updates)
     for new, old in zip(
-        jax.tree.leaves((moved, oxs.unstack((state.inner, state.averages)))),
+        jax.tree.leaves((moved, oxs.first((state.inner, state.averages)))),
         jax.tree.leaves((params, before.inner, before.averages)),
         strict=True,
     ):
@@ -844,7 +844,7 @@ def test_averages_are_read_in_the_parameters_dtype():
     tx = sync_replicas(
         optax.identity(), AXIS, 1, variable_averages=0.5, variables_to_average=mask
     )
-    state = oxs.stack(tx.init(params), N)
+    state = oxs.replicate(tx.init(params), N)
     read: Any = oxs.averaged_params(state, {"a": params["a"], "b": 7 * params["b"]})
     assert read["a"].dtype == jnp.bfloat16 and read["a"].shape == (N, 2)
     assert read["b"].tolist() == [7, 7, 7]

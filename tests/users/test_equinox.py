@@ -72,8 +72,8 @@ def test_partitioned_module_trains(name):
     step = jax.jit(
         jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes, 0), axis_name="data")
     )
-    workers = oxs.stack(params, WORKERS)
-    state = oxs.stack(tx.init(params), WORKERS, axes)
+    workers = oxs.replicate(params, WORKERS)
+    state = oxs.replicate(tx.init(params), WORKERS, axes)
     losses = []
     inputs, targets = batches(1)
     for _ in range(6):
@@ -130,8 +130,8 @@ def test_any_pytree_trains():
     step = jax.jit(
         jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes), axis_name="data")
     )
-    workers = oxs.stack(params, WORKERS)
-    state = oxs.stack(tx.init(params), WORKERS, axes)
+    workers = oxs.replicate(params, WORKERS)
+    state = oxs.replicate(tx.init(params), WORKERS, axes)
     for inputs, targets in zip(*batches(4), strict=True):
         workers, state = step(workers, state, inputs, targets)
     center = oxs.center_params(state, workers)

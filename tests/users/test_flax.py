@@ -53,12 +53,12 @@ def on_one_device(steps):
 
 
 def test_train_state_in_pmap_trains_as_on_one_device():
-    state = oxs.stack(start(oxs.cross_shard(optax.adam(0.1), "data")), WORKERS)
+    state = oxs.replicate(start(oxs.cross_shard(optax.adam(0.1), "data")), WORKERS)
     step = jax.pmap(train_step, axis_name="data", devices=jax.devices()[:WORKERS])
     for inputs, targets in zip(*batches(5), strict=True):
         state = step(state, inputs, targets)
     assert state.step.tolist() == [5] * WORKERS
-    expected = oxs.stack(on_one_device(5).params, WORKERS)
+    expected = oxs.replicate(on_one_device(5).params, WORKERS)
     chex.assert_trees_all_close(state.params, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_swap_center_is_for_evaluation_and_leaves_training_alone():
         optax.sgd(0.1), "data", communication_period=2, moving_rate=0.2, rho=0.0
     )
     first = start(tx)
-    state = oxs.stack(first, WORKERS)
+    state = oxs.replicate(first, WORKERS)
     step = jax.jit(jax.vmap(train_step, axis_name="data"), donate_argnums=0)
     inputs, targets = batches(4)
     for now in range(2):
@@ -125,7 +125,7 @@ def test_flax_keeps_extra_arguments_for_itself():
 
 def test_weight_reaches_cross_shard():
     tx = oxs.cross_shard(optax.sgd(1.0), "data")
-    state = oxs.stack(start(tx, SyncTrainState), 2)
+    state = oxs.replicate(start(tx, SyncTrainState), 2)
     before = state.params
     grads = jax.tree.map(
         lambda x: jnp.stack([jnp.ones_like(x[0]), jnp.full_like(x[0], 4.0)]), before
@@ -146,7 +146,7 @@ def test_weight_reaches_cross_shard():
 
 def test_contributes_and_gradient_step_reach_sync_replicas():
     tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
-    state = oxs.stack(start(tx, SyncTrainState), WORKERS)
+    state = oxs.replicate(start(tx, SyncTrainState), WORKERS)
 
     def step(state, inputs, targets, contributes, computed_at):
         return train_step(
@@ -214,12 +214,12 @@ def test_batch_statistics_go_with_the_center_by_reduce():
 
     inputs, _ = batches(1)
     step = jax.jit(jax.vmap(step, axis_name="data"))
-    state = step(oxs.stack(state, WORKERS), inputs[0])
+    state = step(oxs.replicate(state, WORKERS), inputs[0])
     means = np.asarray(state.batch_stats["mean"])
     expected = 0.5 * inputs[0].mean(axis=(0, 1))
     np.testing.assert_allclose(means, [expected] * WORKERS, rtol=1e-5, atol=1e-6)
     center = oxs.swap_center(state)
     evaluation = nn.BatchNorm(use_running_average=True)
-    variables = {"params": center.params, "batch_stats": oxs.unstack(state.batch_stats)}
+    variables = {"params": center.params, "batch_stats": oxs.first(state.batch_stats)}
     outputs: Any = evaluation.apply(variables, inputs[0, 0])
     assert np.isfinite(outputs).all()

@@ -23,7 +23,7 @@ tx = oxs.elastic_average(
 )
 params = {"w": jnp.ones(3)}
 axes = oxs.state_axes(tx, params)
-state, params = oxs.stack(tx.init(params), 4, axes), oxs.stack(params, 4)
+state, params = oxs.replicate(tx.init(params), 4, axes), oxs.replicate(params, 4)
 
 
 def step(params, state, noise):

@@ -73,7 +73,7 @@ def test_masks_differ_and_are_the_same_on_a_mesh(start):
     )
     drawn = []
     for place in (None, mesh):
-        held, masks = oxs.stack(one, WORKERS), []
+        held, masks = oxs.replicate(one, WORKERS), []
         mapped = jax.jit(oxs.map_workers(step, "data", mesh=place))
         for _ in range(2):
             held, mask = mapped(held, ROW)
@@ -87,7 +87,7 @@ def test_masks_differ_and_are_the_same_on_a_mesh(start):
 def test_a_restored_run_goes_on_with_its_keys(start, tmp_path):
     one, step = start()
     mapped = jax.jit(oxs.map_workers(step, "data"))
-    held, _ = mapped(oxs.stack(one, WORKERS), ROW)
+    held, _ = mapped(oxs.replicate(one, WORKERS), ROW)
     leaves, treedef = jax.tree.flatten(held)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", leaves)

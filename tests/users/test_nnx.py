@@ -45,7 +45,7 @@ def pure_step(tx):
         train_step(model, optimizer, inputs, targets, **extra)
         return nnx.state((model, optimizer))
 
-    return graph, oxs.stack(state, WORKERS), step
+    return graph, oxs.replicate(state, WORKERS), step
 
 
 def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
@@ -58,7 +58,7 @@ def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
     model, _ = nnx.merge(graph, state)
     chex.assert_trees_all_close(
         nnx.as_pure(nnx.state(model)),
-        oxs.stack(nnx.as_pure(nnx.state(alone)), WORKERS),
+        oxs.replicate(nnx.as_pure(nnx.state(alone)), WORKERS),
         rtol=1e-5,
         atol=1e-5,
     )
@@ -87,7 +87,7 @@ def test_center_of_nnx_workers_in_shard_map():
     )
 
     def local(state, inputs, targets):
-        return oxs.stack(step(oxs.unstack(state), inputs[0], targets[0], {}), 1)
+        return oxs.replicate(step(oxs.first(state), inputs[0], targets[0], {}), 1)
 
     local = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"))
@@ -129,7 +129,7 @@ def test_sync_optimizer_steps_directly(on_mesh):
     for optimizer_class in (nnx.Optimizer, SyncOptimizer):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         both = model, optimizer_class(model, tx, wrt=nnx.Param)
-        both = oxs.stack(both, WORKERS)
+        both = oxs.replicate(both, WORKERS)
         for inputs, targets in zip(*batches(4), strict=True):
             both = mapped(*both, inputs, targets)
         results.append(both)
@@ -150,7 +150,7 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
     tx = oxs.local_sgd(
         optax.adam(0.1), "data", communication_period=2, fragments=2, measure=True
     )
-    model, optimizer = oxs.stack(start(tx), WORKERS)
+    model, optimizer = oxs.replicate(start(tx), WORKERS)
     params = nnx.state(model, nnx.Param)
     state = optimizer.opt_state
     pure = nnx.as_pure((state, params))
@@ -213,7 +213,7 @@ def test_what_is_changed_in_place_is_returned(step, first, on_mesh):
     mapped = jax.jit(oxs.map_workers(step, "data", mesh=mesh))
     message = rf"its argument {re.escape(first)}.* in place .* nnx.clone\(model\)"
     with pytest.raises(ValueError, match=message):
-        mapped(*oxs.stack(both, WORKERS), *(x[0] for x in batches(1)))
+        mapped(*oxs.replicate(both, WORKERS), *(x[0] for x in batches(1)))
 
 
 @pytest.mark.parametrize("block", [lambda f: f, nnx.remat, nnx.jit])
@@ -231,7 +231,7 @@ def test_what_is_left_as_it_was_need_not_be_returned(block):
         nnx.update(model, jax.tree.map(lambda x, g: x - g, params, grads))
         return nnx.state(model)
 
-    model = oxs.stack(Guarded(nnx.Rngs(0), block), WORKERS)
+    model = oxs.replicate(Guarded(nnx.Rngs(0), block), WORKERS)
     batch = [x[0] for x in batches(1)]
     for step in (evaluate, with_state):
         jax.eval_shape(oxs.map_workers(step, "data"), model, *batch)

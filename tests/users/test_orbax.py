@@ -74,8 +74,8 @@ def trainer(context) -> Any:
     body = contexts.steps(TX)
 
     def start():
-        params = oxs.stack(PARAMS, REPLICAS)
-        state = oxs.stack(TX.init(PARAMS), REPLICAS, axes)
+        params = oxs.replicate(PARAMS, REPLICAS)
+        state = oxs.replicate(TX.init(PARAMS), REPLICAS, axes)
         # Orbax restores to the devices of the template, and there it must stay.
         if context == "pmap" or context.startswith("shard_map"):
             specs = P(AXIS)
@@ -96,7 +96,7 @@ def trainer(context) -> Any:
         run = contexts.mapped(
             body,
             TX,
-            oxs.stack(PARAMS, REPLICAS),
+            oxs.replicate(PARAMS, REPLICAS),
             axes,
             contexts.mesh(),
             context != "shard_map_unchecked",
@@ -208,11 +208,11 @@ def train(tx, axes, params, state, steps, seed):
 def with_workers(tx, params, state, axes, workers):
     """A start with another number of workers, as docs/checkpoints.md has it."""
     get, put = optax.tree_utils.tree_get, optax.tree_utils.tree_set
-    one = oxs.unstack(state, axes)
-    center = oxs.center_params(one, oxs.unstack(params))
+    one = oxs.first(state, axes)
+    center = oxs.center_params(one, oxs.first(params))
     names = ("center", "outer", "local_step", "global_step")
     fresh = put(tx.init(center), **{name: get(one, name) for name in names})
-    return oxs.stack(center, workers), oxs.stack(fresh, workers, axes)
+    return oxs.replicate(center, workers), oxs.replicate(fresh, workers, axes)
 
 
 def distance(params):
@@ -231,23 +231,23 @@ def test_center_carries_over_to_fewer_and_to_more_workers(name, stacked, tmp_pat
     axes = None if stacked else oxs.state_axes(tx, ONE)
 
     def start(workers):
-        return oxs.stack(ONE, workers), oxs.stack(tx.init(ONE), workers, axes)
+        return oxs.replicate(ONE, workers), oxs.replicate(tx.init(ONE), workers, axes)
 
     over = 0 if stacked else axes
     save(tmp_path / "eight", train(tx, over, *start(8), 8, seed=8))  # 3, 3 and 2 steps
     # No program of eight workers is needed to read it: shapes are enough on one device.
     params, state = restore(tmp_path / "eight", jax.eval_shape(lambda: start(8)))
-    exact = oxs.unstack(get(state, "center")) if stacked else get(state, "center")
+    exact = oxs.first(get(state, "center")) if stacked else get(state, "center")
     for workers in (4, 16):
         new_params, new_state = with_workers(tx, params, state, axes, workers)
         held = get(new_state, "center")
-        assert_same_bits(oxs.unstack(held) if stacked else held, exact)
+        assert_same_bits(oxs.first(held) if stacked else held, exact)
         if name != "elastic_average":
-            outer = oxs.unstack(get(state, "outer")) if stacked else get(state, "outer")
+            outer = oxs.first(get(state, "outer")) if stacked else get(state, "outer")
             held = get(new_state, "outer")
-            assert_same_bits(oxs.unstack(held) if stacked else held, outer)
+            assert_same_bits(oxs.first(held) if stacked else held, outer)
         before = oxs.center_params(new_state, new_params)
-        assert_same_bits(oxs.unstack(new_params), before)
+        assert_same_bits(oxs.first(new_params), before)
         seen = oxs.metrics(new_state, new_params)
         assert np.max(seen.rounds) == 2 and np.max(seen.steps_since_round) == 0
         new_params, new_state = train(tx, over, new_params, new_state, 6, seed=9)
@@ -260,10 +260,10 @@ def test_equal_replicas_carry_over(tmp_path):
     tx = TRANSFORMATIONS["sync_replicas"]
     axes = oxs.state_axes(tx, ONE)
     get, put = optax.tree_utils.tree_get, optax.tree_utils.tree_set
-    start = oxs.stack(ONE, 8), oxs.stack(tx.init(ONE), 8, axes)
+    start = oxs.replicate(ONE, 8), oxs.replicate(tx.init(ONE), 8, axes)
     save(tmp_path / "eight", train(tx, axes, *start, 3, seed=8))
     params, state = restore(tmp_path / "eight", start)
-    params, one = oxs.unstack(params), oxs.unstack(state, axes)
+    params, one = oxs.first(params), oxs.first(state, axes)
     names = ("global_step", "inner", "averages")
     fresh = put(tx.init(params), **{name: get(one, name) for name in names})
     averages = oxs.averaged_params(fresh, params)
@@ -271,16 +271,16 @@ def test_equal_replicas_carry_over(tmp_path):
     assert_same_bits(fresh.inner, one.inner)
     # Eight gradients of four replicas: an update in every second step from now on.
     params, state = train(
-        tx, axes, oxs.stack(params, 4), oxs.stack(fresh, 4, axes), 4, seed=9
+        tx, axes, oxs.replicate(params, 4), oxs.replicate(fresh, 4, axes), 4, seed=9
     )
     assert int(state.global_step) == 3 + 2
-    assert distance(oxs.unstack(params)) < distance(ONE)
+    assert distance(oxs.first(params)) < distance(ONE)
 
 
 def test_center_is_what_gets_exported(tmp_path):
     tx = CENTERS["diloco"]
     axes = oxs.state_axes(tx, ONE)
-    start = oxs.stack(ONE, 4), oxs.stack(tx.init(ONE), 4, axes)
+    start = oxs.replicate(ONE, 4), oxs.replicate(tx.init(ONE), 4, axes)
     params, state = train(tx, axes, *start, 5, seed=0)
     center = oxs.center_params(state, params)
     save(tmp_path / "export", center)
@@ -298,8 +298,8 @@ def test_states_of_flax_and_nnx_are_such_trees(tmp_path):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     train_state = TrainState.create(apply_fn=None, params=ONE, tx=tx)
     for name, state in (
-        ("flax", oxs.stack(train_state, 4)),
-        ("nnx", oxs.stack(nnx.state((model, optimizer)), 4)),
+        ("flax", oxs.replicate(train_state, 4)),
+        ("nnx", oxs.replicate(nnx.state((model, optimizer)), 4)),
     ):
         save(tmp_path / name, state)
         like = jax.eval_shape(lambda state=state: state)

@@ -58,7 +58,7 @@ tx = oxs.cross_shard(tx, "data")
 model = Transformer(nnx.Rngs(0))
 optimizer = SyncOptimizer(model, tx, wrt=nnx.Param)
 place = NamedSharding(mesh, PartitionSpec("data"))
-model, optimizer = jax.device_put(oxs.stack((model, optimizer), 8), place)
+model, optimizer = jax.device_put(oxs.replicate((model, optimizer), 8), place)
 
 
 def train_step(model, optimizer, text):
@@ -75,5 +75,5 @@ for step in range(STEPS):
     batch = codes[starts + np.arange(CONTEXT + 1)]
     model, optimizer, loss = train_step(model, optimizer, batch)
 
-model = oxs.unstack(model)
+model = oxs.first(model)
 print(f"step {STEPS}: held-out loss {loss_of(model, held_out):.3f}")

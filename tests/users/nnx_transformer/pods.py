@@ -58,7 +58,7 @@ tx = oxs.diloco(oxs.cross_shard(tx, "data"), "pods", communication_period=20)
 model = Transformer(nnx.Rngs(0))
 optimizer = SyncOptimizer(model, tx, wrt=nnx.Param)
 place = NamedSharding(mesh, PartitionSpec(("pods", "data")))
-model, optimizer = jax.device_put(oxs.stack((model, optimizer), 8), place)
+model, optimizer = jax.device_put(oxs.replicate((model, optimizer), 8), place)
 
 
 def train_step(model, optimizer, text):
