@@ -38,6 +38,15 @@ from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 DECAY = 0.99
 
 
+@fields.declare(
+    dropped=fields.OWN_COUNT,
+    outliers=fields.OWN_COUNT,
+    outcome=fields.ANEW.told,
+    outcome_counts=fields.OWN_COUNT,
+    distance=fields.OWN_COUNT,
+    gathered=fields.ANEW.told,
+    measured=fields.LIKE_PARAMS.told,
+)
 class Info(NamedTuple):
     """What a state tells and no step needs; `()` each where it does not tell it.
 
@@ -52,22 +61,12 @@ class Info(NamedTuple):
     gathered: Any = ()  # of its own gradients since the last update, what is measured
     measured: Any = ()  # `Measured`, of the last meeting
 
-    field_kinds = fields.table(
-        dropped=fields.OWN_COUNT,
-        outliers=fields.OWN_COUNT,
-        outcome=fields.ANEW.told,
-        outcome_counts=fields.OWN_COUNT,
-        distance=fields.OWN_COUNT,
-        gathered=fields.ANEW.told,
-        measured=fields.LIKE_PARAMS.told,
-    )
 
-
+@fields.declare(measured=fields.SHARED.told)
 class SharedInfo(Info):
     """Of workers that measure what they share: a center."""
 
     __slots__ = ()
-    field_kinds = fields.table(Info.field_kinds, measured=fields.SHARED.told)
 
 
 def told(x: Any) -> Any:

@@ -55,7 +55,9 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
         return made
 
 
-direct_transformation = _DirectTransformation
+direct_transformation: Callable[..., optax.GradientTransformationExtraArgs] = (
+    _DirectTransformation
+)
 
 
 def takes_weight(tx: Any) -> bool:

@@ -221,7 +221,7 @@ def test_no_assert_and_no_environment_variable_but_that_of_xlas_threads():
     wrong, allowed = [], []
     for name, tree in trees().items():
         for node in ast.walk(tree):  # what is read before what it is read from
-            if isinstance(node, ast.Subscript) and name == "workers":
+            if isinstance(node, ast.Subscript) and name == "placement/workers":
                 allowed += [node.value] * (ast.unparse(node) == "os.environ['NPROC']")
             if isinstance(node, ast.Assert):
                 wrong.append(f"{name}, line {node.lineno}: assert")

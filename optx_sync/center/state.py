@@ -62,6 +62,21 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
     return fields.OWN_SUM if _has_parts(state) else fields.ANEW
 
 
+@fields.declare(
+    local_step=fields.COUNTER,
+    steps_since_round=fields.COUNTER,
+    global_step=fields.COUNTER,
+    ages=fields.COUNTER,
+    center=_kind_of_center,
+    taken=fields.SHARED,
+    outer=fields.SHARED,
+    pending=_kind_of_pending,
+    accumulated=_kind_of_accumulated,
+    broken=fields.ANEW,
+    exchange=fields.OWN,
+    info=fields.INFO,
+    inner=fields.OWN,
+)
 class CenterState(NamedTuple):
     """State of `center_variable`: of a rule that takes the center, and a mean."""
 
@@ -80,22 +95,6 @@ class CenterState(NamedTuple):
     exchange: Any  # what the exchange remembers, of each fragment, or ()
     info: SharedInfo
     inner: optax.OptState
-
-    field_kinds = fields.table(
-        local_step=fields.COUNTER,
-        steps_since_round=fields.COUNTER,
-        global_step=fields.COUNTER,
-        ages=fields.COUNTER,
-        center=_kind_of_center,
-        taken=fields.SHARED,
-        outer=fields.SHARED,
-        pending=_kind_of_pending,
-        accumulated=_kind_of_accumulated,
-        broken=fields.ANEW,
-        exchange=fields.OWN,
-        info=fields.INFO,
-        inner=fields.OWN,
-    )
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
@@ -163,7 +162,8 @@ class CenterState(NamedTuple):
                 "a round of the outer rule."
             )
         lost = []
-        learned = fields.kind_of(self, "center") == fields.TAKEN_CENTER
+        state: Any = self  # to which the decorator has given a table
+        learned = fields.kind_of(state, "center") == fields.TAKEN_CENTER
         if _has_parts(self):
             if fewer:
                 lost += ["what leaving workers have learned since their parts met"]
@@ -175,25 +175,25 @@ class CenterState(NamedTuple):
         return lost
 
 
+@fields.declare(exchange=fields.OF_SUMS)
 class SummedCenterState(CenterState):
     """Of a rule that takes the center and sums contributions: what is owed is a sum."""
 
     __slots__ = ()
-    field_kinds = fields.table(CenterState.field_kinds, exchange=fields.OF_SUMS)
 
 
+@fields.declare(center=fields.CENTER)
 class SoftCenterState(CenterState):
     """Of a rule whose workers take a part of the way to the center, and a mean."""
 
     __slots__ = ()
-    field_kinds = fields.table(CenterState.field_kinds, center=fields.CENTER)
 
 
+@fields.declare(exchange=fields.OF_SUMS)
 class SoftSummedCenterState(SoftCenterState):
     """Of a rule whose workers take a part of the way and add contributions up."""
 
     __slots__ = ()
-    field_kinds = fields.table(SoftCenterState.field_kinds, exchange=fields.OF_SUMS)
 
 
 def state_class(rule: CenterRule) -> type[CenterState]:

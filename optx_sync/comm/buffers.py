@@ -54,7 +54,8 @@ class Joint:
         for place, x in enumerate(arrays):
             if math.prod(x.shape):
                 found.setdefault(kind(x), []).append(place)
-        self.kinds, self.places = list(found), list(found.values())
+        self.kinds: list[Any] = list(found)
+        self.places: list[list[int]] = list(found.values())
         self._like = list(arrays)
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -42,13 +42,15 @@ class Groups:
     def __init__(self, axes: tuple[str, ...], assignment: GroupAssignment):
         """Of the replicas along these axes."""
         self.assignment = assignment
-        self.size = len(assignment[0])
+        self.size: int = len(assignment[0])
         # own_group[i] is the number of the group that holds replica i.
         numbers = {m: number for number, group in enumerate(assignment) for m in group}
-        self.own_group = [numbers[replica] for replica in range(len(numbers))]
+        self.own_group: list[int] = [
+            numbers[replica] for replica in range(len(numbers))
+        ]
         # JAX has collectives of groups over a single manual axis only.
         manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
-        self.native = len(axes) == 1 and manual
+        self.native: bool = len(axes) == 1 and manual
 
 
 def check_axis_name(axis_name: Any) -> tuple[str, ...]:

@@ -11,17 +11,16 @@ from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.exchange.pieces import require_meetable
-from optx_sync.placement.fields import OWED, OWN, table
+from optx_sync.placement.fields import OWED, OWN, declare
 from optx_sync.trees import Tree, at_least_float32, round_to
 
 
+@declare(error=OWED, exchange=OWN)
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`, a replica's own."""
 
     error: Tree  # what it owes, in units of weight times value; at least float32
     exchange: Any  # the state of the exchange inside
-
-    field_kinds = table(error=OWED, exchange=OWN)
 
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:

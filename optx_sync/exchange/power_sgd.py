@@ -15,7 +15,7 @@ from optx_sync.comm.reduce import own_weight, reduce, reduce_and_sum, weigh
 from optx_sync.comm.varying import localize, sum_shards, vary_like
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
-from optx_sync.placement.fields import LIKE_PARAMS, table
+from optx_sync.placement.fields import LIKE_PARAMS, declare
 from optx_sync.trees import (
     Tree,
     is_masked,
@@ -24,14 +24,13 @@ from optx_sync.trees import (
 )
 
 
+@declare(factors=LIKE_PARAMS)
 class PowerSGDState(NamedTuple):
     """State of `power_sgd`, equal on all replicas."""
 
     # Like the tree: float32[rank, ...] for a leaf (n, ...), its last Q transposed; no
     # leaf, `optax.MaskedNode`, for one that travels whole.
     factors: Tree
-
-    field_kinds = table(factors=LIKE_PARAMS)
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:

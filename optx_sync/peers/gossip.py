@@ -47,6 +47,13 @@ class GossipMetrics(NamedTuple):
     distance: jax.Array | None
 
 
+@fields.declare(
+    local_step=fields.SHARED.told,
+    steps_since_round=fields.SHARED.told,
+    global_step=fields.SHARED.told,
+    center=fields.COPIES,
+    outer=fields.LIKE_PARAMS,
+)
 class OwnCenterState(CenterState):
     """State of `gossip`: as of a center rule, but the center is the worker's own.
 
@@ -54,14 +61,6 @@ class OwnCenterState(CenterState):
     """
 
     __slots__ = ()
-    field_kinds = fields.table(
-        CenterState.field_kinds,
-        local_step=fields.SHARED.told,
-        steps_since_round=fields.SHARED.told,
-        global_step=fields.SHARED.told,
-        center=fields.COPIES,
-        outer=fields.LIKE_PARAMS,
-    )
 
     def center_params(self, params: Tree) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose the fields of a state are: each class says it once, in one table.
 
+    @declare(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
     class MyState(NamedTuple):
         rounds: jax.Array
         dropped: jax.Array
         inner: optax.OptState
-
-        field_kinds = table(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
 
 From the table follow the worker axes (`state_axes`, `state_specs`, `replicate`), what
 another number of workers does to a field (`resize`), which fields are slots, what a
@@ -21,7 +20,7 @@ its `info`, the numbers that are told and that no step needs. What these are say
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 
@@ -84,6 +83,9 @@ TAKEN_CENTER = Kind("level", lands="everyone")
 Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
 
 
+State = TypeVar("State")
+
+
 class Declares(Protocol):
     """A NamedTuple with a table of its fields."""
 
@@ -95,11 +97,17 @@ class Declares(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-def table(
-    before: Table | None = None, /, **kinds: Kind | Callable[[Any], Kind]
-) -> Table:
-    """A class's table: the kind of each of its fields, over those of a base class."""
-    return MappingProxyType({**(before or {}), **kinds})
+def declare(
+    **kinds: Kind | Callable[[Any], Kind],
+) -> Callable[[type[State]], type[State]]:
+    """Decorate a state's class: the kind of each of its fields, over its base's."""
+
+    def declared(state: type[State]) -> type[State]:
+        table = {**getattr(state, "field_kinds", {}), **kinds}
+        setattr(state, "field_kinds", MappingProxyType(table))  # noqa: B010 # no field
+        return state
+
+    return declared
 
 
 def declares(x: Any) -> bool:

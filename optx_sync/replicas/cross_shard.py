@@ -93,18 +93,13 @@ class CrossShardMetrics(NamedTuple):
     outliers: jax.Array | None
 
 
+@fields.declare(exchange=fields.OWN, info=fields.INFO, inner=fields.LIKE_PARAMS)
 class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something."""
 
     exchange: Any  # what the exchange remembers, this replica's own, or ()
     info: Info
     inner: optax.OptState  # the state of `inner`
-
-    field_kinds = fields.table(
-        exchange=fields.OWN,
-        info=fields.INFO,
-        inner=fields.LIKE_PARAMS,
-    )
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
         """What `measure=True` has measured, and how often this one was an outlier."""
@@ -118,11 +113,11 @@ class CrossShardState(NamedTuple):
         )
 
 
+@fields.declare(exchange=fields.OF_SUMS)
 class SummedCrossShardState(CrossShardState):
     """Of `reduction="sum"`."""
 
     __slots__ = ()
-    field_kinds = fields.table(CrossShardState.field_kinds, exchange=fields.OF_SUMS)
 
 
 @shows_call(_CALL)

@@ -138,6 +138,18 @@ class Gathered(NamedTuple):
     own_inverse: jax.Array  # float32[], w^2 / b
 
 
+@fields.declare(
+    global_step=fields.SHARED.told,
+    accumulated=fields.SHARED_ANEW.told,
+    total_weight=fields.SHARED_ANEW.told,
+    weight_unit=fields.SHARED.told,
+    accumulator=fields.ANEW,
+    exchange=fields.OF_SUMS,
+    contributed=fields.ANEW,
+    info=fields.INFO,
+    inner=fields.LIKE_PARAMS,
+    averages=fields.COPIES,
+)
 class SyncReplicasState(NamedTuple):
     """State of `sync_replicas`."""
 
@@ -155,19 +167,6 @@ class SyncReplicasState(NamedTuple):
     info: Info  # with `Outcomes` and `Gathered`, of this replica
     inner: optax.OptState
     averages: Any  # like the parameters, MaskedNode where there is none, or ()
-
-    field_kinds = fields.table(
-        global_step=fields.SHARED.told,
-        accumulated=fields.SHARED_ANEW.told,
-        total_weight=fields.SHARED_ANEW.told,
-        weight_unit=fields.SHARED.told,
-        accumulator=fields.ANEW,
-        exchange=fields.OF_SUMS,
-        contributed=fields.ANEW,
-        info=fields.INFO,
-        inner=fields.LIKE_PARAMS,
-        averages=fields.COPIES,
-    )
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
