@@ -148,7 +148,7 @@ class Elementwise:
             try:
                 whole, pieces = run(whole, halves)
             except jax.errors.UnexpectedTracerError:
-                return True  # Its numbers are traced here; elsewhere they were not.
+                return True  # It closes over a tracer and cannot be evaluated here.
         for one, two in zip(*map(jax.tree.leaves, (whole, pieces)), strict=True):
             one = np.asarray(one)[0].reshape(len(_SCALES), _STEPS, -1)
             two = np.moveaxis(np.asarray(two), 0, 2).reshape(len(_SCALES), _STEPS, -1)

@@ -57,7 +57,7 @@ class Round(NamedTuple):
     num_pushed: Any = 1  # int32[], this worker's contributions, with this one
 
 
-# How much of a contribution the center absorbs, of what is known of it.
+# How much of a contribution the center absorbs, given its `Round`.
 Weigh: TypeAlias = Callable[[Round], Any]
 
 

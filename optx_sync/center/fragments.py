@@ -29,7 +29,7 @@ Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], Part]
 Rows: TypeAlias = slice | np.ndarray
 Meeting = TypeVar("Meeting", bound=Any)
 
-# What of a meeting is a tree like the parameters; parts have a state each of the rest.
+# Fields that are trees like the parameters; of the others each part has its own.
 _TREES = ("params", "taken", "accumulated", "center")
 # What a part that sets out changes, and one that lands.
 SETS_OUT = frozenset({"accumulated", "exchange"})

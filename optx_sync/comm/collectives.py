@@ -31,8 +31,7 @@ class _Alone(tuple):
     __slots__ = ()
 
 
-# Of a worker that is alone: over it everything is what it is by itself, and nothing is
-# sent. What a user passes is `axis_name=None`, where a wrapper allows it.
+# Stands for `axis_name=None`: no axes. Reductions return their input; nothing is sent.
 ALONE = _Alone()
 
 

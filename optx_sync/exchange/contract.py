@@ -203,6 +203,8 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
 
 def summed(also: Any, axis_name: AxisName) -> Any:
     """The sums of scalars that could not ride along."""
+    if also is None:
+        return None
     return reduce(localize(also, axis_name), axis_name, reduction="sum")
 
 

@@ -53,8 +53,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             is forgotten.
 
     Returns:
-        A linear exchange that remembers e, of dense real floating leaves. What is owed
-            grows by its `lost`.
+        A linear exchange of dense real floating leaves that remembers e. Its `lost` is
+            by how much e grew in this call.
 
     Raises:
         TypeError: `exchange` is no `Exchange`; at the call, a leaf that is not

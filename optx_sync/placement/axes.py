@@ -32,8 +32,8 @@ def state_axes(
         tx: Any Optax transformation, with or without wrappers of this package in it.
         params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
         replicated: Whether the parameters have no worker axis, being equal on all
-            replicas (`in_axes=None`). What follows from them has none then either: the
-            state has one only where it is a replica's own, as in `sync_replicas`.
+            replicas (`in_axes=None`). State computed from the parameters then has no
+            worker axis; only what is a replica's own has one, as in `sync_replicas`.
         level: Of nested wrappers, `oxs.local_sgd(oxs.agn(inner, "data"), "pods")`,
             which one's axis is asked for: 0 is the outermost, here `"pods"`.
 

@@ -11,9 +11,8 @@ From the table follow the worker axes (`state_axes`, `state_specs`, `replicate`)
 another number of workers does to a field (`resize`), which fields are slots, what a
 chain may hold behind the state, and over which axes a field varies.
 
-A state with a field `inner` is a wrapper's, and a level of workers: where such a state
-holds another one the outermost is level 0, and the workers of one level share what its
-state says. Other states with a table stand in a field of one: those of exchanges, and
+A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
+wrappers are nested levels; 0 is the outermost. Other states with a table stand in a field of one: those of exchanges, and
 its `info`, the numbers that are told and that no step needs. What these are says the
 `Info`'s own table, as if they were the state's fields.
 """
@@ -34,8 +33,8 @@ class Kind(NamedTuple):
     # What another number of workers makes of it. "kept": of what is shared all of it;
     # survivors keep their own, and joiners get what `resize` is asked for (what is
     # equal where the parameters are never a fresh one). "from 0": survivors keep
-    # theirs, joiners begin at 0. "anew": all begin as `init` does. "owed": it is a sum
-    # that is still to be sent, of which what leavers owe is shared out.
+    # theirs, joiners begin at 0. "anew": all begin as `init` does. "owed": a sum
+    # still to be sent; what leavers owe is shared out.
     resized: Literal["kept", "from 0", "anew", "owed"] = "kept"
     # Whether what is owed in it is added up. Otherwise it is averaged, so that it
     # counts as a share of all workers and is scaled to their number.
@@ -116,7 +115,7 @@ def declares(x: Any) -> bool:
 
 
 def is_level(x: Any) -> bool:
-    """Whether this is the state of a wrapper: a level of workers."""
+    """Whether this is a wrapper's state, which is a level of workers."""
     return declares(x) and hasattr(type(x), "inner")
 
 

@@ -203,7 +203,7 @@ class _Resizing(NamedTuple):
         if kind.resized == "owed":
             kept = kept.astype(np.float64)
             kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
-            # Under a mean what one replica owes counts as a share of all of them.
+            # The mean divides what is owed by N, so it scales by after / before.
             kept = kept * (1.0 if self.added else self.after / self.before)
         new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
         joined = np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])

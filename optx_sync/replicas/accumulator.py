@@ -118,8 +118,8 @@ def mean_of(
 def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     """What is left when `mean`, of `count` gradients, has been taken: nothing.
 
-    But where gradients with fewer rows complete an update that ones with more rows
-    began, the rows for which `mean` had no room wait for the next one.
+    If the update names more rows than this gradient has room for, the rest stay for the
+    next update.
     """
     sums, row_weights = [], accumulator.row_weights
     treedef, matched = _match(accumulator, mean)
