@@ -12,9 +12,10 @@ another number of workers does to a field (`resize`), which fields are slots, wh
 chain may hold behind the state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. Other states with a table stand in a field of one: those of exchanges, and
-its `info`, the numbers that are told and that no step needs. What these are says the
-`Info`'s own table, as if they were the state's fields.
+wrappers are nested levels; 0 is the outermost. Other states with a table stand in a
+field of one: those of exchanges, and its `info`, the numbers that are told and that no
+step needs. What these are says the `Info`'s own table, as if they were the state's
+fields.
 """
 
 from collections.abc import Callable, Iterator, Mapping
