@@ -143,7 +143,7 @@ def test_large_trees_are_not_printed():
     params = {f"layer_{i}": jnp.zeros(3) for i in range(1000)}
     state = optax.adam(0.1).init(params)
     for read in (oxs.center_params, oxs.metrics, oxs.averaged_params):
-        refuse(ValueError, "There ", lambda: read(state, params), most=300)  # noqa: B023
+        refuse(ValueError, "There (is|are) no ", lambda: read(state, params), most=300)  # noqa: B023
     tx = oxs.local_sgd(SGD, AXIS)
     grads = {**params, "other": jnp.zeros(3)}
     step = jax.vmap(lambda _: tx.update(grads, tx.init(params), params), axis_name=AXIS)
