@@ -297,7 +297,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             "comm/varying.py",
             "return sum_over(failed, axes) == 0",
             "return flag",
-            (*CENTER_LAWS, *CENTER),
+            ("tests/center/test_sharded_workers.py",),
         ),
         Mutant(
             "comm/varying.py",
