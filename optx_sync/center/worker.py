@@ -82,8 +82,10 @@ def walk(
             accumulated,
             is_leaf=is_gradient_leaf,
         )
+    moved = add_updates(params, updates)
     return worker._replace(
-        params=add_updates(params, updates),
+        # As their dtypes round them, however XLA fuses the casts.
+        params=jax.tree.map(lambda p: _rounded(p).astype(p.dtype), moved),
         inner=cast_like(inner_state, worker.inner),
         accumulated=accumulated,
     )
@@ -259,13 +261,7 @@ def start_accumulated(rule: CenterRule, center: Tree) -> Tree:
 
 def as_center(params: Tree, center: Tree) -> Tree:
     """Parameters in the center's dtypes, as their own dtypes round them."""
-
-    def widen(param, center):
-        # Where the cast that rounded them stands beside this one, XLA may drop both.
-        wide = at_least_float32(param.dtype)
-        return round_to(param.astype(wide), param.dtype).astype(center.dtype)
-
-    return jax.tree.map(widen, params, center)
+    return jax.tree.map(lambda p, c: _rounded(p).astype(c.dtype), params, center)
 
 
 def round_like(tree: Any, like: Any) -> Any:
@@ -275,6 +271,11 @@ def round_like(tree: Any, like: Any) -> Any:
 
 def _taken(worker: Worker, center: Any) -> Any:
     return center if is_nothing(worker.taken) else worker.taken
+
+
+def _rounded(param: jax.Array) -> jax.Array:
+    """At least float32; where the cast that rounded it is near XLA may drop both."""
+    return round_to(param.astype(at_least_float32(param.dtype)), param.dtype)
 
 
 def _penalised(rule: CenterRule, grad: Any, param: Any, taken: Any, at: Round) -> Any:

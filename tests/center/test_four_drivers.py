@@ -165,11 +165,13 @@ def assert_same(history, expected, what, coded=False):
     """To the bit, but for how XLA fuses, and that lockstep codes the mean once more.
 
     With a code that is not followed through bfloat16, where it may cross a rounding.
+    Where XLA rounds inside of the optimizer as it fuses (JAX 0.12), to two places.
     """
     for tree, other in zip(*jax.device_get((history, expected)), strict=True):
         for name in ("w", "b", "half")[: 2 if coded else 3]:
             found, due = (np.asarray(x[name], np.float32) for x in (tree, other))
-            np.testing.assert_allclose(found, due, 1e-6, 1e-6, err_msg=what)
+            near = 2**-6 if name == "half" and jax.__version_info__ >= (0, 12) else 1e-6
+            np.testing.assert_allclose(found, due, near, near, err_msg=what)
 
 
 def test_one_worker_walks_the_same_way_with_every_driver():
