@@ -322,8 +322,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("comm/collectives.py", "if len(set(axes)) < len(axes):", "if False:"),
         Mutant(
             "comm/collectives.py",
-            "self.native = len(axes) == 1 and manual",
-            "self.native = manual",
+            "self.native: bool = len(axes) == 1 and manual",
+            "self.native: bool = manual",
         ),
         Mutant(
             "comm/reduce.py",
