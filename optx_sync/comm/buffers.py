@@ -7,19 +7,24 @@ floating and integer dtypes on some platforms, and leaves bytes alone on all of 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
 from optx_sync.comm.varying import axes_of, localize
+from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
+# An array, or what has its shape and dtype.
+Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
-def alike(x: Any) -> Any:
+
+def alike(x: Like) -> Hashable:
     """The dtype and type of an array: joined arrays get one.
 
     One that is equal on all shards of a worker would come back unequal from beside
@@ -28,7 +33,7 @@ def alike(x: Any) -> Any:
     return jnp.dtype(x.dtype), varying_axes(x)
 
 
-def joinable() -> Callable[[Any], Any]:
+def joinable() -> Callable[[Like], Hashable]:
     """Which arrays to join: `alike` ones, or none where that would gather them.
 
     So it would where the compiler lays arrays out over mesh axes of its own
@@ -48,13 +53,15 @@ class Joint:
             elements is in none: none is empty.
     """
 
-    def __init__(self, arrays: Sequence[Any], kind: Callable[[Any], Any] = alike):
+    def __init__(
+        self, arrays: Sequence[Like], kind: Callable[[Like], Hashable] = alike
+    ):
         """Those of one kind; of arrays or `jax.ShapeDtypeStruct`."""
-        found: dict[Any, list[int]] = {}
+        found: dict[Hashable, list[int]] = {}
         for place, x in enumerate(arrays):
             if math.prod(x.shape):
                 found.setdefault(kind(x), []).append(place)
-        self.kinds: list[Any] = list(found)
+        self.kinds: list[Hashable] = list(found)
         self.places: list[list[int]] = list(found.values())
         self._like = list(arrays)
 
@@ -87,14 +94,14 @@ class Joint:
 def through(
     send: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
-    kind: Callable[[Any], Any] = alike,
+    kind: Callable[[Like], Hashable] = alike,
 ) -> list[jax.Array]:
     """`send` of arrays [..., numbers] that are joined, and cut again."""
     joint = Joint(arrays, kind)
     return joint.cut([send(x) for x in joint.join(arrays)])
 
 
-def wide(x: Any) -> Any:
+def wide(x: jax.Array) -> jax.Array:
     """The array, in float32 where it is half precision."""
     return x.astype(at_least_float32(x.dtype))
 
@@ -104,19 +111,19 @@ def flat(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [x.reshape(-1) for x in arrays]
 
 
-def shaped(x: jax.Array, like: Any) -> jax.Array:
+def shaped(x: jax.Array, like: Like) -> jax.Array:
     """The first numbers of an array in the shape of another one."""
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def in_rows(x: Any, n: int) -> Any:
-    """A flat array, padded, as a piece for each of n replicas: `[n, k]`."""
+def in_rows(x: Shaped[Array, " numbers"], n: int) -> Shaped[Array, "{n} _"]:
+    """A flat array, padded, as a piece for each of n replicas."""
     return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
 
 
 def one_behind_the_other(
-    arrays: Sequence[jax.Array], size: int, dtype: Any
-) -> jax.Array:
+    arrays: Sequence[jax.Array], size: int, dtype: DTypeLike
+) -> Shaped[Array, " {size}"]:
     """Arrays as one flat one, and zeros to the size."""
     missing = size - sum(x.size for x in arrays)
     padding = [jnp.zeros(missing, dtype)] if missing else []
@@ -125,8 +132,8 @@ def one_behind_the_other(
     return jnp.concatenate([*flat(arrays), *padding])
 
 
-def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """uint8[..., n] codes of 1, 2, 4 or 8 bits as bytes, uint8[..., ceil(n bits / 8)].
+def pack(codes: UInt8[Array, "... codes"], bits: int) -> UInt8[Array, "... bytes"]:
+    """N codes of 1, 2, 4 or 8 bits as ceil(n bits / 8) bytes.
 
     A byte holds numbers that lie far apart, so that both sides are contiguous.
     """
@@ -139,7 +146,9 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
 
 
-def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
+def unpack(
+    packed: UInt8[Array, "... bytes"], bits: int, count: int
+) -> UInt8[Array, "... {count}"]:
     """The `count` codes along the last axis that `pack` made bytes of."""
     if bits == 8:
         return packed
@@ -148,21 +157,23 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     return parts.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
-def _places(parts: jax.Array, bits: int) -> np.ndarray:
+def _places(parts: UInt8[Array, "... _ _"], bits: int) -> np.ndarray:
     """Where in a byte the codes of each part stand; parts lie along the axis -2."""
     places = np.arange(0, 8, bits, dtype=np.uint8)
     return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
 
 
-def to_bytes(x: jax.Array) -> jax.Array:
-    """The bytes of numbers along the last axis, uint8[..., bytes]."""
+def to_bytes(x: Num[Array, "... numbers"]) -> UInt8[Array, "... bytes"]:
+    """The bytes of numbers along the last axis."""
     octets = jax.lax.bitcast_convert_type(x, jnp.uint8)
     if octets.ndim == x.ndim:  # of one byte each
         return octets
     return octets.reshape(*x.shape[:-1], -1)
 
 
-def from_bytes(octets: jax.Array, dtype: Any) -> jax.Array:
+def from_bytes(
+    octets: UInt8[Array, "... bytes"], dtype: DTypeLike
+) -> Num[Array, "... numbers"]:
     """The numbers of which `to_bytes` made bytes."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:

@@ -3,14 +3,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optx_sync.rows.slices import rebuild, unique_rows
-from optx_sync.trees import is_gradient_leaf, is_slices, path_name, values_of
+from optx_sync.trees import Tree, is_gradient_leaf, is_slices, path_name, values_of
 
 
 def on_values(
@@ -80,7 +79,7 @@ def on_values(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _refuse_array_state(state: Any) -> None:
+def _refuse_array_state(state: Tree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, int | float):
             continue
@@ -94,13 +93,18 @@ def _refuse_array_state(state: Any) -> None:
             )
 
 
-def _with_tables(step, structure, kept, tables: dict[int, jax.Array]) -> Any:
+def _with_tables(
+    step, structure, kept, tables: dict[int, jax.Array]
+) -> tuple[Tree, Tree]:
     """A step that sees these arrays in place of the tables' parameters."""
     seen = [tables.get(at, leaf) for at, leaf in enumerate(kept)]
     return step(structure.unflatten(seen))
 
 
-def _refuse_use(run: Callable[..., Any], tables: dict[int, jax.Array]) -> None:
+def _refuse_use(
+    run: Callable[[dict[int, jax.Array]], tuple[Tree, Tree]],
+    tables: dict[int, jax.Array],
+) -> None:
     """Refuse a transformation whose result depends on the tables' parameters."""
     if not tables:
         return

@@ -22,6 +22,7 @@ from optx_sync.exchange.robust.transposed import (
     check_enough,
     transposed,
 )
+from optx_sync.shapes import Array, Bool, Float
 
 # How far from the median, in units of the typical replica's largest value, a value is
 # still told from one further away: squares of 10^12 values that far fit into float32.
@@ -77,22 +78,8 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
     steps = integer("steps", steps, mend)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
-        counts, near = everyone.counts, _near(everyone)
-        gram = _gram(near.blocks, everyone)
-        own = jnp.maximum(jnp.diagonal(gram), 0)
-        least = _CLOSE * jnp.sqrt(norms.median_of(own, counts))
-        least = jnp.maximum(least, jnp.finfo(gram.dtype).tiny ** 0.5)
-
-        def weights(squares):
-            distances = jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), least)
-            closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
-            return closeness / or_one(jnp.sum(closeness))
-
-        def step(_, b):
-            across = _dot(gram, b)
-            return weights(own - 2 * across + _dot(b, across))
-
-        b = jax.lax.fori_loop(1, steps, step, weights(own))
+        near = _near(everyone)
+        b = _weiszfeld(_gram(near.blocks, everyone), everyone.counts, steps)
         return [
             middle + near.scale.astype(block.dtype) * _combine(b, block)
             for middle, block in zip(near.middles, near.blocks, strict=True)
@@ -179,9 +166,9 @@ def krum(
 class _Near(NamedTuple):
     """The pieces as seen from the median, in units of a typical replica's values."""
 
-    middles: list[jax.Array]  # [P]
-    blocks: list[jax.Array]  # [N, P]
-    scale: jax.Array
+    middles: list[Float[Array, " piece"]]
+    blocks: list[Float[Array, "replicas piece"]]
+    scale: Float[Array, ""]
 
 
 def _of_finite(rule: Rule) -> Rule:
@@ -211,8 +198,32 @@ def _near(everyone: Everyone) -> _Near:
     return _Near(middles, list(map(seen, everyone.blocks, middles)), scale)
 
 
-def _gram(blocks: Sequence[jax.Array], everyone: Everyone) -> jax.Array:
-    """The inner products of all replicas' arrays, [N, N], on each of them."""
+def _weiszfeld(
+    gram: Float[Array, "replicas replicas"],
+    counts: Bool[Array, " replicas"],
+    steps: int,
+) -> Float[Array, " replicas"]:
+    """The weights whose weighted mean is the geometric median, after these steps."""
+    own = jnp.maximum(jnp.diagonal(gram), 0)
+    least = _CLOSE * jnp.sqrt(norms.median_of(own, counts))
+    least = jnp.maximum(least, jnp.finfo(gram.dtype).tiny ** 0.5)
+
+    def weights(squares):
+        distances = jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), least)
+        closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
+        return closeness / or_one(jnp.sum(closeness))
+
+    def step(_, b):
+        across = _dot(gram, b)
+        return weights(own - 2 * across + _dot(b, across))
+
+    return jax.lax.fori_loop(1, steps, step, weights(own))
+
+
+def _gram(
+    blocks: Sequence[Float[Array, "replicas _"]], everyone: Everyone
+) -> Float[Array, "replicas replicas"]:
+    """The inner products of all replicas' arrays, on each of them."""
     own = [norms.products(block, everyone.shard_axes) for block in blocks]
     dtype = jnp.result_type(*own)
     total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
@@ -223,7 +234,9 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _combine(weights: jax.Array, block: jax.Array) -> jax.Array:
+def _combine(
+    weights: Float[Array, " replicas"], block: Float[Array, "replicas piece"]
+) -> Float[Array, " piece"]:
     """The sum of all replicas' pieces; what has no weight leaves no trace."""
     weights = weights.astype(block.dtype)[:, None]
     return jnp.sum(jnp.where(weights == 0, 0, block * weights), axis=0)
