@@ -20,6 +20,7 @@ from optx_sync.comm.varying import axes_of, localize
 from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
+Octets: TypeAlias = UInt8[Array, "... bytes"]
 # An array, or what has its shape and dtype.
 Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
@@ -67,10 +68,8 @@ class Joint:
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The joined arrays."""
-        return [
-            jnp.concatenate([arrays[i] for i in places], axis=-1)
-            for places in self.places
-        ]
+        together = ([arrays[i] for i in places] for places in self.places)
+        return [jnp.concatenate(arrays, axis=-1) for arrays in together]
 
     def cut(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
         """What has the numbers of each along the last axis, padded or not, cut again.
@@ -81,13 +80,11 @@ class Joint:
         for places, whole in zip(self.places, joined, strict=True):
             start = 0
             for place in places:
-                width = self._like[place].shape[-1]
+                end = start + self._like[place].shape[-1]
                 found[place] = whole
-                if width < whole.shape[-1]:
-                    found[place] = jax.lax.slice_in_dim(
-                        whole, start, start + width, axis=-1
-                    )
-                start += width
+                if end - start < whole.shape[-1]:
+                    found[place] = jax.lax.slice_in_dim(whole, start, end, axis=-1)
+                start = end
         return found
 
 
@@ -132,7 +129,7 @@ def one_behind_the_other(
     return jnp.concatenate([*flat(arrays), *padding])
 
 
-def pack(codes: UInt8[Array, "... codes"], bits: int) -> UInt8[Array, "... bytes"]:
+def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
     """N codes of 1, 2, 4 or 8 bits as ceil(n bits / 8) bytes.
 
     A byte holds numbers that lie far apart, so that both sides are contiguous.
@@ -146,9 +143,7 @@ def pack(codes: UInt8[Array, "... codes"], bits: int) -> UInt8[Array, "... bytes
     return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
 
 
-def unpack(
-    packed: UInt8[Array, "... bytes"], bits: int, count: int
-) -> UInt8[Array, "... {count}"]:
+def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]:
     """The `count` codes along the last axis that `pack` made bytes of."""
     if bits == 8:
         return packed
@@ -163,7 +158,7 @@ def _places(parts: UInt8[Array, "... _ _"], bits: int) -> np.ndarray:
     return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
 
 
-def to_bytes(x: Num[Array, "... numbers"]) -> UInt8[Array, "... bytes"]:
+def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
     """The bytes of numbers along the last axis."""
     octets = jax.lax.bitcast_convert_type(x, jnp.uint8)
     if octets.ndim == x.ndim:  # of one byte each
@@ -171,9 +166,7 @@ def to_bytes(x: Num[Array, "... numbers"]) -> UInt8[Array, "... bytes"]:
     return octets.reshape(*x.shape[:-1], -1)
 
 
-def from_bytes(
-    octets: UInt8[Array, "... bytes"], dtype: DTypeLike
-) -> Num[Array, "... numbers"]:
+def from_bytes(octets: Octets, dtype: DTypeLike) -> Num[Array, "... numbers"]:
     """The numbers of which `to_bytes` made bytes."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:

@@ -24,6 +24,7 @@ from optx_sync.trees import Tree, at_least_float32, is_floating, is_inexact, is_
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 SameTree = TypeVar("SameTree")
+Number: TypeAlias = Float[Array, ""]
 
 
 def reduce(
@@ -86,22 +87,21 @@ def reduce(
         >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
         Array([1.75, 1.75], dtype=float32)
     """
-    options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
-    return reduce_and_sum(
-        tree, axis_name, None, group_assignment=group_assignment, **options
-    )[0]
+    found = reduce_and_sum(
+        tree, axis_name, None, reduction, weight, group_assignment, dtype
+    )
+    return found[0]
 
 
 def reduce_and_sum(
     tree: SameTree,
     axis_name: AxisName,
     also: Tree,
-    *,
     reduction: Reduction = "mean",
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
     dtype: DTypeLike | None = None,
-) -> tuple[SameTree, Tree, Float[Array, ""] | int]:
+) -> tuple[SameTree, Tree, Number | int]:
     """`reduce`, and sums of a tree of scalars that travel with it: (tree, sums, total).
 
     The total is the sum of the weights, or the number of replicas.
@@ -173,7 +173,7 @@ def reduce_and_sum(
     return tree, names.unflatten(dense), total
 
 
-def weigh(x: jax.Array, weight: Float[Array, ""] | None) -> jax.Array:
+def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
     """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
     if weight is None:
         return x
@@ -181,9 +181,7 @@ def weigh(x: jax.Array, weight: Float[Array, ""] | None) -> jax.Array:
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
-def own_weight(
-    weight: ArrayLike | None, axis_name: AxisName
-) -> Float[Array, ""] | None:
+def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
     """This replica's weight as a checked float that varies over the axis, or `None`."""
     if weight is None:
         return None
@@ -250,9 +248,8 @@ def mean_extra_args(
 
 def check_extra_args(names: object) -> tuple[str, ...]:
     """The names as a tuple; a TypeError for anything but a sequence of names."""
-    if not isinstance(names, tuple | list) or not all(
-        isinstance(name, str) for name in names
-    ):
+    several = isinstance(names, tuple | list)
+    if not (several and all(isinstance(name, str) for name in names)):
         raise TypeError(
             "reduce_extra_args must be a tuple of names of extra arguments; got "
             f"{names!r}. Pass for example ('value',), or () for none."

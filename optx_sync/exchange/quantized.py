@@ -2,7 +2,7 @@
 """Means of codes of 8 or 4 bits with a scale per block, in two hops."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from optx_sync.comm.reduce import or_one
 from optx_sync.exchange.contract import Code, Exchange
 from optx_sync.exchange.pieces import joined, travel
 from optx_sync.shapes import Array, Float, UInt8
+
+Blocks: TypeAlias = Float[Array, "pieces blocks block"]
+Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -96,14 +99,12 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         back = [coder.message(mean) for mean in means]
         # Weights once more: what is gathered is known to be equal on all replicas.
         gathered, known = travel(gather, back, weight, axis_name)
-        read = [
-            coder.read(row, x.shape, x.dtype)
-            for row, (x, *_) in zip(gathered, own, strict=True)
-        ]
         mine = jnp.arange(replicas)[:, None, None] == axis_index(axis_name)
-        lost = []
-        for first, second in zip(own, means, strict=True):
-            at_second = second.lost * total.astype(second.x.dtype)
+        read, lost = [], []
+        for row, first, second in zip(gathered, own, means, strict=True):
+            x = first.x
+            read.append(coder.read(row, x.shape, x.dtype))
+            at_second = second.lost * total.astype(x.dtype)
             lost.append(first.lost + jnp.where(mine, at_second, 0.0))
         return buffers.flat(read), buffers.flat(lost), known
 
@@ -121,12 +122,12 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
 class _Codes(NamedTuple):
     """Numbers in blocks, and what they are coded as."""
 
-    x: Float[Array, "pieces blocks block"]
+    x: Blocks
     scales: Float[Array, "pieces blocks 1"]  # a NaN where a number is not finite
-    steps: Float[Array, "pieces blocks block"]  # how many of its scale a number is
+    steps: Blocks  # how many of its scale a number is
 
     @property
-    def lost(self) -> Float[Array, "pieces blocks block"]:
+    def lost(self) -> Blocks:
         """What coding loses."""
         return self.x - self.steps * self.scales.astype(self.x.dtype)
 
@@ -150,14 +151,12 @@ class _Coder(NamedTuple):
         needed = -(-piece // blocks)
         return replicas, blocks, min(self.block, needed + -needed % 8)
 
-    def in_blocks(
-        self, buffer: Float[Array, " numbers"], replicas: int
-    ) -> Float[Array, "pieces blocks block"]:
+    def in_blocks(self, buffer: Float[Array, " numbers"], replicas: int) -> Blocks:
         """The buffer, padded, in blocks."""
         shape = self.blocks(buffer.size, replicas)
         return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
 
-    def code(self, x: Float[Array, "pieces blocks block"]) -> _Codes:
+    def code(self, x: Blocks) -> _Codes:
         """The scales, float32, and how many steps each number is."""
         # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
         # XLA on processors makes one loop, of the maximum of a long row alone three.
@@ -175,7 +174,7 @@ class _Coder(NamedTuple):
         steps = jnp.clip(jnp.round(x / divisor), -self.top, self.top)
         return _Codes(x, scales, steps)
 
-    def message(self, codes: _Codes) -> UInt8[Array, "pieces bytes"]:
+    def message(self, codes: _Codes) -> Messages:
         """The codes and scales of each piece."""
         pieces, steps = len(codes.x), codes.steps
         # What a NaN is as an integer depends on the platform; its scale says so.
@@ -184,15 +183,10 @@ class _Coder(NamedTuple):
         scales = buffers.to_bytes(codes.scales.reshape(pieces, -1))
         return jnp.concatenate([packed, scales], 1)
 
-    def read(
-        self,
-        messages: UInt8[Array, "pieces bytes"],
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
-    ) -> Float[Array, "pieces blocks block"]:
+    def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
         """What messages stand for, in blocks of this shape."""
         _, blocks, length = shape
-        octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
+        octets, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
         codes = buffers.unpack(octets, self.bits, blocks * length)
         scales = buffers.from_bytes(scales, jnp.float32)[..., None].astype(dtype)
         return (codes.reshape(-1, blocks, length).astype(dtype) - self.top) * scales

@@ -2,6 +2,7 @@
 """The largest numbers of each chunk, as positions and values."""
 
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from optx_sync.comm.varying import vary_with
 from optx_sync.exchange.contract import Code, Exchange
 from optx_sync.exchange.pieces import joined, travel
 from optx_sync.shapes import Array, Bool, Float, Int32, UInt8
+
+Chunks: TypeAlias = Float[Array, "chunks chunk"]
+Chosen: TypeAlias = Float[Array, "chunks k"]  # the k largest of each
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -126,9 +130,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     return joined("top_k", meet_buffers, Code(encode, decode))
 
 
-def _in_chunks(
-    buffer: Float[Array, " numbers"], chunk: int
-) -> Float[Array, "chunks chunk"]:
+def _in_chunks(buffer: Float[Array, " numbers"], chunk: int) -> Chunks:
     """The buffer, padded, in chunks."""
     length = min(chunk, buffer.size)
     return jnp.pad(buffer, (0, -buffer.size % length)).reshape(-1, length)
@@ -138,9 +140,7 @@ def _position_dtype(length: int) -> np.dtype:
     return np.min_scalar_type(length - 1)
 
 
-def _encode(
-    x: Float[Array, "chunks chunk"], k: int, bits: int | None
-) -> UInt8[Array, "1 bytes"]:
+def _encode(x: Chunks, k: int, bits: int | None) -> UInt8[Array, "1 bytes"]:
     """The k largest of each chunk, positions and then values."""
     _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
     values = jnp.take_along_axis(x, positions, axis=1)
@@ -149,18 +149,13 @@ def _encode(
         parts.append(buffers.to_bytes(values))
     else:
         bins = _bins(values)
-        table = jnp.stack(
-            [_mean_where(values, bins == number) for number in range(4)], axis=1
-        )
+        table = jnp.stack([_mean_where(values, bins == n) for n in range(4)], axis=1)
         parts += [buffers.pack(bins, 2), buffers.to_bytes(table.astype(jnp.float32))]
     return jnp.concatenate(parts, axis=1).reshape(1, -1)
 
 
 def _decode(
-    messages: UInt8[Array, "messages bytes"],
-    like: Float[Array, "chunks chunk"],
-    k: int,
-    bits: int | None,
+    messages: UInt8[Array, "messages bytes"], like: Chunks, k: int, bits: int | None
 ) -> tuple[Int32[Array, "messages chunks k"], Float[Array, "messages chunks k"]]:
     """Positions and values, for chunks that are as `like`."""
     chunks, length = like.shape
@@ -177,32 +172,22 @@ def _decode(
     return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 
-def _bins(values: Float[Array, "chunks k"]) -> UInt8[Array, "chunks k"]:
+def _bins(values: Chosen) -> UInt8[Array, "chunks k"]:
     """Bins 0 to 3: of the negative and the others, those below and above their mean."""
     size, negative = jnp.abs(values), values < 0
-    middle = jnp.where(
-        negative,
-        _mean_where(size, negative)[:, None],
-        _mean_where(size, ~negative)[:, None],
-    )
+    means = _mean_where(size, negative), _mean_where(size, ~negative)
+    middle = jnp.where(negative, *(mean[:, None] for mean in means))
     above = (size > middle).astype(jnp.uint8)
     return jnp.where(negative, 0, 2).astype(jnp.uint8) | above
 
 
-def _mean_where(
-    values: Float[Array, "chunks k"], chosen: Bool[Array, "chunks k"]
-) -> Float[Array, " chunks"]:
+def _mean_where(values: Chosen, chosen: Bool[Array, "chunks k"]) -> jax.Array:
     """The mean of the chosen numbers of each row, 0 where there are none."""
     number = jnp.sum(chosen, axis=1, dtype=values.dtype)
     return jnp.sum(jnp.where(chosen, values, 0.0), axis=1) / or_one(number)
 
 
-def _add(
-    x: Float[Array, "chunks chunk"],
-    positions: Int32[Array, "chunks k"],
-    values: Float[Array, "chunks k"],
-) -> Float[Array, "chunks chunk"]:
+def _add(x: Chunks, positions: Int32[Array, "chunks k"], values: Chosen) -> Chunks:
     rows = jnp.arange(x.shape[0])[:, None]
-    return x.at[rows, positions].add(
-        values, unique_indices=True, mode="promise_in_bounds"
-    )
+    at = x.at[rows, positions]
+    return at.add(values, unique_indices=True, mode="promise_in_bounds")

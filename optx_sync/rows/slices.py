@@ -2,7 +2,7 @@
 """`IndexedSlices`: the gradient of a table, as the rows that a batch touched."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from optx_sync.shapes import Array, Bool, Int32, Key
 from optx_sync.trees import SlicesLeaf, Tree, at_least_float32, is_slices
 
+Rows: TypeAlias = Int32[Array, " k"]
 LAST_INDEX = 2**31 - 1
 # Indices from here on name no row: `sum_duplicates` fills its unused entries with
 # them. 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows, are room enough.
@@ -296,9 +297,7 @@ def show(words: Key[Array, "*k"]) -> Int32[Array, "*k"]:
     return lax.bitcast_convert_type(jax.random.key_data(words)[..., 1], jnp.int32)
 
 
-def unique_indices(
-    indices: Int32[Array, " k"],
-) -> tuple[Int32[Array, " k"], Int32[Array, " k"]]:
+def unique_indices(indices: Rows) -> tuple[Rows, Rows]:
     """Each row once, ascending, then padding; and the indices, the last for no row.
 
     Two sorts of one array each: XLA:CPU sorts pairs several times slower.
@@ -313,9 +312,7 @@ def unique_indices(
     return jnp.where(unique < FIRST_PADDING, unique, padding), indices
 
 
-def search(
-    ordered: Int32[Array, " k"], wanted: Int32[Array, "*ids"]
-) -> Int32[Array, "*ids"]:
+def search(ordered: Rows, wanted: Int32[Array, "*ids"]) -> Int32[Array, "*ids"]:
     """Where each wanted number stands, or would stand, among ordered ones."""
     mesh = jax.sharding.get_abstract_mesh()
     partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)

@@ -6,7 +6,7 @@ Besides their pieces they need the N x N matrix of inner products: a sum of N^2 
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,10 @@ from optx_sync.exchange.robust.transposed import (
     check_enough,
     transposed,
 )
-from optx_sync.shapes import Array, Bool, Float
+from optx_sync.shapes import Array, Float
 
+Gram: TypeAlias = Float[Array, "replicas replicas"]
+Weights: TypeAlias = Float[Array, " replicas"]
 # How far from the median, in units of the typical replica's largest value, a value is
 # still told from one further away: squares of 10^12 values that far fit into float32.
 _FAR = 1e12
@@ -198,11 +200,7 @@ def _near(everyone: Everyone) -> _Near:
     return _Near(middles, list(map(seen, everyone.blocks, middles)), scale)
 
 
-def _weiszfeld(
-    gram: Float[Array, "replicas replicas"],
-    counts: Bool[Array, " replicas"],
-    steps: int,
-) -> Float[Array, " replicas"]:
+def _weiszfeld(gram: Gram, counts: norms.Counts, steps: int) -> Weights:
     """The weights whose weighted mean is the geometric median, after these steps."""
     own = jnp.maximum(jnp.diagonal(gram), 0)
     least = _CLOSE * jnp.sqrt(norms.median_of(own, counts))
@@ -220,9 +218,7 @@ def _weiszfeld(
     return jax.lax.fori_loop(1, steps, step, weights(own))
 
 
-def _gram(
-    blocks: Sequence[Float[Array, "replicas _"]], everyone: Everyone
-) -> Float[Array, "replicas replicas"]:
+def _gram(blocks: Sequence[norms.OfEach], everyone: Everyone) -> Gram:
     """The inner products of all replicas' arrays, on each of them."""
     own = [norms.products(block, everyone.shard_axes) for block in blocks]
     dtype = jnp.result_type(*own)
@@ -234,9 +230,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _combine(
-    weights: Float[Array, " replicas"], block: Float[Array, "replicas piece"]
-) -> Float[Array, " piece"]:
+def _combine(weights: Weights, block: norms.OfEach) -> Float[Array, " piece"]:
     """The sum of all replicas' pieces; what has no weight leaves no trace."""
     weights = weights.astype(block.dtype)[:, None]
     return jnp.sum(jnp.where(weights == 0, 0, block * weights), axis=0)

@@ -8,6 +8,7 @@ norm over all leaves; or what is not finite. It costs one more number from each 
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,11 @@ from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
 from optx_sync.shapes import Array, Bool, Float, Inexact, Int32
 from optx_sync.trees import Tree
 
+# Who counts; what each replica says; a number of one replica or of all.
+Counts: TypeAlias = Bool[Array, " replicas"]
+OfEach: TypeAlias = Float[Array, "replicas ..."]
+Number: TypeAlias = Float[Array, ""]
+Axes: TypeAlias = tuple[str, ...]
 # How many times the typical distance from the result an outlier is away.
 _OUTLYING = 3.0
 
@@ -47,7 +53,7 @@ def counted(flag: Bool[Array, ""], weight: ArrayLike | None) -> Bool[Array, ""]:
     return flag if weight is None else flag & flag_of(weight)
 
 
-def norm_of(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Float[Array, ""]:
+def norm_of(leaves: Sequence[jax.Array], axes: Axes) -> Number:
     """The norm over all leaves, of values of any size; not finite where one is not.
 
     float64 where a leaf is, else float32.
@@ -60,9 +66,7 @@ def norm_of(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> Float[Array, 
     return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype(0)))
 
 
-def median_over(
-    own: Float[Array, ""], weight: ArrayLike | None, axis_name: AxisName
-) -> Float[Array, ""]:
+def median_over(own: Number, weight: ArrayLike | None, axis_name: AxisName) -> Number:
     """The median of one number of each replica that counts."""
     counts = jnp.ones((), bool) if weight is None else flag_of(weight)
     said = jnp.stack([own, localize(counts, axis_name).astype(own.dtype)])
@@ -70,9 +74,7 @@ def median_over(
     return median_of(said[:, 0], said[:, 1] > 0)
 
 
-def median_of(
-    values: Float[Array, "replicas ..."], counts: Bool[Array, " replicas"]
-) -> Float[Array, "..."]:
+def median_of(values: OfEach, counts: Counts) -> Float[Array, "..."]:
     """The median over axis 0 of those that count, 0 if none does."""
     n = number_of(counts)
     values = ordered(values, counts)
@@ -82,30 +84,26 @@ def median_of(
     return jnp.where(n > 0, middle, jnp.zeros_like(middle))
 
 
-def ordered(
-    values: Float[Array, "replicas ..."], counts: Bool[Array, " replicas"]
-) -> Float[Array, "replicas ..."]:
+def ordered(values: OfEach, counts: Counts) -> OfEach:
     """Sorted along axis 0; what does not count stands last, where a NaN stands too."""
     counts = counts.reshape((-1,) + (1,) * (values.ndim - 1))
     return jnp.sort(jnp.where(counts, values, jnp.full_like(values, jnp.nan)), axis=0)
 
 
-def number_of(counts: Bool[Array, " replicas"]) -> Int32[Array, ""]:
+def number_of(counts: Counts) -> Int32[Array, ""]:
     """How many replicas count."""
     return jnp.sum(counts, dtype=jnp.int32)
 
 
 def size_of(
-    leaves: Sequence[jax.Array], axes: tuple[str, ...], dtype: DTypeLike = jnp.float32
-) -> Float[Array, ""]:
+    leaves: Sequence[jax.Array], axes: Axes, dtype: DTypeLike = jnp.float32
+) -> Number:
     """A number as large as the largest value, not finite where one is not."""
     largest = [largest_of(x, axes, dtype) for x in leaves]
     return functools.reduce(jnp.maximum, largest, jnp.zeros((), dtype))
 
 
-def largest_of(
-    x: jax.Array, axes: tuple[str, ...], dtype: DTypeLike = jnp.float32
-) -> Float[Array, ""]:
+def largest_of(x: jax.Array, axes: Axes, dtype: DTypeLike = jnp.float32) -> Number:
     """The largest absolute value, over all shards; not finite where one is not."""
     largest = jnp.max(jnp.abs(wide(x)), initial=0).astype(dtype)
     return sum_over(largest, axes)
@@ -123,7 +121,7 @@ def flag_of(weight: ArrayLike) -> Bool[Array, ""]:
 
 
 def products(
-    block: Inexact[Array, "replicas piece"], axes: tuple[str, ...]
+    block: Inexact[Array, "replicas piece"], axes: Axes
 ) -> Inexact[Array, "replicas replicas"]:
     """The inner products of all replicas' pieces, over all shards of them."""
     return sum_over(einsum("ip,jp->ij", block, block), axes)
