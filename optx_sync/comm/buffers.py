@@ -7,8 +7,8 @@ floating and integer dtypes on some platforms, and leaves bytes alone on all of 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ Octets: TypeAlias = UInt8[Array, "... bytes"]
 Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
-def alike(x: Like) -> Hashable:
+def alike(x: Like) -> Any:
     """The dtype and type of an array: joined arrays get one.
 
     One that is equal on all shards of a worker would come back unequal from beside
@@ -34,7 +34,7 @@ def alike(x: Like) -> Hashable:
     return jnp.dtype(x.dtype), varying_axes(x)
 
 
-def joinable() -> Callable[[Like], Hashable]:
+def joinable() -> Callable[[Like], Any]:
     """Which arrays to join: `alike` ones, or none where that would gather them.
 
     So it would where the compiler lays arrays out over mesh axes of its own
@@ -54,15 +54,13 @@ class Joint:
             elements is in none: none is empty.
     """
 
-    def __init__(
-        self, arrays: Sequence[Like], kind: Callable[[Like], Hashable] = alike
-    ):
+    def __init__(self, arrays: Sequence[Like], kind: Callable[[Like], Any] = alike):
         """Those of one kind; of arrays or `jax.ShapeDtypeStruct`."""
-        found: dict[Hashable, list[int]] = {}
+        found: dict[Any, list[int]] = {}
         for place, x in enumerate(arrays):
             if math.prod(x.shape):
                 found.setdefault(kind(x), []).append(place)
-        self.kinds: list[Hashable] = list(found)
+        self.kinds: list[Any] = list(found)
         self.places: list[list[int]] = list(found.values())
         self._like = list(arrays)
 
@@ -76,7 +74,9 @@ class Joint:
 
         For what has no elements it is a constant.
         """
-        found = [jnp.zeros(x.shape, x.dtype) if not x.size else x for x in self._like]
+        found: list[Any] = [
+            x if x.size else jnp.zeros(x.shape, x.dtype) for x in self._like
+        ]
         for places, whole in zip(self.places, joined, strict=True):
             start = 0
             for place in places:
@@ -91,7 +91,7 @@ class Joint:
 def through(
     send: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
-    kind: Callable[[Like], Hashable] = alike,
+    kind: Callable[[Like], Any] = alike,
 ) -> list[jax.Array]:
     """`send` of arrays [..., numbers] that are joined, and cut again."""
     joint = Joint(arrays, kind)

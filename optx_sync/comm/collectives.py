@@ -11,7 +11,7 @@ so that the rest of the package sees one answer everywhere.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
     """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
     if axis_name is ALONE:
         return ALONE
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    axes: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
     names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
     if not names or not axes:
         raise TypeError(

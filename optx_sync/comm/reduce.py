@@ -192,7 +192,7 @@ def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
             "`weights.sum()`."
         )
     concrete = not isinstance(weight, jax.core.Tracer)
-    if concrete and not 0 <= float(weight) < math.inf:
+    if concrete and not 0 <= float(np.asarray(weight)) < math.inf:
         raise ValueError(f"weight must be finite and not negative; got {weight}.")
     array = jnp.asarray(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
@@ -276,7 +276,7 @@ def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return dtype
 
 
-def check_group_assignment(groups: object, size: int | None = None) -> None:
+def check_group_assignment(groups: Any, size: int | None = None) -> None:
     """Refuse what is not a partition of `range(size)` into lists of equal size.
 
     Without `size` (outside of a mapped context) all is checked but the number of

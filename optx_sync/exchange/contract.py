@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
-from optx_sync.shapes import Array, Bool, Float, Int32, Shaped
+from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 # What may ride along: scalars by their names.
@@ -45,7 +45,7 @@ class Met(NamedTuple):
     # In units of weight times value; `None` where nothing is lost that anybody knows.
     lost: Tree | None = None
     state: Tree = ()  # what this replica remembers now
-    also: Scalars | None = None  # the sums of the scalars, by their names
+    also: Tree = None  # the sums of the scalars, by their names
 
 
 class Meet(Protocol):
@@ -142,8 +142,8 @@ def remembers(exchange: Exchange) -> bool:
     return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
 
 
-def start_outliers(exchange: Exchange) -> Int32[Array, ""] | tuple[()]:
-    """How often a replica was an outlier so far, or () if nobody asks."""
+def start_outliers(exchange: Exchange) -> Tree:
+    """int32[], how often a replica was an outlier so far, or () if nobody asks."""
     return () if exchange.outlier is None else jnp.zeros((), jnp.int32)
 
 
@@ -153,8 +153,8 @@ def count_outlier(
     mean: Tree,
     axis_name: AxisName,
     weight: ArrayLike | None,
-    so_far: Int32[Array, ""] | tuple[()],
-) -> Int32[Array, ""] | tuple[()]:
+    so_far: Tree,
+) -> Tree:
     """The count, one more if what this replica sent lies far from the result."""
     if exchange.outlier is None:
         return so_far

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
 from optx_sync.checks import check_grads
 from optx_sync.trees import Tree, is_slices, leaves_with_names
@@ -306,7 +305,7 @@ def _detach(
 
 
 def _to_state(
-    values: dict[_Name, jax.Array], slots: list[str], structure: PyTreeDef
+    values: dict[_Name, jax.Array], slots: list[str], structure: Any
 ) -> KerasState:
     return KerasState(
         variables={name: value for (name, i), value in values.items() if i is None},
@@ -319,7 +318,7 @@ def _to_state(
     )
 
 
-def _from_state(state: KerasState, structure: PyTreeDef) -> dict[_Name, jax.Array]:
+def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
     values: dict[_Name, jax.Array] = {
         (name, None): value for name, value in state.variables.items()
     }

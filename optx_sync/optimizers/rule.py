@@ -70,7 +70,7 @@ class Step(NamedTuple):
     """What all arrays of one update have in common: scalars, in the slots' dtype."""
 
     learning_rate: Float[Array, ""]  # of this update: a schedule has been evaluated
-    count: Int32[Array, ""]  # updates before this one: 0 at the first
+    count: Any  # int32[], updates before this one: 0 at the first
     hyper: tuple[Float[Array, ""], ...]  # the numbers of the rule's `hyper`, in order
     # The rule's `powers`: b itself in the first update, b^t in the t-th; () without.
     powers: Tree
@@ -229,7 +229,7 @@ def from_rule(
         updates = structure.unflatten([update for update, _ in results])
         columns = [[slots[i] for _, slots in results] for i in range(len(rule.slots))]
         return updates, RuleState(
-            update_count=optax.safe_increment(state.update_count),
+            update_count=jnp.asarray(optax.safe_increment(state.update_count)),
             powers=jax.tree.map(
                 lambda power, base: power * jnp.asarray(base, dtype=power.dtype),
                 state.powers,

@@ -7,7 +7,6 @@ from typing import NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from optx_sync.rows import slices
 from optx_sync.rows.slices import FILL, ORDERED, as_int32, known_numbers
@@ -15,7 +14,7 @@ from optx_sync.shapes import Array, Key, Shaped
 from optx_sync.trees import at_least_float32
 
 
-def take(table: "Table", ids: ArrayLike) -> jax.Array:
+def take(table: "Table", ids: slices.Numbers) -> jax.Array:
     """Rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
 
     Departs from ``table[ids]`` in that a row out of range, a negative one included, is
@@ -87,7 +86,7 @@ class _GatheredRows:
         """The table's."""
         return len(self.shape)
 
-    def look_up(self, ids: ArrayLike) -> jax.Array:
+    def look_up(self, ids: slices.Numbers) -> jax.Array:
         """`take` of this table."""
         ids = as_int32(ids, "ids")
         _refuse_known_ids(ids, self.shape[0], f"take from {self.path}")
@@ -152,7 +151,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-def _gather(table: object, ids: ArrayLike, path: str) -> _GatheredRows:
+def _gather(table: object, ids: slices.Numbers, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)

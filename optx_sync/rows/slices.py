@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`IndexedSlices`: the gradient of a table, as the rows that a batch touched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +14,8 @@ from jax.typing import ArrayLike
 from optx_sync.shapes import Array, Bool, Int32, Key
 from optx_sync.trees import SlicesLeaf, Tree, at_least_float32, is_slices
 
+# What users pass for rows: an array, or a list of numbers.
+Numbers: TypeAlias = ArrayLike | Sequence[Any]
 Rows: TypeAlias = Int32[Array, " k"]
 LAST_INDEX = 2**31 - 1
 # Indices from here on name no row: `sum_duplicates` fills its unused entries with
@@ -63,7 +65,7 @@ class IndexedSlices(SlicesLeaf):
     # NumPy arrays on the left leave the sum to `__radd__`.
     __array_ufunc__ = None
 
-    def __init__(self, indices: ArrayLike, values: ArrayLike):
+    def __init__(self, indices: Numbers, values: ArrayLike):
         values = jnp.asarray(values)
         words = _hide(indices)
         if words.ndim != 1:
@@ -85,10 +87,10 @@ class IndexedSlices(SlicesLeaf):
         self._values = values
 
     @property
-    def indices(self) -> Int32[Array, "..."]:
-        """The rows, [k]."""
+    def indices(self) -> Any:
+        """The rows, int32[k]; abstract where the slices are."""
         if isinstance(self._words, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self._words.shape, jnp.int32)  # pyright: ignore[reportReturnType] # an abstract array stands for the array
+            return jax.ShapeDtypeStruct(self._words.shape, jnp.int32)
         return show(self._words)
 
     @property
@@ -179,7 +181,9 @@ def unique_rows(grads: Tree) -> Tree:
 
 
 def check_rows(
-    slices: IndexedSlices, table: jax.Array | jax.ShapeDtypeStruct, path: str = ""
+    slices: IndexedSlices,
+    table: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    path: str = "",
 ) -> None:
     """Refuse slices that do not fit a table.
 
@@ -232,7 +236,7 @@ def rebuild(words: Any, values: Any) -> IndexedSlices:
     return slices
 
 
-def _hide(indices: ArrayLike) -> Key[Array, "..."]:
+def _hide(indices: Numbers) -> Key[Array, "..."]:
     """Integers as an array of an extended dtype, which knows no arithmetic."""
     indices = as_int32(indices, "indices")
     if isinstance(indices, Tracer):
@@ -249,7 +253,7 @@ def hide_words(indices: Int32[Array, "*k"]) -> Key[Array, "*k"]:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def as_int32(indices: ArrayLike, what: str) -> jax.Array | np.ndarray:
+def as_int32(indices: Numbers, what: str) -> jax.Array | np.ndarray:
     """Integers of any dtype as int32; those that do not fit never wrap to a row."""
     if not isinstance(indices, jax.Array):
         said = hasattr(indices, "dtype")

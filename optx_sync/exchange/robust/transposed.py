@@ -9,7 +9,7 @@ are.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
-from optx_sync.shapes import Array, Bool, Float, Num
+from optx_sync.shapes import Array, Bool, Num
 
 
 class Everyone(NamedTuple):
@@ -30,8 +30,8 @@ class Everyone(NamedTuple):
     blocks: list[Num[Array, "replicas piece"]]
     joint: buffers.Joint  # of the leaves' pieces, [replicas, numbers of one] each
     counts: Bool[Array, " replicas"]  # who counts
-    # What each replica says of itself: `sizes` of the rule.
-    sizes: Float[Array, "replicas said"] | None
+    # [replicas, ...], what each replica says of itself; `None` without `sizes`.
+    sizes: Any
     axis_name: AxisName
     shard_axes: tuple[str, ...]
 
