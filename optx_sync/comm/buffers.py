@@ -113,7 +113,7 @@ def shaped(x: jax.Array, like: Like) -> jax.Array:
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def in_rows(x: Shaped[Array, " numbers"], n: int) -> Shaped[Array, "{n} _"]:
+def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
     """A flat array, padded, as a piece for each of n replicas."""
     return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
 

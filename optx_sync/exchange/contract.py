@@ -193,12 +193,12 @@ def require_exact(exchange: Exchange) -> None:
         )
 
 
-def check_exchange(exchange: object, default: Exchange) -> Exchange:
+def check_exchange(exchange: object, default: Exchange | None = None) -> Exchange:
     """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else.
 
     Its `meet` leaves nothing of `Met` out.
     """
-    if exchange is None:
+    if exchange is None and default is not None:
         return default
     if not isinstance(exchange, Exchange):
         raise TypeError(

@@ -86,7 +86,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
         Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
     """
-    exchange = check_exchange(exchange, exchange)
+    exchange = check_exchange(exchange)
     if not exchange.linear:
         raise ValueError(
             "error_feedback needs a linear exchange, of which somebody knows what it "
