@@ -316,7 +316,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "comm/reduce.py",
-            "    reducible(axes)\n    require_local",
+            "    collectives.reducible(axes)\n    require_local",
             "    require_local",
         ),
         Mutant("comm/collectives.py", "if len(set(axes)) < len(axes):", "if False:"),
@@ -327,8 +327,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "comm/reduce.py",
-            "own = jnp.asarray(groups.own_group)[axis_index(axes)]",
-            "own = axis_index(axes) // groups.size",
+            "own = jnp.asarray(groups.own_group)[collectives.axis_index(axes)]",
+            "own = collectives.axis_index(axes) // groups.size",
         ),
         Mutant(
             "comm/reduce.py",
@@ -375,8 +375,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("exchange/contract.py", "if not isinstance(met, Met):", "if False:"),
         Mutant(
             "exchange/quantized.py",
-            "_lost(mean, second, bits) * total.astype(x.dtype)",
-            "_lost(mean, second, bits)",
+            "second.lost * total.astype(x.dtype)",
+            "second.lost",
             EXCHANGE,
         ),
         Mutant(
@@ -417,8 +417,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "exchange/error_feedback.py",
-            "return jnp.where(arrived, new, error)",
-            "return new",
+            "errors[place] = jnp.where(arrived, new, error)",
+            "errors[place] = new",
             EXCHANGE,
         ),
         Mutant(
@@ -489,14 +489,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "optimizers/rule.py",
-            "update_count=optax.safe_increment(state.update_count),",
+            "update_count=jnp.asarray(optax.safe_increment(state.update_count)),",
             "update_count=state.update_count,",
             LAWS,
         ),
         Mutant(
             "optimizers/rule.py",
-            "learning_rate=jnp.where(count >= 0, cast(rate), cast(count)),",
-            "learning_rate=cast(rate),",
+            "chosen = jnp.where(count >= 0, cast(rate), cast(count))",
+            "chosen = cast(rate)",
             LAWS,
         ),
         Mutant("optimizers/rule.py", "    grad = grad.sum_duplicates()\n", "", LAWS),
@@ -1008,8 +1008,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("exchange/robust", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
         Mutant(
             "exchange/robust",
-            "return norms.counted(total < 0, weight)",
-            "return norms.counted(total > 0, weight)",
+            "return norms.counted(agreed < 0, weight)",
+            "return norms.counted(agreed > 0, weight)",
         ),
         Mutant(
             "exchange/robust",

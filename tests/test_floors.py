@@ -15,6 +15,7 @@ FILES = {
 FLOORS = {
     "hlo": 1,
     "trees": 1,
+    "shapes": 1,
     "in_place": 2,
     "rows": 2,
     "audit": 2,
