@@ -279,7 +279,9 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
                 pid = ray.get(servers[worker.index].pid.remote())
                 os.kill(pid, signal.SIGKILL)
             # A worker that has returned hears of no loss: both stay for the second.
-            while worker.local_step == 25 and not (tmp_path / "restored again").exists():
+            while (
+                worker.local_step == 25 and not (tmp_path / "restored again").exists()
+            ):
                 time.sleep(0.02)
             time.sleep(0.02)
         left = json.dumps([worker.rounds, worker.lost])
