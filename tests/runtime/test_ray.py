@@ -257,9 +257,13 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
     def tells(events, new):
         """Leave a file when the run has heard of both servers, while they live."""
         tell(events, new)
-        for kind in ("started", "restored"):
-            if sum(event.kind == kind for event in events.seen) >= 2:
-                (tmp_path / kind).touch()
+        for kind, times, name in (
+            ("started", 2, "started"),
+            ("restored", 2, "restored"),
+            ("restored", 4, "restored again"),
+        ):
+            if sum(event.kind == kind for event in events.seen) >= times:
+                (tmp_path / name).touch()
 
     monkeypatch.setattr(on_ray._Events, "_tell", tells)
 
@@ -274,6 +278,11 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
                     time.sleep(0.02)
                 pid = ray.get(servers[worker.index].pid.remote())
                 os.kill(pid, signal.SIGKILL)
+            # A worker that has returned hears of no loss: both stay for the second.
+            while (
+                worker.local_step == 25 and not (tmp_path / "restored again").exists()
+            ):
+                time.sleep(0.02)
             time.sleep(0.02)
         left = json.dumps([worker.rounds, worker.lost])
         (tmp_path / f"rounds.{worker.index}").write_text(left)
