@@ -97,7 +97,7 @@ class CrossShardMetrics(NamedTuple):
 class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something."""
 
-    exchange: Any  # what the exchange remembers, this replica's own, or ()
+    exchange: Tree  # what the exchange remembers, this replica's own, or ()
     info: Info
     inner: optax.OptState  # the state of `inner`
 
@@ -538,7 +538,7 @@ def _check_pieces(replicas: _CrossShard) -> Callable[..., Tree]:
     return replicas.exchange.scatter
 
 
-def _require_floating(grads: Any, params: Any) -> None:
+def _require_floating(grads: Tree, params: Tree | None) -> None:
     """Refuse integer parameters that have a gradient: updates get their dtype."""
     found = dict(leaves_with_names(params))
     for path, grad in leaves_with_names(grads):

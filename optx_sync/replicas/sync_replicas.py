@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply the mean of the first R fresh gradients: `sync_replicas`."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optx_sync.checks import (
     check_grads,
@@ -68,11 +70,13 @@ from optx_sync.replicas.accumulator import (
     sums_of,
 )
 from optx_sync.replicas.averages import (
+    Decay,
     advance_averages,
     check_averages,
     start_averages,
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
+from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation
 from optx_sync.trees import (
     Tree,
@@ -87,6 +91,10 @@ from optx_sync.trees import (
     zeros_like,
 )
 
+Record = TypeVar("Record", "Outcomes", "Gathered")
+# A flag of the last gradient, or a number of all.
+Outcome: TypeAlias = Bool[Array, ""] | Int32[Array, ""]
+
 
 class Outcomes(NamedTuple):
     """What may become of a replica's gradient; one of them does.
@@ -95,11 +103,11 @@ class Outcomes(NamedTuple):
     stale, stale before nonfinite, and nonfinite before no_token.
     """
 
-    used: Any  # accumulated
-    stale: Any  # computed before the last update
-    nonfinite: Any  # held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: Any  # `contributes` was False, or the weight 0
-    no_token: Any  # the tokens of this update were gone
+    used: Outcome  # accumulated
+    stale: Outcome  # computed before the last update
+    nonfinite: Outcome  # held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: Outcome  # `contributes` was False, or the weight 0
+    no_token: Outcome  # the tokens of this update were gone
 
 
 class SyncReplicasMetrics(NamedTuple):
@@ -108,18 +116,18 @@ class SyncReplicasMetrics(NamedTuple):
     At most one of the flags holds for the last gradient; before the first one none.
     """
 
-    used: jax.Array  # bool[], it was accumulated
-    stale: jax.Array  # bool[], it was computed before the last update
-    nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: jax.Array  # bool[], `contributes` was False, or the weight 0
-    no_token: jax.Array  # bool[], the tokens of this update were gone
+    used: Bool[Array, ""]  # it was accumulated
+    stale: Bool[Array, ""]  # it was computed before the last update
+    nonfinite: Bool[Array, ""]  # it held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: Bool[Array, ""]  # `contributes` was False, or the weight 0
+    no_token: Bool[Array, ""]  # the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
     # Of the last update, equal on all replicas, with `measure=True`; otherwise None.
-    noise_scale: jax.Array | None = None  # float32[], a ratio of moving averages
-    agreement: jax.Array | None = None  # float32[], the mean cosine of two gradients
-    contribution_norm: jax.Array | None = None  # float32[], the root mean square
-    update_norm: jax.Array | None = None  # float32[], of what `inner` made of the mean
-    contributors: jax.Array | None = None  # float32[], gradients in the mean
+    noise_scale: Float[Array, ""] | None = None  # a ratio of moving averages
+    agreement: Float[Array, ""] | None = None  # the mean cosine of two gradients
+    contribution_norm: Float[Array, ""] | None = None  # the root mean square
+    update_norm: Float[Array, ""] | None = None  # of what `inner` made of the mean
+    contributors: Float[Array, ""] | None = None  # gradients in the mean
     # int32[], updates in which what it had accumulated lay far from the others', with a
     # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
     outliers: jax.Array | None = None
@@ -132,10 +140,10 @@ class Gathered(NamedTuple):
     `optx_sync.metrics.to_sum` names them.
     """
 
-    squares: jax.Array  # float32[], w |g|^2
-    own_squares: jax.Array  # float32[], w^2 |g|^2
-    inverse: jax.Array  # float32[], w / b
-    own_inverse: jax.Array  # float32[], w^2 / b
+    squares: Float[Array, ""]  # w |g|^2
+    own_squares: Float[Array, ""]  # w^2 |g|^2
+    inverse: Float[Array, ""]  # w / b
+    own_inverse: Float[Array, ""]  # w^2 / b
 
 
 @fields.declare(
@@ -153,20 +161,20 @@ class Gathered(NamedTuple):
 class SyncReplicasState(NamedTuple):
     """State of `sync_replicas`."""
 
-    global_step: jax.Array  # int32[], updates
-    accumulated: jax.Array  # int32[], gradients since the last one, of all replicas
+    global_step: Int32[Array, ""]  # updates
+    accumulated: Int32[Array, ""]  # gradients since the last one, of all replicas
     # float32[], or float64[] where a sum is: the sum of the weights of these. All kept
     # weights are multiples of `weight_unit`, the largest of the first ones ever; 0
     # before. So weights that are all equal are 1, and half precision sums stay small.
     total_weight: jax.Array
     weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
-    exchange: Any  # what the exchange remembers, or ()
+    exchange: Tree  # what the exchange remembers, or ()
     # The weights of its own gradients since the last update, () with a linear exchange
-    contributed: Any
+    contributed: Tree
     info: Info  # with `Outcomes` and `Gathered`, of this replica
     inner: optax.OptState
-    averages: Any  # like the parameters, MaskedNode where there is none, or ()
+    averages: Tree  # like the parameters, MaskedNode where there is none, or ()
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
@@ -210,9 +218,9 @@ def sync_replicas(
     *,
     total_num_replicas: int | None = None,
     variable_averages: float | optax.Schedule | None = None,
-    variables_to_average: Any = None,
+    variables_to_average: Tree | Callable[[Tree], Tree] = None,
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
     measure: bool = False,
@@ -378,11 +386,11 @@ def sync_replicas(
 class _Step(NamedTuple):
     """What is known of a step once its gradients have been accumulated."""
 
-    grads: Any  # this replica's, equal rows added up
-    params: Any
+    grads: Tree  # this replica's, equal rows added up
+    params: Tree
     tokens: int  # the gradients that an update can have
-    weight: Any  # float[], of this replica's gradient, 0 where it is not used
-    due: Any  # bool or bool[], whether the update is made in this step
+    weight: Float[Array, ""]  # of this replica's gradient, 0 where it is not used
+    due: Bool[Array, ""] | bool  # whether the update is made in this step
     extra_args: dict[str, Any]
 
 
@@ -393,22 +401,22 @@ class _SyncReplicas(NamedTuple):
     axis_name: AxisName
     required: int
     total: int | None
-    decay: float | optax.Schedule | None
-    averaged: Any
+    decay: Decay | None
+    averaged: Tree | Callable[[Tree], Tree]
     drop_nonfinite: bool
-    dtype: Any
+    dtype: DTypeLike | None
     reduced_names: tuple[str, ...]
     exchange: Exchange
     measure: bool
 
-    def init(self, params: Any) -> SyncReplicasState:
+    def init(self, params: Tree) -> SyncReplicasState:
         """The state of a replica before its first step."""
         check_params(params)
         check_variables(params)
         accumulator = start_accumulator(params, self.dtype)
         weights = accumulator.row_weights.dtype
 
-        def own(tree: Any) -> Any:
+        def own(tree: Tree) -> Tree:
             # What is a replica's own varies over the axis from the start.
             return localize_where_mapped(tree, self.axis_name)
 
@@ -425,7 +433,7 @@ class _SyncReplicas(NamedTuple):
             averages=start_averages(params, self.decay, self.averaged, self.dtype),
         )
 
-    def start_info(self, params: Any) -> Info:
+    def start_info(self, params: Tree) -> Info:
         """What is told before the first step."""
         info = Info(
             outliers=start_outliers(self.exchange),
@@ -482,8 +490,8 @@ class _SyncReplicas(NamedTuple):
         batch_size = check_batch_size(batch_size)
         grads = unique_rows(grads)
         all_count = contributes is True and weight is None and gradient_step is None
-        given: Any = own_weight(1 if weight is None else weight, self.axis_name)
-        given = given.astype(state.total_weight.dtype)
+        given = own_weight(1 if weight is None else weight, self.axis_name)
+        given = jnp.asarray(given, state.total_weight.dtype)
         contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
         fresh = finite = jnp.bool_(True)
         if gradient_step is not None:
@@ -649,7 +657,7 @@ class _SyncReplicas(NamedTuple):
 
 
 def check_replicas(
-    replicas_to_aggregate: Any, total_num_replicas: Any
+    replicas_to_aggregate: object, total_num_replicas: object
 ) -> tuple[int, int | None]:
     """Both numbers as ints; refuse what is not an integer of 1 or more."""
     required = integer(
@@ -664,7 +672,7 @@ def check_replicas(
     return required, total
 
 
-def check_variables(tree: Any) -> None:
+def check_variables(tree: Tree) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
     if not jax.tree.leaves(tree) and not is_placeholder(tree):
         raise ValueError(
@@ -673,7 +681,12 @@ def check_variables(tree: Any) -> None:
         )
 
 
-def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
+def _either(
+    due: Bool[Array, ""] | bool,
+    move: Callable[..., tuple[Tree, Tree]],
+    wait: Callable[..., tuple[Tree, Tree]],
+    *before: Tree,
+) -> tuple[Tree, Tree]:
     """(result, state) of `move(*before)` where due, else of `wait(shapes, *before)`.
 
     `before` ends with the state; `shapes` are those of the result of `move`. No
@@ -694,7 +707,7 @@ def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
     return jax.lax.cond(due, moved, waited, *before)
 
 
-def _zeros(kind: Any, dtype: Any) -> Any:
+def _zeros(kind: type[Record], dtype: DTypeLike) -> Record:
     """A NamedTuple of zeros, an array for each: a buffer can be donated once."""
     return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
 
