@@ -364,8 +364,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "if not exchange.exact:\n            require_dense(grads)",
-            "if False:\n            require_dense(grads)",
+            "if not exchange.exact:\n            contract.require_dense(grads)",
+            "if False:\n            contract.require_dense(grads)",
         ),
         Mutant(
             "replicas/cross_shard.py",
@@ -534,7 +534,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("comm/reduce.py", "total: Any = divisor", "total: Any = size"),
         Mutant(
             "replicas/cross_shard.py",
-            "inner = vary_like(inner, before.inner)",
+            "inner = varying.vary_like(inner, before.inner)",
             "pass",
         ),
         Mutant(
@@ -544,7 +544,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "updates = fill_missing(updates, params)",
+            "updates = checks.fill_missing(updates, params)",
             "pass",
         ),
         Mutant(
@@ -564,8 +564,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "tokens = max(axis_size(self.axis_name), self.required)",
-            "tokens = axis_size(self.axis_name)",
+            "tokens = max(collectives.axis_size(self.axis_name), self.required)",
+            "tokens = collectives.axis_size(self.axis_name)",
             SYNC,
         ),
         Mutant(
@@ -634,8 +634,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/averages.py",
-            "rate = 1 - decay.astype(jnp.float32)",
-            "rate = decay.astype(jnp.float32)",
+            "rate = 1 - now.astype(jnp.float32)",
+            "rate = now.astype(jnp.float32)",
             SYNC,
         ),
         Mutant("replicas/averages.py", "if not selected or not", "if not", SYNC),
@@ -1023,7 +1023,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "            contributed=zeros_like(state.contributed),\n",
+            "            contributed=trees.zeros_like(state.contributed),\n",
             "",
         ),
         Mutant(

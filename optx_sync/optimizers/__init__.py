@@ -31,3 +31,25 @@ from optx_sync.optimizers.grad_variance_scaled import (
     grad_variance_scaled as grad_variance_scaled,
 )
 from optx_sync.optimizers.keras import keras as keras
+
+__all__ = [
+    "LeafRule",
+    "adadelta",
+    "adagrad",
+    "adagrad_da",
+    "adam",
+    "amsgrad",
+    "custom_adam",
+    "from_rule",
+    "ftrl",
+    "grad_variance_scaled",
+    "gradient_descent",
+    "keras",
+    "momentum",
+    "nadam",
+    "neural_optimizer_1",
+    "normalized_sgd",
+    "proximal_adagrad",
+    "proximal_gradient_descent",
+    "rmsprop",
+]

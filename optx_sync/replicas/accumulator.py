@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync import trees
 from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
 from optx_sync.shapes import Array, Bool
-from optx_sync.trees import Tree, accumulator_dtype, at_least_float32, is_gradient_leaf
+from optx_sync.trees import Tree
 
 # The dtypes of sums for which weights are kept in float64.
 _WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}
@@ -34,7 +35,8 @@ class Accumulator(NamedTuple):
 def start_accumulator(params: Tree, dtype: DTypeLike | None = None) -> Accumulator:
     """Nothing accumulated, for parameters or their `jax.ShapeDtypeStruct`."""
     sums = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype, dtype)), params
+        lambda p: jnp.zeros_like(p, dtype=trees.accumulator_dtype(p.dtype, dtype)),
+        params,
     )
     rows = sum(map(_rows, jax.tree.leaves(sums)))
     wide = {x.dtype for x in jax.tree.leaves(sums)} & _WIDE
@@ -56,7 +58,7 @@ def accumulate(
     weight = jnp.asarray(weight, row_weights.dtype)
 
     def weighed(x, dtype):
-        wide = at_least_float32(x.dtype)
+        wide = trees.at_least_float32(x.dtype)
         return (x.astype(wide) * weight.astype(wide)).astype(dtype)
 
     treedef, matched = _match(accumulator, grads)
@@ -118,10 +120,10 @@ def mean_of(
             size = min(len(weights), at_most * grad.values.shape[0])
             rows = _rows_mean(summed, weights, size)
             return rows.map_values(lambda values: values.astype(grad.values.dtype))
-        summed = summed.astype(at_least_float32(summed.dtype))
+        summed = summed.astype(trees.at_least_float32(summed.dtype))
         return (summed / count.astype(summed.dtype)).astype(grad.dtype)
 
-    return jax.tree.map(mean, grads, sums, is_leaf=is_gradient_leaf)
+    return jax.tree.map(mean, grads, sums, is_leaf=trees.is_gradient_leaf)
 
 
 def clear(accumulator: Accumulator, mean: Tree, count: jax.Array) -> Accumulator:
@@ -157,7 +159,7 @@ def _zeros_after(mean: Tree, sums: jax.Array, count: jax.Array) -> jax.Array:
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
-    values = sums.at[rows].get(**FILL).astype(at_least_float32(sums.dtype))
+    values = sums.at[rows].get(**FILL).astype(trees.at_least_float32(sums.dtype))
     divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
     divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.
@@ -166,7 +168,7 @@ def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
 
 def _match(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[Tree]]:
     """(the tree of the gradients, for each (gradient, sum, place of its weights))."""
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=trees.is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
     starts = itertools.accumulate(map(_rows, sums), initial=0)
     return treedef, list(zip(leaves, sums, starts, strict=False))

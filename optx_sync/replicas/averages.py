@@ -11,13 +11,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync.trees import (
-    Tree,
-    accumulator_dtype,
-    is_inexact,
-    is_masked,
-    is_placeholder,
-)
+from optx_sync import trees
+from optx_sync.trees import Tree
 
 Decay: TypeAlias = float | optax.Schedule
 
@@ -49,15 +44,15 @@ def start_averages(
     """
     if decay is None:
         return ()
-    if is_placeholder(params):
+    if trees.is_placeholder(params):
         return params
     mask = mask(params) if callable(mask) else mask
     mask = jax.tree.broadcast(True if mask is None else mask, params)
 
     def start(selected, param):
-        if not selected or not is_inexact(param.dtype):
+        if not selected or not trees.is_inexact(param.dtype):
             return optax.MaskedNode()
-        wide = accumulator_dtype(param.dtype, dtype)
+        wide = trees.accumulator_dtype(param.dtype, dtype)
         if isinstance(param, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(param.shape, wide)
         return jnp.array(param, dtype=wide, copy=True)
@@ -78,9 +73,9 @@ def advance_averages(
         rate = np.asarray(1 - np.asarray(now, np.float64))
 
     def advance(average, param):
-        if is_masked(average):
+        if trees.is_masked(average):
             return average
         distance = average - param.astype(average.dtype)
         return average - rate.astype(average.dtype) * distance
 
-    return jax.tree.map(advance, averages, params, is_leaf=is_masked)
+    return jax.tree.map(advance, averages, params, is_leaf=trees.is_masked)

@@ -10,22 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-    explains_inner,
-    fill_missing,
-    integer,
-)
-from optx_sync.comm.collectives import (
-    AxisName,
-    axis_index,
-    axis_size,
-    check_axis_name,
-    require_whole_lanes,
-)
+from optx_sync import checks, trees
+from optx_sync.comm import collectives, varying
+from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import (
     check_extra_args,
     mean_extra_args,
@@ -33,22 +20,9 @@ from optx_sync.comm.reduce import (
     own_weight,
     reduce,
 )
-from optx_sync.comm.varying import (
-    localize,
-    localize_where_mapped,
-    require_local,
-    vary_like,
-)
+from optx_sync.exchange import contract
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import (
-    Exchange,
-    check_exchange,
-    check_weight,
-    count_outlier,
-    require_dense,
-    require_exact,
-    start_outliers,
-)
+from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import (
     Info,
     check_batch_size,
@@ -78,18 +52,7 @@ from optx_sync.replicas.averages import (
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation
-from optx_sync.trees import (
-    Tree,
-    add_updates,
-    cast_like,
-    check_accumulator_dtype,
-    is_finite,
-    is_masked,
-    is_nothing,
-    is_placeholder,
-    is_slices,
-    zeros_like,
-)
+from optx_sync.trees import Tree
 
 Record = TypeVar("Record", "Outcomes", "Gathered")
 # A flag of the last gradient, or a number of all.
@@ -196,18 +159,18 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if is_nothing(self.averages):
+        if trees.is_nothing(self.averages):
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
             )
         return jax.tree.map(
             lambda average, param: (
-                param if is_masked(average) else average.astype(param.dtype)
+                param if trees.is_masked(average) else average.astype(param.dtype)
             ),
             self.averages,
             params,
-            is_leaf=is_masked,
+            is_leaf=trees.is_masked,
         )
 
 
@@ -355,8 +318,8 @@ def sync_replicas(
         TensorFlow 1.15, `tf.train.SyncReplicasOptimizer`. Chen, Pan, Monga, Bengio,
         Jozefowicz 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981.
     """
-    inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
-    check_axis_name(axis_name)
+    inner = checks.check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
+    collectives.check_axis_name(axis_name)
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
@@ -364,9 +327,9 @@ def sync_replicas(
             "variables_to_average says which parameters to average, but there is no "
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
-    exchange = check_exchange(exchange, all_reduce())
+    exchange = contract.check_exchange(exchange, all_reduce())
     if measure:
-        require_exact(exchange)
+        contract.require_exact(exchange)
     replicas = _SyncReplicas(
         inner,
         axis_name,
@@ -375,7 +338,7 @@ def sync_replicas(
         variable_averages,
         variables_to_average,
         drop_nonfinite,
-        check_accumulator_dtype(accumulator_dtype),
+        trees.check_accumulator_dtype(accumulator_dtype),
         check_extra_args(reduce_extra_args),
         exchange,
         measure,
@@ -411,14 +374,14 @@ class _SyncReplicas(NamedTuple):
 
     def init(self, params: Tree) -> SyncReplicasState:
         """The state of a replica before its first step."""
-        check_params(params)
+        checks.check_params(params)
         check_variables(params)
         accumulator = start_accumulator(params, self.dtype)
         weights = accumulator.row_weights.dtype
 
         def own(tree: Tree) -> Tree:
             # What is a replica's own varies over the axis from the start.
-            return localize_where_mapped(tree, self.axis_name)
+            return varying.localize_where_mapped(tree, self.axis_name)
 
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
@@ -436,12 +399,12 @@ class _SyncReplicas(NamedTuple):
     def start_info(self, params: Tree) -> Info:
         """What is told before the first step."""
         info = Info(
-            outliers=start_outliers(self.exchange),
+            outliers=contract.start_outliers(self.exchange),
             outcome=jnp.full((), -1, jnp.int32),
             outcome_counts=_zeros(Outcomes, jnp.int32),
             gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
         )
-        info = localize_where_mapped(info, self.axis_name)
+        info = varying.localize_where_mapped(info, self.axis_name)
         if not self.measure:
             return info
         return info._replace(measured=like_params(start(), params, self.axis_name))
@@ -498,8 +461,8 @@ class _SyncReplicas(NamedTuple):
             gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
             fresh = gradient_step.astype(jnp.int32) >= state.global_step
         if self.drop_nonfinite:
-            finite = is_finite((grads, given))
-        tokens = max(axis_size(self.axis_name), self.required)
+            finite = trees.is_finite((grads, given))
+        tokens = max(collectives.axis_size(self.axis_name), self.required)
         used, arrived = _hand_out(
             contributes & fresh & finite,
             given,
@@ -531,32 +494,32 @@ class _SyncReplicas(NamedTuple):
         """Refuse what does not fit a step of a replica."""
         axis_name = self.axis_name
         check_variables(grads if params is None else params)
-        check_grads(grads, params)
+        checks.check_grads(grads, params)
         if params is None and self.decay is not None:
             raise ValueError(
                 "A moving average of the parameters needs them; got params=None. Call "
                 "update(grads, state, params)."
             )
-        require_local(
+        varying.require_local(
             grads,
             axis_name,
             "gradient",
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
-        require_whole_lanes(grads, axis_name)
-        check_one_worker(state.global_step, state.accumulator.sums, params)
-        replicas = axis_size(axis_name)
+        collectives.require_whole_lanes(grads, axis_name)
+        checks.check_one_worker(state.global_step, state.accumulator.sums, params)
+        replicas = collectives.axis_size(axis_name)
         if self.total not in (None, replicas):
             raise ValueError(
                 f"total_num_replicas={self.total}, but the axis {axis_name!r} "
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         if self.measure:
-            require_dense(grads, "measure=True")
+            contract.require_dense(grads, "measure=True")
         elif not self.exchange.exact:
-            require_dense(grads)
-        check_weight(self.exchange, weight)
+            contract.require_dense(grads)
+        contract.check_weight(self.exchange, weight)
 
     def add(self, grads, state: SyncReplicasState, used, weight, arrived, batch_size):
         """The state with the gradient in this replica's own sums, if it is used."""
@@ -590,7 +553,7 @@ class _SyncReplicas(NamedTuple):
 
     def square(self, tree, state: SyncReplicasState) -> jax.Array:
         """The squared norm: over other axes along which gradients vary lie shards."""
-        like = localize(state.info.measured.update_norm, self.axis_name)
+        like = varying.localize(state.info.measured.update_norm, self.axis_name)
         return square_sum(tree, like)
 
     def move(self, step: _Step, state: SyncReplicasState):
@@ -599,10 +562,10 @@ class _SyncReplicas(NamedTuple):
         extra = mean_extra_args(
             step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
         )
-        with explains_inner(step.grads):
+        with checks.explains_inner(step.grads):
             moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
-        moved = fill_missing(moved, step.params)
-        params = None if step.params is None else add_updates(step.params, moved)
+        moved = checks.fill_missing(moved, step.params)
+        params = None if step.params is None else trees.add_updates(step.params, moved)
         averages = advance_averages(
             state.averages, params, self.decay, state.global_step
         )
@@ -621,9 +584,9 @@ class _SyncReplicas(NamedTuple):
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
             accumulator=clear(state.accumulator, mean, state.accumulated),
-            contributed=zeros_like(state.contributed),
-            info=state.info._replace(gathered=zeros_like(state.info.gathered)),
-            inner=cast_like(inner, state.inner),
+            contributed=trees.zeros_like(state.contributed),
+            info=state.info._replace(gathered=trees.zeros_like(state.info.gathered)),
+            inner=trees.cast_like(inner, state.inner),
             averages=averages,
         )
         return moved, params, state
@@ -641,7 +604,7 @@ class _SyncReplicas(NamedTuple):
         if self.measure:
             also = state.info.gathered._asdict()
         met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
-        outliers = count_outlier(
+        outliers = contract.count_outlier(
             exchange, sums, met.mean, axis_name, votes, state.info.outliers
         )
         count = jnp.ones((), jnp.int32)
@@ -660,7 +623,7 @@ def check_replicas(
     replicas_to_aggregate: object, total_num_replicas: object
 ) -> tuple[int, int | None]:
     """Both numbers as ints; refuse what is not an integer of 1 or more."""
-    required = integer(
+    required = checks.integer(
         "replicas_to_aggregate",
         replicas_to_aggregate,
         "Pass the number of gradients that an update needs.",
@@ -668,13 +631,13 @@ def check_replicas(
     total = total_num_replicas
     if total is not None:
         mend = "Pass the number of replicas."
-        total = integer("total_num_replicas", total, mend)
+        total = checks.integer("total_num_replicas", total, mend)
     return required, total
 
 
 def check_variables(tree: Tree) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
-    if not jax.tree.leaves(tree) and not is_placeholder(tree):
+    if not jax.tree.leaves(tree) and not trees.is_placeholder(tree):
         raise ValueError(
             f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
             "Pass the parameters, and gradients like them."
@@ -697,10 +660,10 @@ def _either(
     like = (shapes, before[-1])
 
     def moved(*before):
-        return vary_like(vary_like(move(*before), like), types)
+        return varying.vary_like(varying.vary_like(move(*before), like), types)
 
     def waited(*before):
-        return vary_like(vary_like(wait(shapes, *before), like), types)
+        return varying.vary_like(varying.vary_like(wait(shapes, *before), like), types)
 
     if isinstance(due, bool):
         return moved(*before) if due else waited(*before)
@@ -731,9 +694,9 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
 
     Of the others the weight is 0.
     """
-    replicas = axis_size(axis_name)
+    replicas = collectives.axis_size(axis_name)
     numbers = jnp.arange(replicas, dtype=jnp.int32)
-    mine = numbers == axis_index(axis_name)
+    mine = numbers == collectives.axis_index(axis_name)
     sent = jnp.where(mine & candidate, weight, jnp.zeros_like(weight))
     everyone = reduce(sent, axis_name, reduction="sum")
     flags = (everyone != 0).astype(jnp.int32)
@@ -758,7 +721,7 @@ def _no_updates(shapes):
         # Minus zero, because 0.0 would turn a parameter of -0.0 into 0.0.
         return jnp.full(leaf.shape, -0.0, leaf.dtype)
 
-    return jax.tree.map(none, shapes, is_leaf=is_slices)
+    return jax.tree.map(none, shapes, is_leaf=trees.is_slices)
 
 
 def _extra(value, name, kind):
