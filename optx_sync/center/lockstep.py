@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.center import checks
 from optx_sync.center import worker as work
@@ -30,7 +31,7 @@ from optx_sync.center.fragments import (
 )
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
-from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
+from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, state_class
@@ -55,6 +56,7 @@ from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import (
+    Tree,
     check_accumulator_dtype,
     is_finite,
     is_placeholder,
@@ -70,7 +72,7 @@ def center_variable(
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     exchange: Exchange | None = None,
     measure: bool = False,
     shard_center: bool = False,
@@ -221,21 +223,20 @@ def center_variable(
     exchange = check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
-    sharded = None
     if shard_center:
         checks.check_whole_center(streams, measure, keep_local)
-        sharded = ShardedCenter(rule, period, axis_name, exchange)
+    meeting = Meeting(
+        inner,
+        rule,
+        axis_name,
+        exchange,
+        inner_state,
+        drop_nonfinite,
+        measure,
+        keep_local,
+    )
     lockstep = Lockstep(
-        Meeting(
-            inner,
-            rule,
-            axis_name,
-            exchange,
-            inner_state,
-            drop_nonfinite,
-            measure,
-            keep_local,
-        ),
+        meeting,
         period,
         fragments,
         delay,
@@ -243,8 +244,7 @@ def center_variable(
         keeps_before(rule, period),
         nests=True,
         state=state_class(rule),
-        sharded=sharded,
-        round=None,
+        round=pieces(meeting, period) if shard_center else None,
     )
     return direct_transformation(
         lockstep.init,
@@ -270,21 +270,23 @@ class Lockstep(NamedTuple):
     period: Period
     fragments: Fragments
     delay: int
-    dtype: Any
+    dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
     nests: bool  # whether `inner` may be a center rule, which is told of every round
     state: type[CenterState]
-    sharded: ShardedCenter | None = None
     round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
 
-    def plan(self, center: Any) -> _Plan:
+    @property
+    def sharded(self) -> Pieces | None:
+        """The rounds, where the center lies in pieces."""
+        return self.round if isinstance(self.round, Pieces) else None
+
+    def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
         if self.round is not None:
             return _Plan(parts, between, self.round)
-        if self.sharded is not None:
-            return _Plan(parts, between, Pieces(self.meeting, self.sharded))
         if not self.delay:
             return _Plan(parts, between, AtOnce(self.meeting))
         # One exchange in each step, of what the step before has left.
@@ -292,7 +294,7 @@ class Lockstep(NamedTuple):
             return _Plan(parts, between, InLine(self.meeting))
         return _Plan(parts, between, Later(self.meeting, self.delay))
 
-    def start(self, center: Any) -> tuple[Any, Center, Any, Any]:
+    def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) of the first step."""
         if is_placeholder(center):
             return self.start_placeholder(center)
@@ -301,13 +303,13 @@ class Lockstep(NamedTuple):
         if self.sharded is None:
             held = self.meeting.start_center(parts, center)
         else:
-            held = Center(*self.sharded.start(center))
+            held = self.sharded.start_center(center)
         return ages, held, *round_.start(parts, center)
 
-    def start_placeholder(self, center: Any) -> tuple[Any, Center, Any, Any]:
+    def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
         if self.sharded is not None:
-            return (), Center(*self.sharded.start(center)), (), ()
+            return (), self.sharded.start_center(center), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
         known, shapes = number_of_parts(self.fragments), shapes_of(center)
         if known is None and shapes is not None:
@@ -327,7 +329,7 @@ class Lockstep(NamedTuple):
             some if in_line else each(self.meeting.exchange.init),
         )
 
-    def init(self, params: Any) -> CenterState:
+    def init(self, params: Tree) -> CenterState:
         """The state of a worker that has not made a step."""
         meeting = self.meeting
         rule, exchange, drops = meeting.rule, meeting.exchange, meeting.drop_nonfinite
@@ -366,14 +368,14 @@ class Lockstep(NamedTuple):
 
     def apply(
         self,
-        grads: Any,
+        grads: Tree,
         state: CenterState,
-        params: Any,
+        params: Tree,
         *,
-        meet: Any = None,
-        weight: Any = None,
+        meet: bool | jax.Array | None = None,
+        weight: ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, CenterState]:
+    ) -> tuple[Tree, CenterState]:
         """One step that returns parameters: the driver of every center rule."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
@@ -391,9 +393,9 @@ class Lockstep(NamedTuple):
             **extra_args if weight is None else {**extra_args, "weight": weight},
         )
         worker, broken = self.own_step(before, worker, state.broken)
-        due = meet
-        if meet is None:
-            due = work.is_due(plan.between, steps, state.local_step)
+        due = (
+            work.is_due(plan.between, steps, state.local_step) if meet is None else meet
+        )
         step = Step(
             num_workers=num_workers,
             period=static_period(self.period),
@@ -426,7 +428,7 @@ class Lockstep(NamedTuple):
         return now.worker.params, self.next_state(state, now, step, broken)
 
     def next_state(
-        self, state: CenterState, now: Now, step: Step, broken: Any
+        self, state: CenterState, now: Now, step: Step, broken: jax.Array | None
     ) -> CenterState:
         """The state after a step, of what a round has changed."""
         due, ages = jnp.asarray(step.due), step.ages
@@ -450,7 +452,7 @@ class Lockstep(NamedTuple):
 
     def own_step(
         self, before: Worker, worker: Worker, broken: Any
-    ) -> tuple[Worker, Any]:
+    ) -> tuple[Worker, Tree]:
         """(the worker after its own step, whether it is broken or `None`)."""
         axis_name = self.meeting.axis_name
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
@@ -462,7 +464,9 @@ class Lockstep(NamedTuple):
         broken = broken | ~everywhere(is_finite(x), before.params, axis_name)
         return work.stand_still(before, worker, broken), broken
 
-    def own_weight(self, plan: _Plan, weight: Any) -> tuple[Any, bool]:
+    def own_weight(
+        self, plan: _Plan, weight: ArrayLike | None
+    ) -> tuple[jax.Array | None, bool]:
         """(this worker's weight or `None`, whether all weights are 0 or 1)."""
         meeting = self.meeting
         if weight is None or takes_weight(meeting.inner):
@@ -481,7 +485,7 @@ class Lockstep(NamedTuple):
         alike = jnp.result_type(weight) == jnp.bool_
         return own_weight(weight, meeting.axis_name), alike
 
-    def check_step(self, grads: Any, state: CenterState, params: Any) -> int:
+    def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""
         num_workers = checks.check_step(
             grads,
@@ -496,7 +500,11 @@ class Lockstep(NamedTuple):
         return num_workers
 
     def check_stream(
-        self, plan: _Plan, state: CenterState, meet: Any, extra_args: dict[str, Any]
+        self,
+        plan: _Plan,
+        state: CenterState,
+        meet: bool | jax.Array | None,
+        extra_args: dict[str, Any],
     ) -> None:
         """Refuse a state of other parts, and what rounds of parts do not take."""
         if self.fragments == 1 and not self.delay:
@@ -510,10 +518,10 @@ class Lockstep(NamedTuple):
             isinstance(plan.round, InLine),
         )
 
-    def moved(self, state: CenterState, before: Any, after: Any) -> CenterState:
+    def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state once a rule around this one has moved the workers' parameters."""
         sharded, axis_name = self.sharded, self.meeting.axis_name
-        center: Any = state.center if sharded is None else state.center.tree
+        center: Tree = state.center if sharded is None else state.center.tree
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),

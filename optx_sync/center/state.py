@@ -85,20 +85,20 @@ class CenterState(NamedTuple):
     global_step: jax.Array  # int32[], rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
-    center: Any
-    taken: Any  # the center before the last round, or () where no formula reads it
+    center: Tree
+    taken: Tree  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    accumulated: Any  # what the worker summed up since the last round, or ()
+    accumulated: Tree  # what the worker summed up since the last round, or ()
     broken: Any  # bool[], it has not been finite since the last round, or ()
-    exchange: Any  # what the exchange remembers, of each fragment, or ()
+    exchange: Tree  # what the exchange remembers, of each fragment, or ()
     info: SharedInfo
     inner: optax.OptState
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center: Any = self.center
+        center: Tree = self.center
         if fields.is_in_pieces(center):
             center = whole_center(center, params)
         else:
@@ -124,7 +124,7 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
-            center: Any = self.center
+            center: Tree = self.center
             if fields.is_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
@@ -203,7 +203,7 @@ def state_class(rule: CenterRule) -> type[CenterState]:
     return CenterState if rule.take is None else SoftCenterState
 
 
-def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
+def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     """float32, the norm over all leaves, for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
 

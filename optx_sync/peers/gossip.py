@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.lockstep import Lockstep
@@ -107,7 +108,7 @@ def gossip(
     outer: optax.GradientTransformation | None = None,
     seed: int = 0,
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decentralised training: every few steps a worker averages with some others.
 
@@ -337,7 +338,7 @@ def mean_params(params: Tree) -> Tree:
     return jax.tree.map(mean, params)
 
 
-def _check_wire(dtype: Any) -> Any:
+def _check_wire(dtype: DTypeLike | None) -> Any:
     dtype = check_accumulator_dtype(dtype)
     if dtype is not None and at_least_float32(dtype) != dtype:
         raise ValueError(

@@ -2,29 +2,34 @@
 """Replay events in a given order under `jax.lax.scan`, and record what is asked for."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optx_sync.checks import integer
+from optx_sync.trees import Tree
 
-GradFn: TypeAlias = Callable[[jax.Array, Any, jax.Array], Any]
-Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any] | None
+GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
+Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None
+
+Event: TypeAlias = tuple[jax.Array, jax.Array]  # a row of `workers`, its number
+State = TypeVar("State")
 
 # What `record=None` may keep, in bytes: 256 MB.
 KEPT_BYTES = 256 * 2**20
 
 
 def replay(
-    advance: Callable,
-    view: Callable,
-    state: Any,
+    advance: Callable[[State, Event], tuple[State, tuple[jax.Array, ...]]],
+    view: Callable[[State], tuple[Tree, ...]],
+    state: State,
     workers: jax.Array,
     record: Record,
-) -> tuple[Any, Any, Any, jax.Array]:
+) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], jax.Array]:
     """(last state, what `advance` returns of each event, `view` of some, of which).
 
     `advance(state, (worker, event))`, with a row of `workers`, returns the next state
@@ -56,13 +61,16 @@ def replay(
     return state, values, views, viewed
 
 
-def check_workers(workers: Any, num_workers: int, name: str = "workers") -> jax.Array:
+def check_workers(
+    workers: ArrayLike, num_workers: int, name: str = "workers"
+) -> jax.Array:
     """The worker of each event as int32[T]; an error for what names no worker."""
-    known = None if isinstance(workers, jax.core.Tracer) else np.asarray(workers)
-    dtype = workers.dtype if known is None else known.dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
+    known = None
+    if not isinstance(workers, jax.core.Tracer):
+        workers = known = np.asarray(workers)
+    if not jnp.issubdtype(workers.dtype, jnp.integer):
         raise TypeError(
-            f"{name} must hold integers, the worker of each event; got {dtype}."
+            f"{name} must hold integers, the worker of each event; got {workers.dtype}."
         )
     if np.ndim(workers) != 1:
         raise ValueError(
@@ -79,7 +87,7 @@ def check_workers(workers: Any, num_workers: int, name: str = "workers") -> jax.
     return jnp.asarray(workers).astype(jnp.int32)
 
 
-def check_record(record: Any) -> int | None:
+def check_record(record: Record) -> int | None:
     """Every how many events to look at the state; `None`: as memory allows."""
     if record is None:
         return None

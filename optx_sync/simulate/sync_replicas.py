@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow's `SyncReplicasOptimizer` with its token queue, replayed on one device."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.checks import (
     check_grads,
@@ -30,15 +31,15 @@ from optx_sync.replicas.averages import (
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.rows.slices import unique_rows
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, cast_like
+from optx_sync.trees import Tree, add_updates, cast_like
 
 
 class SyncReplicasMachine(NamedTuple):
     """Chief, accumulators and workers of `sync_replicas`, as an event leaves them."""
 
-    params: Any
+    params: Tree
     inner: optax.OptState
-    averages: Any  # like the parameters, or ()
+    averages: Tree  # like the parameters, or ()
     accumulator: Accumulator
     accumulated: jax.Array  # int32[], gradients in it
     global_step: jax.Array  # int32[], updates
@@ -54,17 +55,17 @@ class SyncReplicasRecord(NamedTuple):
     """What happened in T events; every array is as after the event."""
 
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
-    params: Any
-    averages: Any  # like the parameters; None where there are none
-    blocked: Any  # bool[K, N], the workers that wait for a token
-    local_step: Any  # int32[K, N], the token that each worker took last
+    params: Tree
+    averages: Tree  # like the parameters; None where there are none
+    blocked: Tree  # bool[K, N], the workers that wait for a token
+    local_step: Tree  # int32[K, N], the token that each worker took last
     events: jax.Array  # int32[K], the numbers of these events, from 0
     accepted: jax.Array  # bool[T], whether the gradient was accumulated
     updated: jax.Array  # bool[T], whether it completed an update
     tokens: jax.Array  # int32[T], in the queue
     global_step: jax.Array  # int32[T], updates, from `initial_global_step`
     # [T, ...], what the function `record` returned after each event; None without one.
-    recorded: Any
+    recorded: Tree
     final: SyncReplicasMachine  # after the last event
 
 
@@ -72,7 +73,7 @@ def sync_replicas(
     inner: optax.GradientTransformation,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: Any,
+    workers: ArrayLike,
     *,
     replicas_to_aggregate: int,
     total_num_replicas: int | None = None,
@@ -199,7 +200,9 @@ class _Run(NamedTuple):
     grad_fn: GradFn
     record: Record
 
-    def start(self, params: Any, global_step: Any, tokens: int) -> SyncReplicasMachine:
+    def start(
+        self, params: Tree, global_step: int | jax.Array, tokens: int
+    ) -> SyncReplicasMachine:
         """The machine before the first event."""
         params = jax.tree.map(jnp.asarray, params)
         step = jnp.asarray(global_step, jnp.int32)
@@ -217,8 +220,8 @@ class _Run(NamedTuple):
         )
 
     def advance(
-        self, machine: SyncReplicasMachine, event: Any
-    ) -> tuple[SyncReplicasMachine, Any]:
+        self, machine: SyncReplicasMachine, event: tuple[jax.Array, jax.Array]
+    ) -> tuple[SyncReplicasMachine, tuple[jax.Array, ...]]:
         """The machine after an event."""
         worker, number = event
         known = (worker >= 0) & (worker < self.total)
@@ -240,7 +243,7 @@ class _Run(NamedTuple):
         tokens = machine.old_tokens + machine.new_tokens
         return machine, (accepted, updated, tokens, machine.global_step)
 
-    def update(self, machine: SyncReplicasMachine, grads: Any) -> SyncReplicasMachine:
+    def update(self, machine: SyncReplicasMachine, grads: Tree) -> SyncReplicasMachine:
         """The chief: the parameters move by the mean, and tokens join the queue."""
         count = machine.accumulated
         sums = sums_of(machine.accumulator, grads)
@@ -262,7 +265,9 @@ class _Run(NamedTuple):
             new_tokens=jnp.full_like(machine.new_tokens, tokens),
         )
 
-    def serve(self, machine: SyncReplicasMachine, worker: Any) -> SyncReplicasMachine:
+    def serve(
+        self, machine: SyncReplicasMachine, worker: jax.Array
+    ) -> SyncReplicasMachine:
         """Whoever waits takes a token, this worker too, as far as there are any."""
         # A queue that was empty has been filled for all, so that whoever waits is
         # served, or nobody; and several wait only where no old token is left.
@@ -279,7 +284,7 @@ class _Run(NamedTuple):
             new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
         )
 
-    def view(self, machine: SyncReplicasMachine) -> tuple[Any, ...]:
+    def view(self, machine: SyncReplicasMachine) -> tuple[Tree, ...]:
         """What is kept of an event."""
         averages = None if self.variable_averages is None else machine.averages
         if callable(self.record):
