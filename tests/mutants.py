@@ -721,8 +721,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "broken = broken | ~everywhere(",
-            "broken = ~everywhere(",
+            "broken = broken | ~varying.everywhere(",
+            "broken = ~varying.everywhere(",
             CENTER_LAWS,
         ),
         Mutant(

@@ -22,6 +22,7 @@ from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like
+from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_nothing, path_name
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
@@ -43,7 +44,7 @@ class Pending(NamedTuple):
     """The mean or sum of a part that the center has not absorbed yet: equal on all."""
 
     values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
-    steps: jax.Array  # int32[], `Round.steps` of its round
+    steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
 
@@ -51,7 +52,7 @@ class Outgoing(NamedTuple):
     """What a worker contributes to the sum of the next step: its own."""
 
     values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
-    steps: jax.Array  # int32[], `Round.steps` of its round
+    steps: Int32[Array, ""]  # `Round.steps` of its round
     weight: Any  # float32[], 0 where the worker is left out, or ()
 
 

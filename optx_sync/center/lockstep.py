@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
@@ -37,31 +38,15 @@ from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
+from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
-from optx_sync.comm.varying import (
-    everywhere,
-    localize,
-    localize_where_mapped,
-    vary_with,
-)
+from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import (
-    Exchange,
-    check_exchange,
-    check_weight,
-    start_outliers,
-)
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
-from optx_sync.trees import (
-    Tree,
-    check_accumulator_dtype,
-    is_finite,
-    is_placeholder,
-    shapes_of,
-)
+from optx_sync.trees import Tree
 
 
 def center_variable(
@@ -73,7 +58,7 @@ def center_variable(
     inner_state: InnerState = "keep",
     drop_nonfinite: bool = False,
     accumulator_dtype: DTypeLike | None = None,
-    exchange: Exchange | None = None,
+    exchange: exchanges.Exchange | None = None,
     measure: bool = False,
     shard_center: bool = False,
     # Not 1, 0 and 0: `optax.inject_hyperparams` would trace these.
@@ -220,7 +205,7 @@ def center_variable(
     keep_local = checks.check_keep_local(keep_local)
     streams = fragments != 1 or delay > 0
     checks.check_streams(streams, inner_state, inner_moved)
-    exchange = check_exchange(exchange, all_reduce())
+    exchange = exchanges.check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
     if shard_center:
@@ -240,7 +225,7 @@ def center_variable(
         period,
         fragments,
         delay,
-        check_accumulator_dtype(accumulator_dtype),
+        trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period),
         nests=True,
         state=state_class(rule),
@@ -296,7 +281,7 @@ class Lockstep(NamedTuple):
 
     def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) of the first step."""
-        if is_placeholder(center):
+        if trees.is_placeholder(center):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
@@ -311,7 +296,7 @@ class Lockstep(NamedTuple):
         if self.sharded is not None:
             return (), self.sharded.start_center(center), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
-        known, shapes = number_of_parts(self.fragments), shapes_of(center)
+        known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
             known = split(self.fragments, shapes).number
 
@@ -341,7 +326,8 @@ class Lockstep(NamedTuple):
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
         own = functools.partial(
-            map_but_counters, lambda x: localize_where_mapped(x, meeting.axis_name)
+            map_but_counters,
+            lambda x: varying.localize_where_mapped(x, meeting.axis_name),
         )
         return self.state(
             local_step=jnp.zeros((), jnp.int32),
@@ -350,16 +336,18 @@ class Lockstep(NamedTuple):
             ages=ages,
             center=held.value,
             taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
-            outer=vary_with(held.outer, center) if self.sharded is None else held.outer,
+            outer=varying.vary_with(held.outer, center)
+            if self.sharded is None
+            else held.outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
-            else vary_with(pending, center),
+            else varying.vary_with(pending, center),
             accumulated=own(work.start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drops else (),
             exchange=own(remembered),
             info=SharedInfo(
                 dropped=own(jnp.zeros((), jnp.int32)),
-                outliers=own(start_outliers(exchange)),
+                outliers=own(exchanges.start_outliers(exchange)),
                 distance=own(jnp.float32(0)) if meeting.measure else (),
                 measured=start(exchange.exact, False) if meeting.measure else (),
             ),
@@ -456,12 +444,16 @@ class Lockstep(NamedTuple):
         """(the worker after its own step, whether it is broken or `None`)."""
         axis_name = self.meeting.axis_name
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, accumulated = localize((worker.params, worker.accumulated), axis_name)
-        inner = map_but_counters(lambda x: localize(x, axis_name), worker.inner)
+        x, accumulated = varying.localize(
+            (worker.params, worker.accumulated), axis_name
+        )
+        inner = map_but_counters(lambda x: varying.localize(x, axis_name), worker.inner)
         worker = worker._replace(params=x, inner=inner, accumulated=accumulated)
         if not self.meeting.drop_nonfinite:
             return worker, None
-        broken = broken | ~everywhere(is_finite(x), before.params, axis_name)
+        broken = broken | ~varying.everywhere(
+            trees.is_finite(x), before.params, axis_name
+        )
         return work.stand_still(before, worker, broken), broken
 
     def own_weight(
@@ -473,8 +465,8 @@ class Lockstep(NamedTuple):
             one = jnp.float32(1)
             if not meeting.drop_nonfinite:
                 return None, True
-            return localize(one, meeting.axis_name), True
-        check_weight(meeting.exchange, weight)
+            return varying.localize(one, meeting.axis_name), True
+        exchanges.check_weight(meeting.exchange, weight)
         if isinstance(plan.round, InLine) and not meeting.drop_nonfinite:
             raise ValueError(
                 "With delay=1 and communication_period equal to the number of "
@@ -527,7 +519,7 @@ class Lockstep(NamedTuple):
             work.as_center(after, center),
             work.as_center(before, center),
         )
-        change = reduce(localize(change, axis_name), axis_name)
+        change = reduce(varying.localize(change, axis_name), axis_name)
         taken = state.taken
         if sharded is not None:
             center = sharded.moved(state.center, change)

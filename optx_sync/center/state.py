@@ -13,6 +13,7 @@ from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked
 
 
@@ -23,26 +24,26 @@ class CenterMetrics(NamedTuple):
     worker axis in front, [N].
     """
 
-    rounds: jax.Array  # int32[], rounds so far, those without this worker included
-    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
-    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
-    dropped: jax.Array
-    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    rounds: Int32[Array, ""]  # rounds so far, those without this worker included
+    steps_since_round: Int32[Array, ""]  # 0 after the step in which the workers met
+    # rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: Int32[Array, ""]
+    # |x - c|, the norm over all leaves together, as the step has left them;
     # None where `metrics` was not given the parameters.
-    distance: jax.Array | None
+    distance: Float[Array, ""] | None
     # Of the last round, with `measure=True`; otherwise None. But for the distance they
     # are equal on all workers.
-    distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
-    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
-    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
-    update_norm: jax.Array | None  # float32[], of what the center moved
-    contributors: jax.Array | None  # float32[], workers that were not left out
-    # int32[], rounds in which its contribution lay far from the others', with a robust
+    distance_before_round: Float[Array, ""] | None  # |x - c| before the exchange
+    contribution_norm: Float[Array, ""] | None  # root of the mean square, undivided
+    agreement: Float[Array, ""] | None  # the mean cosine of two contributions
+    update_norm: Float[Array, ""] | None  # of what the center moved
+    contributors: Float[Array, ""] | None  # workers that were not left out
+    # rounds in which its contribution lay far from the others', with a robust
     # exchange (see `optx_sync.exchange.robust`); otherwise None.
-    outliers: jax.Array | None
+    outliers: Int32[Array, ""] | None
     # With more than one fragment; otherwise None.
-    last_fragment: jax.Array | None  # int32[], which one met last; -1 before the first
-    fragment_ages: jax.Array | None  # int32[P], steps since each one met
+    last_fragment: Int32[Array, ""] | None  # which one met last; -1 before the first
+    fragment_ages: Int32[Array, " parts"] | None  # steps since each one met
 
 
 def _has_parts(state: "CenterState") -> bool:
@@ -80,9 +81,9 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
 class CenterState(NamedTuple):
     """State of `center_variable`: of a rule that takes the center, and a mean."""
 
-    local_step: jax.Array  # int32[], steps of a worker
-    steps_since_round: jax.Array  # int32[]
-    global_step: jax.Array  # int32[], rounds
+    local_step: Int32[Array, ""]  # steps of a worker
+    steps_since_round: Int32[Array, ""]
+    global_step: Int32[Array, ""]  # rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
     center: Tree

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that meet a center one by one, each at its own pace, on one device."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -44,6 +46,7 @@ from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement.workers import replicate
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row
 
@@ -52,16 +55,16 @@ class WorkerState(NamedTuple):
     """A worker's own; with a worker axis in front, [N, ...], those of all."""
 
     params: Tree
-    inner: optax.OptState  # state of the workers' own optimizer
+    inner: Tree  # state of the workers' own optimizer
     taken: Tree  # the center that it took last, or () where the rule does not ask
     accumulated: Tree  # what it summed up since its last round, or ()
     exchange: Tree  # what the code of its pushes remembers, of each part, or ()
-    local_step: jax.Array  # int32[], its steps
-    steps_since_round: jax.Array  # int32[]
-    rounds: jax.Array  # int32[], its rounds
+    local_step: Int32[Array, ""]  # its steps
+    steps_since_round: Int32[Array, ""]
+    rounds: Int32[Array, ""]  # its rounds
     # With parts [P], of each one.
-    tokens: jax.Array  # float32[], since its last round
-    seen: jax.Array  # int32[], the rounds of all workers when it took the center
+    tokens: Float[Array, "*parts"]  # since its last round
+    seen: Int32[Array, "*parts"]  # the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
     broken: Any  # bool[], it has not been finite since its last round, or ()
@@ -73,8 +76,8 @@ class AsynchronousState(NamedTuple):
     workers: WorkerState  # [N, ...]
     center: Tree  # like the parameters, float32 for half precision
     # State of the rule's outer transformation, or (); a tuple, one for each part.
-    outer: optax.OptState
-    global_step: jax.Array  # int32[], rounds of all workers
+    outer: Tree
+    global_step: Int32[Array, ""]  # rounds of all workers
 
 
 class AsynchronousRecord(NamedTuple):
@@ -83,9 +86,9 @@ class AsynchronousRecord(NamedTuple):
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
     params: Tree  # those of the worker that stepped, in their own dtypes
     center: Tree  # float32 for half precision parameters
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    local_step: jax.Array  # int32[T], steps that the event's worker has made
-    global_step: jax.Array  # int32[T], rounds that all workers together have made
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    local_step: Int32[Array, " events"]  # steps that the event's worker has made
+    global_step: Int32[Array, " events"]  # rounds that all workers together have made
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Tree
     final: AsynchronousState  # after the last event
@@ -97,7 +100,7 @@ def asynchronous(
     rule: CenterRule,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: ArrayLike,
+    workers: ArrayLike | Sequence[int],
     *,
     num_workers: int,
     communication_period: Period = 10,
@@ -108,7 +111,7 @@ def asynchronous(
     drop_nonfinite: bool = False,
     record: Record = None,
     weigh: Weigh | None = None,
-    tokens: ArrayLike | None = None,
+    tokens: ArrayLike | Sequence[float] | None = None,
 ) -> AsynchronousRecord:
     r"""Workers that meet a center one by one, each at its own pace.
 
@@ -233,10 +236,10 @@ def asynchronous(
     fragments, delay = check_fragments(fragments), check_delay(delay)
     params = jax.tree.map(jnp.asarray, params)
     workers = check_workers(workers, num_workers)
-    if tokens is not None and jnp.shape(tokens) != workers.shape:
+    if tokens is not None and np.shape(tokens) != workers.shape:
         raise ValueError(
             f"tokens must hold a number for each of the {len(workers)} events; got "
-            f"shape {jnp.shape(tokens)}."
+            f"shape {np.shape(tokens)}."
         )
     parts = split(fragments, work.start_center(params))
     run = _Run(
@@ -248,13 +251,12 @@ def asynchronous(
         num_workers,
         grad_fn,
         tokens,
-        record,
     )
     start = run.start(params)
-    machine, (local_steps, global_steps), views, events = replay(
+    machine, (local_steps, global_steps), views, recorded, events = replay(
         run.advance, run.view, (start, params), workers, record
     )
-    kept_params, kept_center, recorded = views
+    kept_params, kept_center = views
     return AsynchronousRecord(
         params=kept_params,
         center=kept_center,
@@ -337,8 +339,7 @@ class _Run(NamedTuple):
     between: Period  # steps from one exchange of a worker to its next
     num_workers: int
     grad_fn: GradFn
-    tokens: ArrayLike | None
-    record: Record
+    tokens: ArrayLike | Sequence[float] | None
 
     def start(self, params: Tree) -> AsynchronousState:
         """All workers at the parameters, and so is the center."""
@@ -397,12 +398,10 @@ class _Run(NamedTuple):
         )
         return (state, own.params), (own.local_step, state.global_step)
 
-    def view(self, machine: _Machine) -> tuple[Tree, Tree, Tree]:
+    def view(self, machine: _Machine) -> tuple[Tree, Tree]:
         """What is kept of an event."""
         state, params = machine
-        if callable(self.record):
-            return None, None, self.record(params, state.center)
-        return params, state.center, None
+        return params, state.center
 
     def step(
         self,

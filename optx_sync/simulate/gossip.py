@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that meet each other two by two, each at its own pace, on one device."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from optx_sync.center.worker import Worker
 from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.peers.gossip import mean_params
 from optx_sync.placement.workers import replicate
+from optx_sync.shapes import Array, Int32
 from optx_sync.simulate.replay import (
     GradFn,
     Record,
@@ -37,9 +39,9 @@ class GossipWorkers(NamedTuple):
 
     params: Tree
     read: Tree  # the parameters at which its next gradient is computed
-    inner: optax.OptState  # state of the workers' own optimizer
-    local_step: jax.Array  # int32[], its steps
-    steps_since_round: jax.Array  # int32[]
+    inner: Tree  # state of the workers' own optimizer
+    local_step: Int32[Array, ""]  # its steps
+    steps_since_round: Int32[Array, ""]
 
 
 class GossipRecord(NamedTuple):
@@ -48,9 +50,9 @@ class GossipRecord(NamedTuple):
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
     params: Tree  # those of the worker that stepped
     mean: Tree  # those of all workers in the mean
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    local_step: jax.Array  # int32[T], steps that the event's worker has made
-    meetings: jax.Array  # int32[T], how often two workers have met
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    local_step: Int32[Array, " events"]  # steps that the event's worker has made
+    meetings: Int32[Array, " events"]  # how often two workers have met
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Tree
     final: GossipWorkers  # after the last event
@@ -58,16 +60,16 @@ class GossipRecord(NamedTuple):
 
 class _Machine(NamedTuple):
     workers: GossipWorkers  # [N, ...]
-    last: jax.Array  # int32[], the worker that stepped
-    meetings: jax.Array  # int32[]
+    last: Int32[Array, ""]  # the worker that stepped
+    meetings: Int32[Array, ""]
 
 
 def gossip(
     inner: optax.GradientTransformation,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: ArrayLike,
-    partners: ArrayLike | None = None,
+    workers: ArrayLike | Sequence[int],
+    partners: ArrayLike | Sequence[int] | None = None,
     *,
     num_workers: int,
     communication_period: Period = 1,
@@ -158,12 +160,12 @@ def gossip(
             "partners must name one for each event, itself for nobody; got "
             f"{len(partners)} for the {len(workers)} events of workers."
         )
-    run = _Run(inner, period, num_workers, grad_fn, record)
+    run = _Run(inner, period, num_workers, grad_fn)
     pairs = jnp.stack([workers, partners], axis=1)
-    machine, (local_steps, meetings), views, events = replay(
+    machine, (local_steps, meetings), views, recorded, events = replay(
         run.advance, run.view, run.start(params), pairs, record
     )
-    kept_params, kept_mean, recorded = views
+    kept_params, kept_mean = views
     return GossipRecord(
         params=kept_params,
         mean=kept_mean,
@@ -182,7 +184,6 @@ class _Run(NamedTuple):
     period: Period
     num_workers: int
     grad_fn: GradFn
-    record: Record
 
     def start(self, params: Tree) -> _Machine:
         """All workers at the parameters."""
@@ -245,10 +246,7 @@ class _Run(NamedTuple):
         )
         return own, where(meets, x, theirs), meets.astype(jnp.int32)
 
-    def view(self, machine: _Machine) -> tuple[Tree, Tree, Tree]:
+    def view(self, machine: _Machine) -> tuple[Tree, Tree]:
         """What is kept of an event."""
         everyone = machine.workers.params
-        params, mean = row_of(everyone, machine.last), mean_params(everyone)
-        if callable(self.record):
-            return None, None, self.record(params, mean)
-        return params, mean, None
+        return row_of(everyone, machine.last), mean_params(everyone)

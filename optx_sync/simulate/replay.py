@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay events in a given order under `jax.lax.scan`, and record what is asked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 import jax
@@ -29,15 +29,32 @@ def replay(
     state: State,
     workers: jax.Array,
     record: Record,
-) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], jax.Array]:
-    """(last state, what `advance` returns of each event, `view` of some, of which).
+) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, jax.Array]:
+    """Advance by each event, and keep of some of them what `record` asks for.
 
-    `advance(state, (worker, event))`, with a row of `workers`, returns the next state
-    and small values.
+    Args:
+        advance: `(state, (worker, event)) -> (state, small values)`, with a row of
+            `workers`.
+        view: What may be kept of a state; its first two are what a function `record`
+            is asked of, and then nothing is kept but its answer.
+        state: Before the first event.
+        workers: Of each event, in rows.
+        record: As users give it.
+
+    Returns:
+        The last state, the values of each event, what was kept of some, what the
+        function `record` said of them or `None`, and their numbers.
     """
     every = check_record(record)
+
+    def kept(state):
+        views = view(state)
+        if callable(record):
+            return (None,) * len(views), record(*views[:2])
+        return views, None
+
     if every is None:
-        shapes = jax.tree.leaves(jax.eval_shape(view, state))
+        shapes = jax.tree.leaves(jax.eval_shape(kept, state))
         size = sum(x.size * x.dtype.itemsize for x in shapes)
         room = KEPT_BYTES // max(size, 1)
         every = len(workers) // (room + 1) + 1  # the smallest with room for T // every
@@ -47,22 +64,22 @@ def replay(
 
     def advance_chunk(state, of_chunk):
         state, values = jax.lax.scan(advance, state, of_chunk)
-        return state, (values, view(state))
+        return state, (values, kept(state))
 
     first = jax.tree.map(
         lambda x: x[: chunks * every].reshape(chunks, every, *x.shape[1:]), events
     )
-    state, (values, views) = jax.lax.scan(advance_chunk, state, first)
+    state, (values, (views, recorded)) = jax.lax.scan(advance_chunk, state, first)
     values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
     if chunks * every < len(workers):  # events after the last view
         rest = jax.tree.map(lambda x: x[chunks * every :], events)
         state, of_rest = jax.lax.scan(advance, state, rest)
         values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)
-    return state, values, views, viewed
+    return state, values, views, recorded, viewed
 
 
 def check_workers(
-    workers: ArrayLike, num_workers: int, name: str = "workers"
+    workers: ArrayLike | Sequence[int], num_workers: int, name: str = "workers"
 ) -> jax.Array:
     """The worker of each event as int32[T]; an error for what names no worker."""
     known = None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow's `SyncReplicasOptimizer` with its token queue, replayed on one device."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.rows.slices import unique_rows
+from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, add_updates, cast_like
 
@@ -41,14 +43,14 @@ class SyncReplicasMachine(NamedTuple):
     inner: optax.OptState
     averages: Tree  # like the parameters, or ()
     accumulator: Accumulator
-    accumulated: jax.Array  # int32[], gradients in it
-    global_step: jax.Array  # int32[], updates
-    local_step: jax.Array  # int32[N], the token that each worker took last
-    blocked: jax.Array  # bool[N], whether it waits for a token
+    accumulated: Int32[Array, ""]  # gradients in it
+    global_step: Int32[Array, ""]  # updates
+    local_step: Int32[Array, " workers"]  # the token that each worker took last
+    blocked: Bool[Array, " workers"]  # whether it waits for a token
     # The queue holds tokens of the last two steps only: nothing of a later step is
     # accumulated before all tokens of earlier steps have been taken.
-    old_tokens: jax.Array  # int32[], of `global_step - 1`, which are taken first
-    new_tokens: jax.Array  # int32[], of `global_step`
+    old_tokens: Int32[Array, ""]  # of `global_step - 1`, which are taken first
+    new_tokens: Int32[Array, ""]  # of `global_step`
 
 
 class SyncReplicasRecord(NamedTuple):
@@ -57,13 +59,13 @@ class SyncReplicasRecord(NamedTuple):
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
     params: Tree
     averages: Tree  # like the parameters; None where there are none
-    blocked: Tree  # bool[K, N], the workers that wait for a token
-    local_step: Tree  # int32[K, N], the token that each worker took last
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    accepted: jax.Array  # bool[T], whether the gradient was accumulated
-    updated: jax.Array  # bool[T], whether it completed an update
-    tokens: jax.Array  # int32[T], in the queue
-    global_step: jax.Array  # int32[T], updates, from `initial_global_step`
+    blocked: Any  # bool[K, N], the workers that wait for a token
+    local_step: Any  # int32[K, N], the token that each worker took last
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    accepted: Bool[Array, " events"]  # whether the gradient was accumulated
+    updated: Bool[Array, " events"]  # whether it completed an update
+    tokens: Int32[Array, " events"]  # in the queue
+    global_step: Int32[Array, " events"]  # updates, from `initial_global_step`
     # [T, ...], what the function `record` returned after each event; None without one.
     recorded: Tree
     final: SyncReplicasMachine  # after the last event
@@ -73,7 +75,7 @@ def sync_replicas(
     inner: optax.GradientTransformation,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: ArrayLike,
+    workers: ArrayLike | Sequence[int],
     *,
     replicas_to_aggregate: int,
     total_num_replicas: int | None = None,
@@ -164,9 +166,9 @@ def sync_replicas(
             "Pass as many or more, or -1 for replicas_to_aggregate."
         )
     workers = check_workers(workers, total)
-    run = _Run(inner, required, total, variable_averages, grad_fn, record)
+    run = _Run(inner, required, total, variable_averages, grad_fn)
     tokens = required if num_tokens == -1 else num_tokens
-    machine, scalars, views, events = replay(
+    machine, scalars, views, recorded, events = replay(
         run.advance,
         run.view,
         run.start(params, initial_global_step, tokens),
@@ -174,7 +176,7 @@ def sync_replicas(
         record,
     )
     accepted, updated, tokens, global_step = scalars
-    params, averages, blocked, local_step, recorded = views
+    params, averages, blocked, local_step = views
     return SyncReplicasRecord(
         params=params,
         averages=averages,
@@ -198,7 +200,6 @@ class _Run(NamedTuple):
     total: int
     variable_averages: float | optax.Schedule | None
     grad_fn: GradFn
-    record: Record
 
     def start(
         self, params: Tree, global_step: int | jax.Array, tokens: int
@@ -287,6 +288,4 @@ class _Run(NamedTuple):
     def view(self, machine: SyncReplicasMachine) -> tuple[Tree, ...]:
         """What is kept of an event."""
         averages = None if self.variable_averages is None else machine.averages
-        if callable(self.record):
-            return None, None, None, None, self.record(machine.params, averages)
-        return machine.params, averages, machine.blocked, machine.local_step, None
+        return machine.params, averages, machine.blocked, machine.local_step

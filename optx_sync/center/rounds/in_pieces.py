@@ -12,7 +12,7 @@ how far they are from it: a rule whose contribution is affine in them gives the 
 mean. The two halves send what an all-reduce sends.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.core

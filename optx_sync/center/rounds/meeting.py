@@ -32,6 +32,7 @@ from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
+from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
 
 OnItsWay: TypeAlias = Pending | Outgoing | tuple[()]
@@ -61,8 +62,8 @@ class Step(NamedTuple):
         jax.Array
     )  # int32[], the workers' steps since their last round, with this one
     ages: Any  # int32[P], those since each part met; () where there is one
-    rounds: jax.Array  # int32[], before this step
-    quiet: jax.Array  # int32[], the steps since the last round before this one
+    rounds: Int32[Array, ""]  # before this step
+    quiet: Int32[Array, ""]  # the steps since the last round before this one
     parts: Whole
     params: Tree  # as they came, whose types say how a worker is sharded
     alike: bool  # whether all weights are 0 or 1
