@@ -17,6 +17,7 @@ FLOORS = {
     "trees": 1,
     "in_place": 2,
     "rows": 2,
+    "shapes": 0,
     "audit": 2,
     "checks": 3,
     "elementwise": 3,
