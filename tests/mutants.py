@@ -721,8 +721,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "broken = broken | ~everywhere(",
-            "broken = ~everywhere(",
+            "broken = broken | ~varying.everywhere(",
+            "broken = ~varying.everywhere(",
             CENTER_LAWS,
         ),
         Mutant(
@@ -957,8 +957,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/rounds/in_pieces.py",
-            "mean = self._scatter(sent, self._axis_name, weight=weight)",
-            "mean = self._scatter(sent, self._axis_name)",
+            "mean = scatter(sent, meeting.axis_name, weight=weight)",
+            "mean = scatter(sent, meeting.axis_name)",
             PIECES[1:],
         ),
         Mutant(

@@ -18,6 +18,7 @@ FLOORS = {
     "shapes": 1,
     "in_place": 2,
     "rows": 2,
+    "shapes": 0,
     "audit": 2,
     "checks": 3,
     "elementwise": 3,
