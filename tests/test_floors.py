@@ -15,6 +15,7 @@ FILES = {
 FLOORS = {
     "hlo": 1,
     "trees": 1,
+    "forms": 2,
     "in_place": 2,
     "rows": 2,
     "audit": 2,
@@ -34,6 +35,7 @@ FLOORS = {
     "simulate": 7,
     "runtime": 7,
     "flax": 8,
+    "front": 8,
     "__init__": 9,
 }
 # What files of the same room may stand on: its contract or mechanism.
