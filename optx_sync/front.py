@@ -3,6 +3,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -105,6 +106,12 @@ class Workers:
                 if size != positions:
                     what = f"Workers are {size}"
                     raise ValueError(placing.wrong_number(what, axis, positions))
+            if several and any(placing.are_explicit(mesh, (x,)) for x in self.axes):
+                raise ValueError(
+                    "Along several axes of type Explicit JAX would gather each worker's "
+                    f"arrays in every step. Make the mesh of {self.axes} with "
+                    "axis_types=(AxisType.Auto,) * 2, or pass mesh=True."
+                )
 
     def __repr__(self) -> str:
         n, axis = (x[0] if len(x) == 1 else x for x in (self.sizes, self.axes))
@@ -830,7 +837,20 @@ def _same(started: tuple[forms.Form, list[Any]], other: tuple) -> bool:
 
 def _saved(manager: Any, step: int) -> tuple[dict[tuple[str, ...], Any], Any]:
     """What a checkpoint holds, by its names, and the structure of it."""
-    found = manager.item_metadata(step)
+    import orbax.checkpoint as ocp
+
+    # A manager that has not saved anything itself knows no metadata.
+    folders = [
+        path
+        for path in manager.directory.iterdir()
+        if re.search(r"(\d+)$", path.name) and int(re.findall(r"\d+", path.name)[-1]) == step
+    ]
+    if not folders:
+        raise ValueError(
+            f"There is no checkpoint of step {step} in {manager.directory}; there are "
+            f"those of {manager.all_steps()}."
+        )
+    found = ocp.PyTreeCheckpointHandler().metadata(folders[0] / "default")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(found.tree)
     # A variable of Flax NNX is saved as what it holds, by the name `value`.
     names = [_names(path) for path, _ in leaves]
