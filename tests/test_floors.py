@@ -81,6 +81,7 @@ GROUND = {
         "center/rules/diloco",
     },
     "replicas": {"replicas/accumulator", "replicas/averages"},
+    "front": {"front/held", "front/layout", "front/step"},
     "simulate": {"simulate/replay"},
     "runtime": {
         f"runtime/{file}"
@@ -106,7 +107,7 @@ GUESTS = {
     "flax": {"flax"},
     "keras": {"optimizers/keras"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
-    "orbax": {"runtime"},
+    "orbax": {"runtime", "front"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
     "sklearn": set(),

@@ -172,15 +172,16 @@ def start_workers(
     if n != positions:
         raise ValueError(wrong_number(f"{n} workers", axis_name, positions))
     check_threads(mesh)
-    devices, whole = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
-
-    def there(x):
-        """On the devices of the mesh, whole if it was not there before."""
-        lies = isinstance(x, jax.Array) and x.sharding.device_set == devices
-        return x if lies else jax.device_put(x, whole)
-
     start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
-    return *start(jax.tree.map(there, params)), axes
+    return *start(jax.tree.map(functools.partial(onto, mesh), params)), axes
+
+
+def onto(mesh: Mesh, x: Any) -> jax.Array:
+    """On the devices of the mesh, whole if it was not there before."""
+    devices = set(mesh.devices.flat)
+    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
+        return x
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def state_shardings(
@@ -466,6 +467,7 @@ def check_threads(mesh: Mesh | AbstractMesh) -> None:
 
 
 def wrong_number(what: str, axes: Any, positions: int) -> str:
+    """The message where numbers of workers and of positions on the mesh differ."""
     return (
         f"{what}, but the mesh has {positions} positions along {axes!r}, and each is "
         "one worker. Make the two equal, or simulate any number of workers on one "
@@ -553,6 +555,7 @@ def _marks_of(
 
 
 def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether all of these axes of the mesh are of type `Explicit`."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types[axis] == AxisType.Explicit for axis in axes)
 
