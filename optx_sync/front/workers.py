@@ -52,18 +52,18 @@ class Workers:
         >>> import optx_sync as oxs
         >>> workers = oxs.Workers(4, "workers")
         >>> tx = oxs.local_sgd(optax.sgd(0.5), "workers", communication_period=2)
-        >>> params = {"w": jnp.zeros(3)}
+        >>> params = {"w": jnp.zeros(())}
         >>> params, state = workers.start((params, tx.init(params)))
         >>> @workers.step(state=2)
         ... def step(params, state, batch):
-        ...     loss = lambda params: jnp.mean((batch - params["w"]) ** 2)
-        ...     value, grads = jax.value_and_grad(loss)(params)
+        ...     loss_of = lambda params: jnp.mean((batch - params["w"]) ** 2)
+        ...     loss, grads = jax.value_and_grad(loss_of)(params)
         ...     params, state = oxs.apply_gradients(tx, grads, state, params)
-        ...     return params, state, value
+        ...     return params, state, loss
         >>> for _ in range(20):
-        ...     params, state, value = step(params, state, jnp.ones((8, 3)))
-        >>> workers.center((params, state))["w"].round(2)
-        Array([1., 1., 1.], dtype=float32)
+        ...     params, state, loss = step(params, state, jnp.arange(8.0))
+        >>> loss, workers.center((params, state))
+        (Array(0.25, dtype=float32), {'w': Array(3.5, dtype=float32)})
     """
 
     def __init__(
