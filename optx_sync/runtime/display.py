@@ -15,7 +15,8 @@ LINE_SECONDS = 5.0
 SHOWN_WORKERS = 8
 WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
 # Of these all servers tell; of what workers do, the first one.
-OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused")
+OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused", "rolled_back")
+PUSHES = ("push", "dropped", "retry")
 
 
 class History(NamedTuple):

@@ -17,12 +17,22 @@ from optx_sync.center.contract import (
     check_rule,
     weighed,
 )
+from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.checks import check_inner
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.display import OF_EACH_SERVER, Display, History, log, state
+from optx_sync.runtime.agreements.contract import Settings
+from optx_sync.runtime.display import (
+    OF_EACH_SERVER,
+    PUSHES,
+    Display,
+    History,
+    log,
+    state,
+)
 from optx_sync.runtime.messages import Event
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
@@ -30,6 +40,7 @@ from optx_sync.runtime.ray_actors import (
     start_servers,
 )
 from optx_sync.runtime.worker import Worker, shapes_of
+from optx_sync.trees import Tree
 
 # A worker that dies so often without one round between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
@@ -56,7 +67,11 @@ def run(
     checkpoint_every: int = 100,
     replay: bool = False,
     weigh: Weigh | None = None,
-) -> tuple[Any, History]:
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | None = None,
+    resume: bool = True,
+) -> tuple[Tree, History]:
     """Train with workers that do not wait for each other, on this machine or a cluster.
 
     `worker_fn(worker)` runs in a process of its own for each worker, and is any JAX
@@ -67,10 +82,10 @@ def run(
     `PushRefused`, is replaced: `worker_fn` starts again, with the center for
     parameters, a fresh optimizer state, and `worker.local_step` as of its last round;
     so write `while worker.local_step < steps:`. The others go on meanwhile. Any other
-    exception in `worker_fn` ends the run. A server that dies comes back from its last
-    checkpoint, if there is a `checkpoint_dir`, and all servers go back to that
-    together; workers try again until then. What was pushed since is lost, and each
-    worker is told how many pushes (`worker.lost`), unless there is `replay`.
+    exception in `worker_fn` ends the run. A server that dies comes back from its own
+    last checkpoint, if there is a `checkpoint_dir`; workers try again until then. What
+    was pushed to it since is lost, and each worker is told how many pushes
+    (`worker.lost`), unless there is `replay`.
 
     Where Rich is installed and there is a terminal, a table shows the workers;
     otherwise there are lines on the log `optx_sync.runtime`, which also says what the
@@ -87,8 +102,11 @@ def run(
         agreement: A center rule (`oxs.elastic_rule(...)`, `oxs.agn_rule(...)`,
             `oxs.local_sgd_rule()`, `oxs.diloco_rule()`), or `SyncReplicas(...)`.
         num_workers: How many workers.
-        num_servers: The variables are split by size among so many processes.
-            `SyncReplicas` needs one: a gradient is accepted or dropped as a whole.
+        num_servers: So many processes hold the center. A push is of one part of it,
+            and a part lives on one of them: `fragments`, evenly by their bytes, or else
+            the variables split by size into as many parts, which are pushed in the same
+            round. `SyncReplicas` needs one: a gradient is accepted or dropped as a
+            whole.
         communication_period: Steps between a worker's rounds, an int or a schedule of
             its step (0-based). `SyncReplicas` has no use for it. What a worker has
             done since its last round when it ends is not pushed: `worker.flush()`.
@@ -99,7 +117,8 @@ def run(
             worker dies or pulls. The center is taken whole. Not for `SyncReplicas`, nor
             for rules whose contribution reads the center (elastic averaging).
         checkpoint_dir: Where servers save the center, and find it when they start: a
-            folder that all machines see, or an address like `gs://bucket/run`.
+            folder that all machines see, or an address like `gs://bucket/run`. A folder
+            is locked while a run saves to it.
         synchronous: All workers wait at the start until the last one is there.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
@@ -110,6 +129,16 @@ def run(
             center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
             many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
             at.staleness) ** -0.5`. With center rules only.
+        fragments: P parts of the parameters, as in `center_variable`: in its k-th round
+            a worker exchanges part k mod P, every `communication_period` / P steps.
+            With center rules only.
+        delay: A push travels while the worker goes on; the worker takes the answer so
+            many of its steps later. The center absorbs it when it arrives. With center
+            rules only.
+        keep_local: The share of its own parameters that a worker keeps where the rule
+            takes the center. With center rules only.
+        resume: Go on from what lies in `checkpoint_dir`; what these servers cannot go
+            on from is refused. `False`: start afresh, and put aside what is there.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -122,21 +151,32 @@ def run(
             checkpoint.
         TypeError: An argument of a wrong type.
         ValueError: Numbers out of range; several servers for `SyncReplicas`; `replay`
-            without checkpoints; an `exchange` that does not fit.
+            without checkpoints; an `exchange` that does not fit; checkpoints that the
+            servers cannot go on from; another run that saves to the same folder.
     """
     if weigh is not None:
         check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
         agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
-    way_of(agreement, num_workers, communication_period, exchange)
+    settings = Settings(
+        num_workers, communication_period, exchange, fragments, delay, keep_local
+    )
+    way = way_of(agreement, settings)
     check_period(communication_period)
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
+    turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
+    steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(f"worker_fn must be a function of a worker; got {worker_fn!r}.")
     ray = import_ray()
     started = not ray.is_initialized()
     if started:
         _start_ray(ray, address, num_workers)
+    elif address is not None:
+        raise ValueError(
+            f"Ray runs in this program already, so address={address!r} would have no "
+            "effect. Leave it out, or call ray.shutdown() first."
+        )
     connection = None
     try:
         connection = start_servers(
@@ -147,14 +187,18 @@ def run(
             inner=inner,
             communication_period=communication_period,
             exchange=exchange,
+            fragments=fragments,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
+            resume=resume,
             replay=replay,
         )
-        start = (
-            worker_fn, connection, shapes, inner, agreement, num_workers,
-            communication_period, exchange, synchronous,
-        )  # fmt: skip
+        options = {
+            **settings._asdict(),
+            "num_servers": num_servers,
+            "synchronous": synchronous,
+        }
+        start = worker_fn, connection, shapes, inner, agreement, options
         with Display(num_workers) as display:
             events = _Events(connection, display)
             supervisor = _Supervisor(ray, start, num_workers, connection, events)
@@ -410,6 +454,7 @@ class _Events:
 
     def __init__(self, connection: RayConnection, display: Display):
         self._servers = connection.servers
+        self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
         self._places = [("", 0) for _ in self._servers]
         self._asked: dict[int, Any] = {}
@@ -451,8 +496,15 @@ class _Events:
             name, since = self._places[number]
             self._places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
-            # All servers see each push; the first one tells of it.
-            new += [e for e in events if number == 0 or e.kind in OF_EACH_SERVER]
+            # Of parts that are pushed in the same round the first one tells of it; of
+            # what is no push, the first server.
+            new += [
+                event
+                for event in events
+                if event.kind in OF_EACH_SERVER
+                or (event.part in self._tell_of and event.kind in PUSHES)
+                or (number == 0 and event.kind not in PUSHES)
+            ]
         new.sort(key=lambda event: event.time)
         for event in new:
             if event.worker >= 0 and event.kind in ("push", "dropped"):

@@ -11,12 +11,16 @@ import numpy as np
 import optax
 
 from optx_sync.center.coded import decoded, message_shapes
+from optx_sync.center.contract import Period
+from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import is_gradient_leaf, path_name
+from optx_sync.runtime.parts import Variables
+from optx_sync.trees import Tree, is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
+Place = Callable[[Tree], Tree]  # lays a tree out over devices
 
 
 class Held(Protocol):
@@ -80,55 +84,55 @@ class Held(Protocol):
 class Own(Protocol):
     """What a worker has: its parameters, and what it sends."""
 
-    params: Any
-    steps: int
+    params: Tree
+    steps: int  # since a part set out, this one included
+    ages: list[int]  # of each part, since it set out last
 
-    def start(self, arrays: Arrays, place: Callable) -> None:
+    def start(self, parts: dict[int, Arrays], place: Place) -> None:
         """Begin with the center."""
         ...
 
-    def place(self, place: Callable) -> None:
+    def place(self, place: Place) -> None:
         """Lay everything out over devices."""
         ...
 
-    def step(self, grads: Any, step: int) -> bool:
-        """One step; whether an exchange is due."""
+    def step(self, grads: Tree, step: int) -> bool:
+        """One step; whether a part is due to set out."""
         ...
 
-    def outgoing(self) -> dict[str, Arrays]:
-        """What to push."""
+    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
+        """(what to push of a part, the steps behind it)."""
         ...
 
-    def land(self, replied: dict[str, Arrays], place: Callable) -> None:
+    def give_back(self, part: int) -> None:
+        """What was pushed last of a part was refused, and is still the worker's."""
+        ...
+
+    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
         """Take what came back."""
         ...
+
+
+class Settings(NamedTuple):
+    """What servers and workers of a run know of it, besides the agreement."""
+
+    num_workers: int
+    communication_period: Period = 10
+    exchange: Exchange | None = None
+    fragments: Fragments | None = None
+    delay: int | None = None
+    keep_local: float | None = None
 
 
 class Way(NamedTuple):
     """What server and worker do under one agreement."""
 
-    serve: Callable[..., Held]  # (params, inner, copy_replies)
-    work: Callable[..., Own]  # (shapes of the parameters, inner)
-    names: tuple[str, ...]  # what a push holds
+    serve: Callable[..., Held]  # (a part, inner, copy_replies)
+    work: Callable[..., Own]  # (shapes of the parameters, inner, layout)
+    fragments: Fragments
+    delay: int
     splits: bool  # whether the variables may be on several servers
     waits: bool  # whether a worker may wait at the server for the others
-
-
-class Variables:
-    """The way from a tree to the paths of its arrays, and back."""
-
-    def __init__(self, tree: Any):
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        self.treedef: Any = treedef
-        self.paths: tuple[str, ...] = tuple(path_name(path) for path, _ in leaves)
-
-    def tree(self, arrays: Arrays) -> Any:
-        """The tree of these arrays."""
-        return self.treedef.unflatten([arrays[path] for path in self.paths])
-
-    def arrays(self, tree: Any) -> Arrays:
-        """The arrays of a tree, by path."""
-        return dict(zip(self.paths, self.treedef.flatten_up_to(tree), strict=True))
 
 
 class Expected:
@@ -175,11 +179,8 @@ class Expected:
                 continue
             if self.of_rows and isinstance(array, tuple):
                 indices, array = array
-                if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
-                    return (
-                        f"{name} at {path} must have integer indices in one row; got "
-                        f"{indices.dtype}."
-                    )
+                if problem := _rows_problem(indices, shape[0]):
+                    return f"{name} at {path} {problem}"
                 shape = (len(indices), *shape[1:])
             problem, size = _look(array, shape, dtype)
             if problem:
@@ -214,10 +215,14 @@ class ExpectedCodes(Expected):
         return {path: np.asarray(array) for path, array in found.items()}
 
 
-def by_path(tree: Any) -> Arrays:
-    """The arrays of a tree, by path."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): leaf for path, leaf in pairs}
+def _rows_problem(indices: Any, rows: int) -> str:
+    if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
+        return f"must have integer indices in one row; got {indices.dtype}."
+    # Entries that `sum_duplicates` leaves over are no rows.
+    wrong = indices[(indices < 0) | (indices >= rows) & (indices < FIRST_PADDING)]
+    if wrong.size:
+        return f"has row {wrong[0]}, and the table has the rows 0 to {rows - 1}."
+    return ""
 
 
 def some(names: list[str]) -> str:

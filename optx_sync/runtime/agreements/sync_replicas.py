@@ -28,7 +28,7 @@ from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements.contract import (
     Expected,
     Inner,
-    Variables,
+    Place,
     Way,
     arrays_of,
     check_saved,
@@ -39,7 +39,8 @@ from optx_sync.runtime.agreements.contract import (
     tree_of,
 )
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import add_updates, is_finite
+from optx_sync.runtime.parts import Variables
+from optx_sync.trees import Tree, add_updates, is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +105,9 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> Way:
         )
     return Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
-        work=lambda shapes, inner: OfUpdates(shapes),
-        names=("grads",),
+        work=lambda shapes, inner, layout: OfUpdates(shapes),
+        fragments=1,
+        delay=0,
         splits=False,
         waits=True,
     )
@@ -303,28 +305,37 @@ class Updates:
 class OfUpdates:
     """A worker's arrays: parameters, and a gradient to send."""
 
-    def __init__(self, shapes: Any):
-        self.like = shapes
-        self.steps: int = 1
+    params: Tree
+    grads: Tree
 
-    def start(self, arrays: Arrays, place: Any) -> None:
+    def __init__(self, shapes: Tree):
+        self.like: Tree = shapes
+        self.steps: int = 0
+        self.ages: list[int] = [0]
+
+    def start(self, parts: dict[int, Arrays], place: Place) -> None:
         """Begin with the parameters."""
-        self.params: Any = place(tree_of(arrays, self.like))
+        self.params = place(tree_of(parts[0], self.like))
 
-    def place(self, place: Any) -> None:
+    def place(self, place: Place) -> None:
         """Lay them out over devices."""
         self.params = place(self.params)
 
-    def step(self, grads: Any, step: int) -> bool:
+    def step(self, grads: Tree, step: int) -> bool:
         """Every gradient is pushed."""
-        self.grads: Any = grads
+        self.grads = grads
+        self.ages = [1]
         return True
 
-    def outgoing(self) -> dict[str, Arrays]:
+    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
         """The gradient."""
-        return {"grads": arrays_of(self.grads)}
+        self.ages = [0]
+        return {"grads": arrays_of(self.grads)}, 1
 
-    def land(self, replied: dict[str, Arrays], place: Any) -> None:
+    def give_back(self, part: int) -> None:
+        """The next gradient is another one."""
+
+    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
         """Take the parameters."""
         self.params = place(tree_of(replied["params"], self.like))
 
