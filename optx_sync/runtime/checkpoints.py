@@ -62,9 +62,15 @@ class Lock:
     def of(cls, folder: pathlib.Path) -> "Lock":
         """The lock of a folder, which all who are in this process share."""
         lock = cls._held.get(str(folder))
-        if lock is None:
+        if lock is None or not lock._is_in(folder):
             lock = cls._held[str(folder)] = cls(folder)
         return lock
+
+
+    def _is_in(self, folder: pathlib.Path) -> bool:
+        """Whether the folder has not been given another name since."""
+        there = folder / "lock"
+        return there.exists() and os.path.samestat(os.fstat(self._file), there.stat())
 
 
 class Checkpoints:

@@ -99,7 +99,7 @@ class Variables:
 
     def __init__(self, tree: Tree):
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        self.treedef: jax.tree_util.PyTreeDef = treedef
+        self.treedef: Any = treedef
         self.paths: tuple[str, ...] = tuple(path_name(path) for path, _ in leaves)
 
     def tree(self, arrays: Arrays) -> Tree:

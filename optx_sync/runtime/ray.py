@@ -27,8 +27,8 @@ from optx_sync.runtime.display import (
     PUSHES,
     Display,
     History,
+    Seen,
     log,
-    state,
 )
 from optx_sync.runtime.messages import Event
 from optx_sync.runtime.metrics import Metrics
@@ -240,9 +240,9 @@ def _end(connection: RayConnection, events: "_Events", params: Any) -> tuple:
         center, averages = connection.center(params), connection.averages()
         events.collect_the_rest()
     except BaseException as error:
-        error.center, error.history = None, History(events.seen, None)  # type: ignore
+        error.center, error.history = None, events.seen.history(None)  # type: ignore
         raise
-    return center, History(events.seen, averages)
+    return center, events.seen.history(averages)
 
 
 def _carry(
@@ -257,7 +257,7 @@ def _carry(
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
     try:
-        error.center, error.history = center, History(events.seen, averages)  # type: ignore
+        error.center, error.history = center, events.seen.history(averages)  # type: ignore
     except AttributeError:
         log.warning("%s takes no attributes: the center is lost.", type(error))
         return
@@ -358,7 +358,7 @@ class _Supervisor:
             .remote()
         )
         self.actors[index] = actor
-        self.joins[index] = self.events.joins.get(index, 0)
+        self.joins[index] = self.events.joins(index)
         self.running[actor.run.remote(index, self.start)] = index
 
     def _over(self, index: int, reference: Any) -> None:
@@ -388,7 +388,7 @@ class _Supervisor:
                 )
             return
         self.events.lost(index, str(what))
-        begun = how == "refused" or self.events.joins.get(index, 0) > self.joins[index]
+        begun = how == "refused" or self.events.joins(index) > self.joins[index]
         if not begun:
             # Its program has not begun: the machine is full, or a node is gone.
             self.starts[index] += 1
@@ -459,10 +459,9 @@ class _Events:
         self._places = [("", 0) for _ in self._servers]
         self._asked: dict[int, Any] = {}
         self._since: dict[int, float] = {}
-        self._last: dict[int, Event] = {}
+        self._steps: dict[int, int] = {}  # of each server
         self._metrics = Metrics()
-        self.seen: list[Event] = []
-        self.joins: dict[int, int] = {}
+        self.seen = Seen()
         self.heard = time.monotonic()
 
     def collect(self, wait: bool = False) -> None:
@@ -496,6 +495,8 @@ class _Events:
             name, since = self._places[number]
             self._places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
+            if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
+                events = [self._of_all(number, event) for event in events]
             # Of parts that are pushed in the same round the first one tells of it; of
             # what is no push, the first server.
             new += [
@@ -506,12 +507,11 @@ class _Events:
                 or (number == 0 and event.kind not in PUSHES)
             ]
         new.sort(key=lambda event: event.time)
-        for event in new:
-            if event.worker >= 0 and event.kind in ("push", "dropped"):
-                self._last[event.worker] = event
-            if event.kind == "join":
-                self.joins[event.worker] = self.joins.get(event.worker, 0) + 1
         self._tell(new)
+
+    def _of_all(self, number: int, event: Event) -> Event:
+        self._steps[number] = event.global_step
+        return event._replace(global_step=sum(self._steps.values()))
 
     def collect_the_rest(self) -> None:
         """Take all that there is: what had been asked for before may lack the end."""
@@ -519,14 +519,14 @@ class _Events:
         self.collect(wait=True)
 
     def _tell(self, new: list[Event]) -> None:
-        self.seen += new
+        self.seen.add(new)
         if new:
             self.heard = time.monotonic()
-        self._display.show(self._last, self.seen, new)
+        self._display.show(self.seen, new)
 
     def lost(self, worker: int, reason: str) -> None:
         """A worker died."""
-        last = self._last.get(worker)
+        last = self.seen.last.get(worker)
         lost = Event("lost", worker, 0, 0, 0, 0, time.time(), {}, reason)
         if last is not None:
             lost = lost._replace(
@@ -539,7 +539,12 @@ class _Events:
 
     def rounds(self, worker: int) -> int:
         """The rounds of a worker, as far as is known."""
-        return self._last[worker].round if worker in self._last else 0
+        last = self.seen.last.get(worker)
+        return last.round if last else 0
+
+    def joins(self, worker: int) -> int:
+        """How often a worker has joined."""
+        return self.seen.counts["join", worker]
 
     def boots(self) -> list[str]:
         """The names of the servers' processes."""
@@ -551,9 +556,9 @@ class _Events:
 
     def how(self, worker: int) -> str:
         """How it stands with a worker, for the log."""
-        last = self._last.get(worker)
+        last = self.seen.last.get(worker)
         if last is None:
-            return f"worker {worker}, which is {state(worker, self.seen)}"
+            return f"worker {worker}, which is {self.seen.state(worker)}"
         seconds = time.time() - last.time
         return (
             f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "

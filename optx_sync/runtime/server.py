@@ -235,7 +235,7 @@ class Server:
                 for part, held in zip(self.parts, self._held, strict=True)
             }
 
-    def averages(self) -> Tree | None:
+    def averages(self) -> Any:
         """The moving averages of `SyncReplicas(variable_averages=)`, or `None`."""
         with self._changed:
             self._check_start()

@@ -318,8 +318,8 @@ class Explorer:
             clients = tuple(Client(w, self.replay) for _ in self.parts)
             program = self.go_on(Program(w, clients, none, none))
             number = self.programs.number(program)
-            while self.wants(number)[2] is protocol.Enter:
-                server, *request = self.wants(number)
+            while (wanted := self.wants(number)) and wanted[2] is protocol.Enter:
+                server, *request = wanted
                 machine, answer = self.deliver(servers[server], server, *request)
                 servers = put(servers, server, machine)
                 number = self.hear(number, answer, type(answer))
@@ -331,9 +331,9 @@ class Explorer:
         """Every world that may come next."""
         servers, programs, late, deaths, losses = world
         for w, program in enumerate(programs):
-            if self.wants(program) is None:
+            if (wanted := self.wants(program)) is None:
                 continue
-            k, *request = self.wants(program)
+            k, *request = wanted
             machine, answer = self.deliver(servers[k], k, *request)
             there = servers if machine == servers[k] else put(servers, k, machine)
             # The answer is lost. (A request that is lost changes nothing.)

@@ -5,6 +5,8 @@ import gc
 import json
 import pathlib
 import random
+import subprocess
+import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -22,6 +24,7 @@ from optx_sync.runtime import (
     Server,
     SyncReplicas,
     Worker,
+    checkpoints,
     join_parts,
     partition,
     protocol,
@@ -224,6 +227,17 @@ BAD = {
     "round 0": ({"round": 0}, "round 0 of worker 0 is over"),
     "early round": ({"round": 4}, "too early: the next one is 3"),
     "round of another type": ({"round": 3.0}, "round must be an integer; got 3.0"),
+    # Each of these had been applied before it was looked at.
+    "local step": ({"local_step": "abc"}, "local_step must be an integer; got 'abc'"),
+    "no steps": ({"steps": 0}, "steps must be 1 or more; got 0"),
+    "shown": ({"shown": None}, "shown must be a dict of numbers; got None"),
+    "shown loss": ({"shown": {"loss": "x"}}, "loss must be a number; got 'x'"),
+    "seconds": ({"seconds": None}, "seconds must be a number; got None"),
+    "tokens": ({"tokens": -1.0}, "tokens must be 0 or more, and finite; got -1.0"),
+    "no tokens": ({"tokens": float("nan")}, "tokens must be 0 or more, and finite"),
+    "incarnation": ({"incarnation": None}, "incarnation must be an integer"),
+    "lost": ({"lost": True}, "lost must be an integer; got True"),
+    "part": ({"part": 1}, "part 1 does not live here, but (0,)"),
 }
 
 
@@ -575,6 +589,17 @@ def test_rows_and_missing_gradients_are_averaged_row_by_row():
     np.testing.assert_array_equal(server.center()["b"], PARAMS["b"])
 
 
+@pytest.mark.parametrize("row", [-1, 2, 2**20])
+def test_rows_that_the_table_has_not_are_refused(row):
+    """They were dropped, and the worker was told that its gradient had counted."""
+    server = sync_server(1, 1)
+    values = np.ones((2, 3), np.float32)
+    bad = {"['w']": (np.array([0, row]), values), "['b']": None}
+    with pytest.raises(PushRefused, match=f"has row {row}, and the table has the rows"):
+        server.push(Push(0, 1, {"grads": bad}))
+    assert bits(server.center()) == bits(PARAMS)
+
+
 def test_moving_average_follows_the_updates():
     server = sync_server(1, 1, variable_averages=0.75)
     server.push(Push(0, 1, grads(4.0)))
@@ -741,6 +766,91 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
     assert again.global_step == 2
 
 
+def test_two_workers_who_ask_after_a_damaged_checkpoint_go_on(tmp_path):
+    """The second one was told that there is no checkpoint, and the run ended."""
+    server = center_server(checkpoint_dir=tmp_path, checkpoint_every=2)
+    clients = [converse(server, Client(worker), "enter") for worker in (0, 1)]
+    for number in (1, 2):
+        clients = [converse(server, client, "send", number) for client in clients]
+    damage(tmp_path, max(Checkpoints(tmp_path).numbers()))
+    again = center_server(checkpoint_dir=tmp_path, checkpoint_every=2)
+    clients = [converse(again, client, "send", 3) for client in clients]
+    assert [client.phase for client in clients] == ["idle"] * 2
+    assert [client.lost for client in clients] == [1, 1]
+    # The first round of both was saved: that and the third are there, once.
+    np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 4)
+
+
+def test_nothing_is_begun_afresh_without_a_word(tmp_path):
+    server = center_server(checkpoint_dir=tmp_path / "run", checkpoint_every=1)
+    server.push(Push(0, 1, moves()))
+    for number in Checkpoints(tmp_path / "run").numbers():
+        damage(tmp_path / "run", number)
+    for _ in range(2):  # What cannot be read stays as it is.
+        with pytest.raises(
+            ValueError, match=r"No checkpoint in .* can be read: .*2 can"
+        ):
+            center_server(checkpoint_dir=tmp_path / "run")
+    afresh = center_server(checkpoint_dir=tmp_path / "run", resume=False)
+    assert afresh.global_step == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.before_1"]
+    with pytest.raises(ValueError, match=r"holds \['part_0'\], .* other fragments"):
+        center_server(checkpoint_dir=tmp_path / "run", fragments=2)
+    other = tmp_path / "other"
+
+    def in_parts(one):
+        rows = lambda path, leaf: [one, 1 - one] if leaf.shape else 0  # noqa: E731
+        return center_server(checkpoint_dir=other, fragments=rows)
+
+    in_parts(0)
+    with pytest.raises(ValueError, match="or the parts are others"):
+        in_parts(1)
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
+    """The lock is that of a process, and goes with it."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.0)
+    program = (
+        "import sys, time\nfrom optx_sync.runtime.checkpoints import Lock, pathlib\n"
+        f"lock = Lock.of(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
+        "time.sleep(100)"
+    )
+    folder.mkdir()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        held = f"process {other.pid} on .* overwrite"
+        for resume in (True, False):
+            with pytest.raises(ValueError, match=held):
+                center_server(checkpoint_dir=folder, resume=resume)
+        other.kill()
+    assert center_server(checkpoint_dir=folder).global_step == 0
+
+
+def test_stale_gradients_are_not_told_as_lost(tmp_path):
+    """With `SyncReplicas` one that was dropped has left nothing that could be lost."""
+
+    def start():
+        return Server(
+            PARAMS, SyncReplicas(1), num_workers=2, inner=optax.sgd(1.0),
+            checkpoint_dir=tmp_path, checkpoint_every=100,
+        )  # fmt: skip
+
+    def send(server, client, number):
+        return converse(server, client, "send", number, grads(0.0))
+
+    server = start()
+    one, two = (converse(server, Client(worker), "enter") for worker in (0, 1))
+    for number in (1, 2, 3):
+        one = send(server, one, number)
+    two = send(server, two, 1)  # Of the first step: it is dropped.
+    assert [event.kind for event in server.events()[1]][-1] == "dropped"
+    two = send(server, two, 2)
+    again = start()
+    assert send(again, two, 3).lost == 1 and send(again, one, 4).lost == 3
+
+
 def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
     server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
     with monkeypatch.context() as patch:
@@ -880,11 +990,15 @@ def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
         server.push(Push(0, 3, moves(0.0)))
 
 
-def converse(server, client, goal):
+def converse(server, client, goal, serial=0, arrays: Any = None):
     """A worker does one thing with a server."""
-    client = protocol.begin(client, goal)
+    client = protocol.begin(client, goal, 0, serial)
     while (request := protocol.wants(client)) is not None:
-        client = protocol.hears(client, server.handle(request)[0])
+        push = None
+        if isinstance(request, protocol.Send):
+            incarnation, arrays = client.incarnation, arrays or moves()
+            push = Push(client.worker, serial, arrays, incarnation=incarnation)
+        client = protocol.hears(client, server.handle(request, push)[0])
     return client
 
 
