@@ -66,7 +66,6 @@ class Lock:
             lock = cls._held[str(folder)] = cls(folder)
         return lock
 
-
     def _is_in(self, folder: pathlib.Path) -> bool:
         """Whether the folder has not been given another name since."""
         there = folder / "lock"

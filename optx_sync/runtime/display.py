@@ -66,6 +66,26 @@ class Seen:
         """How it stands with a worker that has not pushed."""
         return self.states.get(worker, "starting")
 
+    def closing(self, seconds: float) -> str:
+        """What there was in all, in a line."""
+        total: Counter[str] = Counter()
+        for (kind, _), number in self.counts.items():
+            total[kind] += number
+        pushes = total["push"]
+        said = f"{pushes} pushes in {seconds:.0f} s"
+        if pushes and seconds:
+            said += f", {pushes / seconds:.3g} a second"
+        names = {
+            "dropped": "dropped as stale",
+            "refused": "refused",
+            "retry": "answered again",
+            "lost": "deaths of workers",
+            "restored": "times that a server came back",
+            "unsaved": "checkpoints not written",
+        }
+        more = [f"{total[kind]} {what}" for kind, what in names.items() if total[kind]]
+        return ", ".join([said, f"the center at step {self.step}", *more])
+
     def history(self, averages: Tree | None) -> History:
         """What `run` returns."""
         return History(list(self.events), averages, dict(self.counts))

@@ -141,7 +141,7 @@ def partition(params: Tree, num_parts: int) -> list[Tree]:
     ]
 
 
-def _owners(leaves: list[Any], number: int) -> list[int]:
+def _owners(leaves: list[jax.Array], number: int) -> list[int]:
     """Which of so many servers each variable goes to."""
     if not 1 <= number <= len(leaves):
         raise ValueError(
@@ -162,7 +162,7 @@ def _evenly(sizes: list[int], number: int) -> list[int]:
     return owner
 
 
-def _bytes_of(x: Any) -> int:
+def _bytes_of(x: jax.Array | np.ndarray) -> int:
     return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize
 
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run on Ray: it starts servers and workers, replaces those that die, and ends."""
 
+import contextlib
 import os
 import pathlib
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optax
@@ -52,8 +55,8 @@ SILENCE_SECONDS = 10.0
 
 
 def run(
-    worker_fn: Callable[[Worker], Any],
-    params: Any,
+    worker_fn: Callable[[Worker], object],
+    params: Tree,
     inner: optax.GradientTransformation,
     agreement: Agreement,
     *,
@@ -143,7 +146,7 @@ def run(
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
         exception has them too, as its attributes `center` (`None` where it could not be
-        had) and `history`.
+        had) and `history`. SIGTERM raises a `KeyboardInterrupt`, as SIGINT does.
 
     Raises:
         ImportError: Ray is not installed.
@@ -199,22 +202,51 @@ def run(
             "synchronous": synchronous,
         }
         start = worker_fn, connection, shapes, inner, agreement, options
-        with Display(num_workers) as display:
-            events = _Events(connection, display)
-            supervisor = _Supervisor(ray, start, num_workers, connection, events)
-            try:
-                supervisor.supervise()
-            except BaseException as error:
-                _carry(error, connection, events, params)
-                raise
-            finally:
-                supervisor.stop()
-            return _end(connection, events, params)
+        return _supervised(ray, start, num_workers, connection, params)
     finally:
         for actor in connection.servers if connection else ():
             ray.kill(actor)
         if started:
             ray.shutdown()
+
+
+def _supervised(
+    ray: Any, start: tuple, num_workers: int, connection: RayConnection, params: Tree
+) -> tuple[Tree, History]:
+    """Run the workers until all have returned, and tell of it."""
+    with Display(num_workers) as display, _sigterm_as_sigint():
+        events = _Events(connection, display)
+        supervisor = _Supervisor(ray, start, num_workers, connection, events)
+        begin, ended = time.monotonic(), "has ended"
+        try:
+            supervisor.supervise()
+        except BaseException as error:
+            ended = f"was ended by {type(error).__name__}"
+            _carry(error, connection, events, params)
+            raise
+        finally:
+            supervisor.stop()
+            log.info(
+                "The run %s: %s", ended, events.seen.closing(time.monotonic() - begin)
+            )
+        return _end(connection, events, params)
+
+
+@contextlib.contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """A job that is told to end saves the center, as one that is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone.
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
@@ -234,7 +266,7 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
             ray.init()
 
 
-def _end(connection: RayConnection, events: "_Events", params: Any) -> tuple:
+def _end(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
     try:
         connection.checkpoint()
         center, averages = connection.center(params), connection.averages()
@@ -246,7 +278,7 @@ def _end(connection: RayConnection, events: "_Events", params: Any) -> tuple:
 
 
 def _carry(
-    error: BaseException, connection: RayConnection, events: "_Events", params: Any
+    error: BaseException, connection: RayConnection, events: "_Events", params: Tree
 ) -> None:
     """Whatever happened, what has been trained so far is saved, and goes along."""
     center, averages = None, None
@@ -277,7 +309,7 @@ class _Supervisor:
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
-        self.running: dict[Any, int] = {}
+        self.running: dict[object, int] = {}
         self.later: dict[int, float] = {}  # when to start a worker again
         self.returned: set[int] = set()
         self.told: set[tuple[str, int]] = set()  # which server knows that who has left
@@ -361,7 +393,7 @@ class _Supervisor:
         self.joins[index] = self.events.joins(index)
         self.running[actor.run.remote(index, self.start)] = index
 
-    def _over(self, index: int, reference: Any) -> None:
+    def _over(self, index: int, reference: object) -> None:
         """A worker has returned, or is dead, or cannot be reached."""
         error: Exception | None = None
         what: Any
@@ -415,7 +447,7 @@ class _Supervisor:
             for index in self.returned:
                 if boot and (boot, index) not in self.told:
                     self.told.add((boot, index))
-                    self.connection.servers[number].leave.remote(index)
+                    self.connection.servers[number].call.remote("leave", index)
 
     def _say_what_for(self) -> None:
         waiting = [
@@ -457,7 +489,7 @@ class _Events:
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
         self._places = [("", 0) for _ in self._servers]
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
         self._metrics = Metrics()
@@ -471,7 +503,7 @@ class _Events:
         for number, server in enumerate(self._servers):
             if number not in self._asked:
                 place = self._places[number]
-                self._asked[number] = server.events.remote(*place)
+                self._asked[number] = server.call.remote("events", *place)
                 self._since[number] = time.monotonic()
         references = list(self._asked.values())
         seconds = SILENCE_SECONDS if wait else 0.02
@@ -539,8 +571,8 @@ class _Events:
 
     def rounds(self, worker: int) -> int:
         """The rounds of a worker, as far as is known."""
-        last = self.seen.last.get(worker)
-        return last.round if last else 0
+        counts = self.seen.counts
+        return counts["push", worker] + counts["dropped", worker]
 
     def joins(self, worker: int) -> int:
         """How often a worker has joined."""

@@ -108,7 +108,7 @@ def start_servers(
     }
     servers = []
     for number in range(num_servers):
-        given: dict[str, Any] = {
+        given = {
             "num_workers": num_workers,
             "inner": inner if way.waits else None,
             "communication_period": communication_period,
@@ -196,11 +196,11 @@ class RayConnection:
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
         self.layout: Layout = lay_out(self._shapes, self._fragments, len(self.servers))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         own = ("_clients", "_pushes", "layout")
         return {name: x for name, x in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._forget()
 
@@ -329,7 +329,7 @@ class RayConnection:
         """All servers save their parts."""
         self.call("checkpoint")
 
-    def _ask(self, server: int, client: Client) -> Any:
+    def _ask(self, server: int, client: Client) -> object:
         """A reference to the answer to what a client wants."""
         request, push = protocol.wants(client), None
         if isinstance(request, Send):
@@ -338,7 +338,7 @@ class RayConnection:
         return self.servers[server].handle.remote(packed((request, push)))
 
     def _converse(
-        self, server: int, client: Client, reference: Any = None
+        self, server: int, client: Client, reference: object = None
     ) -> tuple[Client, Any]:
         """Do what a client has begun; what came with the last answer."""
         ray, payload = import_ray(), None
@@ -378,10 +378,10 @@ class RayConnection:
         """What all servers answer to a plain call, each asked again if it died."""
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
-        answers: dict[int, Any] = {}
+        answers = {}
         while len(answers) < len(self.servers):
             asked = {
-                number: getattr(server, name).remote(*arguments(number))
+                number: server.call.remote(name, *arguments(number))
                 for number, server in enumerate(self.servers)
                 if number not in answers
             }
@@ -407,52 +407,24 @@ class ServerActor:
             # Raised by the first call: Ray would restart an actor that dies here.
             self._error = error
 
-    def pid(self) -> Any:
+    def pid(self) -> int | Exception:
         """The number of the process, or what went wrong at its start."""
         return self._error or os.getpid()
 
     # Errors are returned: raised ones would come wrapped in Ray's.
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> object:
+        """What a method of `Server` returns, or the error that it raises."""
         if self._error is not None:
             return self._error
         try:
-            return getattr(self._server, name)(*args)
+            return getattr(self._server, name)(*arguments)
         except (ValueError, TypeError, RuntimeError) as error:
             return error
 
-    def begin(self, parts: dict[int, Tree]) -> Any:
-        """See `Server.begin`."""
-        return self._call("begin", parts)
-
-    def handle(self, message: Any) -> Any:
+    def handle(self, message: object) -> object:
         """See `Server.handle`."""
-        return packed(self._call("handle", *unpacked(message)))
-
-    def everyone_joined(self) -> Any:
-        """See `Server.everyone_joined`."""
-        return self._call("everyone_joined")
-
-    def leave(self, worker: int) -> Any:
-        """See `Server.leave`."""
-        return self._call("leave", worker)
-
-    def center_of_parts(self) -> Any:
-        """See `Server.center_of_parts`."""
-        return self._call("center_of_parts")
-
-    def averages(self) -> Any:
-        """See `Server.averages`."""
-        return self._call("averages")
-
-    def checkpoint(self) -> Any:
-        """See `Server.checkpoint`."""
-        answer = self._call("checkpoint")
-        return answer if isinstance(answer, Exception) else str(answer)
-
-    def events(self, boot: str, since: int) -> Any:
-        """See `Server.events`."""
-        return self._call("events", boot, since)
+        return packed(self.call("handle", *unpacked(message)))
 
 
 class WorkerActor:
@@ -494,7 +466,7 @@ def portable(error: Exception) -> Exception:
     return copy
 
 
-def packed(message: Any) -> Any:
+def packed(message: object) -> object:
     """A short message as bytes, which Ray sends faster than anything else.
 
     A long one stays what it is: Ray lays its arrays into memory that all processes see.
@@ -507,7 +479,7 @@ def packed(message: Any) -> Any:
     return pickle.dumps((header, [bytes(buffer) for buffer in buffers]))
 
 
-def unpacked(message: Any) -> Any:
+def unpacked(message: object) -> Any:
     """What `packed` was given."""
     if not isinstance(message, bytes):
         return message
@@ -515,7 +487,7 @@ def unpacked(message: Any) -> Any:
     return pickle.loads(header, buffers=buffers)
 
 
-def _unwrap(ray: Any, reference: Any) -> Any:
+def _unwrap(ray: Any, reference: object) -> Any:
     answer = unpacked(ray.get(reference))
     if isinstance(answer, Exception):
         raise answer

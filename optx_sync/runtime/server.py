@@ -23,7 +23,7 @@ from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.agreements.contract import Held, Settings, check_saved
+from optx_sync.runtime.agreements.contract import Held, Notes, Settings, check_saved
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
     Arrays,
@@ -235,7 +235,7 @@ class Server:
                 for part, held in zip(self.parts, self._held, strict=True)
             }
 
-    def averages(self) -> Any:
+    def averages(self) -> Tree:
         """The moving averages of `SyncReplicas(variable_averages=)`, or `None`."""
         with self._changed:
             self._check_start()
@@ -446,7 +446,7 @@ class Server:
         return False
 
     def _read(
-        self, arrays: Arrays, notes: dict[str, Any], picked: dict[int, Tree]
+        self, arrays: dict[str, Arrays], notes: Notes, picked: dict[int, Tree]
     ) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
         if len(notes["entries"]) != self.num_workers:
@@ -497,7 +497,7 @@ class Server:
             "join()."
         )
 
-    def _unknown(self, worker: Any) -> str:
+    def _unknown(self, worker: object) -> str:
         is_integer = isinstance(worker, int | np.integer)
         if is_integer and not isinstance(worker, bool):
             if 0 <= worker < self.num_workers:

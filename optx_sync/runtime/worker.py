@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ class Worker:
         return self._own.params
 
     def step(
-        self, grads: Tree, *, tokens: float | None = None, **what_to_show: Any
+        self, grads: Tree, *, tokens: float | None = None, **what_to_show: SupportsFloat
     ) -> None:
         """One step with a gradient at `params`, and an exchange if one is due.
 
@@ -220,9 +220,9 @@ class Worker:
         turns = self.layout.turns
         return sum(max(self._steps[part] for part in turn) for turn in turns)
 
-    def _set_out(self, parts: tuple[int, ...], what_to_show: dict[str, Any]) -> None:
+    def _set_out(self, parts: tuple[int, ...], shown: dict[str, SupportsFloat]) -> None:
         begin = time.perf_counter()
-        shown = {name: float(value) for name, value in what_to_show.items()}
+        numbers = {name: float(value) for name, value in shown.items()}
         outgoing = {part: self._own.outgoing(part) for part in parts}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
@@ -233,7 +233,7 @@ class Worker:
                 arrays=arrays,
                 steps=steps,
                 local_step=self.local_step,
-                shown=shown,
+                shown=numbers,
                 incarnation=self.incarnation,
                 seconds=self._seconds,
                 lost=self._untold,

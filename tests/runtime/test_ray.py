@@ -326,7 +326,7 @@ def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
                 time.sleep(0.05)
             server, seen = worker.connection.servers[0], set()
             while required == 4 and len(seen) < 3:
-                _, events = ray.get(server.events.remote("", 0))
+                _, events = ray.get(server.call.remote("events", "", 0))
                 seen |= {event.worker for event in events if event.kind == "push"}
                 time.sleep(0.02)
             if required == 4:
@@ -486,6 +486,40 @@ def test_error_in_a_worker_ends_the_run_and_carries_the_center(tmp_path):
     assert error.history.count("lost") == 0
 
 
+def test_a_run_that_is_told_to_end_saves_the_center(tmp_path, caplog):
+    """SIGTERM, as a scheduler sends it, is what Control-C is; the run can go on."""
+    driver = os.getpid()
+
+    def train(worker):
+        while worker.local_step < 5:
+            worker.step(DOWN)
+        if worker.restarts == 0:
+            os.kill(driver, signal.SIGTERM)
+            time.sleep(100)
+
+    caplog.set_level("INFO", "optx_sync.runtime")
+    before = signal.getsignal(signal.SIGTERM)
+    settings: dict[str, Any] = {
+        "num_workers": 1,
+        "communication_period": 1,
+        "checkpoint_dir": tmp_path,
+    }
+    with pytest.raises(KeyboardInterrupt) as caught:
+        runtime.run(train, PARAMS, ONE, COUNT, **settings)
+    error: Any = caught.value
+    assert np.all(error.center["w"] == 5) and error.history.count("push") == 5
+    assert signal.getsignal(signal.SIGTERM) is before
+    center, _ = runtime.run(train, PARAMS, ONE, COUNT, **settings)
+    assert np.all(center["w"] == 5)
+    said = [record.getMessage() for record in caplog.records]
+    ends = [line for line in said if line.startswith("The run ")]
+    assert ends[0].startswith("The run was ended by KeyboardInterrupt: 5 pushes in")
+    assert "a second, the center at step 5" in ends[0]
+    assert ends[1].startswith("The run has ended: 0 pushes in")
+    assert "the center at step 5, 1 times that a server came back" in ends[1]
+    assert "a server is back, at step 5" in said
+
+
 def test_exceptions_arrive_whatever_they_are_made_of():
     assert isinstance(portable(KeyError("a")), KeyError)
     arrived = portable(TwoArguments(1, "2"))
@@ -554,6 +588,18 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
         runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
     with pytest.raises(ValueError, match="num_workers must be 1 or more"):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
+    with pytest.raises(ValueError, match=r"address='10.0.0.1:6379' would have no"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, address="10.0.0.1:6379")
+    with pytest.raises(ValueError, match="2 fragments cannot be split among 3"):
+        runtime.run(
+            train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3, fragments=2
+        )
+    with pytest.raises(ValueError, match="not a multiple of the 3 fragments"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, fragments=3)
+    for name, value in (("fragments", 2), ("delay", 1), ("keep_local", 0.5)):
+        given: dict[str, Any] = {"num_workers": 1, name: value}
+        with pytest.raises(ValueError, match=f"Leave {name} out"):
+            runtime.run(train, PARAMS, ONE, SyncReplicas(1), **given)
 
 
 def test_run_starts_ray_where_there_is_none_and_stops_it():

@@ -17,6 +17,7 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
     ExpectedCodes,
+    Notes,
     Place,
     Settings,
     Way,
@@ -112,7 +113,7 @@ class Center:
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         rule: CenterRule,
         at: Round,
         copy_replies: bool,
@@ -139,7 +140,7 @@ class Center:
         self.adds: bool = (
             rule.outer is None and rule.weigh is None and not self.at_server
         )
-        self.outer: Any = () if rule.outer is None else copied(rule.outer.init(center))
+        self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
 
@@ -149,7 +150,7 @@ class Center:
         # The squares of the center, summed: as a number, and not yet looked at.
         self.squares: float = float("inf")
         self.pending: Any = None
-        self.spare_outer: Any = jax.tree.map(jnp.empty_like, self.outer)
+        self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
         if self.adds:
             self.center: Arrays = {
                 path: np.array(array, order="C") for path, array in center.items()
@@ -293,11 +294,7 @@ class Center:
         """What a worker that starts gets."""
         return self._out(self.center)
 
-    def tree(self) -> Any:
-        """A copy of the center."""
-        return self.variables.tree({p: np.array(a) for p, a in self.center.items()})
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """There are none."""
         return None
 
@@ -308,14 +305,14 @@ class Center:
         formulas += [] if rule.weigh is None else [rule.weigh]
         return described("center", formulas, self.outer)
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds."""
         self._look_back()
         center = {path: np.asarray(array) for path, array in self.center.items()}
         arrays = {"center": center, "outer": numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         check_saved(self.center, arrays["center"])
         self.outer = like(self.outer, arrays.get("outer", {}))
@@ -331,7 +328,7 @@ class OfCenter:
     params: Tree
     taken: Tree
     accumulated: Tree
-    inner_state: Any
+    inner_state: Tree
 
     def __init__(
         self,
@@ -372,13 +369,13 @@ class OfCenter:
         self.steps: int = 0
         self.ages: list[int] = [0 for _ in parts]
         # What the code of each part remembers; the next, once a push is applied.
-        self.codes: list[Any] = [()] * len(parts)
+        self.codes: list[Tree] = [()] * len(parts)
         if self.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
             self.codes = [start_codes(self.exchange, part) for part in picked]
         # What has been pushed of each part: the steps behind it, what was summed up,
         # and what its code remembers then.
-        self.sent: dict[int, tuple[int, Tree, Any]] = {}
+        self.sent: dict[int, tuple[int, Tree, Tree]] = {}
 
     def place(self, place: Place) -> None:
         """Lay everything out over devices."""

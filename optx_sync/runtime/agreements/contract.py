@@ -2,8 +2,8 @@
 """What the two sides of an agreement have, and what a push is checked for."""
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
-Place = Callable[[Tree], Tree]  # lays a tree out over devices
+Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
+Notes: TypeAlias = dict[str, Any]  # what JSON can hold
 
 
 class Held(Protocol):
@@ -60,11 +61,7 @@ class Held(Protocol):
         """What a worker that starts gets."""
         ...
 
-    def tree(self) -> Any:
-        """A copy of the center, in the structure of the parameters."""
-        ...
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """Moving averages, or `None`."""
         ...
 
@@ -72,11 +69,11 @@ class Held(Protocol):
         """What a checkpoint must have been saved by, to be read again."""
         ...
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds: arrays, and what JSON can hold."""
         ...
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         ...
 
@@ -138,7 +135,7 @@ class Way(NamedTuple):
 class Expected:
     """What a push must look like."""
 
-    def __init__(self, names: tuple[str, ...], tree: Any, of_rows: bool = False):
+    def __init__(self, names: tuple[str, ...], tree: Tree, of_rows: bool = False):
         self.names = names
         self.of_rows = of_rows  # whether an array may be missing, or rows of it
         self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {
@@ -158,7 +155,7 @@ class Expected:
                 return problem, sizes
         return "", sizes
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
         """As `look`, and the arrays that were sent."""
         return *self.look(sent), sent
 
@@ -192,14 +189,14 @@ class Expected:
 class ExpectedCodes(Expected):
     """What a push of codes must look like: messages, and what they stand for."""
 
-    def __init__(self, names: tuple[str, ...], tree: Any, exchange: Exchange):
+    def __init__(self, names: tuple[str, ...], tree: Tree, exchange: Exchange):
         super().__init__(names, tree)
         messages = message_shapes(exchange, tree)
         self.messages: Expected = Expected(names, messages)
         self.variables: Variables = Variables(tree)
         self._decode = jax.jit(lambda messages: decoded(exchange, messages, tree))
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
         """See `Expected.read`; the arrays are decoded."""
         problem, _ = self.messages.look(sent)
         if problem:
@@ -210,7 +207,7 @@ class ExpectedCodes(Expected):
         }
         return super().read(arrays)
 
-    def _arrays(self, messages: Any) -> Arrays:
+    def _arrays(self, messages: Tree) -> Arrays:
         found = self.variables.arrays(self._decode(messages))
         return {path: np.asarray(array) for path, array in found.items()}
 
@@ -260,7 +257,7 @@ def bound(array: np.ndarray) -> float:
     return float(np.abs(array).max(initial=0))
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: Tree) -> Tree:
     """A state whose arrays are its own.
 
     Some Optax states hold the parameters that they were made for.
@@ -268,7 +265,7 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
-def own_buffers(after: Any, given: Any) -> Any:
+def own_buffers(after: Tree, given: Tree) -> Tree:
     """What a compiled step returns, such that no array of it is one it was given.
 
     What passes through unchanged would be the same memory, to be donated later.
@@ -284,18 +281,18 @@ def own_buffers(after: Any, given: Any) -> Any:
     return jax.tree.map(own, after)
 
 
-def numbered(tree: Any) -> dict[str, np.ndarray]:
+def numbered(tree: Tree) -> dict[str, np.ndarray]:
     """The leaves of a state of any type, as what a checkpoint can hold."""
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def like(tree: Any, leaves: dict[str, np.ndarray]) -> Any:
+def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """A state from what `numbered` made of it."""
     old, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
 
 
-def described(kind: str, formulas: list[Any], state: Any) -> str:
+def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:
     """What made a checkpoint: formulas by name, an optimizer by its state."""
     names = [
         f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else repr(f)
@@ -306,7 +303,7 @@ def described(kind: str, formulas: list[Any], state: Any) -> str:
     return json.dumps([kind, names, str(treedef), shapes])
 
 
-def check_saved(center: dict[str, Any], saved: dict[str, Any]) -> None:
+def check_saved(center: Arrays, saved: Arrays) -> None:
     """Refuse a checkpoint of other variables."""
     unknown = [path for path in saved if path not in center]
     missing = [path for path in center if path not in saved]
@@ -324,14 +321,14 @@ def check_saved(center: dict[str, Any], saved: dict[str, Any]) -> None:
             )
 
 
-def tree_of(arrays: Arrays, shapes: Any) -> Any:
+def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
     """Arrays of the worker's own: what was received may be a view of the center."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
     )
 
 
-def arrays_of(tree: Any) -> Arrays:
+def arrays_of(tree: Tree) -> Arrays:
     """From a tree to what travels; row-sparse leaves as (indices, values)."""
     return {
         path_name(path): _sent(leaf)
@@ -341,7 +338,7 @@ def arrays_of(tree: Any) -> Arrays:
     }
 
 
-def _sent(leaf: Any) -> Any:
+def _sent(leaf: Any) -> Tree:
     if isinstance(leaf, IndexedSlices):
         return np.asarray(leaf.indices), np.asarray(leaf.values)
     return None if leaf is None else np.asarray(leaf)

@@ -28,6 +28,7 @@ from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements.contract import (
     Expected,
     Inner,
+    Notes,
     Place,
     Way,
     arrays_of,
@@ -117,19 +118,19 @@ class Updates:
     """The parameters, with the tokens, as the server holds them."""
 
     def __init__(
-        self, params: Any, agreement: SyncReplicas, inner: Any, num_workers: int
+        self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
     ):
         check_variables(params)
         self.inner: Inner = check_inner(inner, "Server(..., inner=optax.adam(1e-3))")
         self.agreement = agreement
         self.num_workers = num_workers
-        self.params: Any = copied(params)
+        self.params: Tree = copied(params)
         self.variables: Variables = Variables(self.params)
         self.expected: Expected = Expected(("grads",), self.params, of_rows=True)
-        self.accumulator: Any = start_accumulator(self.params)
-        self.inner_state: Any = copied(self.inner.init(self.params))
+        self.accumulator: Tree = start_accumulator(self.params)
+        self.inner_state: Tree = copied(self.inner.init(self.params))
         decay = agreement.variable_averages
-        self.averages: Any = start_averages(self.params, decay)
+        self.averages: Tree = start_averages(self.params, decay)
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
         # Nothing is donated: an update that would not be finite is thrown away.
         self._update: Any = jax.jit(self._move)
@@ -246,11 +247,7 @@ class Updates:
         # Never donated, so that an answer stays what it is while it travels.
         return {p: np.asarray(a) for p, a in self.variables.arrays(self.params).items()}
 
-    def tree(self) -> Any:
-        """A copy of the parameters."""
-        return jax.tree.map(np.array, self.params)
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """The averages in the parameters' dtypes, or `None`."""
         if self.agreement.variable_averages is None:
             return None
@@ -264,7 +261,7 @@ class Updates:
         """The optimizer, by its state."""
         return described("sync_replicas", [], (self.inner_state, self.averages))
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds: gradients that wait for the others, and tokens too.
 
         A worker whose gradient waits may have gone on already.
@@ -285,7 +282,7 @@ class Updates:
             "tokens": list(self.tokens),
         }
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         check_saved(self.current(), arrays["center"])
         self.params = self.variables.tree(
@@ -340,11 +337,11 @@ class OfUpdates:
         self.params = place(tree_of(replied["params"], self.like))
 
 
-def _accumulated(accumulator: Any, grads: Any) -> Any:
+def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
     return accumulate(accumulator, unique_rows(grads), jnp.bool_(True))
 
 
-def _as_grad(grad: Any) -> Any:
+def _as_grad(grad: Any) -> Tree:
     """A gradient as it came; rows padded, so that few programs are compiled.
 
     A program is compiled for every number of rows, so that is a power of two. What is
