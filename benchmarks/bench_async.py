@@ -90,8 +90,16 @@ class _Worker:
         else:
             what = "params" if name.startswith("elastic") else "contribution"
             number = self.rounds[name] = self.rounds.get(name, 0) + 1
-            arrays = {f"['{key}']": array for key, array in self.arrays.items()}
-            target.push(Push(self.index, number, {what: arrays}))
+            answers = []
+            for part in range(len(target.layout.owners)):
+                picked = jax.tree.leaves_with_path(
+                    target.layout.pick(self.arrays, part)
+                )
+                arrays = {f"['{path[0].key}']": np.asarray(x) for path, x in picked}
+                push = Push(self.index, number, {what: arrays}, part=part)
+                answers.append(target.send(push))
+            for answer in answers:
+                answer()
 
     def measure(self, name, target, seconds):
         self.call(name, target)

@@ -10,9 +10,9 @@ Every push marks a place of its own in the center, on every server, and the work
 writes down which of its steps have returned. *Lost*: a step has returned, and the
 center lacks it. *Beyond*: lost, and no server that went back to its last checkpoint
 explains it. *Untold*: lost before the eyes of a worker that went on and was not told.
-*Twice*: a place holds more than one push. *Torn*: servers differ. Then what
-workers learn meanwhile, runs without faults for their memory, and every order of the
-protocol's events.
+*Twice*: a place holds more than one push. *Torn*: the two variables of a part differ.
+A step pushes a part to each server, and each counts. Then what workers learn meanwhile,
+runs without faults for their memory, and every order of the protocol's events.
 """
 
 import collections
@@ -135,7 +135,7 @@ class Ledger:
     def __init__(self, cell: Cell):
         # The pull of elastic averaging is not linear: a push has a number alone.
         self.digits: int = 1 if cell.rule == "elastic" else DIGITS
-        self.numbers: int = min(NUMBERS, SIZES[cell.size] // WORKERS)
+        self.numbers: int = min(NUMBERS, SIZES[cell.size] // 2 // WORKERS)
         self.places: int = self.numbers * self.digits
 
     def mark(self, worker: int, place: int) -> tuple[int, float]:
@@ -154,6 +154,12 @@ class Ledger:
         return (whole // 4 ** np.arange(self.digits) % 4).reshape(WORKERS, -1)
 
 
+def start_of(cell: Cell) -> dict[str, Any]:
+    """Two variables for each server, which go to servers in their order."""
+    names = [f"{half}_{k}" for half in "ab" for k in range(cell.servers)]
+    return {name: np.zeros(SIZES[cell.size] // 2, np.float32) for name in names}
+
+
 def program(folder: pathlib.Path, seconds: float, cell: Cell):
     """A worker that makes marks until the time is over; the first one begins it."""
     ledger = Ledger(cell)
@@ -165,10 +171,7 @@ def program(folder: pathlib.Path, seconds: float, cell: Cell):
         until = (folder / "begin").stat().st_ctime + seconds
         lines = log.read_text().splitlines() if log.exists() else []
         place = sum(line.startswith("try") for line in lines)
-        grads = {
-            f"part_{k}": np.zeros(SIZES[cell.size], np.float32)
-            for k in range(cell.servers)
-        }
+        grads = {name: np.zeros_like(value) for name, value in start_of(cell).items()}
         told = 0
         with log.open("a", buffering=1) as out:
             while time.time() < until and place < ledger.places:
@@ -244,7 +247,11 @@ class Ack(NamedTuple):
 def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[int]:
     """Acked, lost, beyond, untold, twice and torn."""
     ledger = Ledger(cell)
-    parts = [ledger.read(center[f"part_{k}"], cell) for k in range(cell.servers)]
+    halves = [
+        [ledger.read(center[f"{half}_{k}"], cell) for k in range(cell.servers)]
+        for half in "ab"
+    ]
+    parts = halves[0]
     back = [e for e in history.events if e.kind == "restored"]
     waits = cell.rule in ("3 of 4", "6 of 4")
     acked, lost, beyond, untold = 0, 0, 0, 0
@@ -260,10 +267,10 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
             elif kind == "told" and len(rest) == 3:
                 told[int(rest[1])] += int(rest[0])
         for incarnation, own in acks.items():
-            acked += len(own)
+            acked += len(own) * len(parts)
             should = 0
-            for ack in own:
-                if parts[0][index, ack.place]:
+            for ack, part in itertools.product(own, parts):
+                if part[index, ack.place]:
                     continue
                 lost += 1
                 # A gradient of SyncReplicas may be of the update after this step.
@@ -279,8 +286,8 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
             untold += max(should - told[incarnation], 0)
     # At the end so many gradients wait for an update that does not come.
     waiting = min(beyond, required(cell.rule) - 1)
-    twice = int((parts[0] > 1).sum())
-    torn = sum(int((a != b).sum()) for a, b in itertools.pairwise(parts))
+    twice = sum(int((part > 1).sum()) for part in parts)
+    torn = sum(int((a != b).sum()) for a, b in zip(*halves, strict=True))
     return [acked, lost - waiting, beyond - waiting, untold, twice, torn]
 
 
@@ -331,9 +338,7 @@ def under(
 def run_cell(cell: Cell, seconds: float) -> list[Any]:
     """A row of the table."""
     folder, begin = pathlib.Path(tempfile.mkdtemp(prefix="faults")), time.time()
-    params = {
-        f"part_{k}": np.zeros(SIZES[cell.size], np.float32) for k in range(cell.servers)
-    }
+    params = start_of(cell)
     outcome = under(
         cell.faults, seconds, folder,
         lambda: runtime.run(
@@ -529,15 +534,15 @@ def many_pushes(page: Any, known: Known, pushes: int) -> None:
     page.criterion("pushes", grown[most] < 5, f"{grown[most]:.1f} MB at most ({most})")
 
 
-def explored(order: tuple[int, ...]) -> list[list[Any]]:
+def explored(order: tuple[Any, ...]) -> list[list[Any]]:
     """Go through every order of events."""
-    workers, servers, replay, rounds, deaths, losses = order
+    workers, owners, replay, rounds, deaths, losses = order
     begin = time.time()
     worlds, ends = Explorer(*order).explore()
     seconds = round(time.time() - begin, 1)
     print(f"{worlds:,} worlds in {seconds:.0f} s", flush=True)
-    sides = [workers, servers, rounds, deaths, losses, "yes" if replay else ""]
-    return [[*sides, worlds, ends, seconds]]
+    sides = [workers, len(owners), max(owners) + 1, rounds, deaths, losses]
+    return [[*sides, "yes" if replay else "", worlds, ends, seconds]]
 
 
 def every_order(page: Any, known: Known, quick: bool) -> None:
@@ -547,13 +552,13 @@ def every_order(page: Any, known: Known, quick: bool) -> None:
         rows += known.get(["orders", *order], lambda order=order: explored(order))
     page.table("orders", rows)
     # It raises where one is bad.
-    page.criterion("orders", True, f"{sum(row[6] for row in rows):,} worlds")
+    page.criterion("orders", True, f"{sum(row[7] for row in rows):,} worlds")
 
 
-# Workers, servers, replay, rounds, deaths, lost messages.
-ORDERS = [
-    (1, 2, 0, 3, 1, 1), (1, 2, 8, 3, 1, 1), (2, 1, 0, 3, 1, 1), (2, 2, 0, 2, 1, 0),
-    (2, 2, 0, 2, 0, 1), (2, 2, 0, 2, 1, 1),
+# Workers, the server of each part, replay, rounds, deaths, lost messages.
+ORDERS: list[tuple[Any, ...]] = [
+    (1, (0, 1), 0, 3, 1, 1), (1, (0, 1), 8, 3, 1, 1), (2, (0,), 0, 3, 1, 1),
+    (2, (0, 1), 8, 2, 1, 1), (2, (0, 0), 0, 3, 1, 1), (2, (0, 1), 0, 3, 1, 1),
 ]  # fmt: skip
 
 

@@ -969,8 +969,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "runtime/agreements/center.py",
-            "sent, self.next_codes = self._bring(",
-            "sent, self.codes = self._bring(",
+            "self.sent[part] = age, summed, codes\n",
+            "self.sent[part] = age, summed, codes\n        self.codes[part] = codes\n",
             CODED,
         ),
     ],
@@ -1197,7 +1197,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "runtime",
-            '            if problem:\n                return self._refuse(push, f"{problem} {_of(push)}"), None\n',
+            '        if problem:\n            return self._refuse(push, f"{problem} {_of(push)}"), None\n',
             "",
             SERVER,
         ),
@@ -1225,8 +1225,45 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "runtime",
-            "key=lambda part: (sizes[part], filled[part])",
-            "key=lambda part: sizes[part]",
+            "key=lambda part: (full[part], filled[part])",
+            "key=lambda part: full[part]",
+        ),
+        Mutant("runtime/protocol.py", "if place.last == name:", "if False:"),
+        Mutant(
+            "runtime/protocol.py",
+            "max(line.used - max(place.used, line.base) - had, 0)",
+            "max(line.used - max(place.used, line.base), 0)",
+        ),
+        Mutant(
+            "runtime/protocol.py",
+            "if request.epoch != book.epoch:",
+            "if request.epoch > book.epoch:",
+        ),
+        Mutant(
+            "runtime/server.py",
+            "book = protocol.dropped(book, worker, request.part)",
+            "pass",
+            SERVER,
+        ),
+        Mutant("runtime/messages.py", "if number < least:", "if False:", SERVER),
+        Mutant("runtime", "if wrong.size:", "if False:", SERVER),
+        Mutant(
+            "runtime/checkpoints.py",
+            "fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+            "pass",
+            SERVER,
+        ),
+        Mutant(
+            "runtime/agreements/center.py",
+            "self.ages[part] += age\n",
+            "pass\n",
+            ("tests/runtime/test_worker.py",),
+        ),
+        Mutant(
+            "runtime/worker.py",
+            "(due or self._own.steps >= self._delay)",
+            "due",
+            ("tests/center/test_four_drivers.py",),
         ),
         Mutant(
             "runtime",

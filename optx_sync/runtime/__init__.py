@@ -11,6 +11,7 @@ from optx_sync.runtime.agreements.sync_replicas import SyncReplicas as SyncRepli
 from optx_sync.runtime.display import History as History
 from optx_sync.runtime.messages import Event as Event
 from optx_sync.runtime.messages import Joined as Joined
+from optx_sync.runtime.messages import JoinedPart as JoinedPart
 from optx_sync.runtime.messages import Push as Push
 from optx_sync.runtime.messages import PushRefused as PushRefused
 from optx_sync.runtime.messages import Reply as Reply

@@ -1,26 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's checkpoints: numbered folders that Orbax writes and reads."""
 
+import fcntl
 import json
+import os
 import pathlib
-from typing import Any
+import socket
+import time
+import weakref
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 # Under which name what is no array lies in a checkpoint.
 NOTES = "notes"
+# What a damaged checkpoint's name ends with.
+DAMAGED = ".damaged"
+
+
+# How long a lock may be another's: one whose process has been killed is free at once.
+LOCK_SECONDS = 5.0
 
 
 class Damaged(Exception):
     """A checkpoint that cannot be read."""
 
 
+class Lock:
+    """The right to write to a folder: of one process, until it lets go or dies."""
+
+    _held: ClassVar[weakref.WeakValueDictionary[str, "Lock"]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, folder: pathlib.Path):
+        # Whoever holds it changes the text; the file stays.
+        self._file: int = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    who = os.read(self._file, 200).decode(errors="replace")
+                    os.close(self._file)
+                    raise ValueError(
+                        f"Another run saves to {folder}: {who or 'it does not say who'}"
+                        ". Two would overwrite one another. Wait for its end, or pass "
+                        "another checkpoint_dir."
+                    ) from None
+                time.sleep(0.1)
+        os.ftruncate(self._file, 0)
+        os.write(
+            self._file, f"process {os.getpid()} on {socket.gethostname()}".encode()
+        )
+        weakref.finalize(self, os.close, self._file)
+
+    @classmethod
+    def of(cls, folder: pathlib.Path) -> "Lock":
+        """The lock of a folder, which all who are in this process share."""
+        lock = cls._held.get(str(folder))
+        if lock is None or not lock._is_in(folder):
+            lock = cls._held[str(folder)] = cls(folder)
+        return lock
+
+    def _is_in(self, folder: pathlib.Path) -> bool:
+        """Whether the folder has not been given another name since."""
+        there = folder / "lock"
+        return there.exists() and os.path.samestat(os.fstat(self._file), there.stat())
+
+
 class Checkpoints:
     """A folder, here or wherever Orbax can write: `gs://bucket/run`.
 
     A checkpoint is written aside and then renamed, so that an unfinished one has
-    another name.
+    another name. A folder here is locked: two runs cannot save to it.
     """
 
     def __init__(self, folder: str | pathlib.Path):
@@ -32,6 +88,9 @@ class Checkpoints:
             ) from error
         self.folder: Any = self.path_of(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock: Lock | None = None
+        if "://" not in str(folder):
+            self._lock = Lock.of(pathlib.Path(str(self.folder)))
         self._module = orbax.checkpoint
         self._checkpointer = self._module.Checkpointer(
             self._module.PyTreeCheckpointHandler()
@@ -50,10 +109,16 @@ class Checkpoints:
         names = (path.name for path in self.folder.iterdir())
         return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
+    def damaged(self) -> tuple[int, ...]:
+        """Those that were put aside."""
+        names = (path.name for path in self.folder.iterdir())
+        stems = (name.removesuffix(DAMAGED) for name in names if DAMAGED in name)
+        return tuple(sorted(int(stem) for stem in stems if stem.isdecimal()))
+
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Any:
         """Write a checkpoint, and its path."""
         path = self.folder / str(number)
-        if path.exists():  # Of an earlier run, never finished by all servers.
+        if path.exists():  # Of a server that died before it could name this one.
             path.rmtree()
         text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         arrays = {name: part for name, part in arrays.items() if part}
@@ -89,6 +154,31 @@ class Checkpoints:
         """Take a damaged checkpoint out of the way."""
         path = self.folder / str(number)
         try:
-            path.rename(self.folder / f"{number}.damaged")
+            path.rename(self.folder / f"{number}{DAMAGED}")
         except OSError:
             pass
+
+
+def folders_of_servers(folder: str | pathlib.Path) -> dict[int, Any]:
+    """The folders in which servers of a run have saved something, by server."""
+    path = Checkpoints.path_of(folder)
+    if not path.exists():
+        return {}
+    found = {}
+    for one in path.iterdir():
+        stem = one.name.removeprefix("server_")
+        if stem.isdecimal() and stem != one.name:
+            names = [inner.name.removesuffix(DAMAGED) for inner in one.iterdir()]
+            if any(name.isdecimal() for name in names):
+                found[int(stem)] = one
+    return found
+
+
+def set_aside(path: Any) -> None:
+    """Give a folder of an earlier run, to which nobody saves any more, another name."""
+    lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
+    number = 1
+    while (there := path.parent / f"{path.name}.before_{number}").exists():
+        number += 1
+    path.rename(there)
+    del lock

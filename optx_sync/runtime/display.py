@@ -3,33 +3,95 @@
 
 import logging
 import time
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 from optx_sync.runtime.messages import Event
+from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
 # How often a line says how all workers stand.
 LINE_SECONDS = 5.0
+# How many events a history holds.
+KEPT = 100_000
 # How many workers such a line names.
 SHOWN_WORKERS = 8
 WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
 # Of these all servers tell; of what workers do, the first one.
-OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused")
+OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused", "rolled_back")
+PUSHES = ("push", "dropped", "retry")
 
 
 class History(NamedTuple):
     """What happened in a run: one event for each push, and for each death."""
 
-    events: list[Event]  # in the order of the servers' clocks
-    averages: Any  # of `SyncReplicas(variable_averages=)`, or None
+    # In the order of the servers' clocks; of a long run the last `KEPT`.
+    events: list[Event]
+    averages: Tree | None  # of `SyncReplicas(variable_averages=)`
+    counts: dict[tuple[str, int], int] = {}  # noqa: RUF012 # only read: (kind, worker)
 
     def count(self, kind: str, worker: int | None = None) -> int:
         """How many events of a kind there were, of one worker or of all."""
         return sum(
-            event.kind == kind and worker in (None, event.worker)
-            for event in self.events
+            number
+            for (of_kind, of_worker), number in self.counts.items()
+            if of_kind == kind and worker in (None, of_worker)
         )
+
+
+class Seen:
+    """What has been heard of a run: it grows no more once `KEPT` events are there."""
+
+    def __init__(self):
+        self.events: deque[Event] = deque(maxlen=KEPT)
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.last: dict[int, Event] = {}  # pushes, by worker
+        self.states: dict[int, str] = {}  # of workers, by what they did last
+        self.step = 0  # where the center is, by the servers
+
+    def add(self, new: list[Event]) -> None:
+        """Take what is new."""
+        for event in new:
+            self.events.append(event)
+            self.counts[event.kind, event.worker] += 1
+            if event.kind in ("push", "dropped"):
+                self.last[event.worker] = event
+            if event.kind in _STATES:
+                self.states[event.worker] = _STATES[event.kind]
+            if event.kind != "lost":  # Which has the step of the last push.
+                self.step = event.global_step
+
+    def state(self, worker: int) -> str:
+        """How it stands with a worker that has not pushed."""
+        return self.states.get(worker, "starting")
+
+    def closing(self, seconds: float) -> str:
+        """What there was in all, in a line."""
+        total: Counter[str] = Counter()
+        for (kind, _), number in self.counts.items():
+            total[kind] += number
+        pushes = total["push"]
+        said = f"{pushes} pushes in {seconds:.0f} s"
+        if pushes and seconds:
+            said += f", {pushes / seconds:.3g} a second"
+        names = {
+            "dropped": "dropped as stale",
+            "refused": "refused",
+            "retry": "answered again",
+            "lost": "deaths of workers",
+            "restored": "times that a server came back",
+            "unsaved": "checkpoints not written",
+        }
+        more = [f"{total[kind]} {what}" for kind, what in names.items() if total[kind]]
+        return ", ".join([said, f"the center at step {self.step}", *more])
+
+    def history(self, averages: Tree | None) -> History:
+        """What `run` returns."""
+        return History(list(self.events), averages, dict(self.counts))
+
+
+_STATES = {"join": "joined", "lost": "starting", "left": "ended"}
 
 
 class Display:
@@ -71,7 +133,7 @@ class Display:
             log.removeHandler(self._handler)
             log.setLevel(self._level)
 
-    def show(self, last: dict[int, Event], seen: list[Event], new: list[Event]) -> None:
+    def show(self, seen: Seen, new: list[Event]) -> None:
         """Tell what is new."""
         for event in new:
             if event.kind in WARNINGS:
@@ -79,9 +141,9 @@ class Display:
             elif event.kind in ("started", "join", "left"):
                 log.info(line(event))
         if self._live is not None:
-            self._live.update(table(self._num_workers, last, seen), refresh=True)
+            self._live.update(table(self._num_workers, seen), refresh=True)
         elif time.monotonic() >= self._next_line and log.isEnabledFor(logging.INFO):
-            log.info(summary(self._num_workers, last, seen))
+            log.info(summary(self._num_workers, seen))
             self._next_line = time.monotonic() + LINE_SECONDS
 
 
@@ -102,13 +164,13 @@ def line(event: Event) -> str:
     return what + message[:500]
 
 
-def summary(num_workers: int, last: dict[int, Event], seen: list[Event]) -> str:
+def summary(num_workers: int, seen: Seen) -> str:
     """How all workers stand, in a line."""
-    parts = [f"center: step {center_step(seen)}"]
+    parts = [f"center: step {seen.step}"]
     for worker in range(min(num_workers, SHOWN_WORKERS)):
-        event = last.get(worker)
+        event = seen.last.get(worker)
         if event is None:
-            parts.append(f"worker {worker}: {state(worker, seen)}")
+            parts.append(f"worker {worker}: {seen.state(worker)}")
             continue
         shown = "".join(f", {n} {v:.4g}" for n, v in event.shown.items())
         parts.append(
@@ -120,33 +182,19 @@ def summary(num_workers: int, last: dict[int, Event], seen: list[Event]) -> str:
     return "; ".join(parts)
 
 
-def center_step(seen: list[Event]) -> int:
-    """Where the center is, by the servers; a death has the step of the last push."""
-    return next((e.global_step for e in reversed(seen) if e.kind != "lost"), 0)
-
-
-def state(worker: int, seen: list[Event]) -> str:
-    """How it stands with a worker that has not pushed."""
-    own = [e.kind for e in seen if e.worker == worker and e.kind in _STATES]
-    return _STATES[own[-1]] if own else "starting"
-
-
-_STATES = {"join": "joined", "lost": "starting", "left": "ended"}
-
-
-def table(num_workers: int, last: dict[int, Event], seen: list[Event]) -> Any:
+def table(num_workers: int, seen: Seen) -> Any:
     """What the display shows, a Rich table."""
     from rich.table import Table
 
-    names = sorted({name for event in last.values() for name in event.shown})
-    shown = Table(title=f"center: step {center_step(seen)}")
+    names = sorted({name for event in seen.last.values() for name in event.shown})
+    shown = Table(title=f"center: step {seen.step}")
     for name in ("worker", "steps", "rounds", "staleness", "lost", *names):
         shown.add_column(name, justify="right")
     for worker in range(num_workers):
-        lost = str(sum(e.kind == "lost" and e.worker == worker for e in seen))
-        event = last.get(worker)
+        lost = str(seen.counts["lost", worker])
+        event = seen.last.get(worker)
         if event is None:
-            shown.add_row(str(worker), state(worker, seen), "", "", lost)
+            shown.add_row(str(worker), seen.state(worker), "", "", lost)
             continue
         numbers = (worker, event.local_step, event.round, event.staleness)
         values = [f"{event.shown[n]:.4g}" if n in event.shown else "" for n in names]

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers and servers send each other."""
 
-from typing import Any, NamedTuple, TypeAlias
+import math
+from typing import NamedTuple, TypeAlias
 
-Arrays: TypeAlias = dict[str, Any]  # the path of a variable -> its array
+import numpy as np
+
+from optx_sync.trees import Tree
+
+# The path of a variable -> its array, or the rows of it that belong to the part. Of a
+# gradient also (indices, values) of some rows, or `None`.
+Arrays: TypeAlias = dict[str, Tree]
 
 
 class PushRefused(ValueError):
@@ -15,42 +22,78 @@ class NoStart(RuntimeError):
 
 
 class Push(NamedTuple):
-    """What a worker sends."""
+    """What a worker sends, of one part of the parameters."""
 
     worker: int
-    round: int  # 1 for a worker's first push; a retry has the number of the first try
+    # Of this part: 1 for a worker's first push; a retry has the number of the first try
+    round: int
     arrays: dict[str, Arrays]  # what is sent -> its arrays, see `traffic`
-    steps: int = 1  # the worker's steps since its last round
+    steps: int = 1  # the worker's steps since its last round of this part
     local_step: int = 0  # the worker's steps so far
     shown: dict[str, float] = {}  # noqa: RUF012 # only read: for the display
     incarnation: int = 0  # what `join` said; 0: of a worker that has not joined
     seconds: float = 0.0  # how long the exchange before this one took
     lost: int = 0  # pushes that it was told are lost, since its last push
-    bytes: int = 0  # of all its arrays, on all servers
+    bytes: int = 0  # of all that the worker sends in this round
     tokens: float = 1.0  # behind it, as the worker counts them
+    part: int = 0
+
+    def problem(self) -> str:
+        """What is wrong with the numbers beside the arrays, "" if nothing is."""
+        for name, least in _INTEGERS.items():
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | np.integer):
+                return f"{name} must be an integer; got {number!r}."
+            if number < least:
+                return f"{name} must be {least} or more; got {number}."
+        if not isinstance(self.shown, dict):
+            return f"shown must be a dict of numbers; got {self.shown!r}."
+        numbers = {"seconds": self.seconds, "tokens": self.tokens}
+        for name, number in {**self.shown, **numbers}.items():
+            if not isinstance(number, int | float | np.number):
+                return f"{name} must be a number; got {number!r}."
+        if not (self.tokens >= 0 and math.isfinite(self.tokens)):
+            return f"tokens must be 0 or more, and finite; got {self.tokens}."
+        return ""
+
+
+# Those of a push, and the least that each may be; of others the server says more.
+_INTEGERS: dict[str, int] = {"steps": 1, "local_step": 0, "incarnation": 0}
+_INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62)}
 
 
 class Reply(NamedTuple):
     """What a worker gets back."""
 
-    arrays: dict[str, Arrays]  # "before", "after"; or "params"
-    global_step: int
+    arrays: dict[str, Arrays]  # "before", "after"; or "params": of the part
+    global_step: int  # rounds of the part
     staleness: int  # the other workers' rounds since this worker's last one
     used: bool = True  # False for a stale gradient, which left no trace
     waiting: bool = False  # whether the worker must wait for a token: ask `wait`
     round: int = 0  # the number of this push
-    lost: int = 0  # earlier pushes of this worker that went with a server
+    lost: int = 0  # earlier pushes of this worker that went with the server
+
+
+class JoinedPart(NamedTuple):
+    """What a worker that starts gets of one part."""
+
+    arrays: Arrays  # the center
+    round: int  # the worker's last one
+    global_step: int
 
 
 class Joined(NamedTuple):
     """What a worker gets that starts, or starts again."""
 
-    arrays: Arrays  # the center
-    round: int  # the worker's last one
+    parts: dict[int, JoinedPart]
     local_step: int  # the worker's steps at its last round
-    global_step: int
     restarts: int  # how often the worker has joined before
     incarnation: int = 0  # goes into every push; a push of an older one is refused
+
+    @property
+    def round(self) -> int:
+        """The worker's last round, of the part that has met most often."""
+        return max(part.round for part in self.parts.values())
 
 
 class Event(NamedTuple):
@@ -70,4 +113,5 @@ class Event(NamedTuple):
     shown: dict[str, float]  # what `Worker.step(grads, loss=...)` was given, of a push
     message: str = ""  # why, where something was refused or lost
     seconds: float = 0.0  # the worker's exchange before this one
-    bytes: int = 0  # of a push as it travelled, on all servers
+    bytes: int = 0  # of all that the worker sent in this round
+    part: int = 0  # that was pushed

@@ -1,17 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables split among several servers, and joined again."""
+"""Which part of the parameters meets when, and on which server it lives."""
 
 import math
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.trees import path_name
+from optx_sync.center.fragments import Fragments, Whole, number_of_parts, split
+from optx_sync.center.worker import start_center
+from optx_sync.runtime.messages import Arrays
+from optx_sync.trees import Tree, path_name
 
 
-def partition(params: Any, num_parts: int) -> list[Any]:
+class Layout(NamedTuple):
+    """The parts of a tree. A part lives on one server, and is pushed alone."""
+
+    whole: Whole  # cuts a tree into parts
+    turns: tuple[tuple[int, ...], ...]  # the parts that meet in the same round
+    owners: tuple[int, ...]  # the server of each part
+
+    def of_server(self, server: int) -> tuple[int, ...]:
+        """The parts that live on a server."""
+        return tuple(p for p, owner in enumerate(self.owners) if owner == server)
+
+    def pick(self, tree: Tree, part: int) -> Tree:
+        """A part of a tree, or of shapes."""
+        if len(self.owners) > 1:  # Rows of NumPy's arrays are not cut.
+            tree = jax.tree.map(
+                lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
+            )
+        return self.whole.pick(tree, part)
+
+    def join(self, parts: dict[int, Arrays], shapes: Tree) -> Tree:
+        """The tree whose parts these are, JAX arrays of its own in their dtypes."""
+        trees = {
+            part: Variables(self.pick(shapes, part)).tree(
+                {path: jnp.array(array, copy=True) for path, array in arrays.items()}
+            )
+            for part, arrays in parts.items()
+        }
+        if len(self.owners) == 1:
+            return trees[0]
+        dtypes = {
+            path: x.dtype for arrays in parts.values() for path, x in arrays.items()
+        }
+        tree = jax.tree_util.tree_map_with_path(
+            lambda path, x: jnp.zeros(x.shape, dtypes[path_name(path)]), shapes
+        )
+        for part, values in trees.items():
+            tree = self.whole.put(tree, part, values)
+        return tree
+
+    def mark(self, shapes: Tree, part: int) -> int:
+        """A number that differs where other rows are in the part."""
+        rows = jax.tree.map(lambda x: np.arange(x.shape[0] if x.shape else 1), shapes)
+        picked = jax.tree.leaves(self.pick(rows, part))
+        return zlib.crc32(b"".join(np.asarray(x).tobytes() + b"," for x in picked))
+
+
+def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
+    """The parts of parameters, evenly on servers.
+
+    Parts that meet one after the other go to servers as evenly as their bytes allow.
+    Where there is one only, and several servers, the variables are split into as many
+    parts as servers, which meet in the same round.
+
+    Raises:
+        ValueError: More servers than parts or variables.
+    """
+    shapes = jax.eval_shape(start_center, shapes)  # It is the center that is cut.
+    number = number_of_parts(fragments)
+    if number == 1 and num_servers > 1:
+        owner = _owners(jax.tree.leaves(shapes), num_servers)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+        of_path = {path_name(path): k for path, k in zip(paths, owner, strict=True)}
+        whole = split(lambda path, leaf: of_path[path_name(path)], shapes)
+        servers = tuple(range(num_servers))
+        return Layout(whole, (servers,), servers)
+    whole = split(fragments, shapes)
+    if whole.number < num_servers:
+        raise ValueError(
+            f"{whole.number} fragments cannot be split among {num_servers} servers: "
+            "each needs one or more. Pass a smaller num_servers, or more fragments."
+        )
+    turns = tuple((part,) for part in range(whole.number))
+    if num_servers == 1:
+        return Layout(whole, turns, (0,) * whole.number)
+    sizes = [whole.pick(shapes, part) for part in range(whole.number)]
+    sizes = [sum(map(_bytes_of, jax.tree.leaves(part))) for part in sizes]
+    return Layout(whole, turns, tuple(_evenly(sizes, num_servers)))
+
+
+class Variables:
+    """The way from a tree to the paths of its arrays, and back."""
+
+    def __init__(self, tree: Tree):
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self.treedef: Any = treedef
+        self.paths: tuple[str, ...] = tuple(path_name(path) for path, _ in leaves)
+
+    def tree(self, arrays: Arrays) -> Tree:
+        """The tree of these arrays."""
+        return self.treedef.unflatten([arrays[path] for path in self.paths])
+
+    def arrays(self, tree: Tree) -> Arrays:
+        """The arrays of a tree, by path."""
+        return dict(zip(self.paths, self.treedef.flatten_up_to(tree), strict=True))
+
+
+def partition(params: Tree, num_parts: int) -> list[Tree]:
     """Split the variables into trees of about equal size, `None` where one has none.
 
     Args:
@@ -32,28 +132,41 @@ def partition(params: Any, num_parts: int) -> list[Any]:
         [['a'], ['b', 'c']]
     """
     leaves, treedef = jax.tree.flatten(params)
-    if not 1 <= num_parts <= len(leaves):
-        raise ValueError(
-            f"{len(leaves)} variables cannot be split among {num_parts} servers: each "
-            "needs one or more. Pass a smaller num_servers."
-        )
+    owner = _owners(leaves, num_parts)
     if num_parts == 1:
         return [params]
-    owner, sizes = [0] * len(leaves), [0] * num_parts
-    bytes_of = [math.prod(jnp.shape(x)) * x.dtype.itemsize for x in leaves]
-    filled = [0] * num_parts
-    for i in sorted(range(len(leaves)), key=lambda i: -bytes_of[i]):
-        # Variables of size 0 must not leave a part empty.
-        owner[i] = min(range(num_parts), key=lambda part: (sizes[part], filled[part]))
-        sizes[owner[i]] += bytes_of[i]
-        filled[owner[i]] += 1
     return [
         treedef.unflatten([x if owner[i] == k else None for i, x in enumerate(leaves)])
         for k in range(num_parts)
     ]
 
 
-def join_parts(parts: list[Any], params: Any) -> Any:
+def _owners(leaves: list[jax.Array], number: int) -> list[int]:
+    """Which of so many servers each variable goes to."""
+    if not 1 <= number <= len(leaves):
+        raise ValueError(
+            f"{len(leaves)} variables cannot be split among {number} servers: each "
+            "needs one or more. Pass a smaller num_servers."
+        )
+    return _evenly([_bytes_of(leaf) for leaf in leaves], number)
+
+
+def _evenly(sizes: list[int], number: int) -> list[int]:
+    """Which of so many bins each of these goes to, the largest first."""
+    owner, full, filled = [0] * len(sizes), [0] * number, [0] * number
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        # Variables of size 0 must not leave a part empty.
+        owner[i] = min(range(number), key=lambda part: (full[part], filled[part]))
+        full[owner[i]] += sizes[i]
+        filled[owner[i]] += 1
+    return owner
+
+
+def _bytes_of(x: jax.Array | np.ndarray) -> int:
+    return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize
+
+
+def join_parts(parts: list[Tree], params: Tree) -> Tree:
     """The whole tree from the parts that `partition` made, in the dtypes of `params`.
 
     Args:

@@ -1,48 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may push what when, and what is done after a death: the protocol, as a model.
+"""Who may push what when, and what a death leaves: the protocol, as a model.
 
 Plain Python on tuples: no arrays, no processes, no clock. `decide` is what a server
-decides, `Client` with `wants` and `hears` is what a worker (or whoever else asks)
-decides. A server and a connection carry out what is decided here, and
-`tests/runtime/test_protocol.py` goes through every order of events with this code.
+decides, `Client` with `wants` and `hears` is what a worker decides. A server and a
+connection carry out what is decided here, and `tests/runtime/test_protocol.py` goes
+through every order of events with that code.
+
+**A push is of one part, and a part lives on one server.** So a push is one call: it has
+been applied, or it has not. Servers know nothing of each other.
 
 **A push has a name**, (incarnation, serial). An incarnation is handed out by a join, no
-two joins get the same, and a server answers a worker's newest one only. What has been
-applied last is kept by name, so that a push sent again is known.
+two joins get the same, and a server answers a worker's newest one only. Of each part
+the push that was applied last is kept by name, so that one sent again is known.
 
-**All servers or none.** With several servers a push is first laid down on every one of
-them (prepare) and applied when all have it (commit). So when one server has applied a
-push the others have it or have applied it. A join asks all servers: what one has
-applied the others apply, what none has applied is dropped.
-
-**A cut is a checkpoint over all servers.** Cuts are numbered. The first server begins
-one, and every message carries the highest number that its sender has heard of; a server
-that hears of a higher one saves itself before it looks at the message. So a push that
-was prepared after a cut anywhere is applied after it everywhere. What lies prepared is
-saved too, and after a restore it is decided as at a join.
-
-**Epochs.** When a server starts afresh all servers go back to the newest cut that all
-of them have, and a new epoch begins. A message of another epoch is turned away, and its
-sender resumes: it says which incarnation it is and hears which push of its was the last
-that survived. What came after is lost, and it knows, or it sends it again if it has
-kept it (`replay`).
+**A server has checkpoints of its own.** One that dies comes back as its last one says,
+and a new epoch of it begins. It turns a message of another epoch away, and says which
+push of each part survived. So the worker knows what is lost, and tells, or sends it
+again if it has kept it (`replay`).
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-# A number that grows, and who proposed it: no two are equal.
-Epoch: TypeAlias = tuple[int, int]
 # (incarnation, serial); () is no push.
 Name: TypeAlias = tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """What a server has applied of the pushes of one worker, of one part."""
+
+    round: int = 0  # how many
+    last: Name = ()  # the last of them
+    used: int = 0  # how many were not dropped as stale
 
 
 class Entry(NamedTuple):
     """What a server knows of one worker."""
 
+    places: tuple[Place, ...]  # of each part that lives here
     incarnation: int = 0  # who may push; 0: whoever has not joined
-    round: int = 0  # pushes applied
-    last: Name = ()  # the last of them
-    staged: Name = ()  # the one that lies prepared
     joins: int = 0
 
 
@@ -50,130 +45,86 @@ class Book(NamedTuple):
     """What a server knows, besides arrays."""
 
     entries: tuple[Entry, ...]
-    epoch: Epoch
-    every: int = 0  # pushes between cuts; 0: this server begins none
-    ready: bool = False
+    epoch: int  # no two starts of a server have the same
+    every: int = 0  # pushes between checkpoints; 0: there are none
     handed: int = 0  # the last incarnation that was handed out
-    cut: int = 0  # the newest cut that this server has passed
-    cuts: tuple[int, ...] = ()  # those that it has saved
-    covered: tuple[Name, ...] = ()  # `last` of each worker in the newest of them
-    low: int = 0  # a cut that all servers have passed
-    whole: int = 0  # the newest one that all are known to have saved
-    since: int = 0  # pushes since the last cut
+    number: int = 0  # of the last checkpoint that was tried
+    saved: tuple[int, ...] = ()  # those that can be read
+    covered: tuple[tuple[Name, ...], ...] = ()  # `last` of each place in the newest
+    since: int = 0  # pushes since the last one that was tried
+
+
+def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
+    """The book of a server that starts."""
+    entries = (Entry((Place(),) * parts),) * workers
+    return Book(entries, epoch, every, handed=epoch)
+
+
+def restored(book: Book, entries: tuple[Entry, ...], saved: tuple[int, ...]) -> Book:
+    """The book of a server that has become what the newest of `saved` holds."""
+    covered = tuple(tuple(place.last for place in e.places) for e in entries)
+    return book._replace(entries=entries, saved=saved, covered=covered)
 
 
 # What is asked of a server.
 
 
-class Ask(NamedTuple):
-    """How do you stand?"""
-
-
-class Restore(NamedTuple):
-    """Go back to a cut, 0 for the parameters to start from."""
-
-    epoch: Epoch
-    cut: int
-    newest: int  # number the next cuts from here on
-    seen: Epoch  # how this server stood when that was decided; if it has moved on,
-    was_ready: bool  # somebody else has restored it, and it may be at work again
-
-
-class Settle(NamedTuple):
-    """Apply what is prepared up to these rounds, drop the rest, and begin."""
-
-    epoch: Epoch
-    rounds: tuple[int, ...]
-
-
 class Enter(NamedTuple):
     """A worker starts: nobody else may push under its number from now on."""
 
-    epoch: Epoch
     worker: int
     incarnation: int  # 0: hand one out
 
 
-class Finish(NamedTuple):
-    """The join ends: apply what is prepared up to this round, and give the center."""
+class Send(NamedTuple):
+    """A push."""
 
-    epoch: Epoch
+    epoch: int
     worker: int
     incarnation: int
+    joins: int
+    part: int  # among those that live at this server
     round: int
-    cut: int
+    serial: int
 
 
-class Resume(NamedTuple):
-    """A worker goes on after a restore."""
+class Stay(NamedTuple):
+    """A worker waits: for a token ("token"), for the others ("start")."""
 
-    epoch: Epoch
+    kind: str
+    epoch: int
     worker: int
     incarnation: int
     joins: int
 
 
-class Send(NamedTuple):
-    """A push: "prepare", "commit", or "push" for both in one."""
-
-    kind: str
-    epoch: Epoch
-    worker: int
-    incarnation: int
-    round: int
-    serial: int
-    cut: int
-    low: int
-    whole: int
-
-
-class Stay(NamedTuple):
-    """A worker waits: for a token ("wait"), for the others ("start")."""
-
-    kind: str
-    epoch: Epoch
-    worker: int
-    incarnation: int
-
-
 class Save(NamedTuple):
-    """Save yourself, as this cut."""
+    """Save yourself; how does it stand with this worker's pushes?"""
 
-    epoch: Epoch
     worker: int
-    cut: int
 
 
-Request: TypeAlias = (
-    Ask | Restore | Settle | Enter | Finish | Resume | Send | Stay | Save
-)
+Request: TypeAlias = Enter | Send | Stay | Save
 
 
 # What a server answers.
 
 
-class Status(NamedTuple):
-    """To `Ask`."""
-
-    epoch: Epoch
-    ready: bool
-    cut: int
-    cuts: tuple[int, ...]
-    handed: int
-
-
 class Standing(NamedTuple):
-    """To everything that was done."""
+    """It is done, or has been done before: so it stands with the worker."""
 
-    entries: tuple[Entry, ...]  # of all workers, or of the one that asks
-    cut: int
-    saved: int
-    covered: Name = ()  # the worker's last push in the newest cut that is saved
+    epoch: int
+    entry: Entry
+    covered: tuple[Name, ...] = ()  # of each part, its last push that is saved
     busy: bool = False  # not done yet: ask again
 
 
 class Turned(NamedTuple):
-    """Another epoch, or the server has just started: ask all of them."""
+    """The server has started anew since; this is what survived."""
+
+    epoch: int
+    entry: Entry
+    covered: tuple[Name, ...] = ()
 
 
 class Superseded(NamedTuple):
@@ -188,496 +139,267 @@ class Refused(NamedTuple):
     message: str
 
 
-Answer: TypeAlias = Status | Standing | Turned | Superseded | Refused
+Answer: TypeAlias = Standing | Turned | Superseded | Refused
 
 
 class Decision(NamedTuple):
-    """What a server does: first the actions, in order, then it is as `book` says.
-
-    ("save", n, book): save everything as cut n, with that book.
-    ("load", n): become what cut n holds, see `restored`.
-    ("stage", w): lay the push of worker w down. ("apply", w): apply what lies there.
-    ("drop", w): throw it away. ("again", w): answer what was answered before.
-    """
+    """What a server does; if it can, it is then as `book` says."""
 
     book: Book
     answer: Answer
-    actions: tuple[tuple[Any, ...], ...] = ()
+    # "apply" the push, answer what was answered "again", "save", or nothing.
+    action: str = ""
 
 
 def decide(book: Book, request: Request) -> Decision:
     """What a server does about a request."""
-    match request:
-        case Ask():
-            status = Status(book.epoch, book.ready, book.cut, book.cuts, book.handed)
-            return Decision(book, status)
-        case Restore():
-            return _restore(book, request)
-        case Settle():
-            return _settle(book, request)
-    if request.epoch != book.epoch or not book.ready:
-        return Decision(book, Turned())
+    worker = request.worker
+    entry = book.entries[worker]
     if isinstance(request, Save):
-        book, actions = _follow(book, request.cut)
-        return Decision(book, _standing(book, request.worker), actions)
-    entry = book.entries[request.worker]
+        return Decision(book, standing(book, worker), "save")
     if isinstance(request, Enter):
-        return _enter(book, entry, request)
-    if isinstance(request, Resume):
-        if request.incarnation < entry.incarnation:
+        incarnation = request.incarnation or max(book.handed, entry.incarnation) + 1
+        if incarnation < entry.incarnation:
             return Decision(book, Superseded(entry.incarnation))
-        entry = entry._replace(
-            incarnation=request.incarnation, joins=max(entry.joins, request.joins)
-        )
-        handed = max(book.handed, request.incarnation)
-        book = _with(book, request.worker, entry)._replace(handed=handed)
-        return Decision(book, _standing(book, request.worker))
-    if request.incarnation != entry.incarnation:
+        joins = entry.joins + (incarnation > entry.incarnation)
+        book = book._replace(handed=max(book.handed, incarnation))
+        book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
+        return Decision(book, standing(book, worker))
+    if request.epoch != book.epoch:
+        return Decision(book, Turned(*standing(book, worker)[:3]))
+    if request.incarnation < entry.incarnation:
         return Decision(book, Superseded(entry.incarnation))
+    if request.incarnation > entry.incarnation:  # It joined after the checkpoint.
+        joins = max(entry.joins, request.joins)
+        entry = entry._replace(incarnation=request.incarnation, joins=joins)
+        book = book._replace(handed=max(book.handed, request.incarnation))
+        book = _with(book, worker, entry)
     if isinstance(request, Stay):
-        # Whether it is busy is not the book's business.
-        return Decision(book, _standing(book, request.worker))
-    if isinstance(request, Finish):
-        book, actions = _follow(book, request.cut)
-        book, more = _bring(book, request.worker, request.round)
-        return Decision(book, _standing(book, request.worker), actions + more)
+        return Decision(book, standing(book, worker))
     return _send(book, entry, request)
 
 
-def _restore(book: Book, request: Restore) -> Decision:
-    if request.epoch == book.epoch and not book.ready:
-        return Decision(book, _standing(book))
-    if (request.seen, request.was_ready) != (book.epoch, book.ready):
-        return Decision(book, Turned())
-    # `restored` makes the book from what was saved.
-    return Decision(book, _standing(book), (("load", request.cut),))
-
-
-def restored(book: Book, saved: tuple[Entry, ...] | None, request: Restore) -> Book:
-    """The book of a server that has gone back; `None`: to where it started from."""
-    entries = (Entry(),) * len(book.entries) if saved is None else saved
-    return book._replace(
-        entries=entries,
-        epoch=request.epoch,
-        ready=False,
-        # No incarnation of an earlier epoch is as high.
-        handed=request.epoch[0],
-        cut=request.newest,
-        cuts=tuple(n for n in book.cuts if n <= request.cut),
-        covered=tuple(entry.last for entry in entries) if request.cut else (),
-        low=request.newest,
-        whole=request.cut,
-        since=0,
+def _send(book: Book, entry: Entry, request: Send) -> Decision:
+    worker, place = request.worker, entry.places[request.part]
+    name = (request.incarnation, request.serial)
+    if place.last == name:
+        return Decision(book, standing(book, worker), "again")
+    if request.round != place.round + 1:
+        over = request.round <= place.round
+        why = (
+            f"is over: round {place.round} has been applied. Number the rounds 1, 2, "
+            "3, ..., and after a restart go on from what join() says."
+            if over
+            else f"comes too early: the next one is {place.round + 1}."
+        )
+        message = f"round {request.round} of worker {worker} {why}"
+        return Decision(book, Refused(message))
+    place = Place(request.round, name, place.used + 1)
+    book = _with_place(book, worker, request.part, place)
+    return Decision(
+        book._replace(since=book.since + 1), standing(book, worker), "apply"
     )
 
 
-def _settle(book: Book, request: Settle) -> Decision:
-    if request.epoch != book.epoch:
-        return Decision(book, Turned())
-    if book.ready:
-        return Decision(book, _standing(book))
-    actions: tuple[tuple[Any, ...], ...] = ()
-    for worker, number in enumerate(request.rounds):
-        book, more = _bring(book, worker, number)
-        actions += more
-    book = book._replace(ready=True)
-    if not book.cuts:  # Whoever dies now has something to come back from.
-        book, more = _cut(book, book.cut + 1)
-        actions += more
-    return Decision(book, _standing(book), actions)
+def dropped(book: Book, worker: int, part: int) -> Book:
+    """The push that was applied last was stale, and left no trace."""
+    place = book.entries[worker].places[part]
+    return _with_place(book, worker, part, place._replace(used=place.used - 1))
 
 
-def _enter(book: Book, entry: Entry, request: Enter) -> Decision:
-    incarnation = request.incarnation or max(book.handed, entry.incarnation) + 1
-    if incarnation < entry.incarnation:
-        return Decision(book, Superseded(entry.incarnation))
-    joins = entry.joins + (incarnation > entry.incarnation)
-    entry = entry._replace(incarnation=incarnation, joins=joins)
-    book = _with(book, request.worker, entry)
-    book = book._replace(handed=max(book.handed, incarnation))
-    return Decision(book, _standing(book, request.worker))
+def is_due(book: Book) -> bool:
+    """Whether the server is to save itself."""
+    return 0 < book.every <= book.since
 
 
-def _send(book: Book, entry: Entry, request: Send) -> Decision:
-    worker, name = request.worker, (request.incarnation, request.serial)
-    if entry.last == name:
-        again = () if request.kind == "prepare" else (("again", worker),)
-        return Decision(book, _standing(book, worker), again)
-    if request.round <= entry.round or request.round < 1:
-        return Decision(
-            book,
-            Refused(
-                f"round {request.round} of worker {worker} is over: round "
-                f"{entry.round} has been applied. Number the rounds 1, 2, 3, ..., and "
-                "after a restart go on from what join() says."
-            ),
-        )
-    if request.round > entry.round + 1:
-        return Decision(
-            book,
-            Refused(
-                f"round {request.round} of worker {worker} comes too early: the next "
-                f"one is {entry.round + 1}."
-            ),
-        )
-    if request.kind == "commit" and entry.staged != name:
-        return Decision(book, Refused(f"round {request.round} was not prepared."))
-    if request.kind == "prepare" and entry.staged > name:
-        return Decision(book, Refused(f"round {request.round} was given up."))
-    low, whole = max(book.low, request.low), max(book.whole, request.whole)
-    if request.kind == "push":  # This server is the only one.
-        low, whole = book.cut, max(book.cuts, default=0)
-    book = book._replace(low=low, whole=whole)
-    book, actions = _follow(book, request.cut)
-    if request.kind != "commit":
-        book = _with(book, worker, entry._replace(staged=name))
-        actions += (("stage", worker),)
-    if request.kind != "prepare":
-        book, more = _bring(book, worker, request.round)
-        actions += more
-        # The next cut waits until everybody has passed this one: there is always one
-        # that all have.
-        if book.every and book.since >= book.every and book.low >= book.cut:
-            book, more = _cut(book, book.cut + 1)
-            actions += more
-    return Decision(book, _standing(book, worker), actions)
+def saved(book: Book, number: int) -> Book:
+    """The book of a server that has saved itself; the newest two are kept."""
+    covered = tuple(tuple(place.last for place in e.places) for e in book.entries)
+    return book._replace(saved=(*book.saved[-1:], number), covered=covered)
 
 
-def _follow(book: Book, cut: int) -> tuple[Book, tuple[tuple[Any, ...], ...]]:
-    return _cut(book, cut) if cut > book.cut else (book, ())
-
-
-def _cut(book: Book, number: int) -> tuple[Book, tuple[tuple[Any, ...], ...]]:
-    book = book._replace(cut=number, since=0)
-    return book, (("save", number, book),)
-
-
-def saved(book: Book, number: int, of_cut: Book) -> Book:
-    """The book of a server that has saved a cut, with the book that it saved."""
-    covered = tuple(entry.last for entry in of_cut.entries)
-    return book._replace(cuts=(*book.cuts, number), covered=covered)
-
-
-def unneeded(book: Book) -> tuple[int, ...]:
-    """The cuts that can be deleted.
-
-    Kept are the newest that all have, one before it for the case that it is damaged,
-    and those that all may come to have.
-    """
-    below = [number for number in book.cuts if number < book.whole]
-    keep = {book.whole, *below[-1:]}
-    return tuple(n for n in book.cuts if n not in keep and n < max(book.low, 1))
-
-
-def _bring(book: Book, worker: int, number: int):
-    """Apply what lies prepared if it is this round, drop it otherwise."""
-    entry = book.entries[worker]
-    if not entry.staged:
-        return book, ()
-    if number != entry.round + 1:
-        return _with(book, worker, entry._replace(staged=())), (("drop", worker),)
-    entry = entry._replace(round=number, last=entry.staged, staged=())
-    book = _with(book, worker, entry)._replace(since=book.since + 1)
-    return book, (("apply", worker),)
+def standing(book: Book, worker: int, busy: bool = False) -> Standing:
+    """How it stands with a worker."""
+    covered = book.covered[worker] if book.covered else ()
+    return Standing(book.epoch, book.entries[worker], covered, busy)
 
 
 def _with(book: Book, worker: int, entry: Entry) -> Book:
-    entries = book.entries
-    return book._replace(entries=(*entries[:worker], entry, *entries[worker + 1 :]))
+    return book._replace(entries=_put(book.entries, worker, entry))
 
 
-def _standing(book: Book, worker: int | None = None) -> Standing:
-    entries = book.entries if worker is None else (book.entries[worker],)
-    covered = book.covered[worker] if worker is not None and book.covered else ()
-    return Standing(entries, book.cut, book.cuts[-1] if book.cuts else 0, covered)
+def _with_place(book: Book, worker: int, part: int, place: Place) -> Book:
+    entry = book.entries[worker]
+    places = _put(entry.places, part, place)
+    return _with(book, worker, entry._replace(places=places))
+
+
+def _put(items: tuple, number: int, item) -> tuple:
+    return (*items[:number], item, *items[number + 1 :])
+
+
+class Line(NamedTuple):
+    """What a worker knows of its pushes of one part."""
+
+    serial: int = 0  # of the last that was applied: it goes on when some are lost
+    round: int = 0  # that one's, as the server counts
+    used: int = 0  # those that were not dropped, as the server counts
+    base: int = 0  # how many of these are not its own, but of its predecessors
+    kept: tuple[int, ...] = ()  # serials applied, of which no checkpoint is known
 
 
 class Client(NamedTuple):
-    """Someone who asks all servers: a worker, or whoever looks at the center."""
+    """A worker, as one who asks one server."""
 
-    number: int  # no two clients have the same: it tells their epochs apart
-    servers: int
-    worker: int = -1  # -1: it looks, and pushes nothing
-    replay: int = 0  # how many pushes it keeps at most
-    # How often it asks again while another one restores the servers; -1: always.
-    patience: int = -1
-    # What it does now, and what it will do when all servers are of one epoch.
-    phase: str = "idle"
-    goal: str = "idle"
-    heard: tuple[Any, ...] = ()  # by server, None where there is no answer yet
-    epoch: Epoch = (-1, 0)
-    plan: Any = None  # what was decided in the last phase, for the next
+    worker: int
+    replay: int = 0  # how many pushes of each part it keeps at most
     incarnation: int = 0
     joins: int = 0
-    round: int = 0  # of its last push that was applied
-    base: int = 0  # the round at which its own pushes begin
-    serial: int = 0
-    done: int = 0  # the last serial that was applied
-    sending: tuple[int, ...] = ()  # serials to be applied yet, the last one is new
-    kept: tuple[int, ...] = ()  # serials applied, of which no cut is known
-    lost: int = 0  # pushes that went with a server, since `step` was asked last
-    cut: int = 0
-    low: int = 0
-    whole: int = 0
-    waited: int = 0
+    epoch: int = 0  # of the server; 0: it has not answered yet
+    lines: tuple[Line, ...] = ()  # of each part that lives there
+    # What it asks now: "enter", "send", "token", "start", "save". Else how that ended:
+    # "idle", "waiting", "superseded", "refused".
+    phase: str = "idle"
+    goal: str = "idle"  # what it was asked to do
+    sending: tuple[tuple[int, int], ...] = ()  # (part, serial) to be applied yet
+    lost: int = 0  # pushes that went with the server, since it was asked
+    tries: int = 0
     message: str = ""
 
 
-ENDS = ("idle", "waiting", "superseded", "refused")
+def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
+    """Start something: "enter", "send" a push, "token", "start", or "save"."""
+    client = client._replace(goal=goal, phase=goal, lost=0, tries=0, message="")
+    if goal == "send":
+        return client._replace(sending=((part, serial),))
+    if goal == "save" and not any(line.kept for line in client.lines):
+        return client._replace(phase="idle")
+    return client
 
 
-def begin(client: Client, goal: str) -> Client:
-    """Start something.
-
-    "join"; "hello" of one that pushes and has not joined; "push" a new push, or the
-    last one "again"; "wait" for a token; "start" with the others; "leave"; "look", for
-    which all servers must be there.
-    """
-    client = client._replace(goal=goal, lost=0, waited=0, message="")
-    if goal == "push":
-        serial = client.serial + 1
-        client = client._replace(serial=serial, sending=(serial,))
-    elif goal == "again":
-        client = client._replace(sending=(client.done,))
-    if client.epoch[0] < 0 or goal in ("join", "look"):
-        return _phase(client, "ask")
-    return _phase(client, "token") if goal == "wait" else _go_on(client)
-
-
-def wants(client: Client) -> dict[int, Request]:
-    """What to ask of which server now; {} when it has come to an end."""
-    if client.phase in ENDS:
-        return {}
-    missing = [k for k, answer in enumerate(client.heard) if answer is None]
-    if client.phase in ("token", "start"):  # The first server knows.
-        missing = missing[:1] if 0 in missing else []
-    elif client.phase in ("enter", "restore") and 0 in missing:
-        missing = [0]
-    return {server: _request(client, server) for server in missing}
+def wants(client: Client) -> Request | None:
+    """What to ask now; `None` when it has come to an end."""
+    c = client
+    match c.phase:
+        case "enter":
+            return Enter(c.worker, c.incarnation)
+        case "save":
+            return Save(c.worker)
+        case "token" | "start":
+            return Stay(c.phase, c.epoch, c.worker, c.incarnation, c.joins)
+        case "send":
+            part, serial = c.sending[0]
+            line = c.lines[part] if c.lines else Line()
+            ahead = 1
+            if c.goal == "send" and len(c.sending) == 1:
+                # The new one; if it is neither the next nor the last one again, the
+                # server refuses it.
+                ahead = serial - line.serial or 1
+            number = line.round + ahead
+            return Send(c.epoch, c.worker, c.incarnation, c.joins, part, number, serial)
+    return None
 
 
-def hears(client: Client, server: int, answer: Answer) -> Client:
-    """What a client does about an answer to what it wants."""
+def hears(client: Client, answer: Answer) -> Client:
+    """What a client does about the answer to what it wants."""
     match answer:
-        case Turned():
-            return _phase(client, "ask")
         case Superseded():
             return client._replace(
                 phase="superseded",
-                message=f"worker {client.worker} has been replaced: its incarnation "
-                f"{client.incarnation} is older than {answer.newest}.",
+                message=f"worker {client.worker} has joined again: incarnation "
+                f"{client.incarnation} is not the newest one, {answer.newest}. Only "
+                "the newest may push; call join().",
             )
+        case Refused() if len(client.sending) > 1 or client.goal in ("start", "save"):
+            # One that is sent again: the others come all the same.
+            rest = client.sending[1:]
+            return _go_on(client._replace(sending=rest, lost=client.lost + 1))
         case Refused():
-            return _refused(client, answer.message)
-        case Standing():
-            client = client._replace(cut=max(client.cut, answer.cut))
-    if client.phase == "enter" and server == 0:
-        entry = answer.entries[0]  # pyright: ignore[reportAttributeAccessIssue] # a Standing
-        client = client._replace(incarnation=entry.incarnation, joins=entry.joins)
-    heard = client.heard
-    client = client._replace(heard=(*heard[:server], answer, *heard[server + 1 :]))
-    return client if wants(client) else _advance(client)
-
-
-def _request(client: Client, server: int) -> Request:
-    c = client
-    match c.phase:
-        case "ask":
-            return Ask()
-        case "restore":
-            return c.plan[server]
-        case "settle":
-            return c.plan
-        case "enter":
-            return Enter(c.epoch, c.worker, c.incarnation if server else 0)
-        case "finish":
-            return Finish(c.epoch, c.worker, c.incarnation, c.round, c.cut)
-        case "resume":
-            return Resume(c.epoch, c.worker, c.incarnation, c.joins)
-        case "save":
-            return Save(c.epoch, c.worker, c.plan)
-        case "token" | "start":
-            return Stay(c.phase, c.epoch, c.worker, c.incarnation)
-    kind = "push" if c.servers == 1 else c.phase
-    serial = c.sending[0]
-    return Send(
-        kind, c.epoch, c.worker, c.incarnation, c.round + 1, serial, c.cut, c.low,
-        c.whole,
-    )  # fmt: skip
-
-
-def _advance(client: Client) -> Client:
-    """All that were asked have answered."""
-    answers = client.heard
-    match client.phase:
-        case "ask":
-            return _ready(client, answers)
-        case "restore":
-            rounds = agreed([answer.entries for answer in answers])
-            settle = Settle(client.plan[0].epoch, rounds)
-            return _phase(client._replace(plan=settle), "settle")
-        case "settle":
-            return _in_epoch(client, client.plan.epoch)
-        case "enter":
-            entries = [answer.entries for answer in answers]
-            client = client._replace(round=agreed(entries)[0])
-            return _phase(client, "finish")
-        case "finish":
-            return client._replace(
-                phase="idle", base=client.round, serial=0, done=0, sending=(), kept=()
-            )
-        case "resume":
-            return _resumed(client, max(a.entries[0] for a in answers))
-        case "prepare" if client.servers > 1:
-            return _phase(_noted(client, answers), "commit")
-        case "prepare" | "commit":
-            client = _noted(client, answers)
-            if any(answer.busy for answer in answers):
-                return client._replace(phase="waiting")
-            return _applied(client, answers)
-        case "save":
-            client = _covered(_noted(client, answers), answers)
-            if client.kept and client.waited < 3:
-                return _go_on(client._replace(waited=client.waited + 1))
-            return client._replace(phase="idle")
-    if answers[0].busy:
+            return client._replace(phase="refused", sending=(), message=answer.message)
+        case Turned():
+            return _resumed(client, answer)
+    if answer.epoch != client.epoch and client.phase == "save":
+        return _resumed(client, Turned(*answer[:3]))
+    client = client._replace(epoch=answer.epoch)
+    if answer.busy:
         return client._replace(phase="waiting")
-    return _applied(client, answers) if client.sending else _end(client)
+    match client.phase:
+        case "enter":
+            places, incarnation, joins = answer.entry
+            lines = tuple(Line(p.round, p.round, p.used, p.used) for p in places)
+            return client._replace(
+                phase="idle",
+                lines=lines,
+                incarnation=incarnation,
+                joins=joins,
+                sending=(),
+            )
+        case "send" | "token" if client.sending:
+            return _go_on(_covered(_applied(client, answer), answer))
+        case "save":
+            client = _covered(client, answer)._replace(tries=client.tries + 1)
+            again = client.tries < 3 and any(line.kept for line in client.lines)
+            return client._replace(phase="save" if again else "idle")
+    return client._replace(phase="idle")
 
 
-def _ready(client: Client, answers: tuple[Status, ...]) -> Client:
-    """All servers have said how they stand."""
-    epochs = {answer.epoch for answer in answers}
-    if all(answer.ready for answer in answers) and len(epochs) == 1:
-        return _in_epoch(client, answers[0].epoch)
-    # Somebody is at it, or was when they answered: ask again, unless it takes so long
-    # that whoever it is must be dead. (Plans begin at the first server, so that of two
-    # who have made one only one goes on.)
-    begun = {a.epoch[1] for a in answers if not a.ready} - {0, client.number}
-    newest = max((a.epoch for a in answers if a.ready), default=(-1, 0))
-    dead = [a for a in answers if not a.ready and a.epoch > newest]
-    if begun or not dead:
-        if client.patience < 0:
-            return _phase(client, "ask")
-        if client.waited < client.patience:
-            return _phase(client._replace(waited=client.waited + 1), "ask")
-    common = set(answers[0].cuts).intersection(*(a.cuts for a in answers))
-    known = [n for a in answers for n in (a.epoch[0], a.handed)]
-    number = 1 + max(client.epoch[0], client.incarnation, *known)
-    newest = max(n for a in answers for n in (a.cut, *a.cuts))
-    plan = tuple(
-        Restore(
-            (number, client.number), max(common, default=0), newest, a.epoch, a.ready
-        )
-        for a in answers
+def _applied(client: Client, answer: Standing) -> Client:
+    (part, serial), *rest = client.sending
+    line, place = client.lines[part], answer.entry.places[part]
+    kept = ()
+    if client.replay:
+        kept = (*(s for s in line.kept if s != serial), serial)[-client.replay :]
+    line = line._replace(
+        serial=max(line.serial, serial), round=place.round, used=place.used, kept=kept
     )
-    return _phase(client._replace(plan=plan, waited=0), "restore")
+    lines = _put(client.lines, part, line)
+    return client._replace(lines=lines, sending=tuple(rest))
 
 
-def _in_epoch(client: Client, epoch: Epoch) -> Client:
-    """All servers are ready, in this epoch."""
-    known, client = client.epoch == epoch, client._replace(epoch=epoch)
-    if client.goal == "join":
-        return _phase(client, "enter")
-    if client.goal == "look":
-        return client._replace(phase="idle")
-    return _go_on(client) if known else _phase(client, "resume")
+def _covered(client: Client, answer: Standing) -> Client:
+    """Forget what the server has saved."""
+    if not answer.covered:
+        return client
+    lines = []
+    for line, name in zip(client.lines, answer.covered, strict=True):
+        done = name[1] if name[:1] == (client.incarnation,) else 0
+        lines.append(line._replace(kept=tuple(s for s in line.kept if s > done)))
+    return client._replace(lines=tuple(lines))
 
 
-def agreed(entries: list[tuple[Entry, ...]]) -> tuple[int, ...]:
-    """The round of each worker that all servers go to: what one has, all get.
-
-    Raises:
-        RuntimeError: A server has neither applied nor prepared what another has
-            applied, which no order of events leads to.
-    """
-    rounds = []
-    for of_worker in zip(*entries, strict=True):
-        first = max(of_worker, key=lambda entry: entry.round)
-        for entry in of_worker:
-            there = (entry.round, entry.last) == (first.round, first.last)
-            coming = (entry.round + 1, entry.staged) == (first.round, first.last)
-            if not there and not coming:
-                raise RuntimeError(
-                    f"The servers do not hold the same pushes: {first} and {entry}. "
-                    "Their checkpoints are not of one run; pass another checkpoint_dir."
-                )
-        rounds.append(first.round)
-    return tuple(rounds)
-
-
-def _resumed(client: Client, entry: Entry) -> Client:
-    """The servers have gone back to a cut; what of this worker's survived?"""
-    mine = entry.last[:1] == (client.incarnation,)
-    applied = entry.last[1] if mine else 0
-    gone = client.round - (entry.round if mine else client.base)
-    resend = tuple(serial for serial in client.kept if serial > applied)
-    of_before, new = client.sending[:-1], client.sending[-1:]
+def _resumed(client: Client, answer: Turned) -> Client:
+    """The server has gone back to a checkpoint; what of this worker's survived?"""
+    lines: list[Line] = []
+    again: list[tuple[int, int]] = []
+    lost = client.lost
+    for part, place in enumerate(answer.entry.places):
+        mine = place.last[:1] == (client.incarnation,)
+        applied = place.last[1] if mine else 0
+        if not client.lines:  # It has asked nothing here yet.
+            serial = applied or place.round
+            lines.append(Line(serial, place.round, place.used, place.used))
+            continue
+        line = client.lines[part]
+        resend = [(part, serial) for serial in line.kept if serial > applied]
+        again += resend
+        # Of those that come again some had been applied.
+        coming = {*resend, *(s for s in client.sending if s[0] == part)}
+        had = sum(applied < serial <= line.serial for _, serial in coming)
+        lost += max(line.used - max(place.used, line.base) - had, 0)
+        kept = tuple(serial for serial in line.kept if serial <= applied)
+        base = min(line.base, place.used)
+        serial = max(line.serial, applied)
+        lines.append(Line(serial, place.round, place.used, base, kept))
+    sending = tuple(dict.fromkeys((*again, *client.sending)))
     return _go_on(
         client._replace(
-            round=entry.round,
-            serial=max(client.serial, applied),
-            base=client.base if mine else entry.round,
-            lost=client.lost + max(gone, 0) - len(resend),
-            sending=(*resend, *(s for s in of_before if s > applied), *new),
-            kept=tuple(s for s in (*client.kept, *of_before) if s <= applied),
-            low=0,
-            whole=0,
+            epoch=answer.epoch, lines=tuple(lines), sending=sending, lost=lost
         )
     )
-
-
-def _applied(client: Client, answers: tuple[Standing, ...]) -> Client:
-    """The push that is sent has been applied everywhere."""
-    number = max(answer.entries[0].round for answer in answers)
-    client = client._replace(round=number)
-    serial, *rest = client.sending
-    kept = (*(s for s in client.kept if s != serial), serial) if client.replay else ()
-    client = client._replace(
-        sending=tuple(rest), done=serial, kept=kept[-client.replay :]
-    )
-    return _go_on(_covered(client, answers))
-
-
-def _covered(client: Client, answers: tuple[Standing, ...]) -> Client:
-    """Forget what a cut of all servers holds."""
-    if not client.kept:
-        return client
-    ours = [a.covered[1] for a in answers if a.covered[:1] == (client.incarnation,)]
-    done = min(ours) if len(ours) == client.servers else 0
-    return client._replace(kept=tuple(s for s in client.kept if s > done))
-
-
-def _noted(client: Client, answers: tuple[Standing, ...]) -> Client:
-    """What the answers tell about cuts."""
-    saved_ = {answer.saved for answer in answers}
-    whole = max(saved_) if len(saved_) == 1 else 0
-    return client._replace(
-        low=max(client.low, min(answer.cut for answer in answers)),
-        whole=max(client.whole, whole),
-    )
-
-
-def _refused(client: Client, message: str) -> Client:
-    if len(client.sending) > 1:  # One that is sent again: the others come all the same.
-        client = client._replace(sending=client.sending[1:], lost=client.lost + 1)
-        return _go_on(client)
-    return client._replace(phase="refused", sending=(), message=message)
 
 
 def _go_on(client: Client) -> Client:
     if client.sending:
-        return _phase(client, "prepare")
-    if client.goal == "start":
-        return _phase(client, "start")
-    if client.goal == "leave" and client.kept:
-        return _phase(client._replace(plan=client.cut + 1), "save")
-    return client._replace(phase="idle")
-
-
-def _end(client: Client) -> Client:
-    return client._replace(phase="idle")
-
-
-def _phase(client: Client, phase: str) -> Client:
-    return client._replace(phase=phase, heard=(None,) * client.servers)
+        return client._replace(phase="send")
+    asks = client.goal in ("start", "save")
+    return client._replace(phase=client.goal if asks else "idle")

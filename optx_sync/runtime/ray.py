@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run on Ray: it starts servers and workers, replaces those that die, and ends."""
 
+import contextlib
 import os
 import pathlib
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optax
@@ -17,12 +20,22 @@ from optx_sync.center.contract import (
     check_rule,
     weighed,
 )
+from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.checks import check_inner
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.display import OF_EACH_SERVER, Display, History, log, state
+from optx_sync.runtime.agreements.contract import Settings
+from optx_sync.runtime.display import (
+    OF_EACH_SERVER,
+    PUSHES,
+    Display,
+    History,
+    Seen,
+    log,
+)
 from optx_sync.runtime.messages import Event
 from optx_sync.runtime.metrics import Metrics
+from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
@@ -30,6 +43,7 @@ from optx_sync.runtime.ray_actors import (
     start_servers,
 )
 from optx_sync.runtime.worker import Worker, shapes_of
+from optx_sync.trees import Tree
 
 # A worker that dies so often without one round between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
@@ -41,8 +55,8 @@ SILENCE_SECONDS = 10.0
 
 
 def run(
-    worker_fn: Callable[[Worker], Any],
-    params: Any,
+    worker_fn: Callable[[Worker], object],
+    params: Tree,
     inner: optax.GradientTransformation,
     agreement: Agreement,
     *,
@@ -56,7 +70,11 @@ def run(
     checkpoint_every: int = 100,
     replay: bool = False,
     weigh: Weigh | None = None,
-) -> tuple[Any, History]:
+    fragments: Fragments | None = None,
+    delay: int | None = None,
+    keep_local: float | None = None,
+    resume: bool = True,
+) -> tuple[Tree, History]:
     """Train with workers that do not wait for each other, on this machine or a cluster.
 
     `worker_fn(worker)` runs in a process of its own for each worker, and is any JAX
@@ -67,10 +85,10 @@ def run(
     `PushRefused`, is replaced: `worker_fn` starts again, with the center for
     parameters, a fresh optimizer state, and `worker.local_step` as of its last round;
     so write `while worker.local_step < steps:`. The others go on meanwhile. Any other
-    exception in `worker_fn` ends the run. A server that dies comes back from its last
-    checkpoint, if there is a `checkpoint_dir`, and all servers go back to that
-    together; workers try again until then. What was pushed since is lost, and each
-    worker is told how many pushes (`worker.lost`), unless there is `replay`.
+    exception in `worker_fn` ends the run. A server that dies comes back from its own
+    last checkpoint, if there is a `checkpoint_dir`; workers try again until then. What
+    was pushed to it since is lost, and each worker is told how many pushes
+    (`worker.lost`), unless there is `replay`.
 
     Where Rich is installed and there is a terminal, a table shows the workers;
     otherwise there are lines on the log `optx_sync.runtime`, which also says what the
@@ -87,8 +105,11 @@ def run(
         agreement: A center rule (`oxs.elastic_rule(...)`, `oxs.agn_rule(...)`,
             `oxs.local_sgd_rule()`, `oxs.diloco_rule()`), or `SyncReplicas(...)`.
         num_workers: How many workers.
-        num_servers: The variables are split by size among so many processes.
-            `SyncReplicas` needs one: a gradient is accepted or dropped as a whole.
+        num_servers: So many processes hold the center. A push is of one part of it,
+            and a part lives on one of them: `fragments`, evenly by their bytes, or else
+            the variables split by size into as many parts, which are pushed in the same
+            round. `SyncReplicas` needs one: a gradient is accepted or dropped as a
+            whole.
         communication_period: Steps between a worker's rounds, an int or a schedule of
             its step (0-based). `SyncReplicas` has no use for it. What a worker has
             done since its last round when it ends is not pushed: `worker.flush()`.
@@ -99,7 +120,8 @@ def run(
             worker dies or pulls. The center is taken whole. Not for `SyncReplicas`, nor
             for rules whose contribution reads the center (elastic averaging).
         checkpoint_dir: Where servers save the center, and find it when they start: a
-            folder that all machines see, or an address like `gs://bucket/run`.
+            folder that all machines see, or an address like `gs://bucket/run`. A folder
+            is locked while a run saves to it.
         synchronous: All workers wait at the start until the last one is there.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
@@ -110,11 +132,21 @@ def run(
             center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
             many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
             at.staleness) ** -0.5`. With center rules only.
+        fragments: P parts of the parameters, as in `center_variable`: in its k-th round
+            a worker exchanges part k mod P, every `communication_period` / P steps.
+            With center rules only.
+        delay: A push travels while the worker goes on; the worker takes the answer so
+            many of its steps later. The center absorbs it when it arrives. With center
+            rules only.
+        keep_local: The share of its own parameters that a worker keeps where the rule
+            takes the center. With center rules only.
+        resume: Go on from what lies in `checkpoint_dir`; what these servers cannot go
+            on from is refused. `False`: start afresh, and put aside what is there.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
         exception has them too, as its attributes `center` (`None` where it could not be
-        had) and `history`.
+        had) and `history`. SIGTERM raises a `KeyboardInterrupt`, as SIGINT does.
 
     Raises:
         ImportError: Ray is not installed.
@@ -122,21 +154,32 @@ def run(
             checkpoint.
         TypeError: An argument of a wrong type.
         ValueError: Numbers out of range; several servers for `SyncReplicas`; `replay`
-            without checkpoints; an `exchange` that does not fit.
+            without checkpoints; an `exchange` that does not fit; checkpoints that the
+            servers cannot go on from; another run that saves to the same folder.
     """
     if weigh is not None:
         check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
         agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
-    way_of(agreement, num_workers, communication_period, exchange)
+    settings = Settings(
+        num_workers, communication_period, exchange, fragments, delay, keep_local
+    )
+    way = way_of(agreement, settings)
     check_period(communication_period)
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
+    turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
+    steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
         raise TypeError(f"worker_fn must be a function of a worker; got {worker_fn!r}.")
     ray = import_ray()
     started = not ray.is_initialized()
     if started:
         _start_ray(ray, address, num_workers)
+    elif address is not None:
+        raise ValueError(
+            f"Ray runs in this program already, so address={address!r} would have no "
+            "effect. Leave it out, or call ray.shutdown() first."
+        )
     connection = None
     try:
         connection = start_servers(
@@ -147,30 +190,63 @@ def run(
             inner=inner,
             communication_period=communication_period,
             exchange=exchange,
+            fragments=fragments,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
+            resume=resume,
             replay=replay,
         )
-        start = (
-            worker_fn, connection, shapes, inner, agreement, num_workers,
-            communication_period, exchange, synchronous,
-        )  # fmt: skip
-        with Display(num_workers) as display:
-            events = _Events(connection, display)
-            supervisor = _Supervisor(ray, start, num_workers, connection, events)
-            try:
-                supervisor.supervise()
-            except BaseException as error:
-                _carry(error, connection, events, params)
-                raise
-            finally:
-                supervisor.stop()
-            return _end(connection, events, params)
+        options = {
+            **settings._asdict(),
+            "num_servers": num_servers,
+            "synchronous": synchronous,
+        }
+        start = worker_fn, connection, shapes, inner, agreement, options
+        return _supervised(ray, start, num_workers, connection, params)
     finally:
         for actor in connection.servers if connection else ():
             ray.kill(actor)
         if started:
             ray.shutdown()
+
+
+def _supervised(
+    ray: Any, start: tuple, num_workers: int, connection: RayConnection, params: Tree
+) -> tuple[Tree, History]:
+    """Run the workers until all have returned, and tell of it."""
+    with Display(num_workers) as display, _sigterm_as_sigint():
+        events = _Events(connection, display)
+        supervisor = _Supervisor(ray, start, num_workers, connection, events)
+        begin, ended = time.monotonic(), "has ended"
+        try:
+            supervisor.supervise()
+        except BaseException as error:
+            ended = f"was ended by {type(error).__name__}"
+            _carry(error, connection, events, params)
+            raise
+        finally:
+            supervisor.stop()
+            log.info(
+                "The run %s: %s", ended, events.seen.closing(time.monotonic() - begin)
+            )
+        return _end(connection, events, params)
+
+
+@contextlib.contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """A job that is told to end saves the center, as one that is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone.
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
@@ -190,19 +266,19 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
             ray.init()
 
 
-def _end(connection: RayConnection, events: "_Events", params: Any) -> tuple:
+def _end(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
     try:
         connection.checkpoint()
         center, averages = connection.center(params), connection.averages()
         events.collect_the_rest()
     except BaseException as error:
-        error.center, error.history = None, History(events.seen, None)  # type: ignore
+        error.center, error.history = None, events.seen.history(None)  # type: ignore
         raise
-    return center, History(events.seen, averages)
+    return center, events.seen.history(averages)
 
 
 def _carry(
-    error: BaseException, connection: RayConnection, events: "_Events", params: Any
+    error: BaseException, connection: RayConnection, events: "_Events", params: Tree
 ) -> None:
     """Whatever happened, what has been trained so far is saved, and goes along."""
     center, averages = None, None
@@ -213,7 +289,7 @@ def _carry(
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
     try:
-        error.center, error.history = center, History(events.seen, averages)  # type: ignore
+        error.center, error.history = center, events.seen.history(averages)  # type: ignore
     except AttributeError:
         log.warning("%s takes no attributes: the center is lost.", type(error))
         return
@@ -233,7 +309,7 @@ class _Supervisor:
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
-        self.running: dict[Any, int] = {}
+        self.running: dict[object, int] = {}
         self.later: dict[int, float] = {}  # when to start a worker again
         self.returned: set[int] = set()
         self.told: set[tuple[str, int]] = set()  # which server knows that who has left
@@ -314,10 +390,10 @@ class _Supervisor:
             .remote()
         )
         self.actors[index] = actor
-        self.joins[index] = self.events.joins.get(index, 0)
+        self.joins[index] = self.events.joins(index)
         self.running[actor.run.remote(index, self.start)] = index
 
-    def _over(self, index: int, reference: Any) -> None:
+    def _over(self, index: int, reference: object) -> None:
         """A worker has returned, or is dead, or cannot be reached."""
         error: Exception | None = None
         what: Any
@@ -344,7 +420,7 @@ class _Supervisor:
                 )
             return
         self.events.lost(index, str(what))
-        begun = how == "refused" or self.events.joins.get(index, 0) > self.joins[index]
+        begun = how == "refused" or self.events.joins(index) > self.joins[index]
         if not begun:
             # Its program has not begun: the machine is full, or a node is gone.
             self.starts[index] += 1
@@ -371,7 +447,7 @@ class _Supervisor:
             for index in self.returned:
                 if boot and (boot, index) not in self.told:
                     self.told.add((boot, index))
-                    self.connection.servers[number].leave.remote(index)
+                    self.connection.servers[number].call.remote("leave", index)
 
     def _say_what_for(self) -> None:
         waiting = [
@@ -410,14 +486,14 @@ class _Events:
 
     def __init__(self, connection: RayConnection, display: Display):
         self._servers = connection.servers
+        self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
         self._places = [("", 0) for _ in self._servers]
-        self._asked: dict[int, Any] = {}
+        self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
-        self._last: dict[int, Event] = {}
+        self._steps: dict[int, int] = {}  # of each server
         self._metrics = Metrics()
-        self.seen: list[Event] = []
-        self.joins: dict[int, int] = {}
+        self.seen = Seen()
         self.heard = time.monotonic()
 
     def collect(self, wait: bool = False) -> None:
@@ -427,7 +503,7 @@ class _Events:
         for number, server in enumerate(self._servers):
             if number not in self._asked:
                 place = self._places[number]
-                self._asked[number] = server.events.remote(*place)
+                self._asked[number] = server.call.remote("events", *place)
                 self._since[number] = time.monotonic()
         references = list(self._asked.values())
         seconds = SILENCE_SECONDS if wait else 0.02
@@ -451,15 +527,23 @@ class _Events:
             name, since = self._places[number]
             self._places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
-            # All servers see each push; the first one tells of it.
-            new += [e for e in events if number == 0 or e.kind in OF_EACH_SERVER]
+            if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
+                events = [self._of_all(number, event) for event in events]
+            # Of parts that are pushed in the same round the first one tells of it; of
+            # what is no push, the first server.
+            new += [
+                event
+                for event in events
+                if event.kind in OF_EACH_SERVER
+                or (event.part in self._tell_of and event.kind in PUSHES)
+                or (number == 0 and event.kind not in PUSHES)
+            ]
         new.sort(key=lambda event: event.time)
-        for event in new:
-            if event.worker >= 0 and event.kind in ("push", "dropped"):
-                self._last[event.worker] = event
-            if event.kind == "join":
-                self.joins[event.worker] = self.joins.get(event.worker, 0) + 1
         self._tell(new)
+
+    def _of_all(self, number: int, event: Event) -> Event:
+        self._steps[number] = event.global_step
+        return event._replace(global_step=sum(self._steps.values()))
 
     def collect_the_rest(self) -> None:
         """Take all that there is: what had been asked for before may lack the end."""
@@ -467,14 +551,14 @@ class _Events:
         self.collect(wait=True)
 
     def _tell(self, new: list[Event]) -> None:
-        self.seen += new
+        self.seen.add(new)
         if new:
             self.heard = time.monotonic()
-        self._display.show(self._last, self.seen, new)
+        self._display.show(self.seen, new)
 
     def lost(self, worker: int, reason: str) -> None:
         """A worker died."""
-        last = self._last.get(worker)
+        last = self.seen.last.get(worker)
         lost = Event("lost", worker, 0, 0, 0, 0, time.time(), {}, reason)
         if last is not None:
             lost = lost._replace(
@@ -487,7 +571,12 @@ class _Events:
 
     def rounds(self, worker: int) -> int:
         """The rounds of a worker, as far as is known."""
-        return self._last[worker].round if worker in self._last else 0
+        counts = self.seen.counts
+        return counts["push", worker] + counts["dropped", worker]
+
+    def joins(self, worker: int) -> int:
+        """How often a worker has joined."""
+        return self.seen.counts["join", worker]
 
     def boots(self) -> list[str]:
         """The names of the servers' processes."""
@@ -499,9 +588,9 @@ class _Events:
 
     def how(self, worker: int) -> str:
         """How it stands with a worker, for the log."""
-        last = self._last.get(worker)
+        last = self.seen.last.get(worker)
         if last is None:
-            return f"worker {worker}, which is {state(worker, self.seen)}"
+            return f"worker {worker}, which is {self.seen.state(worker)}"
         seconds = time.time() - last.time
         return (
             f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "

@@ -7,42 +7,39 @@ Ray is imported when something here is called, not before.
 
 import os
 import pathlib
+import pickle
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
+from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.messages import (
-    Joined,
-    NoStart,
-    Push,
-    PushRefused,
-    Reply,
-)
-from optx_sync.runtime.parts import join_parts, partition
-from optx_sync.runtime.protocol import Ask, Client, Save, Send
-from optx_sync.runtime.server import Server
+from optx_sync.runtime.agreements.contract import Settings
+from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
+from optx_sync.runtime.messages import Arrays, Joined, Push, PushRefused, Reply
+from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.protocol import Client, Send
+from optx_sync.runtime.server import Server, refusal
 from optx_sync.runtime.worker import Worker, log, shapes_of
-from optx_sync.trees import path_name
+from optx_sync.trees import Tree
 
-# How long a worker waits for a server that is being restarted.
+# How long a worker waits for a server that is being restarted, and how often it looks.
 SERVER_PATIENCE_SECONDS = 300.0
-# How long it lets another one restore the servers, and how often it looks.
-RESTORE_PATIENCE, PAUSE_SECONDS = 40, 0.25
+PAUSE_SECONDS = 0.25
+# Messages up to here are packed into one piece.
+SHORT_BYTES = 2**16
 
 
 def start_servers(
-    params: Any,
+    params: Tree,
     agreement: Agreement,
     *,
     num_workers: int,
@@ -50,8 +47,10 @@ def start_servers(
     inner: optax.GradientTransformation | None = None,
     communication_period: Period = 10,
     exchange: Exchange | None = None,
+    fragments: Fragments | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
+    resume: bool = True,
     replay: bool = False,
 ) -> "RayConnection":
     """Start the servers as Ray actors, for those who start workers themselves.
@@ -64,8 +63,10 @@ def start_servers(
         inner: The optimizer that `SyncReplicas` applies.
         communication_period: See `run`.
         exchange: See `run`.
+        fragments: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
+        resume: See `run`.
         replay: See `run`.
 
     Returns:
@@ -78,7 +79,8 @@ def start_servers(
     """
     ray = import_ray()
     shapes = shapes_of(params)
-    way = way_of(agreement, num_workers, communication_period, exchange)
+    settings = Settings(num_workers, communication_period, exchange, fragments)
+    way = way_of(agreement, settings)
     if num_servers != 1 and not way.splits:
         raise ValueError(
             "SyncReplicas accepts or drops a gradient as a whole, and so needs one "
@@ -94,7 +96,9 @@ def start_servers(
             "replay=True has no use with SyncReplicas: a gradient that is sent again "
             "was computed after the update that it would be for. Leave it out."
         )
-    parts = partition(jax.tree.map(np.asarray, params), num_servers)
+    layout = lay_out(shapes, way.fragments, num_servers)
+    if checkpoint_dir is not None:
+        _look_at(checkpoint_dir, num_servers, resume)
     options = {
         "num_cpus": 0,
         "max_restarts": 0 if checkpoint_dir is None else -1,
@@ -103,37 +107,57 @@ def start_servers(
         "max_concurrency": num_workers + 8 if way.waits else 1,
     }
     servers = []
-    for number, part in enumerate(partition(shapes, num_servers)):
-        settings: dict[str, Any] = {
+    for number in range(num_servers):
+        given = {
             "num_workers": num_workers,
             "inner": inner if way.waits else None,
             "communication_period": communication_period,
             "exchange": exchange,
+            "fragments": fragments,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
-            "part": number,
+            "number": number,
+            "num_servers": num_servers,
         }
         if checkpoint_dir is not None:
-            settings["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
+            given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
         actor = ray.remote(ServerActor).options(**options)
         # Shapes, not arrays: what a restarted actor is made of must still be there.
-        servers.append(actor.remote(part, agreement, settings))
-    owners = {
-        path_name(path): number
-        for number, part in enumerate(parts)
-        for path, _ in jax.tree_util.tree_leaves_with_path(part)
-    }
+        servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
-    connection = RayConnection(servers, owners, kept, checkpoint_dir is not None)
-    while True:
+    connection = RayConnection(
+        servers, shapes, way.fragments, kept, checkpoint_dir is not None
+    )
+    params = jax.tree.map(np.asarray, params)
+
+    def start_of(number: int) -> tuple[dict[int, Tree]]:
+        parts = {part: layout.pick(params, part) for part in layout.of_server(number)}
+        return (jax.tree.map(np.asarray, parts),)
+
+    try:
         # Raises here what the servers' construction raises.
-        connection.call("begin", lambda number: (parts[number],))
-        try:
-            connection.look()
-            return connection
-        except NoStart:  # One died before it could save what it started from.
-            if checkpoint_dir is None:
-                raise
+        connection.call("begin", start_of)
+    except BaseException:
+        for actor in servers:
+            ray.kill(actor)
+        raise
+    return connection
+
+
+def _look_at(folder: str | pathlib.Path, num_servers: int, resume: bool) -> None:
+    """Refuse a folder whose checkpoints these servers cannot go on from."""
+    found = folders_of_servers(folder)
+    if not resume:
+        for path in found.values():
+            set_aside(path)
+    elif found and sorted(found) != list(range(num_servers)):
+        names = ", ".join(found[number].name for number in sorted(found))
+        raise ValueError(
+            f"checkpoint_dir={str(folder)!r} holds checkpoints of {names} alone; got "
+            f"num_servers={num_servers}. A server goes on from its own. Pass the "
+            "num_servers that they were saved with, another checkpoint_dir, or "
+            "resume=False to start afresh: what is there is put aside."
+        )
 
 
 def _below(folder: str | pathlib.Path, name: str) -> str | pathlib.Path:
@@ -151,225 +175,201 @@ class RayConnection:
     """
 
     def __init__(
-        self, servers: list[Any], owners: dict[str, int], replay: int, comes_back: bool
+        self,
+        servers: list[Any],
+        shapes: Tree,
+        fragments: Fragments,
+        replay: int,
+        comes_back: bool,
     ):
         self.servers = servers
-        self._owners = owners
+        self._shapes = shapes
+        self._fragments = fragments
         self._replay = replay
         self._comes_back = comes_back
         self._forget()
 
     def _forget(self) -> None:
-        # Of this process: the workers' parts of the protocol, the pushes that they may
-        # have to send again, and the last round of each of them.
-        self._clients: dict[int, Client] = {}
-        self._pushes: dict[int, dict[int, list[Push]]] = {}
-        self._told: dict[int, int] = {}
-        self._number = uuid.uuid4().int >> 66
+        # Of this process, by worker and server: the workers' parts of the protocol, and
+        # the pushes, by part and serial, that may have to be sent again.
+        self._clients: dict[tuple[int, int], Client] = {}
+        self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
+        self.layout: Layout = lay_out(self._shapes, self._fragments, len(self.servers))
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_clients", "_pushes", "_told", "_number")
+    def __getstate__(self) -> dict[str, object]:
+        own = ("_clients", "_pushes", "layout")
         return {name: x for name, x in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._forget()
 
-    def _client(self, worker: int) -> Client:
-        self._number += 1
-        return Client(
-            self._number, len(self.servers), worker, self._replay, RESTORE_PATIENCE
-        )
-
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
-        begun = protocol.begin(self._client(worker), "join")
-        client, parts = self._converse(begun)
-        if client.phase == "refused":
-            raise ValueError(client.message)
-        arrays = {path: a for part in parts for path, a in part.arrays.items()}
-        self._clients[worker], self._told[worker] = client, client.round
-        self._pushes[worker] = {}
-        return parts[0]._replace(
-            arrays=arrays,
-            round=client.round,
-            restarts=client.joins - 1,
-            incarnation=client.incarnation,
-        )
+        client = protocol.begin(Client(worker, self._replay), "enter")
+        client, joined = self._converse(0, client)
+        clients, parts, step = {0: client}, {}, 0
+        entered = protocol.begin(client, "enter")  # At the others, under this number.
+        asked = {
+            server: self._ask(server, entered)
+            for server in range(1, len(self.servers))
+            if client.phase == "idle"
+        }
+        found = [joined]
+        for server, reference in asked.items():
+            clients[server], more = self._converse(server, entered, reference)
+            found.append(more)
+        for one in clients.values():
+            if one.phase != "idle":
+                raise ValueError(one.message)
+        for one in found:
+            parts |= one.parts
+            step = max(step, one.local_step)
+        for server, one in clients.items():
+            self._clients[worker, server], self._pushes[worker, server] = one, {}
+        return joined._replace(parts=parts, local_step=step)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""
-        for worker, client in self._clients.items():
-            client, _ = self._converse(protocol.begin(client, "start"))
-            self._clients[worker] = client
-            return client.phase == "idle"
+        for (worker, server), client in self._clients.items():
+            if server == 0:
+                client, _ = self._converse(0, protocol.begin(client, "start"))
+                self._clients[worker, 0] = client
+                return client.phase == "idle"
         return all(self.call("everyone_joined"))
 
     def push(self, push: Push) -> Reply:
         """See `Server.push`."""
-        worker = push.worker
-        if worker not in self._clients:  # It has not joined, or is another's.
-            hello = protocol.begin(self._client(worker), "hello")
-            hello = hello._replace(incarnation=push.incarnation)
-            client, _ = self._converse(hello)
-            if client.phase != "idle":
-                raise PushRefused(_refusal(client))
-            self._clients[worker], self._told[worker] = client, client.round
-        known = self._clients[worker]
-        client = known._replace(incarnation=push.incarnation)
-        goal = "push"
-        if isinstance(push.round, int) and client == known:
-            if push.round == self._told[worker] and known.done:
-                goal = "again"
-            elif push.round != self._told[worker] + 1:
-                client = client._replace(round=push.round - 1)  # The server refuses it.
-        try:
-            return self._exchange(client, goal, push)
-        except PushRefused:
-            now = self._clients[worker]
-            if push.incarnation != known.incarnation:
-                self._clients[worker] = known
-            elif now.epoch == known.epoch:
-                self._clients[worker] = now._replace(round=known.round)
-            raise
+        return self.send(push)()
+
+    def send(self, push: Push) -> Callable[[], Reply]:
+        """See `Server.send`: what it returns waits for the answer."""
+        number, position, serial = 0, 0, 0
+        if not push.problem() and 0 <= push.part < len(self.layout.owners):
+            number = self.layout.owners[push.part]
+            position = self.layout.of_server(number).index(push.part)
+            serial = push.round
+        key = push.worker, number
+        # In another process it joined, or it has not.
+        client = self._clients.get(key, Client(push.worker, self._replay))
+        stale = client.incarnation != push.incarnation
+        client = protocol.begin(
+            client._replace(incarnation=push.incarnation), "send", position, serial
+        )
+        self._pushes.setdefault(key, {})[position, serial] = push
+        reference = self._ask(number, client)
+
+        def answer() -> Reply:
+            after, reply = self._converse(number, client, reference)
+            if after.phase == "superseded" or (stale and key in self._clients):
+                raise PushRefused(refusal(after.message))
+            self._keep(key, after)
+            if after.phase == "refused":
+                raise PushRefused(refusal(after.message))
+            return reply._replace(round=push.round, lost=after.lost)
+
+        return answer
+
+    def _keep(self, key: tuple[int, int], client: Client) -> None:
+        """Remember how it stands, and the pushes that may have to be sent again."""
+        kept = {(p, s) for p, line in enumerate(client.lines) for s in line.kept}
+        needed = kept | set(client.sending)
+        pushes = self._pushes.get(key, {})
+        self._pushes[key] = {
+            name: push for name, push in pushes.items() if name in needed
+        }
+        self._clients[key] = client
 
     def wait(self, worker: int) -> Reply:
         """See `Server.wait`."""
-        return self._exchange(self._clients[worker], "wait", None)
+        client = protocol.begin(self._clients[worker, 0], "token")
+        serial = client.sending[0][1] if client.sending else client.lines[0].serial
+        client, reply = self._converse(0, client)
+        self._keep((worker, 0), client)
+        if client.phase in ("refused", "superseded"):
+            raise PushRefused(refusal(client.message))
+        return reply._replace(round=serial, lost=client.lost)
 
     def finish(self, worker: int) -> None:
         """With `replay`: stay until a checkpoint covers what this worker has pushed."""
-        client = self._clients.get(worker)
-        if client is not None and client.replay:
-            client, _ = self._converse(protocol.begin(client, "leave"))
-            self._clients[worker] = client
-            if client.kept:
-                log.warning(
-                    "Worker %d ends, and its last %d pushes are in no checkpoint: the "
-                    "servers cannot save.",
-                    worker,
-                    len(client.kept),
-                )
+        kept = 0
+        for key, client in list(self._clients.items()):
+            if key[0] == worker and client.replay:
+                client, _ = self._converse(key[1], protocol.begin(client, "save"))
+                self._keep(key, client)
+                kept += sum(len(line.kept) for line in client.lines)
+        if kept:
+            log.warning(
+                "Worker %d ends, and its last %d pushes are in no checkpoint: the "
+                "servers cannot save.",
+                worker,
+                kept,
+            )
 
     def leave(self, worker: int) -> None:
         """See `Server.leave`."""
         self.call("leave", lambda _: (worker,))
 
-    def center(self, params: Any) -> Any:
+    def center(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`."""
-        self.look()
-        return join_parts(self.call("center"), params)
+        parts: dict[int, Arrays] = {}
+        for of_server in self.call("center_of_parts"):
+            parts |= of_server
+        return jax.tree.map(
+            lambda x, param: np.asarray(x.astype(param.dtype)),
+            self.layout.join(parts, self._shapes),
+            params,
+        )
 
-    def averages(self) -> Any:
+    def averages(self) -> Tree | None:
         """See `Server.averages`."""
         return self.call("averages")[0]
 
     def checkpoint(self) -> None:
-        """All servers save their part, as one cut."""
-        self.look()
-        statuses = [s for s, _ in self.call("handle", lambda _: (Ask(),))]
-        number = 1 + max(status.cut for status in statuses)
-        save = Save(statuses[0].epoch, 0, number)
-        self.call("handle", lambda _: (save,))
+        """All servers save their parts."""
+        self.call("checkpoint")
 
-    def look(self) -> None:
-        """See to it that all servers are there, and of one epoch."""
-        self._converse(protocol.begin(self._client(-1), "look"))
+    def _ask(self, server: int, client: Client) -> object:
+        """A reference to the answer to what a client wants."""
+        request, push = protocol.wants(client), None
+        if isinstance(request, Send):
+            pushes = self._pushes.get((client.worker, server), {})
+            push = pushes.get((request.part, request.serial))
+        return self.servers[server].handle.remote(packed((request, push)))
 
-    def _exchange(self, client: Client, goal: str, push: Push | None) -> Reply:
-        worker = client.worker
-        client = protocol.begin(client, goal)
-        if push is not None:
-            serial = client.sending[-1]
-            self._pushes.setdefault(worker, {})[serial] = self._split(push)
-        client, replies = self._converse(client)
-        needed = {*client.kept, *client.sending, client.serial}
-        pushes = self._pushes.get(worker, {})
-        self._pushes[worker] = {s: p for s, p in pushes.items() if s in needed}
-        self._clients[worker] = client
-        if client.phase in ("refused", "superseded"):
-            raise PushRefused(_refusal(client))
-        if push is not None:
-            # In the worker's count, which goes on when some were lost.
-            self._told[worker] = push.round
-        arrays: dict[str, dict[str, Any]] = {}
-        for reply in replies:
-            for name, part in reply.arrays.items():
-                arrays.setdefault(name, {}).update(part)
-        # What waits for a token may have to be sent again; with `replay`, the last one.
-        if not self._replay and client.phase != "waiting":
-            self._pushes[worker] = {}
-        return replies[0]._replace(
-            arrays=arrays, round=self._told[worker], lost=client.lost
-        )
-
-    def _split(self, push: Push) -> list[Push]:
-        count = len(self.servers)
-        if not isinstance(push.arrays, dict):
-            return [push] * count  # All will refuse it.
-        if count == 1:
-            return [push]
-        parts: list[dict[str, Any]] = [{} for _ in range(count)]
-        for name, arrays in push.arrays.items():
-            for part in parts:
-                part[name] = {}
-            for path, array in arrays.items():
-                # The first one refuses what belongs to none.
-                parts[self._owners.get(path, 0)][name][path] = array
-        return [push._replace(arrays=part) for part in parts]
-
-    def _converse(self, client: Client) -> tuple[Client, list[Any]]:
-        """Do what a client has begun; what came with the last answers."""
-        ray = import_ray()
-        payloads: list[Any] = [None] * len(self.servers)
+    def _converse(
+        self, server: int, client: Client, reference: object = None
+    ) -> tuple[Client, Any]:
+        """Do what a client has begun; what came with the last answer."""
+        ray, payload = import_ray(), None
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
-        while asked := protocol.wants(client):
-            waited = client.waited
-            references = {
-                number: self.servers[number].handle.remote(
-                    request, self._part(client, number, request)
-                )
-                for number, request in asked.items()
-            }
-            lost: Exception | None = None
-            for number, reference in references.items():
-                try:
-                    answer, payload = _unwrap(ray, reference)
-                except ray.exceptions.RayActorError as error:
-                    self._may_come_back(ray, error)
-                    lost = error
-                    continue
-                now = protocol.wants(client).get(number)
-                if now != asked[number] or type(now) is not type(asked[number]):
-                    continue  # Another answer has changed what to do.
-                client = protocol.hears(client, number, answer)
-                if payload is not None:
-                    payloads[number] = payload
-            if lost is not None and time.monotonic() > deadline:
-                raise RuntimeError(
-                    "A server died and did not come back within "
-                    f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
-                ) from lost
-            if lost is not None or client.waited > waited:
+        while protocol.wants(client) is not None:
+            if reference is None:
+                reference = self._ask(server, client)
+            try:
+                answer, came = _unwrap(ray, reference)
+            except ray.exceptions.RayActorError as error:
+                self._may_come_back(ray, error, deadline)
                 time.sleep(PAUSE_SECONDS)
-        return client, [payload for payload in payloads if payload is not None]
+            else:
+                client = protocol.hears(client, answer)
+                payload = came if came is not None else payload
+                if client.phase == "save" and client.tries:
+                    time.sleep(PAUSE_SECONDS)
+            reference = None
+        return client, payload
 
-    def _part(self, client: Client, number: int, request: Any) -> Push | None:
-        if not isinstance(request, Send):
-            return None
-        parts = self._pushes.get(client.worker, {}).get(request.serial)
-        if parts is None:
-            return None
-        if request.kind == "commit":
-            return parts[number]._replace(arrays={})
-        return parts[number]
-
-    def _may_come_back(self, ray: Any, error: Exception) -> None:
-        """Raise at once for a server that is dead for good."""
+    def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
+        """Raise for a server that is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
             hint = "" if self._comes_back else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
                 f"A server died, and does not come back.{hint}"
+            ) from error
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                "A server died and did not come back within "
+                f"{SERVER_PATIENCE_SECONDS:.0f} seconds."
             ) from error
 
     def call(
@@ -378,10 +378,10 @@ class RayConnection:
         """What all servers answer to a plain call, each asked again if it died."""
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
-        answers: dict[int, Any] = {}
+        answers = {}
         while len(answers) < len(self.servers):
             asked = {
-                number: getattr(server, name).remote(*arguments(number))
+                number: server.call.remote(name, *arguments(number))
                 for number, server in enumerate(self.servers)
                 if number not in answers
             }
@@ -389,71 +389,42 @@ class RayConnection:
                 try:
                     answers[number] = _unwrap(ray, reference)
                 except ray.exceptions.RayActorError as error:
-                    self._may_come_back(ray, error)
-                    if time.monotonic() > deadline:
-                        raise RuntimeError("A server died and is not back.") from error
+                    self._may_come_back(ray, error, deadline)
                     time.sleep(PAUSE_SECONDS)
         return [answers[number] for number in range(len(self.servers))]
-
-
-def _refusal(client: Client) -> str:
-    return f"The push was refused and the center not changed: {client.message}"
 
 
 class ServerActor:
     """A `Server` in a process of its own, on the CPU."""
 
-    def __init__(self, shapes: Any, agreement: Agreement, settings: dict[str, Any]):
+    def __init__(self, shapes: Tree, agreement: Agreement, settings: dict[str, Any]):
         jax.config.update("jax_platforms", "cpu")
-        self._server, self._error = None, None
+        self._server: Server | None = None
+        self._error: Exception | None = None
         try:
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), shapes)
-            self._server = Server(zeros, agreement, **settings).without_start()
+            self._server = Server(shapes, agreement, **settings)
         except Exception as error:
             # Raised by the first call: Ray would restart an actor that dies here.
             self._error = error
 
-    def pid(self) -> Any:
+    def pid(self) -> int | Exception:
         """The number of the process, or what went wrong at its start."""
         return self._error or os.getpid()
 
     # Errors are returned: raised ones would come wrapped in Ray's.
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> object:
+        """What a method of `Server` returns, or the error that it raises."""
         if self._error is not None:
             return self._error
         try:
-            return getattr(self._server, name)(*args)
-        except (ValueError, RuntimeError) as error:
+            return getattr(self._server, name)(*arguments)
+        except (ValueError, TypeError, RuntimeError) as error:
             return error
 
-    def begin(self, params: Any) -> Any:
-        """See `Server.begin`."""
-        return self._call("begin", params)
-
-    def handle(self, request: Any, push: Push | None = None) -> Any:
+    def handle(self, message: object) -> object:
         """See `Server.handle`."""
-        return self._call("handle", request, push)
-
-    def everyone_joined(self) -> Any:
-        """See `Server.everyone_joined`."""
-        return self._call("everyone_joined")
-
-    def leave(self, worker: int) -> Any:
-        """See `Server.leave`."""
-        return self._call("leave", worker)
-
-    def center(self) -> Any:
-        """See `Server.center`."""
-        return self._call("center")
-
-    def averages(self) -> Any:
-        """See `Server.averages`."""
-        return self._call("averages")
-
-    def events(self, boot: str, since: int) -> Any:
-        """See `Server.events`."""
-        return self._call("events", boot, since)
+        return packed(self.call("handle", *unpacked(message)))
 
 
 class WorkerActor:
@@ -462,19 +433,10 @@ class WorkerActor:
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
         """What became of it, "done", "refused" or "error", and what goes with that."""
         worker: Worker | None = None
-        worker_fn, connection, params, inner, agreement, *settings = start
-        num_workers, communication_period, exchange, synchronous = settings
+        worker_fn, connection, params, inner, agreement, options = start
         try:
             worker = Worker(
-                connection,
-                params,
-                inner,
-                agreement,
-                index=index,
-                num_workers=num_workers,
-                communication_period=communication_period,
-                exchange=exchange,
-                synchronous=synchronous,
+                connection, params, inner, agreement, index=index, **options
             )
             worker_fn(worker)
         except PushRefused as error:
@@ -494,8 +456,8 @@ def portable(error: Exception) -> Exception:
     """An exception that arrives: some can be pickled, but not read again."""
     text = "".join(traceback.format_exception(error))
     try:
-        pickle = import_ray().cloudpickle
-        copy = pickle.loads(pickle.dumps(error))
+        cloudpickle = import_ray().cloudpickle
+        copy = pickle.loads(cloudpickle.dumps(error))
         if type(copy) is not type(error):
             raise TypeError(type(copy))
     except Exception:
@@ -504,8 +466,29 @@ def portable(error: Exception) -> Exception:
     return copy
 
 
-def _unwrap(ray: Any, reference: Any) -> Any:
-    answer = ray.get(reference)
+def packed(message: object) -> object:
+    """A short message as bytes, which Ray sends faster than anything else.
+
+    A long one stays what it is: Ray lays its arrays into memory that all processes see.
+    """
+    found: list[pickle.PickleBuffer] = []
+    header = pickle.dumps(message, 5, buffer_callback=found.append)
+    buffers = [buffer.raw() for buffer in found]
+    if sum(buffer.nbytes for buffer in buffers) > SHORT_BYTES:
+        return message
+    return pickle.dumps((header, [bytes(buffer) for buffer in buffers]))
+
+
+def unpacked(message: object) -> Any:
+    """What `packed` was given."""
+    if not isinstance(message, bytes):
+        return message
+    header, buffers = pickle.loads(message)
+    return pickle.loads(header, buffers=buffers)
+
+
+def _unwrap(ray: Any, reference: object) -> Any:
+    answer = unpacked(ray.get(reference))
     if isinstance(answer, Exception):
         raise answer
     return answer

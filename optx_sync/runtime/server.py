@@ -10,40 +10,34 @@ import pathlib
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optx_sync.center.contract import Period
+from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.agreements.contract import Held, by_path, check_saved
-from optx_sync.runtime.checkpoints import Checkpoints, Damaged
+from optx_sync.runtime.agreements.contract import Held, Notes, Settings, check_saved
+from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
+    Arrays,
     Event,
     Joined,
+    JoinedPart,
     NoStart,
     Push,
     PushRefused,
     Reply,
 )
-from optx_sync.runtime.protocol import (
-    Answer,
-    Book,
-    Client,
-    Decision,
-    Entry,
-    Finish,
-    Refused,
-    Request,
-    Restore,
-    Send,
-    Stay,
-    Superseded,
-    Turned,
-)
+from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
+from optx_sync.trees import Tree
 
 # How long a server lets a worker wait for its token before it must ask again: not for
 # long, the worker may be dead by then.
@@ -51,98 +45,121 @@ TOKEN_SECONDS = 2.0
 
 
 class Server:
-    """The center, or one part of it, and the only one who writes to it.
+    """The center, or some parts of it, and the only one who writes to it.
 
     Pushes are taken one at a time, from any thread. A bad one raises `PushRefused`, is
-    counted and leaves everything as it was. A worker's last push sent again is answered
-    and not applied again: with the center as it was before the push where the rule
-    takes from that, else with the center as it is now.
+    counted and leaves everything as it was. A worker's last push of a part sent again
+    is answered and not applied again: with the center as it was before the push where
+    the rule takes from that, else with the center as it is now.
 
     Where a worker has joined its pushes carry the incarnation that `join` told it, and
     those of an earlier one are refused.
 
     What a worker sends to be added is added in place. Where the center has a part in
     it, or there is an outer transformation, the next center is computed beside this
-    one: center and outer state need twice their memory. If the center is split over
-    several servers, the outer transformation sees each part alone: a norm over all
-    variables is then one over the part.
+    one: center and outer state need twice their memory. The outer transformation sees
+    each part alone: a norm over all variables is then one over the part.
 
     Args:
-        params: The parameters to start from, a tree of floating arrays.
+        params: The parameters to start from, a tree of floating arrays; or their
+            shapes, for a server that is told by `begin`, or finds a checkpoint.
         agreement: A `CenterRule` or `SyncReplicas`.
         num_workers: N; workers have the numbers 0 to N - 1.
         inner: The optimizer that `SyncReplicas` applies; a rule has no use for it here.
         communication_period: The workers' period, which a rule may read.
         exchange: What the workers code their pushes with; see `run`.
+        fragments: The parts that meet one after the other; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
             server goes on from the last one that can be read.
         checkpoint_every: Save after so many pushes.
+        resume: `False`: do not go on from a checkpoint; what is there is put aside.
         copy_replies: `False` answers with views of the center, which the next push
             overwrites: for a caller who sends an answer off before taking a push.
-        part: Its place among several servers; `None`: it is the only one. Part of
-            several it is not ready until `protocol` says so: see `handle`.
+        number: Which one it is among several servers.
+        num_servers: How many there are.
 
     Raises:
         TypeError: An agreement, an inner transformation or parameters of a wrong type.
         ValueError: Numbers out of range; a checkpoint of other variables, workers or
-            another optimizer.
+            another optimizer; checkpoints none of which can be read; a folder to which
+            another run saves.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         agreement: Agreement,
         *,
         num_workers: int,
         inner: optax.GradientTransformation | None = None,
         communication_period: Period = 10,
         exchange: Exchange | None = None,
+        fragments: Fragments | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
+        resume: bool = True,
         copy_replies: bool = True,
-        part: int | None = None,
+        number: int = 0,
+        num_servers: int = 1,
     ):
-        way = way_of(agreement, num_workers, communication_period, exchange)
+        settings = Settings(num_workers, communication_period, exchange, fragments)
+        way = way_of(agreement, settings)
         if checkpoint_every < 1:
             raise ValueError(
                 f"checkpoint_every must be 1 or more; got {checkpoint_every}."
             )
-        self._serve = lambda params: way.serve(params, inner, copy_replies)
-        self._holder: Held = self._serve(params)
+        arrays = not any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
+        )
+        self.layout: Layout = lay_out(params, way.fragments, num_servers)
+        self.parts: tuple[int, ...] = self.layout.of_server(number)
+        self._like: Tree = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
+        )
+        self._serve = lambda part: way.serve(part, inner, copy_replies)
+        self._held: list[Held] = []
         self.num_workers = num_workers
         self._changed = threading.Condition()
         self._checkpoints: Checkpoints | None = None
         if checkpoint_dir is not None:
-            self._checkpoints = Checkpoints(checkpoint_dir)
-        cuts = self._checkpoints.numbers() if self._checkpoints else ()
-        self._book = Book(
-            (Entry(),) * num_workers,
-            # A server that starts later has a higher number.
-            (time.time_ns(), 0),
-            every=checkpoint_every if self._checkpoints and not part else 0,
-            cuts=cuts,
+            folder = Checkpoints.path_of(checkpoint_dir)
+            if not resume and folder.exists() and any(folder.iterdir()):
+                set_aside(folder)
+            self._checkpoints = Checkpoints(folder)
+        self._book: Book = protocol.new_book(
+            num_workers,
+            len(self.parts),
+            time.time_ns(),  # A server that starts later has a higher number.
+            checkpoint_every if self._checkpoints else 0,
         )
         self._local_steps: list[int] = [0] * num_workers
-        self._staged: dict[int, tuple[Push, dict[str, float]]] = {}
         # Workers whose programs have ended.
         self._left: set[int] = set()
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that whoever reads them has
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
-        # Whether the parameters to start from are here, or went with a process.
-        self._at_start: bool = True
-        if part is None:
-            self._converse(protocol.begin(Client(1, 1), "look"))
+        picked = {part: self.layout.pick(params, part) for part in self.parts}
+        if not self._go_on(self._checkpoints, picked) and arrays:
+            self.begin(picked)
+
+    def begin(self, parts: dict[int, Tree]) -> None:
+        """The parameters to start from, for a server that was made without them."""
+        with self._changed:
+            if self._held:
+                return
+            self._held = [self._serve(parts[part]) for part in self.parts]
+            self._save()  # Whoever dies now has something to come back from.
+            self._note("started", -1)
 
     # For workers in the same process, and for a server that is the only one.
 
     def join(self, worker: int) -> Joined:
         """The center for a worker that starts, or that replaces one that died."""
-        self._check_worker(worker)
-        client = protocol.begin(Client(1, 1, int(worker)), "join")
-        return self._converse(client)[1]
+        if problem := self._unknown(worker):
+            raise ValueError(problem)
+        return self.handle(protocol.Enter(int(worker), 0))[1]
 
     def leave(self, worker: int) -> None:
         """A worker's program has ended: nobody waits for its gradients any more.
@@ -150,20 +167,21 @@ class Server:
         Not for a worker that died and will be replaced. It may be said again, and must
         be to a server that has been restarted.
         """
-        self._check_worker(worker)
+        if problem := self._unknown(worker):
+            raise ValueError(problem)
         with self._changed:
             if worker not in self._left:
                 self._left.add(worker)
                 self._note("left", worker)
-            self._holder.release(self._left)
+            for held in self._held:
+                held.release(self._left)
             self._changed.notify_all()
 
     def everyone_joined(self) -> bool:
         """Whether all workers have joined, since the beginning."""
-        entries = self._book.entries
         return all(
             entry.incarnation > 0 or worker in self._left
-            for worker, entry in enumerate(entries)
+            for worker, entry in enumerate(self._book.entries)
         )
 
     def push(self, push: Push) -> Reply:
@@ -177,38 +195,56 @@ class Server:
         with self._changed:
             # Where the server has restarted behind a worker's back, it is in this one's
             # epoch all the same.
-            send = Send(
-                "push", self._book.epoch, push.worker, push.incarnation, push.round,
-                push.round, 0, 0, 0,
+            part = self.parts.index(push.part) if push.part in self.parts else -1
+            send = protocol.Send(
+                self._book.epoch, push.worker, push.incarnation, 0, part, push.round,
+                push.round,
             )  # fmt: skip
             answer, reply = self.handle(send, push)
-        if isinstance(answer, Superseded):
-            raise PushRefused(_refusal(_superseded(push, answer)))
-        if isinstance(answer, Refused):
-            raise PushRefused(_refusal(answer.message))
+        if isinstance(answer, protocol.Superseded | protocol.Refused):
+            raise PushRefused(refusal(self._why(push, answer)))
         return reply
+
+    def send(self, push: Push) -> Callable[[], Reply]:
+        """As `push`, for a worker that takes the answer later."""
+        try:
+            reply = self.push(push)
+        except PushRefused as error:
+            return _raising(error)
+        return lambda: reply
 
     def wait(self, worker: int, timeout: float = 10.0) -> Reply:
         """Wait for a worker's token; after `timeout` seconds it must ask again."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._holder.is_waiting(worker), timeout)
-            number = self._book.entries[worker].round
-            return self._holder.reply_again(worker)._replace(round=number)
+            held = self._held[0]
+            self._changed.wait_for(lambda: not held.is_waiting(worker), timeout)
+            number = self._book.entries[worker].places[0].round
+            return held.reply_again(worker)._replace(round=number)
 
-    def center(self) -> Any:
+    def center(self) -> Tree:
         """The center as it is now, a copy, in the structure of the parameters."""
-        with self._changed:
-            return self._holder.tree()
+        parts = self.center_of_parts()
+        return jax.tree.map(np.array, self.layout.join(parts, self._like))
 
-    def averages(self) -> Any:
+    def center_of_parts(self) -> dict[int, Arrays]:
+        """The center of each part that lives here, a copy."""
+        with self._changed:
+            self._check_start()
+            return {
+                part: {path: np.array(x) for path, x in held.current().items()}
+                for part, held in zip(self.parts, self._held, strict=True)
+            }
+
+    def averages(self) -> Tree:
         """The moving averages of `SyncReplicas(variable_averages=)`, or `None`."""
         with self._changed:
-            return self._holder.averages_tree()
+            self._check_start()
+            return self._held[0].averages_tree()
 
     @property
     def global_step(self) -> int:
-        """The rounds absorbed, or with `SyncReplicas` the updates made."""
-        return self._holder.global_step
+        """The rounds absorbed, of all parts; with `SyncReplicas` the updates made."""
+        return sum(held.global_step for held in self._held)
 
     def events(self, boot: str = "", since: int = 0) -> tuple[str, list[Event]]:
         """This server's name, and its events from number `since` on.
@@ -223,53 +259,31 @@ class Server:
             return self._boot, list(self._events)
 
     def checkpoint(self) -> Any:
-        """Save the center: written aside, then renamed, in Orbax's format."""
-        if self._checkpoints is None:
-            return None
-        with self._changed:
-            number = self._book.cut + 1
-            self.handle(protocol.Save(self._book.epoch, 0, number))
-            return self._checkpoints.folder / str(number)
+        """Save the center: written aside, then renamed, in Orbax's format.
 
-    def _converse(self, client: Client) -> tuple[Client, Any]:
-        """A client of this server alone does what it has begun."""
-        payload = None
-        while wanted := protocol.wants(client):
-            for request in wanted.values():
-                answer, payload = self.handle(request)
-                client = protocol.hears(client, 0, answer)
-        return client, payload
+        Returns:
+            The path of the newest checkpoint; `None` if there is none.
+        """
+        with self._changed:
+            self._check_start()
+            self._save()
+            if self._checkpoints is None or not self._book.saved:
+                return None
+            return self._checkpoints.folder / str(self._book.saved[-1])
 
     # For whoever speaks the protocol.
-
-    def begin(self, params: Any) -> None:
-        """The parameters to start from, for a server that was made without them."""
-        with self._changed:
-            self._holder = self._serve(params)
-            self._at_start = True
-
-    def without_start(self) -> "Server":
-        """This server, made of shapes: it cannot start, but from a checkpoint."""
-        self._at_start = False
-        return self
-
-    def _header_problem(self, push: Push) -> str:
-        if not self._is_worker(push.worker):
-            return self._unknown(push.worker)
-        if not _is_integer(push.round):
-            return f"round must be an integer; got {push.round!r}."
-        return ""
 
     def handle(self, request: Request, push: Push | None = None) -> tuple[Answer, Any]:
         """What is decided about a request, done: the answer, and what comes with it.
 
-        `Finish` comes with a `Joined`, what ends a push or a wait with a `Reply`.
+        `Enter` comes with a `Joined`, what ends a push or a wait with a `Reply`.
         """
         with self._changed:
-            if isinstance(request, Stay) and request.kind == "token":
-                worker = request.worker
+            self._check_start()
+            if isinstance(request, protocol.Stay) and request.kind == "token":
+                worker, held = request.worker, self._held[0]
                 self._changed.wait_for(
-                    lambda: not self._holder.is_waiting(worker), TOKEN_SECONDS
+                    lambda: not held.is_waiting(worker), TOKEN_SECONDS
                 )
             try:
                 return self._handle(request, push)
@@ -277,229 +291,261 @@ class Server:
                 self._changed.notify_all()
 
     def _handle(self, request: Request, push: Push | None) -> tuple[Answer, Any]:
-        if push is not None and (problem := self._header_problem(push)):
+        problem = self._unknown(request.worker)
+        if push is not None:  # All is looked at before anything changes.
+            problem = problem or push.problem()
+            if not problem and push.part not in self.parts:
+                problem = f"part {push.part} does not live here, but {self.parts}."
+        if problem and push is not None:
             return self._refuse(push, problem), None
-        if not self._is_worker(getattr(request, "worker", 0)):
-            return Refused(self._unknown(request.worker)), None  # type: ignore
-        if isinstance(request, Restore) and request.epoch != self._book.epoch:
-            known = request.cut in self._book.cuts
-            if not known and not (request.cut == 0 and self._at_start):
-                raise NoStart(
-                    "A server died, and the center with it. Pass checkpoint_dir, so "
-                    "that it can come back."
-                )
-        decision = protocol.decide(self._book, request)
-        book, answer, actions = decision
-        sizes: dict[str, float] = {}
-        if any(action[0] == "stage" for action in actions) and push is not None:
-            problem, sizes, arrays = self._holder.expected.read(push.arrays)
-            if problem:
-                return self._refuse(push, f"{problem} {_of(push)}"), None
-            push = push._replace(arrays=arrays)
-        if isinstance(answer, Superseded | Refused) and push is not None:
-            message = (
-                _superseded(push, answer)
-                if isinstance(answer, Superseded)
-                else answer.message
-            )
-            self._refuse(push, message)
-        reply: Any = None
-        for name, *rest in actions:
-            if name == "stage" and push is not None:
-                self._staged[rest[0]] = (push, sizes)
-            elif name == "drop":
-                self._staged.pop(rest[0], None)
-            elif name == "again":
-                self._note("retry", rest[0])
-                reply = self._holder.reply_again(rest[0])
-            elif name == "apply":
-                staged, staged_sizes = self._staged.pop(rest[0])
-                reply = self._apply(staged, staged_sizes, book)
-                if reply is None:
-                    return self._overflow(request, staged)
-            elif name == "save":
-                book = self._save(book, *rest)
-            elif name == "load" and isinstance(request, Restore):
-                return self._load(request), None
-        return self._done(request, Decision(book, answer), reply)
-
-    def _done(self, request, decision: Decision, reply) -> tuple[Answer, Any]:
-        before, (self._book, answer, _) = self._book, decision
-        if isinstance(answer, Turned | Superseded | Refused | protocol.Status):
+        if problem:
+            return protocol.Refused(problem), None
+        book, answer, action = protocol.decide(self._book, request)
+        worker = request.worker
+        if isinstance(answer, protocol.Superseded | protocol.Refused):
+            if push is not None:
+                self._refuse(push, self._why(push, answer))
             return answer, None
-        if isinstance(request, protocol.Settle) and not before.ready:
-            self._note("restored" if before.whole else "started", -1)
-        if isinstance(request, Finish):
-            return answer, self._joined(request.worker)
-        if isinstance(request, Stay) and request.kind == "token":
-            reply = self._holder.reply_again(request.worker)
-        if isinstance(request, Stay) and request.kind == "start":
-            return answer._replace(busy=not self.everyone_joined()), None
-        if reply is None or not isinstance(request, Send | Stay):
+        if isinstance(answer, protocol.Turned):
             return answer, None
-        number = self._book.entries[request.worker].round
-        answer = answer._replace(busy=reply.waiting)
-        return answer, reply._replace(round=number)
+        if action == "apply" and isinstance(request, protocol.Send):
+            return self._apply(request, push, book)
+        self._book = book
+        reply = None
+        match request:
+            case protocol.Save():
+                self._save()
+            case protocol.Enter():
+                return answer, self._joined(worker)
+            case protocol.Stay(kind="start"):
+                return answer._replace(busy=not self.everyone_joined()), None
+            case protocol.Stay():
+                reply = self._held[0].reply_again(worker)
+            case protocol.Send():
+                self._note("retry", worker, push=push)
+                reply = self._held[request.part].reply_again(worker)
+        busy = reply is not None and reply.waiting
+        return protocol.standing(self._book, worker, busy), reply
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
-        self._holder.join(worker)
         self._note("join", worker)
-        entry = self._book.entries[worker]
+        entry, parts = self._book.entries[worker], {}
+        for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
+            held.join(worker)
+            parts[part] = JoinedPart(held.current(), place.round, held.global_step)
         return Joined(
-            self._holder.current(),
-            entry.round,
-            self._local_steps[worker],
-            self._holder.global_step,
-            entry.joins - 1,
-            entry.incarnation,
+            parts, self._local_steps[worker], entry.joins - 1, entry.incarnation
         )
 
-    def _apply(self, push: Push, sizes, book: Book) -> Reply | None:
-        worker = push.worker
-        staleness = self._holder.staleness(worker)
-        reply = self._holder.absorb(worker, push, sizes)
-        if reply is None:
-            return None
-        self._holder.release(self._left)
+    def _apply(
+        self, request: protocol.Send, push: Push | None, book: Book
+    ) -> tuple[Answer, Reply | None]:
+        if push is None:
+            raise ValueError("A push has arrays: pass push=Push(...).")
+        worker, held = push.worker, self._held[request.part]
+        problem, sizes, arrays = held.expected.read(push.arrays)
+        if problem:
+            return self._refuse(push, f"{problem} {_of(push)}"), None
+        staleness = held.staleness(worker)
+        reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
+        if reply is None:  # Nothing has changed.
+            message = f"the center would overflow {_of(push)}"
+            return self._refuse(push, message), None
+        if not reply.used:
+            book = protocol.dropped(book, worker, request.part)
+        self._book = book
+        held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, push.lost, message=message)
-        kind = "push" if reply.used else "dropped"
-        self._note(kind, worker, staleness, push, book.entries[worker].round)
-        return reply._replace(staleness=staleness)
+        self._note("push" if reply.used else "dropped", worker, staleness, push)
+        if protocol.is_due(book):
+            self._save()
+        number = book.entries[worker].places[request.part].round
+        reply = reply._replace(staleness=staleness, round=number)
+        return protocol.standing(self._book, worker, reply.waiting), reply
 
-    def _overflow(self, request: Request, push: Push) -> tuple[Answer, Any]:
-        """The center would not be finite; nothing has changed here."""
-        message = f"the center would overflow {_of(push)}"
-        refused = self._refuse(push, message)
-        if isinstance(request, Send) and request.kind == "push":
-            return refused, None
-        # Other servers may have applied their part: all go back together.
-        self._book = self._book._replace(ready=False)
-        return Turned(), None
+    def _check_start(self) -> None:
+        if not self._held:
+            where = self._checkpoints.folder if self._checkpoints else None
+            raise NoStart(
+                "A server died, and the center with it. Pass checkpoint_dir, so that "
+                "it can come back."
+                if where is None
+                else f"A server died, and {where} holds no checkpoint any more."
+            )
 
-    def _save(self, book: Book, number: int, of_cut: Book) -> Book:
+    # What lies on the disk.
+
+    def _save(self) -> None:
         if self._checkpoints is None:
-            return book
-        arrays, notes = self._holder.save()
-        staged = {}
-        for worker, (push, sizes) in self._staged.items():
-            header = push._replace(arrays={})._asdict()
-            notes.setdefault("staged", []).append([worker, header, sizes])
-            staged[str(worker)] = push.arrays
-        notes["entries"] = [list(entry) for entry in of_cut.entries]
-        notes["local_steps_of_workers"] = self._local_steps
-        notes["made_by"] = self._holder.describe()
+            return
+        arrays, notes = {}, []
+        for part, held in zip(self.parts, self._held, strict=True):
+            arrays[f"part_{part}"], more = held.save()
+            made_by = held.describe(), self.layout.mark(self._like, part)
+            notes.append({**more, "made_by": made_by})
+        number = self._book.number + 1
+        self._book = self._book._replace(number=number, since=0)
         try:
-            self._checkpoints.save(number, {**arrays, "staged": staged}, notes)
+            self._checkpoints.save(
+                number,
+                arrays,
+                {
+                    "parts": notes,
+                    "entries": self._book.entries,
+                    "local_steps_of_workers": self._local_steps,
+                },
+            )
         except Exception as error:  # A full disk: go on, and try the next one.
             self._note("unsaved", -1, message=f"Checkpoint {number}: {error}"[:500])
-            return book
-        book = protocol.saved(book, number, of_cut)
-        gone = protocol.unneeded(book)
-        for old in gone:
-            self._checkpoints.delete(old)
-        return book._replace(cuts=tuple(n for n in book.cuts if n not in gone))
+            return
+        old = self._book.saved
+        self._book = protocol.saved(self._book, number)
+        for gone in set(old) - set(self._book.saved):
+            self._checkpoints.delete(gone)
 
-    def _load(self, request: Restore) -> Answer:
-        entries = None
-        if request.cut and self._checkpoints is not None:
+    def _go_on(self, checkpoints: Checkpoints | None, picked: dict[int, Tree]) -> bool:
+        """Become what the newest checkpoint holds that can be read."""
+        if checkpoints is None:
+            return False
+        numbers, damaged = checkpoints.numbers(), []
+        for number in reversed(numbers):
             try:
-                arrays, notes = self._checkpoints.load(request.cut)
+                arrays, notes = checkpoints.load(number)
             except Damaged as error:
-                self._checkpoints.put_aside(request.cut)
-                cuts = tuple(n for n in self._book.cuts if n != request.cut)
-                self._book = self._book._replace(cuts=cuts)
+                damaged.append((number, error))
+                continue
+            newest = max((*numbers, *checkpoints.damaged()))
+            self._book = self._book._replace(number=newest)
+            self._read(arrays, notes, picked)
+            for one, error in damaged:
+                checkpoints.put_aside(one)
                 self._note("damaged", -1, message=f"{error} An earlier one is taken.")
-                return Turned()
-            entries = self._read(arrays, notes)
-        self._book = protocol.restored(self._book, entries, request)
-        return protocol.decide(self._book, request).answer
+            entries = tuple(
+                Entry(
+                    tuple(Place(r, tuple(last), used) for r, last, used in places),
+                    incarnation,
+                    joins,
+                )
+                for places, incarnation, joins in notes["entries"]
+            )
+            saved = tuple(one for one in numbers if one <= number)
+            self._book = protocol.restored(self._book, entries, saved)
+            self._note("restored", -1)
+            return True
+        if damaged or checkpoints.damaged():
+            those = "; ".join(str(error) for _, error in damaged)
+            raise ValueError(
+                f"No checkpoint in {checkpoints.folder} can be read: "
+                f"{those or 'all are damaged'}. Pass another checkpoint_dir, or "
+                "resume=False, to start afresh: what is there is put aside."
+            )
+        return False
 
-    def _read(self, arrays, notes) -> tuple[Entry, ...]:
+    def _read(
+        self, arrays: dict[str, Arrays], notes: Notes, picked: dict[int, Tree]
+    ) -> None:
+        other = "Pass another checkpoint_dir, or resume=False to start afresh."
         if len(notes["entries"]) != self.num_workers:
             raise ValueError(
                 f"The checkpoint is of {len(notes['entries'])} workers; got "
-                f"num_workers={self.num_workers}. Pass another checkpoint_dir."
+                f"num_workers={self.num_workers}. {other}"
             )
-        made_by = self._holder.describe()
-        staged = arrays.pop("staged", {})
-        if notes["made_by"] != made_by:
-            # Other variables have another state, and are told by name.
-            check_saved(by_path(self._holder.tree()), arrays["center"])
+        names = {f"part_{part}" for part in self.parts}
+        if set(arrays) != names:
             raise ValueError(
-                f"The checkpoint was made by {notes['made_by']}, and this server is "
-                f"{made_by}. Pass the same rule and optimizer, or another "
-                "checkpoint_dir."
+                f"The checkpoint holds {sorted(arrays)}, and this server has "
+                f"{sorted(names)}: it was saved with other fragments. {other}"
             )
-        self._holder.load(arrays, notes)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), picked)
+        self._held = [self._serve(zeros[part]) for part in self.parts]
+        for part, held, note in zip(
+            self.parts, self._held, notes["parts"], strict=True
+        ):
+            of_part = arrays[f"part_{part}"]
+            made_by = [held.describe(), self.layout.mark(self._like, part)]
+            if note["made_by"] != made_by:
+                # Other variables have another state, and are told by name.
+                check_saved(held.current(), of_part["center"])
+                raise ValueError(
+                    f"The checkpoint was made by {note['made_by'][0]}, and this server "
+                    f"is {made_by[0]}, or the parts are others. Pass the same rule, "
+                    "optimizer and fragments, another checkpoint_dir, or resume=False "
+                    "to start afresh."
+                )
+            held.load(of_part, note)
         self._local_steps = list(notes["local_steps_of_workers"])
-        self._staged = {}
-        for worker, header, sizes in notes.get("staged", []):
-            push = Push(**{**header, "arrays": staged[str(worker)]})
-            self._staged[worker] = (push, sizes)
-        return tuple(
-            Entry(inc, round_, tuple(last), tuple(lies), joins)
-            for inc, round_, last, lies, joins in notes["entries"]
+
+    # What is told.
+
+    def _refuse(self, push: Push, message: str) -> protocol.Refused:
+        known = not self._unknown(push.worker)
+        if known:
+            self.refused[push.worker] += 1
+        self._note("refused", push.worker if known else -1, message=message)
+        return protocol.Refused(message)
+
+    def _why(self, push: Push, answer: protocol.Superseded | protocol.Refused) -> str:
+        if isinstance(answer, protocol.Refused):
+            return answer.message
+        return (
+            f"worker {push.worker} has joined again: incarnation {push.incarnation} is "
+            f"not the newest one, {answer.newest}. Only the newest may push; call "
+            "join()."
         )
 
-    def _refuse(self, push: Push, message: str) -> Refused:
-        worker = -1
-        if self._is_worker(push.worker):
-            worker = push.worker
-            self.refused[worker] += 1
-        self._note("refused", worker, message=message)
-        return Refused(message)
-
-    def _check_worker(self, worker: Any) -> None:
-        if not self._is_worker(worker):
-            raise ValueError(self._unknown(worker))
-
-    def _is_worker(self, worker: Any) -> bool:
-        return _is_integer(worker) and 0 <= worker < self.num_workers
-
-    def _unknown(self, worker: Any) -> str:
+    def _unknown(self, worker: object) -> str:
+        is_integer = isinstance(worker, int | np.integer)
+        if is_integer and not isinstance(worker, bool):
+            if 0 <= worker < self.num_workers:
+                return ""
         return (
             f"There is no worker {worker!r}. Workers have the numbers 0 to "
             f"{self.num_workers - 1}."
         )
 
-    def _note(self, kind, worker, staleness=0, push=None, number=None, message=""):
-        if number is None:
-            number = self._book.entries[worker].round if worker >= 0 else 0
+    def _note(
+        self,
+        kind: str,
+        worker: int,
+        staleness: int = 0,
+        push: Push | None = None,
+        message: str = "",
+    ) -> None:
+        part = push.part if push else self.parts[0]
+        places = self._book.entries[worker].places
         self._events.append(
             Event(
                 kind=kind,
                 worker=int(worker),
-                round=int(number),
+                round=places[self.parts.index(part)].round if worker >= 0 else 0,
                 local_step=int(self._local_steps[worker]) if worker >= 0 else 0,
-                global_step=self._holder.global_step,
+                global_step=self.global_step,
                 staleness=int(staleness),
                 time=time.time(),
                 shown=dict(push.shown) if push else {},
                 message=message,
                 seconds=push.seconds if push else 0.0,
                 bytes=push.bytes if push else 0,
+                part=part,
             )
         )
 
 
-def _is_integer(number: Any) -> bool:
-    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+def refusal(message: str) -> str:
+    """What a worker is told whose push was refused."""
+    return f"The push was refused and the center not changed: {message}"
+
+
+def _raising(error: PushRefused) -> Callable[[], Reply]:
+    def answer() -> Reply:
+        raise error
+
+    return answer
 
 
 def _of(push: Push) -> str:
     return f"(round {push.round} of worker {push.worker})"
-
-
-def _superseded(push: Push, answer: Superseded) -> str:
-    return (
-        f"worker {push.worker} has joined again: incarnation {push.incarnation} is "
-        f"not the newest one, {answer.newest}. Only the newest may push; call join()."
-    )
-
-
-def _refusal(message: str) -> str:
-    return f"The push was refused and the center not changed: {message}"

@@ -3,7 +3,8 @@
 
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,15 @@ import optax
 
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
+from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import start_center
-from optx_sync.checks import check_grads, check_inner
+from optx_sync.checks import check_grads, check_inner, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.agreements.contract import Own
-from optx_sync.runtime.messages import Joined, Push, Reply
+from optx_sync.runtime.agreements.contract import Own, Settings
+from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
+from optx_sync.runtime.parts import Layout, lay_out
+from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
@@ -33,13 +37,25 @@ class Connection(Protocol):
         """Whether all workers have joined."""
         ...
 
-    def push(self, push: Push) -> Reply:
-        """Send a push, again if need be, and return the answer to it."""
+    def send(self, push: Push) -> Callable[[], Reply]:
+        """Send a push of a part.
+
+        What it returns waits for the answer, sends it again if need be, and raises
+        `PushRefused` if it was refused.
+        """
         ...
 
     def wait(self, worker: int) -> Reply:
         """Wait some time for a token."""
         ...
+
+
+class _Sent(NamedTuple):
+    """What is on its way."""
+
+    answers: dict[int, Callable[[], Reply]]  # by part
+    tokens: dict[int, float]  # behind what was sent of each
+    begin: float
 
 
 class Worker:
@@ -60,6 +76,10 @@ class Worker:
         communication_period: Steps between rounds, an int or a schedule of the worker's
             step (0-based). `SyncReplicas` has no use for it.
         exchange: As the server's; what its code remembers is lost with this worker.
+        fragments: As the server's.
+        delay: Steps between a push and its landing; see `run`.
+        keep_local: The share of its own that a worker keeps; see `run`.
+        num_servers: As that of the run.
         synchronous: Wait at the start until all workers have joined.
 
     Attributes:
@@ -96,7 +116,7 @@ class Worker:
     def __init__(
         self,
         connection: Connection,
-        params: Any,
+        params: Tree,
         inner: optax.GradientTransformation,
         agreement: Agreement,
         *,
@@ -104,15 +124,24 @@ class Worker:
         num_workers: int,
         communication_period: Period = 10,
         exchange: Exchange | None = None,
+        fragments: Fragments | None = None,
+        delay: int | None = None,
+        keep_local: float | None = None,
+        num_servers: int = 1,
         synchronous: bool = False,
     ):
         check_period(communication_period)
-        way = way_of(agreement, num_workers, communication_period, exchange)
+        settings = Settings(
+            num_workers, communication_period, exchange, fragments, delay, keep_local
+        )
+        way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
         self.connection = connection
         self.index = index
-        self._like = shapes_of(params)
-        self._own: Own = way.work(self._like, inner)
+        self._like: Tree = shapes_of(params)
+        self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
+        self._own: Own = way.work(self._like, inner, self.layout)
+        self._delay: int = way.delay
         self._sharding: Any = None
         self.used: bool = True
         self.staleness: int = 0
@@ -125,12 +154,12 @@ class Worker:
             time.sleep(0.02)
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Tree:
         """The parameters to compute the next gradient at."""
         return self._own.params
 
     def step(
-        self, grads: Any, *, tokens: float | None = None, **what_to_show: Any
+        self, grads: Tree, *, tokens: float | None = None, **what_to_show: SupportsFloat
     ) -> None:
         """One step with a gradient at `params`, and an exchange if one is due.
 
@@ -148,58 +177,100 @@ class Worker:
             ValueError: Gradients that do not match the parameters.
         """
         check_grads(grads, self._like)
+        tokens = 1.0 if tokens is None else float(tokens)
+        interval("tokens", tokens, "Pass how many are behind the gradient.", 0, 1e30)
         self.local_step += 1
-        self._unpushed += 1
-        self._tokens += 1.0 if tokens is None else float(tokens)
-        if self._own.step(grads, self.local_step - 1):
-            self._exchange(what_to_show)
+        self._tokens = {part: old + tokens for part, old in self._tokens.items()}
+        due = self._own.step(grads, self.local_step - 1)
+        if self._sent is not None and (due or self._own.steps >= self._delay):
+            self._land()
+        if due:
+            turns = self.layout.turns
+            self._set_out(turns[self.rounds % len(turns)], what_to_show)
+            if not self._delay:
+                self._land()
 
     def flush(self) -> None:
         """Meet the center now, with the steps since the last round, if there are any.
 
         For the end of a program: what a worker has learned since its last round is not
-        in the center.
+        in the center. What is on its way lands, and then each part meets.
         """
-        if self.unpushed:
-            self._exchange({})
+        if self._sent is not None:
+            self._land()
+        for turn in self.layout.turns:
+            if any(self._own.ages[part] for part in turn):
+                self._set_out(turn, {})
+                self._land()
 
     @property
     def unpushed(self) -> int:
-        """The steps since the last round."""
-        return self._unpushed
+        """The steps since the last round, of the part that has waited longest."""
+        return max(self._own.ages)
 
-    def _exchange(self, what_to_show: dict[str, Any]) -> None:
+    @property
+    def rounds(self) -> int:
+        """Rounds that were absorbed, those of the worker's predecessors included."""
+        turns = self.layout.turns
+        return sum(max(self._rounds[part] for part in turn) for turn in turns)
+
+    @property
+    def global_step(self) -> int:
+        """The rounds of all workers, as far as this one has heard."""
+        turns = self.layout.turns
+        return sum(max(self._steps[part] for part in turn) for turn in turns)
+
+    def _set_out(self, parts: tuple[int, ...], shown: dict[str, SupportsFloat]) -> None:
         begin = time.perf_counter()
-        arrays = self._own.outgoing()
-        reply = self.connection.push(
-            Push(
+        numbers = {name: float(value) for name, value in shown.items()}
+        outgoing = {part: self._own.outgoing(part) for part in parts}
+        size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
+        answers, tokens = {}, {part: self._tokens[part] for part in parts}
+        for part, (arrays, steps) in outgoing.items():
+            push = Push(
                 worker=self.index,
-                round=self.rounds + 1,
+                round=self._rounds[part] + 1,
                 arrays=arrays,
-                steps=self._own.steps,
+                steps=steps,
                 local_step=self.local_step,
-                shown={name: float(value) for name, value in what_to_show.items()},
+                shown=numbers,
                 incarnation=self.incarnation,
                 seconds=self._seconds,
                 lost=self._untold,
-                bytes=bytes_of(arrays),
-                tokens=self._tokens,
+                bytes=size,
+                tokens=tokens[part],
+                part=part,
             )
-        )
-        self._untold = 0
-        self._hear(reply)
-        self.used, self.staleness = reply.used, reply.staleness
-        while reply.waiting:
-            reply = self.connection.wait(self.index)
-            self._hear(reply)
-        self.global_step = reply.global_step
-        self._own.land(reply.arrays, self._place)
-        self._unpushed = 0
-        self._tokens = 0.0
+            answers[part] = self.connection.send(push)
+            self._tokens[part], self._untold = 0.0, 0
+        self._sent = _Sent(answers, tokens, begin)
+
+    def _land(self) -> None:
+        if self._sent is None:
+            return
+        (answers, tokens, begin), self._sent = self._sent, None
+        refused = None
+        for part, answer in answers.items():
+            try:
+                reply = answer()
+            except PushRefused as error:
+                self._own.give_back(part)
+                self._tokens[part] += tokens[part]
+                refused = error
+                continue
+            self._hear(part, reply)
+            self.used, self.staleness = reply.used, reply.staleness
+            while reply.waiting:
+                reply = self.connection.wait(self.index)
+                self._hear(part, reply)
+            self._steps[part] = reply.global_step
+            self._own.land(part, reply.arrays, self._place)
+        if refused is not None:
+            raise refused
         self._seconds = time.perf_counter() - begin
 
-    def _hear(self, reply: Reply) -> None:
-        self.rounds = reply.round
+    def _hear(self, part: int, reply: Reply) -> None:
+        self._rounds[part] = reply.round
         if reply.lost:
             self.lost += reply.lost
             self._untold += reply.lost
@@ -213,13 +284,16 @@ class Worker:
     def pull(self) -> Joined:
         """Leave what the worker has and start anew from the center, as a new one."""
         joined = self.connection.join(self.index)
-        self.rounds: int = joined.round
+        self._sent: _Sent | None = None
+        self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
+        self._steps: dict[int, int] = {
+            part: x.global_step for part, x in joined.parts.items()
+        }
+        self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
         self.local_step: int = joined.local_step
-        self.global_step: int = joined.global_step
         self.incarnation: int = joined.incarnation
-        self._unpushed: int = 0
-        self._tokens: float = 0.0
-        self._own.start(joined.arrays, self._place)
+        arrays = {part: x.arrays for part, x in joined.parts.items()}
+        self._own.start(arrays, self._place)
         return joined
 
     def shard(self, sharding: Any) -> None:
@@ -231,11 +305,11 @@ class Worker:
         self._sharding = sharding
         self._own.place(self._place)
 
-    def _place(self, tree: Any) -> Any:
+    def _place(self, tree: Tree) -> Tree:
         return tree if self._sharding is None else jax.device_put(tree, self._sharding)
 
 
-def shapes_of(params: Any) -> Any:
+def shapes_of(params: Tree) -> Tree:
     """What the parameters look like; a TypeError for what workers cannot exchange."""
     shapes = jax.eval_shape(start_center, params)
     return jax.tree.map(

@@ -135,7 +135,7 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed():
 
     def error() -> Any:
         own: Any = worker._own
-        return own.codes[0].error
+        return own.codes[0][0].error
 
     for step in range(30):
         before = np.asarray(worker.params["w"])

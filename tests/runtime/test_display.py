@@ -3,17 +3,24 @@
 import io
 import logging
 import math
+import time
 
 from ray.util import metrics as ray_metrics
 from rich.console import Console
 
-from optx_sync.runtime import Event, History, display
-from optx_sync.runtime.display import Display, summary, table
+from optx_sync.runtime import Event, display
+from optx_sync.runtime.display import Display, Seen, summary, table
 from optx_sync.runtime.metrics import Metrics
 
 
 def event(kind, worker, step, rounds=0, **shown):
     return Event(kind, worker, rounds, 10 * rounds, step, 2, float(step), shown)
+
+
+def seen_of(events):
+    seen = Seen()
+    seen.add(list(events))
+    return seen
 
 
 def test_table_tells_steps_rounds_staleness_and_what_is_shown():
@@ -22,7 +29,7 @@ def test_table_tells_steps_rounds_staleness_and_what_is_shown():
     # Joined and compiling; killed before its first push, its replacement starting.
     events += [event("join", 3, 0), event("join", 4, 0), event("lost", 4, 0)]
     console = Console(file=io.StringIO(), width=80)
-    console.print(table(5, pushes, events))
+    console.print(table(5, seen_of(events)))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     rows = [line.replace("│", " ").split() for line in lines if "│" in line]
@@ -37,11 +44,24 @@ def test_table_tells_steps_rounds_staleness_and_what_is_shown():
 
 
 def test_history_counts_by_kind_and_worker():
-    history = History(
-        [event("push", 0, 1), event("push", 1, 2), event("join", 0, 0)], 0
-    )
-    assert history.count("push") == 2
+    history = seen_of(
+        [event("push", 0, 1), event("push", 1, 2), event("join", 0, 0)]
+    ).history(None)
+    assert history.count("push") == 2 and len(history.events) == 3
     assert history.count("push", 1) == 1 and history.count("lost") == 0
+
+
+def test_a_million_events_are_counted_and_not_kept():
+    seen, pushes = Seen(), [event("push", i % 3, i) for i in range(1000)]
+    seen.add([event("lost", 2, 0)])
+    for _ in range(1000):
+        seen.add(pushes)
+    begin = time.perf_counter()
+    table(3, seen)
+    assert time.perf_counter() - begin < 0.1  # It took 3 s to look at all of them.
+    history = seen.history(None)
+    assert len(history.events) == display.KEPT == 100_000
+    assert history.count("push") == 1_000_000 and history.count("lost", 2) == 1
 
 
 def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
@@ -50,18 +70,19 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
     pushes = {0: event("push", 0, 6, 3, loss=0.25)}
     died = event("lost", 1, 6)._replace(message="killed for memory")
     with Display(2) as shown:
+        seen = seen_of(pushes.values())
         for _ in range(3):  # Not a line for each push: there may be thousands a second.
-            shown.show(pushes, [*pushes.values()], [*pushes.values()])
-        shown.show(pushes, [*pushes.values(), died], [died])
+            shown.show(seen, [*pushes.values()])
+        shown.show(seen, [died])
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "center: step 6; worker 0: 30 steps, 3 rounds, staleness 2, loss 0.25; "
         "worker 1: starting",
         "worker 1 died: killed for memory",
     ]
-    assert "and 4 more" in summary(12, {}, [])
+    assert "and 4 more" in summary(12, Seen())
     # A worker that dies has not pushed for some time: the center is further on.
-    late = summary(2, pushes, [*pushes.values(), event("lost", 1, 2)])
+    late = summary(2, seen_of([*pushes.values(), event("lost", 1, 2)]))
     assert late.startswith("center: step 6;")
 
 

@@ -251,67 +251,67 @@ def test_shares_are_such_that_each_node_has_room_for_its_workers(name):
 
 
 def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
+    """Two parts on two servers, each of which goes back to its own last checkpoint."""
     every, directory = 4, tmp_path / "checkpoints"
-    tell = on_ray._Events._tell
-
-    def tells(events, new):
-        """Leave a file when the run has heard of both servers, while they live."""
-        tell(events, new)
-        for kind, times, name in (
-            ("started", 2, "started"),
-            ("restored", 2, "restored"),
-            ("restored", 4, "restored again"),
-        ):
-            if sum(event.kind == kind for event in events.seen) >= times:
-                (tmp_path / name).touch()
-
-    monkeypatch.setattr(on_ray._Events, "_tell", tells)
 
     def train(worker):
         servers = worker.connection.servers
-        heard = tmp_path / ("started", "restored")[worker.index]
         while worker.local_step < 30:
             worker.step(DOWN)
-            # Worker 0 kills server 0, and when both are back worker 1 kills server 1.
+            # Worker 0 kills server 0, and worker 1 later server 1.
             if worker.local_step == 9 + 10 * worker.index:
-                while not heard.exists():
-                    time.sleep(0.02)
                 pid = ray.get(servers[worker.index].pid.remote())
                 os.kill(pid, signal.SIGKILL)
-            # A worker that has returned hears of no loss: both stay for the second.
-            while (
-                worker.local_step == 25 and not (tmp_path / "restored again").exists()
-            ):
+                (tmp_path / f"killed_{worker.index}").touch()
+            # Who has ended cannot be told.
+            while worker.local_step == 25 and not (tmp_path / "killed_1").exists():
                 time.sleep(0.02)
             time.sleep(0.02)
         left = json.dumps([worker.rounds, worker.lost])
         (tmp_path / f"rounds.{worker.index}").write_text(left)
 
-    def start():
-        return runtime.run(
-            train, PARAMS, ONE, COUNT, num_workers=2, num_servers=2,
-            communication_period=1, checkpoint_dir=directory, checkpoint_every=every,
-        )  # fmt: skip
+    def start(**changed):
+        settings: dict[str, Any] = {
+            "num_workers": 2,
+            "num_servers": 2,
+            "communication_period": 1,
+            "checkpoint_dir": directory,
+            "checkpoint_every": every,
+            **changed,
+        }
+        return runtime.run(train, PARAMS, ONE, COUNT, **settings)
 
     center, history = start()
     (rounds, lost), (others, more) = written(tmp_path).values()
     assert rounds == others == 30
-    # All servers go back together, once for each death.
-    assert history.count("started") == 2 and history.count("restored") == 4
-    # What was applied and what its worker was told is lost: nothing else, on no server.
-    assert lost + more <= 2 * (every + 4)
+    # Each death is that of one server alone.
+    assert history.count("started") == 2 and history.count("restored") == 2
+    # What was applied and what its worker was told is lost: nothing else.
+    assert lost + more <= 2 * (every + 2)
+    missing = 0
     for part in center.values():
-        assert np.all(part == 60 - lost - more)
+        assert np.all(part == part.flat[0])
+        missing += 60 - part.flat[0]
+    assert missing == lost + more
     # The same run again goes on where it ended.
     again, history = start()
     assert history.count("restored") == 2 and history.count("push") == 0
     for name, value in center.items():
         np.testing.assert_array_equal(again[name], value)
+    # Another number of servers cannot, and says what is there.
+    with pytest.raises(ValueError, match=r"of server_0, server_1 alone; got num_serv"):
+        start(num_servers=1)
+    shutil.rmtree(directory / "server_1")
+    with pytest.raises(ValueError, match="holds checkpoints of server_0 alone"):
+        start()
+    _, history = start(resume=False)
+    assert history.count("started") == 2 and history.count("push") > 20
+    assert (directory / "server_0.before_1").exists()
 
 
 @pytest.mark.parametrize("required", [3, 4])
 def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
-    required, tmp_path
+    required, tmp_path, monkeypatch
 ):
     """Worker 3 makes its first step when the others have made theirs.
 
@@ -319,17 +319,28 @@ def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
     them comes again.
     """
 
+    tell = on_ray._Events._tell
+
+    def tells(events, new):
+        """Leave a file for each worker of which the run has heard a push.
+
+        A server forgets what the run has heard, so a worker cannot ask it.
+        """
+        tell(events, new)
+        for event in new:
+            if event.kind == "push":
+                (tmp_path / f"pushed_{event.worker}").touch()
+
+    monkeypatch.setattr(on_ray._Events, "_tell", tells)
+
     def train(worker):
         mine = tmp_path / f"others.{worker.index}"
         if worker.index == 3:
-            while len(list(tmp_path.glob("others.*"))) < 3:
+            waits_for = "pushed_*" if required == 4 else "others.*"
+            while len(list(tmp_path.glob(waits_for))) < 3:
                 time.sleep(0.05)
-            server, seen = worker.connection.servers[0], set()
-            while required == 4 and len(seen) < 3:
-                _, events = ray.get(server.events.remote("", 0))
-                seen |= {event.worker for event in events if event.kind == "push"}
-                time.sleep(0.02)
             if required == 4:
+                server = worker.connection.servers[0]
                 os.kill(ray.get(server.pid.remote()), signal.SIGKILL)
             worker.step(DOWN)
             (tmp_path / "late.3").write_text(json.dumps([worker.used]))
@@ -358,18 +369,20 @@ def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
 
 
 def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
-    def good(number, incarnation):
-        arrays = {f"['{name}']": np.ones_like(p) for name, p in PARAMS.items()}
-        return Push(0, number, {"contribution": arrays}, incarnation=incarnation)
+    def good(number, incarnation, name="w"):
+        arrays = {f"['{name}']": np.ones_like(PARAMS[name])}
+        return Push(
+            0, number, {"contribution": arrays}, incarnation=incarnation,
+            part=0 if name == "w" else 1,
+        )  # fmt: skip
 
     def change(push, array):
-        arrays = {**push.arrays["contribution"], "['w']": array}
-        return push._replace(arrays={"contribution": arrays})
+        return push._replace(arrays={"contribution": {"['w']": array}})
 
     def train(worker):
         if worker.index == 1:
             if worker.restarts == 0:  # It does not catch what it gets.
-                worker.step({**DOWN, "b": np.full(4, np.nan, np.float32)})
+                worker.step(jax.tree.map(lambda x: x * np.nan, DOWN))
             while not (tmp_path / "messages.0").exists():
                 time.sleep(0.05)
             return
@@ -385,6 +398,8 @@ def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
             good(1, mine),
             good(3, mine - 1),
             third._replace(arrays={"contribution": {"['x']": np.zeros(1)}}),
+            third._replace(local_step="abc"),
+            third._replace(part=2),
         ):
             try:
                 connection.push(bad)
@@ -395,6 +410,8 @@ def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
                 np.testing.assert_array_equal(after[name], value)
         connection.push(good(2, mine))  # A retry is answered, and not applied again.
         connection.push(third)
+        for number in (1, 2, 3):
+            connection.push(good(number, mine, "b"))
         (tmp_path / "messages.0").write_text(json.dumps(messages))
 
     center, history = runtime.run(
@@ -405,18 +422,19 @@ def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
         "['w'] must have shape (2, 3); got (3, 2)",
         "['w'] must have dtype float32; got float16",
         "round 1 of worker 0 is over",
-        "is older than",
+        "is not the newest one",
         "unknown [\"['x']\"]",
+        "local_step must be an integer; got 'abc'",
+        "part 2 does not live here",
     )
     messages = written(tmp_path)["messages.0"]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
     assert all(np.all(part == 3) for part in center.values())
     assert history.count("retry") == 1
-    # Some are refused by both servers.
-    assert history.count("refused", 0) >= 6
+    assert history.count("refused", 0) == 8
     # Who does not catch it is replaced.
-    assert history.count("refused", 1) == 1 and history.count("lost", 1) == 1
+    assert history.count("refused", 1) == 2 and history.count("lost", 1) == 1
 
 
 def test_nothing_is_lost_with_replay_and_parts_of_realistic_sizes(tmp_path):
@@ -430,6 +448,12 @@ def test_nothing_is_lost_with_replay_and_parts_of_realistic_sizes(tmp_path):
             worker.step(down)
             if (worker.index, worker.local_step) == (0, 7):
                 os.kill(ray.get(servers[1].pid.remote()), signal.SIGKILL)
+                worker.step(down)
+                (tmp_path / "back").touch()
+            while worker.index == 1 and not (tmp_path / "back").exists():
+                time.sleep(0.02)
+                if worker.local_step < 11:
+                    break
             if (worker.index, worker.local_step, worker.restarts) == (1, 12, 0):
                 os.kill(os.getpid(), signal.SIGKILL)
         (tmp_path / f"rounds.{worker.index}").write_text(
@@ -442,7 +466,7 @@ def test_nothing_is_lost_with_replay_and_parts_of_realistic_sizes(tmp_path):
         replay=True, exchange=oxs.exchange.all_reduce(jnp.bfloat16),
     )  # fmt: skip
     left = written(tmp_path)
-    assert history.count("lost") == 1 and history.count("restored") == 2
+    assert history.count("lost") == 1 and history.count("restored") == 1
     assert left["rounds.0"] == [16, 0] and left["rounds.1"] == [16, 0]
     # All of both, on both servers: nothing lost, nothing twice, nothing torn.
     assert np.all(center["a"] == 32) and np.all(center["b"] == 32)
@@ -471,6 +495,40 @@ def test_error_in_a_worker_ends_the_run_and_carries_the_center(tmp_path):
     error: Any = caught.value
     assert np.all(error.center["w"] == 2) and error.history.count("push") == 2
     assert error.history.count("lost") == 0
+
+
+def test_a_run_that_is_told_to_end_saves_the_center(tmp_path, caplog):
+    """SIGTERM, as a scheduler sends it, is what Control-C is; the run can go on."""
+    driver = os.getpid()
+
+    def train(worker):
+        while worker.local_step < 5:
+            worker.step(DOWN)
+        if worker.restarts == 0:
+            os.kill(driver, signal.SIGTERM)
+            time.sleep(100)
+
+    caplog.set_level("INFO", "optx_sync.runtime")
+    before = signal.getsignal(signal.SIGTERM)
+    settings: dict[str, Any] = {
+        "num_workers": 1,
+        "communication_period": 1,
+        "checkpoint_dir": tmp_path,
+    }
+    with pytest.raises(KeyboardInterrupt) as caught:
+        runtime.run(train, PARAMS, ONE, COUNT, **settings)
+    error: Any = caught.value
+    assert np.all(error.center["w"] == 5) and error.history.count("push") == 5
+    assert signal.getsignal(signal.SIGTERM) is before
+    center, _ = runtime.run(train, PARAMS, ONE, COUNT, **settings)
+    assert np.all(center["w"] == 5)
+    said = [record.getMessage() for record in caplog.records]
+    ends = [line for line in said if line.startswith("The run ")]
+    assert ends[0].startswith("The run was ended by KeyboardInterrupt: 5 pushes in")
+    assert "a second, the center at step 5" in ends[0]
+    assert ends[1].startswith("The run has ended: 0 pushes in")
+    assert "the center at step 5, 1 times that a server came back" in ends[1]
+    assert "a server is back, at step 5" in said
 
 
 def test_exceptions_arrive_whatever_they_are_made_of():
@@ -541,6 +599,18 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
         runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
     with pytest.raises(ValueError, match="num_workers must be 1 or more"):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
+    with pytest.raises(ValueError, match=r"address='10.0.0.1:6379' would have no"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, address="10.0.0.1:6379")
+    with pytest.raises(ValueError, match="2 fragments cannot be split among 3"):
+        runtime.run(
+            train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3, fragments=2
+        )
+    with pytest.raises(ValueError, match="not a multiple of the 3 fragments"):
+        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, fragments=3)
+    for name, value in (("fragments", 2), ("delay", 1), ("keep_local", 0.5)):
+        given: dict[str, Any] = {"num_workers": 1, name: value}
+        with pytest.raises(ValueError, match=f"Leave {name} out"):
+            runtime.run(train, PARAMS, ONE, SyncReplicas(1), **given)
 
 
 def test_run_starts_ray_where_there_is_none_and_stops_it():

@@ -5,6 +5,8 @@ import gc
 import json
 import pathlib
 import random
+import subprocess
+import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -22,6 +24,7 @@ from optx_sync.runtime import (
     Server,
     SyncReplicas,
     Worker,
+    checkpoints,
     join_parts,
     partition,
     protocol,
@@ -224,6 +227,17 @@ BAD = {
     "round 0": ({"round": 0}, "round 0 of worker 0 is over"),
     "early round": ({"round": 4}, "too early: the next one is 3"),
     "round of another type": ({"round": 3.0}, "round must be an integer; got 3.0"),
+    # Each of these had been applied before it was looked at.
+    "local step": ({"local_step": "abc"}, "local_step must be an integer; got 'abc'"),
+    "no steps": ({"steps": 0}, "steps must be 1 or more; got 0"),
+    "shown": ({"shown": None}, "shown must be a dict of numbers; got None"),
+    "shown loss": ({"shown": {"loss": "x"}}, "loss must be a number; got 'x'"),
+    "seconds": ({"seconds": None}, "seconds must be a number; got None"),
+    "tokens": ({"tokens": -1.0}, "tokens must be 0 or more, and finite; got -1.0"),
+    "no tokens": ({"tokens": float("nan")}, "tokens must be 0 or more, and finite"),
+    "incarnation": ({"incarnation": None}, "incarnation must be an integer"),
+    "lost": ({"lost": True}, "lost must be an integer; got True"),
+    "part": ({"part": 1}, "part 1 does not live here, but (0,)"),
 }
 
 
@@ -360,7 +374,7 @@ def test_restarted_server_goes_on_from_the_last_checkpoint(name, tmp_path):
         expected.push(push)
     assert bits(again.center()) == bits(expected.center())
     assert again.join(0).round == 4 and again.join(0).local_step == 40
-    assert len(list(tmp_path.iterdir())) == 3
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["4", "5", "lock"]
 
 
 def test_checkpoint_is_what_orbax_reads(tmp_path):
@@ -372,7 +386,8 @@ def test_checkpoint_is_what_orbax_reads(tmp_path):
     assert path is not None
     handler = orbax.checkpoint.PyTreeCheckpointHandler()
     restored = orbax.checkpoint.Checkpointer(handler).restore(path)
-    np.testing.assert_array_equal(restored["center"]["['w']"], server.center()["w"])
+    part = restored["part_0"]
+    np.testing.assert_array_equal(part["center"]["['w']"], server.center()["w"])
     # An unfinished one, as a crash leaves it, is not looked at.
     (tmp_path / "9.orbax-checkpoint-tmp").mkdir()
     assert center_server(checkpoint_dir=tmp_path).global_step == 1
@@ -566,12 +581,23 @@ def test_rows_and_missing_gradients_are_averaged_row_by_row():
     server = sync_server(2, 2)
     values = np.ones((2, 3), np.float32)
     one = {"['w']": (np.array([1, 1]), values), "['b']": None}
-    two = {"['w']": (np.array([0, 9]), values), "['b']": None}
+    two = {"['w']": (np.array([0, 2**31 - 1]), values), "['b']": None}  # one is none
     server.push(Push(0, 1, {"grads": one}))
     server.push(Push(1, 1, {"grads": two}))
     expected = PARAMS["w"] - jnp.array([[1.0] * 3, [2.0] * 3])
     np.testing.assert_array_equal(server.center()["w"], expected)
     np.testing.assert_array_equal(server.center()["b"], PARAMS["b"])
+
+
+@pytest.mark.parametrize("row", [-1, 2, 2**20])
+def test_rows_that_the_table_has_not_are_refused(row):
+    """They were dropped, and the worker was told that its gradient had counted."""
+    server = sync_server(1, 1)
+    values = np.ones((2, 3), np.float32)
+    bad = {"['w']": (np.array([0, row]), values), "['b']": None}
+    with pytest.raises(PushRefused, match=f"has row {row}, and the table has the rows"):
+        server.push(Push(0, 1, {"grads": bad}))
+    assert bits(server.center()) == bits(PARAMS)
 
 
 def test_moving_average_follows_the_updates():
@@ -724,17 +750,105 @@ def test_update_that_overflows_is_refused_and_the_gradients_before_it_stay():
     np.testing.assert_array_equal(server.center()["w"], PARAMS["w"] - 8)
 
 
+def damage(folder, number):
+    for path in (folder / str(number)).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+
+
 def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
     server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
     for number in (1, 2, 3):
         server.push(Push(0, number, moves()))
-    newest = max(int(path.name) for path in tmp_path.iterdir())
-    for path in (tmp_path / str(newest)).rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"damaged")
+    damage(tmp_path, max(Checkpoints(tmp_path).numbers()))
     again = center_server(checkpoint_dir=tmp_path)
     assert [event.kind for event in again.events()[1]] == ["damaged", "restored"]
     assert again.global_step == 2
+
+
+def test_two_workers_who_ask_after_a_damaged_checkpoint_go_on(tmp_path):
+    """The second one was told that there is no checkpoint, and the run ended."""
+    server = center_server(checkpoint_dir=tmp_path, checkpoint_every=2)
+    clients = [converse(server, Client(worker), "enter") for worker in (0, 1)]
+    for number in (1, 2):
+        clients = [converse(server, client, "send", number) for client in clients]
+    damage(tmp_path, max(Checkpoints(tmp_path).numbers()))
+    again = center_server(checkpoint_dir=tmp_path, checkpoint_every=2)
+    clients = [converse(again, client, "send", 3) for client in clients]
+    assert [client.phase for client in clients] == ["idle"] * 2
+    assert [client.lost for client in clients] == [1, 1]
+    # The first round of both was saved: that and the third are there, once.
+    np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 4)
+
+
+def test_nothing_is_begun_afresh_without_a_word(tmp_path):
+    server = center_server(checkpoint_dir=tmp_path / "run", checkpoint_every=1)
+    server.push(Push(0, 1, moves()))
+    for number in Checkpoints(tmp_path / "run").numbers():
+        damage(tmp_path / "run", number)
+    for _ in range(2):  # What cannot be read stays as it is.
+        with pytest.raises(
+            ValueError, match=r"No checkpoint in .* can be read: .*2 can"
+        ):
+            center_server(checkpoint_dir=tmp_path / "run")
+    afresh = center_server(checkpoint_dir=tmp_path / "run", resume=False)
+    assert afresh.global_step == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.before_1"]
+    with pytest.raises(ValueError, match=r"holds \['part_0'\], .* other fragments"):
+        center_server(checkpoint_dir=tmp_path / "run", fragments=2)
+    other = tmp_path / "other"
+
+    def in_parts(one):
+        rows = lambda path, leaf: [one, 1 - one] if leaf.shape else 0  # noqa: E731
+        return center_server(checkpoint_dir=other, fragments=rows)
+
+    in_parts(0)
+    with pytest.raises(ValueError, match="or the parts are others"):
+        in_parts(1)
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
+    """The lock is that of a process, and goes with it."""
+    folder = tmp_path / "run"
+    monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 0.0)
+    program = (
+        "import sys, time\nfrom optx_sync.runtime.checkpoints import Lock, pathlib\n"
+        f"lock = Lock.of(pathlib.Path({str(folder)!r}))\nprint('held', flush=True)\n"
+        "time.sleep(100)"
+    )
+    folder.mkdir()
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        held = f"process {other.pid} on .* overwrite"
+        for resume in (True, False):
+            with pytest.raises(ValueError, match=held):
+                center_server(checkpoint_dir=folder, resume=resume)
+        other.kill()
+    assert center_server(checkpoint_dir=folder).global_step == 0
+
+
+def test_stale_gradients_are_not_told_as_lost(tmp_path):
+    """With `SyncReplicas` one that was dropped has left nothing that could be lost."""
+
+    def start():
+        return Server(
+            PARAMS, SyncReplicas(1), num_workers=2, inner=optax.sgd(1.0),
+            checkpoint_dir=tmp_path, checkpoint_every=100,
+        )  # fmt: skip
+
+    def send(server, client, number):
+        return converse(server, client, "send", number, grads(0.0))
+
+    server = start()
+    one, two = (converse(server, Client(worker), "enter") for worker in (0, 1))
+    for number in (1, 2, 3):
+        one = send(server, one, number)
+    two = send(server, two, 1)  # Of the first step: it is dropped.
+    assert [event.kind for event in server.events()[1]][-1] == "dropped"
+    two = send(server, two, 2)
+    again = start()
+    assert send(again, two, 3).lost == 1 and send(again, one, 4).lost == 3
 
 
 def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
@@ -805,7 +919,7 @@ def test_numbers_of_rows_share_their_programs():
         grad = {"['w']": (np.arange(rows) % 2, values[:rows]), "['b']": None}
         server.push(Push(0, rows, {"grads": grad}))
     # 1, 2, 4, 8 and 16 rows.
-    assert server._holder._update._cache_size() == 5  # pyright: ignore
+    assert server._held[0]._update._cache_size() == 5  # pyright: ignore
     # Each update takes the mean of a row's gradients, which were added up: the rows of
     # table row 0 and of table row 1.
     pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 10)]
@@ -876,20 +990,28 @@ def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
         server.push(Push(0, 3, moves(0.0)))
 
 
+def converse(server, client, goal, serial=0, arrays: Any = None):
+    """A worker does one thing with a server."""
+    client = protocol.begin(client, goal, 0, serial)
+    while (request := protocol.wants(client)) is not None:
+        push = None
+        if isinstance(request, protocol.Send):
+            incarnation, arrays = client.incarnation, arrays or moves()
+            push = Push(client.worker, serial, arrays, incarnation=incarnation)
+        client = protocol.hears(client, server.handle(request, push)[0])
+    return client
+
+
 def test_server_that_starts_afresh_learns_who_had_joined(tmp_path):
     """It saves itself before anybody joins; nobody then waits at the start for ever."""
     server = center_server(checkpoint_dir=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    clients = []
-    for worker in (0, 1):
-        client = protocol.begin(Client(worker + 2, 1, worker), "join")
-        clients.append(server._converse(client)[0])
+    assert Checkpoints(tmp_path).numbers() == (1,)
+    clients = [converse(server, Client(worker), "enter") for worker in (0, 1)]
     again = center_server(checkpoint_dir=tmp_path)
     assert not again.everyone_joined()
-    phases = []
-    for client in (*clients, clients[0]):
-        client, _ = again._converse(protocol.begin(client, "start"))
-        phases.append(client.phase)
+    phases = [
+        converse(again, client, "start").phase for client in (*clients, clients[0])
+    ]
     assert phases == ["waiting", "idle", "idle"]
 
 

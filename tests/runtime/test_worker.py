@@ -187,3 +187,52 @@ def test_gradients_that_do_not_match_are_refused_before_anything_moves():
         Worker(server, PARAMS, optax.sgd(1.0), COUNT, index=1, num_workers=1)
     with pytest.raises(ValueError, match="communication_period must be 1 or more"):
         party(COUNT, period=0)
+
+
+def test_tokens_below_zero_are_refused_before_anything_moves():
+    server, (worker,) = party(COUNT, period=1)
+    for tokens in (-1, float("nan")):
+        with pytest.raises(ValueError, match=r"tokens must lie in \[0, 1e\+30\]"):
+            worker.step(DOWN, tokens=tokens)
+    assert worker.local_step == 0 and server.global_step == 0
+
+
+def test_refused_parts_are_still_the_workers():
+    """A part that was refused comes again with all its steps; the other one has met."""
+    settings: dict[str, Any] = {
+        "num_workers": 1,
+        "communication_period": 2,
+        "fragments": lambda path, leaf: int("w" in str(path[0])),
+    }
+    rule = oxs.agn_rule(optax.sgd(1.0), accumulate="gradients")
+    server = Server(PARAMS, rule, **settings)
+    inner = optax.sgd(0.0)
+    worker = Worker(server, PARAMS, inner, rule, index=0, delay=1, **settings)
+    bad = {**DOWN, "b": jnp.full(2, jnp.inf)}
+    worker.step(bad)  # b sets out
+    with pytest.raises(PushRefused, match=r"\['b'\] holds a NaN"):
+        worker.step(DOWN)
+    assert worker.rounds == 0 and worker._own.ages == [2, 2]
+    worker._own.accumulated = jax.tree.map(jnp.ones_like, worker._own.accumulated)  # pyright: ignore[reportAttributeAccessIssue]
+    worker.flush()
+    assert worker.rounds == 2 and worker.unpushed == 0
+    pushes = [event for event in server.events()[1] if event.kind == "push"]
+    assert [event.part for event in pushes] == [0, 1]
+
+
+def test_delayed_push_travels_while_the_worker_steps():
+    """What it does until the answer lands is not in the push, and is not forgotten."""
+    rule = oxs.local_sgd_rule()
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 2}
+    server = Server(PARAMS, rule, **settings)
+    inner = optax.sgd(1.0)
+    worker = Worker(server, PARAMS, inner, rule, index=0, delay=1, **settings)
+    seen = []
+    for _ in range(5):
+        worker.step(DOWN)
+        seen.append((float(server.center()["b"][0]), float(worker.params["b"][0])))
+    # The third and fifth step land on what the push had: the step is gone, as lockstep
+    # has it (`keep_local` keeps a share).
+    assert seen == [(1, 2), (3, 3), (3, 3), (4, 4), (4, 4)]
+    worker.flush()
+    assert worker.unpushed == 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A center under a `CenterRule`: what its server and its workers do."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +9,17 @@ import numpy as np
 import optax
 
 from optx_sync.center import worker as work
+from optx_sync.center.checks import check_delay, check_keep_local
 from optx_sync.center.coded import check_code, encoded, start_codes
 from optx_sync.center.contract import CenterRule, Period, Round, reads
+from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements.contract import (
     Expected,
     ExpectedCodes,
-    Variables,
+    Notes,
+    Place,
+    Settings,
     Way,
     arrays_of,
     bound,
@@ -29,7 +32,8 @@ from optx_sync.runtime.agreements.contract import (
     tree_of,
 )
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import is_finite
+from optx_sync.runtime.parts import Layout, Variables
+from optx_sync.trees import Tree, is_finite
 
 # Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
 SMALL = 1e15
@@ -66,28 +70,34 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
     return Round(num_workers, period, jnp.int32(steps))
 
 
-def center_way(
-    rule: CenterRule,
-    num_workers: int,
-    communication_period: Period,
-    exchange: Exchange | None = None,
-) -> Way:
+def center_way(rule: CenterRule, settings: Settings) -> Way:
     """What server and workers do under a rule."""
-    exchange = check_code(exchange, rule, communication_period)
+    period, num_workers = settings.communication_period, settings.num_workers
+    exchange = check_code(settings.exchange, rule, period)
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for {rule.num_workers} workers, but there are "
             f"{num_workers}. Make them equal."
         )
     if rule.check is not None:
-        rule.check(communication_period)
-    at = round_of(num_workers, communication_period, 1)
+        rule.check(period)
+    at = round_of(num_workers, period, 1)
+    delay = check_delay(settings.delay)
+    keep_local = check_keep_local(settings.keep_local)
     return Way(
-        serve=lambda params, inner, copy: Center(params, rule, at, copy, exchange),
-        work=lambda shapes, inner: OfCenter(
-            shapes, inner, rule, num_workers, communication_period, exchange
+        serve=lambda part, inner, copy: Center(part, rule, at, copy, exchange),
+        work=lambda shapes, inner, layout: OfCenter(
+            shapes,
+            inner,
+            layout,
+            rule,
+            at,
+            exchange,
+            keep_local,
+            steps_between(period, len(layout.turns), delay),
         ),
-        names=traffic(rule, at).sends,
+        fragments=check_fragments(settings.fragments),
+        delay=delay,
         splits=True,
         waits=False,
     )
@@ -103,7 +113,7 @@ class Center:
 
     def __init__(
         self,
-        params: Any,
+        params: Tree,
         rule: CenterRule,
         at: Round,
         copy_replies: bool,
@@ -130,7 +140,7 @@ class Center:
         self.adds: bool = (
             rule.outer is None and rule.weigh is None and not self.at_server
         )
-        self.outer: Any = () if rule.outer is None else copied(rule.outer.init(center))
+        self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
 
@@ -140,7 +150,7 @@ class Center:
         # The squares of the center, summed: as a number, and not yet looked at.
         self.squares: float = float("inf")
         self.pending: Any = None
-        self.spare_outer: Any = jax.tree.map(jnp.empty_like, self.outer)
+        self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
         if self.adds:
             self.center: Arrays = {
                 path: np.array(array, order="C") for path, array in center.items()
@@ -284,11 +294,7 @@ class Center:
         """What a worker that starts gets."""
         return self._out(self.center)
 
-    def tree(self) -> Any:
-        """A copy of the center."""
-        return self.variables.tree({p: np.array(a) for p, a in self.center.items()})
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """There are none."""
         return None
 
@@ -299,14 +305,14 @@ class Center:
         formulas += [] if rule.weigh is None else [rule.weigh]
         return described("center", formulas, self.outer)
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds."""
         self._look_back()
         center = {path: np.asarray(array) for path, array in self.center.items()}
         arrays = {"center": center, "outer": numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         check_saved(self.center, arrays["center"])
         self.outer = like(self.outer, arrays.get("outer", {}))
@@ -319,114 +325,140 @@ class Center:
 class OfCenter:
     """A worker's arrays under a rule."""
 
-    params: Any
-    taken: Any
-    accumulated: Any
-    inner_state: Any
-    steps: int
+    params: Tree
+    taken: Tree
+    accumulated: Tree
+    inner_state: Tree
 
     def __init__(
         self,
-        shapes: Any,
+        shapes: Tree,
         inner: optax.GradientTransformationExtraArgs,
+        layout: Layout,
         rule: CenterRule,
-        num_workers: int,
-        communication_period: Period,
-        exchange: Exchange | None = None,
+        at: Round,
+        exchange: Exchange | None,
+        keep_local: float,
+        between: Period,
     ):
-        self.like: Any = shapes
-        self.exchange: Exchange | None = exchange
+        self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
+        self.layout: Layout = layout
         self.rule: CenterRule = rule
-        self.period: Period = communication_period
-        self.center_like: Any = jax.eval_shape(work.start_center, shapes)
-        self.at: Round = round_of(num_workers, communication_period, 1)
-        self.traffic: Traffic = traffic(rule, self.at)
-        self._step = jax.jit(self._run_step)
-        self._bring = jax.jit(self._run_bring)
-        self._take = jax.jit(self._run_take)
+        self.at: Round = at
+        self.exchange: Exchange | None = exchange
+        self.keep_local: float = keep_local
+        self.between: Period = between  # steps from one part that sets out to the next
+        self.traffic: Traffic = traffic(rule, at)
+        self._walk = jax.jit(self._run_walk)
+        self._bring = jax.jit(self._run_bring, static_argnums=0)
+        self._take = jax.jit(self._run_take, static_argnums=0)
 
-    def start(self, arrays: Arrays, place: Callable[[Any], Any]) -> None:
+    def start(self, parts: dict[int, Arrays], place: Place) -> None:
         """Begin with the center."""
-        center = place(tree_of(arrays, self.like))
-        self.params = jax.tree.map(lambda c, p: c.astype(p.dtype), center, self.like)
-        self.taken = center
+        self.taken = place(self.layout.join(parts, self.like))
+        self.params = jax.tree.map(
+            lambda c, p: c.astype(p.dtype), self.taken, self.like
+        )
         self._start_own()
 
     def _start_own(self) -> None:
         self.accumulated = work.start_accumulated(self.rule, self.taken)
         self.inner_state = self.inner.init(self.params)
-        self.steps = 0
-        self.codes: Any = ()
+        parts = range(len(self.layout.owners))
+        self.steps: int = 0
+        self.ages: list[int] = [0 for _ in parts]
+        # What the code of each part remembers; the next, once a push is applied.
+        self.codes: list[Tree] = [()] * len(parts)
         if self.exchange is not None:
-            self.codes = start_codes(self.exchange, self.taken)
-        # What the code remembers once the push is applied: not if it is refused.
-        self.next_codes: Any = self.codes
+            picked = (self.layout.pick(self.taken, part) for part in parts)
+            self.codes = [start_codes(self.exchange, part) for part in picked]
+        # What has been pushed of each part: the steps behind it, what was summed up,
+        # and what its code remembers then.
+        self.sent: dict[int, tuple[int, Tree, Tree]] = {}
 
-    def place(self, place: Callable[[Any], Any]) -> None:
+    def place(self, place: Place) -> None:
         """Lay everything out over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
 
-    def step(self, grads: Any, step: int) -> bool:
-        """One step; whether an exchange is due."""
+    def step(self, grads: Tree, step: int) -> bool:
+        """One step; whether a part is due to set out."""
         self.steps += 1
-        self.params, self.inner_state, self.accumulated = self._step(
+        self.ages = [age + 1 for age in self.ages]
+        self.params, self.inner_state, self.accumulated = self._walk(
             self.params, self.inner_state, self.taken, self.accumulated, grads,
             jnp.int32(self.steps),
         )  # fmt: skip
-        return bool(work.is_due(self.period, self.steps, jnp.int32(step)))
+        if isinstance(self.between, int):
+            return self.steps >= self.between
+        return bool(work.is_due(self.between, self.steps, jnp.int32(step)))
 
-    def _run_step(self, params, inner_state, taken, accumulated, grads, steps):
+    def _run_walk(self, params, inner_state, taken, accumulated, grads, steps):
         at = self.at._replace(steps=steps)
         worker = work.Worker(params, inner_state, taken, accumulated)
         worker = work.walk(self.inner, self.rule, worker, taken, grads, at)
         return worker.params, worker.inner, worker.accumulated
 
-    def outgoing(self) -> dict[str, Arrays]:
-        """What to push."""
-        sent, self.next_codes = self._bring(
-            self.params,
-            self.taken,
-            self.accumulated,
-            self.codes,
-            jnp.int32(self.steps),
+    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
+        """(what to push of a part, the steps behind it)."""
+        age, summed = self.ages[part], self.accumulated
+        sent, codes, self.accumulated = self._bring(
+            part, self.params, self.taken, summed, self.codes[part], jnp.int32(age)
         )
-        return {name: arrays_of(tree) for name, tree in sent.items()}
+        self.sent[part] = age, summed, codes
+        self.ages[part] = self.steps = 0
+        return {name: arrays_of(tree) for name, tree in sent.items()}, age
 
-    def _run_bring(self, params, taken, accumulated, codes, steps):
-        x = self._wide(params)
-        if self.traffic.sends != ("contribution",):
-            fields = {"params": x, "taken": taken, "accumulated": accumulated}
-            return {name: fields[name] for name in self.traffic.sends}, codes
+    def _run_bring(self, part, params, taken, accumulated, codes, steps):
+        whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
+        params, taken, accumulated = map(pick, (params, taken, accumulated))
+        x = work.as_center(params, taken)
         at = self.at._replace(steps=steps)
         worker = work.Worker(params, (), taken, accumulated)
-        # The formula does not read the center, so any array of its type will do.
-        _, total = work.bring(self.rule, worker, x, at)
-        total = work.share_of_one(self.rule, total, at)
-        if self.exchange is not None:
-            total, codes = encoded(self.exchange, total, codes)
-        return {"contribution": total}, codes
-
-    def land(self, replied: dict[str, Arrays], place: Callable[[Any], Any]) -> None:
-        """Take what came back."""
-        centers = {n: place(tree_of(a, self.like)) for n, a in replied.items()}
-        self.params = self._take(self.params, centers, jnp.int32(self.steps))
-        if self.rule.take is not None:
-            self.taken = centers.get("before", self.taken)
+        # A formula that reads the center is the server's; any array will do here.
+        worker, total = work.bring(self.rule, worker, x, at)
+        if self.traffic.sends == ("contribution",):
+            total = work.share_of_one(self.rule, total, at)
+            if self.exchange is not None:
+                total, codes = encoded(self.exchange, total, codes)
+            sent = {"contribution": total}
         else:
-            self.taken = centers.get("after", self.taken)
-        self.accumulated = jax.tree.map(jnp.zeros_like, self.accumulated)
-        self.codes = self.next_codes
-        self.steps = 0
+            fields = {"params": x, "taken": taken, "accumulated": accumulated}
+            sent = {name: fields[name] for name in self.traffic.sends}
+        return sent, codes, self.layout.whole.put(whole, part, worker.accumulated)
 
-    def _run_take(self, params, centers, steps):
-        at = self.at._replace(steps=steps)
-        x = self._wide(params)
+    def give_back(self, part: int) -> None:
+        """What was pushed last of a part was refused, and is still the worker's."""
+        age, summed, _ = self.sent.pop(part)
+        self.ages[part] += age
+        self.steps = max(self.steps, self.ages[part])  # It is due again.
+        pick, put = self.layout.pick, self.layout.whole.put
+        both = jax.tree.map(jnp.add, pick(self.accumulated, part), pick(summed, part))
+        self.accumulated = put(self.accumulated, part, both)
+
+    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
+        """Take what came back."""
+        like = self.layout.pick(self.like, part)
+        age, _, self.codes[part] = self.sent.pop(part)
+        params, taken = self._take(
+            part,
+            self.params,
+            self.taken,
+            {name: tree_of(arrays, like) for name, arrays in replied.items()},
+            jnp.int32(age),
+        )
+        self.params, self.taken = place(params), place(taken)
+
+    def _run_take(self, part, params, taken, centers, steps):
+        pick, put = self.layout.pick, self.layout.whole.put
+        x = work.as_center(pick(params, part), pick(taken, part))
         # One that is not sent is not read.
         before, after = centers.get("before", x), centers.get("after", x)
-        worker = work.Worker(params, (), (), ())
-        return work.take(self.rule, worker, before, after, at).params
-
-    def _wide(self, params):
-        return jax.tree.map(lambda p, c: p.astype(c.dtype), params, self.center_like)
+        worker = work.Worker(pick(params, part), (), (), ())
+        at = self.at._replace(steps=steps)
+        worker = work.take(self.rule, worker, before, after, at, self.keep_local)
+        took = centers.get("after" if self.rule.take is None else "before")
+        if took is not None:
+            taken = put(taken, part, took)
+        return put(params, part, worker.params), taken

@@ -2,8 +2,8 @@
 """What the two sides of an agreement have, and what a push is checked for."""
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,17 @@ import numpy as np
 import optax
 
 from optx_sync.center.coded import decoded, message_shapes
+from optx_sync.center.contract import Period
+from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import is_gradient_leaf, path_name
+from optx_sync.runtime.parts import Variables
+from optx_sync.trees import Tree, is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
+Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
+Notes: TypeAlias = dict[str, Any]  # what JSON can hold
 
 
 class Held(Protocol):
@@ -56,11 +61,7 @@ class Held(Protocol):
         """What a worker that starts gets."""
         ...
 
-    def tree(self) -> Any:
-        """A copy of the center, in the structure of the parameters."""
-        ...
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """Moving averages, or `None`."""
         ...
 
@@ -68,11 +69,11 @@ class Held(Protocol):
         """What a checkpoint must have been saved by, to be read again."""
         ...
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds: arrays, and what JSON can hold."""
         ...
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         ...
 
@@ -80,61 +81,61 @@ class Held(Protocol):
 class Own(Protocol):
     """What a worker has: its parameters, and what it sends."""
 
-    params: Any
-    steps: int
+    params: Tree
+    steps: int  # since a part set out, this one included
+    ages: list[int]  # of each part, since it set out last
 
-    def start(self, arrays: Arrays, place: Callable) -> None:
+    def start(self, parts: dict[int, Arrays], place: Place) -> None:
         """Begin with the center."""
         ...
 
-    def place(self, place: Callable) -> None:
+    def place(self, place: Place) -> None:
         """Lay everything out over devices."""
         ...
 
-    def step(self, grads: Any, step: int) -> bool:
-        """One step; whether an exchange is due."""
+    def step(self, grads: Tree, step: int) -> bool:
+        """One step; whether a part is due to set out."""
         ...
 
-    def outgoing(self) -> dict[str, Arrays]:
-        """What to push."""
+    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
+        """(what to push of a part, the steps behind it)."""
         ...
 
-    def land(self, replied: dict[str, Arrays], place: Callable) -> None:
+    def give_back(self, part: int) -> None:
+        """What was pushed last of a part was refused, and is still the worker's."""
+        ...
+
+    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
         """Take what came back."""
         ...
+
+
+class Settings(NamedTuple):
+    """What servers and workers of a run know of it, besides the agreement."""
+
+    num_workers: int
+    communication_period: Period = 10
+    exchange: Exchange | None = None
+    fragments: Fragments | None = None
+    delay: int | None = None
+    keep_local: float | None = None
 
 
 class Way(NamedTuple):
     """What server and worker do under one agreement."""
 
-    serve: Callable[..., Held]  # (params, inner, copy_replies)
-    work: Callable[..., Own]  # (shapes of the parameters, inner)
-    names: tuple[str, ...]  # what a push holds
+    serve: Callable[..., Held]  # (a part, inner, copy_replies)
+    work: Callable[..., Own]  # (shapes of the parameters, inner, layout)
+    fragments: Fragments
+    delay: int
     splits: bool  # whether the variables may be on several servers
     waits: bool  # whether a worker may wait at the server for the others
-
-
-class Variables:
-    """The way from a tree to the paths of its arrays, and back."""
-
-    def __init__(self, tree: Any):
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        self.treedef: Any = treedef
-        self.paths: tuple[str, ...] = tuple(path_name(path) for path, _ in leaves)
-
-    def tree(self, arrays: Arrays) -> Any:
-        """The tree of these arrays."""
-        return self.treedef.unflatten([arrays[path] for path in self.paths])
-
-    def arrays(self, tree: Any) -> Arrays:
-        """The arrays of a tree, by path."""
-        return dict(zip(self.paths, self.treedef.flatten_up_to(tree), strict=True))
 
 
 class Expected:
     """What a push must look like."""
 
-    def __init__(self, names: tuple[str, ...], tree: Any, of_rows: bool = False):
+    def __init__(self, names: tuple[str, ...], tree: Tree, of_rows: bool = False):
         self.names = names
         self.of_rows = of_rows  # whether an array may be missing, or rows of it
         self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {
@@ -154,7 +155,7 @@ class Expected:
                 return problem, sizes
         return "", sizes
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
         """As `look`, and the arrays that were sent."""
         return *self.look(sent), sent
 
@@ -175,11 +176,8 @@ class Expected:
                 continue
             if self.of_rows and isinstance(array, tuple):
                 indices, array = array
-                if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
-                    return (
-                        f"{name} at {path} must have integer indices in one row; got "
-                        f"{indices.dtype}."
-                    )
+                if problem := _rows_problem(indices, shape[0]):
+                    return f"{name} at {path} {problem}"
                 shape = (len(indices), *shape[1:])
             problem, size = _look(array, shape, dtype)
             if problem:
@@ -191,14 +189,14 @@ class Expected:
 class ExpectedCodes(Expected):
     """What a push of codes must look like: messages, and what they stand for."""
 
-    def __init__(self, names: tuple[str, ...], tree: Any, exchange: Exchange):
+    def __init__(self, names: tuple[str, ...], tree: Tree, exchange: Exchange):
         super().__init__(names, tree)
         messages = message_shapes(exchange, tree)
         self.messages: Expected = Expected(names, messages)
         self.variables: Variables = Variables(tree)
         self._decode = jax.jit(lambda messages: decoded(exchange, messages, tree))
 
-    def read(self, sent: Any) -> tuple[str, dict[str, float], Any]:
+    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
         """See `Expected.read`; the arrays are decoded."""
         problem, _ = self.messages.look(sent)
         if problem:
@@ -209,15 +207,19 @@ class ExpectedCodes(Expected):
         }
         return super().read(arrays)
 
-    def _arrays(self, messages: Any) -> Arrays:
+    def _arrays(self, messages: Tree) -> Arrays:
         found = self.variables.arrays(self._decode(messages))
         return {path: np.asarray(array) for path, array in found.items()}
 
 
-def by_path(tree: Any) -> Arrays:
-    """The arrays of a tree, by path."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): leaf for path, leaf in pairs}
+def _rows_problem(indices: Any, rows: int) -> str:
+    if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
+        return f"must have integer indices in one row; got {indices.dtype}."
+    # Entries that `sum_duplicates` leaves over are no rows.
+    wrong = indices[(indices < 0) | (indices >= rows) & (indices < FIRST_PADDING)]
+    if wrong.size:
+        return f"has row {wrong[0]}, and the table has the rows 0 to {rows - 1}."
+    return ""
 
 
 def some(names: list[str]) -> str:
@@ -255,7 +257,7 @@ def bound(array: np.ndarray) -> float:
     return float(np.abs(array).max(initial=0))
 
 
-def copied(tree: Any) -> Any:
+def copied(tree: Tree) -> Tree:
     """A state whose arrays are its own.
 
     Some Optax states hold the parameters that they were made for.
@@ -263,7 +265,7 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
-def own_buffers(after: Any, given: Any) -> Any:
+def own_buffers(after: Tree, given: Tree) -> Tree:
     """What a compiled step returns, such that no array of it is one it was given.
 
     What passes through unchanged would be the same memory, to be donated later.
@@ -279,18 +281,18 @@ def own_buffers(after: Any, given: Any) -> Any:
     return jax.tree.map(own, after)
 
 
-def numbered(tree: Any) -> dict[str, np.ndarray]:
+def numbered(tree: Tree) -> dict[str, np.ndarray]:
     """The leaves of a state of any type, as what a checkpoint can hold."""
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def like(tree: Any, leaves: dict[str, np.ndarray]) -> Any:
+def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """A state from what `numbered` made of it."""
     old, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
 
 
-def described(kind: str, formulas: list[Any], state: Any) -> str:
+def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:
     """What made a checkpoint: formulas by name, an optimizer by its state."""
     names = [
         f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else repr(f)
@@ -301,7 +303,7 @@ def described(kind: str, formulas: list[Any], state: Any) -> str:
     return json.dumps([kind, names, str(treedef), shapes])
 
 
-def check_saved(center: dict[str, Any], saved: dict[str, Any]) -> None:
+def check_saved(center: Arrays, saved: Arrays) -> None:
     """Refuse a checkpoint of other variables."""
     unknown = [path for path in saved if path not in center]
     missing = [path for path in center if path not in saved]
@@ -319,14 +321,14 @@ def check_saved(center: dict[str, Any], saved: dict[str, Any]) -> None:
             )
 
 
-def tree_of(arrays: Arrays, shapes: Any) -> Any:
+def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
     """Arrays of the worker's own: what was received may be a view of the center."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
     )
 
 
-def arrays_of(tree: Any) -> Arrays:
+def arrays_of(tree: Tree) -> Arrays:
     """From a tree to what travels; row-sparse leaves as (indices, values)."""
     return {
         path_name(path): _sent(leaf)
@@ -336,7 +338,7 @@ def arrays_of(tree: Any) -> Arrays:
     }
 
 
-def _sent(leaf: Any) -> Any:
+def _sent(leaf: Any) -> Tree:
     if isinstance(leaf, IndexedSlices):
         return np.asarray(leaf.indices), np.asarray(leaf.values)
     return None if leaf is None else np.asarray(leaf)

@@ -28,7 +28,8 @@ from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements.contract import (
     Expected,
     Inner,
-    Variables,
+    Notes,
+    Place,
     Way,
     arrays_of,
     check_saved,
@@ -39,7 +40,8 @@ from optx_sync.runtime.agreements.contract import (
     tree_of,
 )
 from optx_sync.runtime.messages import Arrays, Push, Reply
-from optx_sync.trees import add_updates, is_finite
+from optx_sync.runtime.parts import Variables
+from optx_sync.trees import Tree, add_updates, is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +106,9 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> Way:
         )
     return Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
-        work=lambda shapes, inner: OfUpdates(shapes),
-        names=("grads",),
+        work=lambda shapes, inner, layout: OfUpdates(shapes),
+        fragments=1,
+        delay=0,
         splits=False,
         waits=True,
     )
@@ -115,19 +118,19 @@ class Updates:
     """The parameters, with the tokens, as the server holds them."""
 
     def __init__(
-        self, params: Any, agreement: SyncReplicas, inner: Any, num_workers: int
+        self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
     ):
         check_variables(params)
         self.inner: Inner = check_inner(inner, "Server(..., inner=optax.adam(1e-3))")
         self.agreement = agreement
         self.num_workers = num_workers
-        self.params: Any = copied(params)
+        self.params: Tree = copied(params)
         self.variables: Variables = Variables(self.params)
         self.expected: Expected = Expected(("grads",), self.params, of_rows=True)
-        self.accumulator: Any = start_accumulator(self.params)
-        self.inner_state: Any = copied(self.inner.init(self.params))
+        self.accumulator: Tree = start_accumulator(self.params)
+        self.inner_state: Tree = copied(self.inner.init(self.params))
         decay = agreement.variable_averages
-        self.averages: Any = start_averages(self.params, decay)
+        self.averages: Tree = start_averages(self.params, decay)
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
         # Nothing is donated: an update that would not be finite is thrown away.
         self._update: Any = jax.jit(self._move)
@@ -244,11 +247,7 @@ class Updates:
         # Never donated, so that an answer stays what it is while it travels.
         return {p: np.asarray(a) for p, a in self.variables.arrays(self.params).items()}
 
-    def tree(self) -> Any:
-        """A copy of the parameters."""
-        return jax.tree.map(np.array, self.params)
-
-    def averages_tree(self) -> Any:
+    def averages_tree(self) -> Tree:
         """The averages in the parameters' dtypes, or `None`."""
         if self.agreement.variable_averages is None:
             return None
@@ -262,7 +261,7 @@ class Updates:
         """The optimizer, by its state."""
         return described("sync_replicas", [], (self.inner_state, self.averages))
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds: gradients that wait for the others, and tokens too.
 
         A worker whose gradient waits may have gone on already.
@@ -283,7 +282,7 @@ class Updates:
             "tokens": list(self.tokens),
         }
 
-    def load(self, arrays: dict[str, Any], notes: dict[str, Any]) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
         check_saved(self.current(), arrays["center"])
         self.params = self.variables.tree(
@@ -303,37 +302,46 @@ class Updates:
 class OfUpdates:
     """A worker's arrays: parameters, and a gradient to send."""
 
-    def __init__(self, shapes: Any):
-        self.like = shapes
-        self.steps: int = 1
+    params: Tree
+    grads: Tree
 
-    def start(self, arrays: Arrays, place: Any) -> None:
+    def __init__(self, shapes: Tree):
+        self.like: Tree = shapes
+        self.steps: int = 0
+        self.ages: list[int] = [0]
+
+    def start(self, parts: dict[int, Arrays], place: Place) -> None:
         """Begin with the parameters."""
-        self.params: Any = place(tree_of(arrays, self.like))
+        self.params = place(tree_of(parts[0], self.like))
 
-    def place(self, place: Any) -> None:
+    def place(self, place: Place) -> None:
         """Lay them out over devices."""
         self.params = place(self.params)
 
-    def step(self, grads: Any, step: int) -> bool:
+    def step(self, grads: Tree, step: int) -> bool:
         """Every gradient is pushed."""
-        self.grads: Any = grads
+        self.grads = grads
+        self.ages = [1]
         return True
 
-    def outgoing(self) -> dict[str, Arrays]:
+    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
         """The gradient."""
-        return {"grads": arrays_of(self.grads)}
+        self.ages = [0]
+        return {"grads": arrays_of(self.grads)}, 1
 
-    def land(self, replied: dict[str, Arrays], place: Any) -> None:
+    def give_back(self, part: int) -> None:
+        """The next gradient is another one."""
+
+    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
         """Take the parameters."""
         self.params = place(tree_of(replied["params"], self.like))
 
 
-def _accumulated(accumulator: Any, grads: Any) -> Any:
+def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
     return accumulate(accumulator, unique_rows(grads), jnp.bool_(True))
 
 
-def _as_grad(grad: Any) -> Any:
+def _as_grad(grad: Any) -> Tree:
     """A gradient as it came; rows padded, so that few programs are compiled.
 
     A program is compiled for every number of rows, so that is a power of two. What is
