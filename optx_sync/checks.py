@@ -14,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
@@ -64,7 +65,7 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def integer(name: str, number: Any, mend: str, least: int = 1) -> int:
+def integer(name: str, number: object, mend: str, least: int = 1) -> int:
     """A number of things as an int; NumPy's integers are taken.
 
     A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
@@ -84,7 +85,7 @@ def integer(name: str, number: Any, mend: str, least: int = 1) -> int:
 
 def interval(
     name: str,
-    value: Any,
+    value: object,
     mend: str,
     least: float = -math.inf,
     most: float = math.inf,
@@ -112,7 +113,7 @@ def interval(
         )
 
 
-def one_of(name: str, value: Any, kinds: Any) -> None:
+def one_of(name: str, value: object, kinds: object) -> None:
     """Refuse what is none of the values of a `Literal`."""
     *some, last = map(repr, get_args(kinds))
     wanted = f"one of {', '.join(some)} and" if len(some) > 1 else f"{some[0]} or"
@@ -148,7 +149,7 @@ def check_no_train_state(params: Tree) -> None:
         )
 
 
-def _is_nnx_module(x: Any) -> bool:
+def _is_nnx_module(x: object) -> bool:
     # By name: Flax is optional, and not imported here.
     return any(
         parent.__name__ == "Module" and parent.__module__.startswith("flax.nnx")
@@ -156,7 +157,7 @@ def _is_nnx_module(x: Any) -> bool:
     )
 
 
-def check_one_worker(counter: Any, kept: Tree, params: Tree | None) -> None:
+def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> None:
     """Refuse a state or parameters with a worker axis where one worker's are wanted.
 
     `counter` is one of the state's counters, `kept` a tree in it like the parameters.
@@ -294,7 +295,7 @@ def _is_ours(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explains_state(
-    init: Callable[..., Any], state: Tree, params: Tree
+    init: Callable[[Tree], Tree], state: Tree, params: Tree
 ) -> Iterator[None]:
     """Say where a step fails because its state is not one that `init` gives."""
     try:

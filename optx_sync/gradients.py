@@ -12,16 +12,16 @@ from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
 from optx_sync.rows.lookup import _gather, _GatheredRows, describe
 from optx_sync.rows.slices import rebuild
-from optx_sync.trees import path_name
+from optx_sync.trees import Tree, path_name
 
 
 def value_and_grad(
     loss: Callable[..., Any],
-    rows: Any = None,
+    rows: Tree = None,
     has_aux: bool = False,
     *,
     axis_name: AxisName | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Any, Tree]]:
     """``jax.value_and_grad`` of each replica's own loss, row-sparse for tables.
 
     With ``axis_name`` the gradients are each replica's own, also of parameters that
@@ -81,11 +81,11 @@ def value_and_grad(
     if axis_name is not None:
         check_axis_name(axis_name)
 
-    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         if axis_name is not None:
             params = localize(params, axis_name)
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        leaves: list[Any] = [leaf for _, leaf in paths]
+        leaves = [leaf for _, leaf in paths]
         for prefix, fn in named:
             below = [at for at, (path, _) in enumerate(paths) if _under(path, prefix)]
             if not below:
@@ -118,10 +118,10 @@ def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
     return loss(structure.unflatten(leaves), *args, **kwargs)
 
 
-def _under(path: tuple[Any, ...], prefix: tuple[Any, ...]) -> bool:
+def _under(path: tuple[object, ...], prefix: tuple[object, ...]) -> bool:
     """Whether a path begins with a prefix, by name: a dict may describe a module."""
-
-    def names(keys):
-        return [jax.tree_util.keystr((key,), simple=True) for key in keys]
-
-    return names(path[: len(prefix)]) == names(prefix)
+    own, wanted = (
+        [jax.tree_util.keystr((key,), simple=True) for key in keys]
+        for keys in (path[: len(prefix)], prefix)
+    )
+    return own == wanted

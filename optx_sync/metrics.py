@@ -26,12 +26,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.comm.collectives import AxisName, varying_axes
 from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.comm.varying import localize, sum_shards
 from optx_sync.placement import fields
 from optx_sync.rows.slices import IndexedSlices
+from optx_sync.shapes import Array, Float
 from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 
 # Of the moving averages of S and |G|^2. Both begin at 0, which the ratio does not see.
@@ -53,13 +55,13 @@ class Info(NamedTuple):
     A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
     """
 
-    dropped: Any = ()  # int32[], rounds that left this worker out
-    outliers: Any = ()  # int32[], meetings in which it was an outlier
-    outcome: Any = ()  # int32[], what became of the last gradient, -1 before the first
-    outcome_counts: Any = ()  # int32[] each, of all of them
-    distance: Any = ()  # float32[], |x - c| just before the last round; 0 before it
-    gathered: Any = ()  # of its own gradients since the last update, what is measured
-    measured: Any = ()  # `Measured`, of the last meeting
+    dropped: Tree = ()  # int32[], rounds that left this worker out
+    outliers: Tree = ()  # int32[], meetings in which it was an outlier
+    outcome: Tree = ()  # int32[], what became of the last gradient, -1 before the first
+    outcome_counts: Tree = ()  # int32[] each, of all of them
+    distance: Tree = ()  # float32[], |x - c| just before the last round; 0 before it
+    gathered: Tree = ()  # of its own gradients since the last update, what is measured
+    measured: Tree = ()  # `Measured`, of the last meeting
 
 
 @fields.declare(measured=fields.SHARED.told)
@@ -69,7 +71,7 @@ class SharedInfo(Info):
     __slots__ = ()
 
 
-def told(x: Any) -> Any:
+def told(x: Tree) -> Tree:
     """What stands in a field of an `Info`, `None` where nothing does."""
     return None if is_nothing(x) else x
 
@@ -77,12 +79,12 @@ def told(x: Any) -> Any:
 class Measured(NamedTuple):
     """What `measure=True` keeps of the last exchange; 0 before the first one."""
 
-    agreement: Any  # float32[], or () where the exchange is not the mean itself
-    contribution_norm: jax.Array  # float32[], root of the mean square of the norms
-    update_norm: jax.Array  # float32[]
-    contributors: jax.Array  # float32[], replicas that count
-    noise: Any  # float32[], the moving average of S, or ()
-    signal: Any  # float32[], the moving average of |G|^2, or ()
+    agreement: Tree  # float32[], or () where the exchange is not the mean itself
+    contribution_norm: Float[Array, ""]  # root of the mean square of the norms
+    update_norm: Float[Array, ""]
+    contributors: Float[Array, ""]  # replicas that count
+    noise: Tree  # float32[], the moving average of S, or ()
+    signal: Tree  # float32[], the moving average of |G|^2, or ()
 
 
 def center_params(state: optax.OptState, params: optax.Params) -> Tree:
@@ -288,7 +290,7 @@ def _words(path):
     return [part for part in path if not part.isdigit()]
 
 
-def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Any]:
+def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Tree]:
     """The states that have such an answer, wherever they stand; else a ValueError."""
     found = fields.nodes_of(pure(state), lambda x: hasattr(type(x), answer))
     if not found:
@@ -328,7 +330,7 @@ def measures(measured: Any) -> dict[str, Any]:
     return {"noise_scale": measured.noise / or_one(measured.signal), **found}
 
 
-def square_sum(tree: Tree, like: Any = None, stacked: int = 0) -> jax.Array:
+def square_sum(tree: Tree, like: Tree = None, stacked: int = 0) -> jax.Array:
     """float32, the squared norm over all leaves, for each place along `stacked` axes.
 
     Leaves may be row-sparse or `None`. Shards are added up over the mesh axes over
@@ -351,9 +353,9 @@ def to_sum(
     square: jax.Array,
     axis_name: AxisName,
     *,
-    weight: Any = None,
+    weight: ArrayLike | None = None,
     alike: bool = False,
-    batch_size: Any = 1,
+    batch_size: float | jax.Array = 1,
 ) -> dict[str, jax.Array]:
     """The scalars of a replica that are to be added up.
 
@@ -385,7 +387,7 @@ def measure_of(
     sums: dict[str, jax.Array],
     total: Any,
     mean_square: jax.Array,
-    batch_size: Any = 1,
+    batch_size: float | jax.Array = 1,
 ) -> Measured:
     """What the sums over the replicas say, but for the norm of the update.
 
@@ -406,7 +408,7 @@ def measure_of(
     own_inverse = sums.get("own_inverse", inverse) / total**2
     inverse = inverse / total
     known = contributors > 1
-    agreement: Any = ()
+    agreement: Tree = ()
     if not isinstance(before.agreement, tuple):
         apart = or_one(squares - own_squares)
         agreement = jnp.where(known, (mean_square - own_squares) / apart, 1.0)
@@ -424,7 +426,9 @@ def measure_of(
     return Measured(agreement, norm, before.update_norm, contributors, noise, signal)
 
 
-def check_batch_size(batch_size: Any) -> Any:
+def check_batch_size(
+    batch_size: float | jax.Array | None,
+) -> float | jax.Array:
     """The examples behind a gradient, 1 if left out; a ValueError for no such number.
 
     A number of Python's is the same on all replicas, an array each replica's own.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
@@ -27,17 +28,17 @@ class SlicesLeaf:
         raise NotImplementedError
 
 
-def is_slices(x: Any) -> bool:
+def is_slices(x: object) -> bool:
     """Whether this is an `IndexedSlices`; as `is_leaf`, it keeps one in one piece."""
     return isinstance(x, SlicesLeaf)
 
 
-def is_gradient_leaf(x: Any) -> bool:
+def is_gradient_leaf(x: object) -> bool:
     """Whether this is a leaf of a gradient tree that JAX would not stop at."""
     return x is None or isinstance(x, SlicesLeaf)
 
 
-def is_masked(x: Any) -> bool:
+def is_masked(x: object) -> bool:
     """Whether Optax has taken this leaf out of a tree."""
     return isinstance(x, optax.MaskedNode)
 
@@ -84,23 +85,23 @@ def is_nothing(tree: Tree) -> bool:
     return isinstance(tree, tuple) and not tree
 
 
-def is_inexact(dtype: Any) -> bool:
+def is_inexact(dtype: DTypeLike) -> bool:
     """Whether a dtype is floating or complex."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_floating(dtype: Any) -> bool:
+def is_floating(dtype: DTypeLike) -> bool:
     """Whether a dtype is floating, and not complex."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def at_least_float32(dtype: Any) -> np.dtype:
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
     """The dtype to compute and to accumulate in: float32 for half precision."""
     half = is_floating(dtype) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if half else dtype)
 
 
-def accumulator_dtype(dtype: Any, asked: Any = None) -> np.dtype:
+def accumulator_dtype(dtype: DTypeLike, asked: DTypeLike | None = None) -> np.dtype:
     """The dtype of a sum or copy of an array: `asked`, or at least float32.
 
     What is not real and floating keeps its dtype: a complex parameter in float32 would
@@ -111,7 +112,7 @@ def accumulator_dtype(dtype: Any, asked: Any = None) -> np.dtype:
     return jnp.dtype(asked or at_least_float32(dtype))
 
 
-def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
+def check_accumulator_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """`accumulator_dtype=` of a wrapper as a dtype; a ValueError if not floating."""
     if dtype is None:
         return None
@@ -130,7 +131,7 @@ def check_accumulator_dtype(dtype: Any) -> np.dtype | None:
     return dtype
 
 
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` rounded to a narrower dtype, in its own.
 
     Not by two casts: XLA may drop such a pair (excess precision).
@@ -147,7 +148,7 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
 
 
-def values_of(leaf: Any) -> Any:
+def values_of(leaf: Tree) -> jax.Array:
     """The array of a leaf: the values of an `IndexedSlices`, else the leaf itself."""
     return leaf.values if isinstance(leaf, SlicesLeaf) else leaf
 
@@ -157,7 +158,7 @@ def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
     return jax.tree_util.keystr(path) or root
 
 
-def leaves_with_names(tree: Tree) -> list[tuple[str, Any]]:
+def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
     """(path, leaf) for each leaf of a gradient tree, `None` and slices included."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_gradient_leaf)
     return [(path_name(path), leaf) for path, leaf in pairs]
@@ -184,7 +185,7 @@ def is_finite(tree: Tree) -> jax.Array:
     return finite
 
 
-def where(flag: Any, tree: Tree, other: Tree) -> Tree:
+def where(flag: ArrayLike, tree: Tree, other: Tree) -> Tree:
     """Leaf by leaf `tree` where the flag holds, else `other`; NaN leaves no trace."""
     return jax.tree.map(lambda x, y: jnp.where(flag, x, y), tree, other)
 
@@ -230,14 +231,14 @@ def add_updates(params: Tree, updates: Tree) -> Tree:
         return optax.apply_updates(params, updates)
 
 
-def row_of(tree: Tree, place: Any) -> Tree:
+def row_of(tree: Tree, place: ArrayLike) -> Tree:
     """The row of a traced number of stacked arrays."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree
     )
 
 
-def with_row(tree: Tree, place: Any, row: Tree) -> Tree:
+def with_row(tree: Tree, place: ArrayLike, row: Tree) -> Tree:
     """The stacked arrays with another row."""
     return jax.tree.map(
         lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row

@@ -316,7 +316,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "comm/reduce.py",
-            "    reducible(axes)\n    require_local",
+            "    collectives.reducible(axes)\n    require_local",
             "    require_local",
         ),
         Mutant("comm/collectives.py", "if len(set(axes)) < len(axes):", "if False:"),
@@ -327,8 +327,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "comm/reduce.py",
-            "own = jnp.asarray(groups.own_group)[axis_index(axes)]",
-            "own = axis_index(axes) // groups.size",
+            "own = jnp.asarray(groups.own_group)[collectives.axis_index(axes)]",
+            "own = collectives.axis_index(axes) // groups.size",
         ),
         Mutant(
             "comm/reduce.py",
@@ -364,8 +364,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "if not exchange.exact:\n            require_dense(grads)",
-            "if False:\n            require_dense(grads)",
+            "if not exchange.exact:\n            contract.require_dense(grads)",
+            "if False:\n            contract.require_dense(grads)",
         ),
         Mutant(
             "replicas/cross_shard.py",
@@ -375,8 +375,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("exchange/contract.py", "if not isinstance(met, Met):", "if False:"),
         Mutant(
             "exchange/quantized.py",
-            "_lost(mean, second, bits) * total.astype(x.dtype)",
-            "_lost(mean, second, bits)",
+            "second.lost * total.astype(x.dtype)",
+            "second.lost",
             EXCHANGE,
         ),
         Mutant(
@@ -417,8 +417,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "exchange/error_feedback.py",
-            "return jnp.where(arrived, new, error)",
-            "return new",
+            "errors[place] = jnp.where(arrived, new, error)",
+            "errors[place] = new",
             EXCHANGE,
         ),
         Mutant(
@@ -489,14 +489,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "optimizers/rule.py",
-            "update_count=optax.safe_increment(state.update_count),",
+            "update_count=jnp.asarray(optax.safe_increment(state.update_count)),",
             "update_count=state.update_count,",
             LAWS,
         ),
         Mutant(
             "optimizers/rule.py",
-            "learning_rate=jnp.where(count >= 0, cast(rate), cast(count)),",
-            "learning_rate=cast(rate),",
+            "chosen = jnp.where(count >= 0, cast(rate), cast(count))",
+            "chosen = cast(rate)",
             LAWS,
         ),
         Mutant("optimizers/rule.py", "    grad = grad.sum_duplicates()\n", "", LAWS),
@@ -534,7 +534,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("comm/reduce.py", "total: Any = divisor", "total: Any = size"),
         Mutant(
             "replicas/cross_shard.py",
-            "inner = vary_like(inner, before.inner)",
+            "inner = varying.vary_like(inner, before.inner)",
             "pass",
         ),
         Mutant(
@@ -544,7 +544,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/cross_shard.py",
-            "updates = fill_missing(updates, params)",
+            "updates = checks.fill_missing(updates, params)",
             "pass",
         ),
         Mutant(
@@ -564,8 +564,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "tokens = max(axis_size(self.axis_name), self.required)",
-            "tokens = axis_size(self.axis_name)",
+            "tokens = max(collectives.axis_size(self.axis_name), self.required)",
+            "tokens = collectives.axis_size(self.axis_name)",
             SYNC,
         ),
         Mutant(
@@ -634,8 +634,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/averages.py",
-            "rate = 1 - decay.astype(jnp.float32)",
-            "rate = decay.astype(jnp.float32)",
+            "rate = 1 - now.astype(jnp.float32)",
+            "rate = now.astype(jnp.float32)",
             SYNC,
         ),
         Mutant("replicas/averages.py", "if not selected or not", "if not", SYNC),
@@ -721,8 +721,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/lockstep.py",
-            "broken = broken | ~everywhere(",
-            "broken = ~everywhere(",
+            "broken = broken | ~varying.everywhere(",
+            "broken = ~varying.everywhere(",
             CENTER_LAWS,
         ),
         Mutant(
@@ -957,8 +957,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "center/rounds/in_pieces.py",
-            "mean = self._scatter(sent, self._axis_name, weight=weight)",
-            "mean = self._scatter(sent, self._axis_name)",
+            "mean = scatter(sent, meeting.axis_name, weight=weight)",
+            "mean = scatter(sent, meeting.axis_name)",
             PIECES[1:],
         ),
         Mutant(
@@ -1008,8 +1008,8 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("exchange/robust", "_OUTLYING = 3.0", "_OUTLYING = 1000.0"),
         Mutant(
             "exchange/robust",
-            "return norms.counted(total < 0, weight)",
-            "return norms.counted(total > 0, weight)",
+            "return norms.counted(agreed < 0, weight)",
+            "return norms.counted(agreed > 0, weight)",
         ),
         Mutant(
             "exchange/robust",
@@ -1023,7 +1023,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
         Mutant(
             "replicas/sync_replicas.py",
-            "            contributed=zeros_like(state.contributed),\n",
+            "            contributed=trees.zeros_like(state.contributed),\n",
             "",
         ),
         Mutant(

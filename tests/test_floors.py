@@ -15,8 +15,10 @@ FILES = {
 FLOORS = {
     "hlo": 1,
     "trees": 1,
+    "shapes": 1,
     "in_place": 2,
     "rows": 2,
+    "shapes": 0,
     "audit": 2,
     "checks": 3,
     "elementwise": 3,

@@ -363,7 +363,8 @@ def test_take_out_of_range():
 def test_take_refuses_what_is_no_look_up():
     with pytest.raises(TypeError, match="ids must be integers"):
         take(jnp.ones(3), jnp.ones(2))
-    for table in (some_slices(), 3.0, jnp.ones(())):
+    tables: list[Any] = [some_slices(), 3.0, jnp.ones(())]
+    for table in tables:
         with pytest.raises(TypeError, match="take looks rows up"):
             take(table, jnp.array([0]))
 

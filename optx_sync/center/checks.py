@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a center rule in lockstep refuses, and how to mend it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optx_sync.center.contract import CenterRule, InnerState, check_rule
 from optx_sync.checks import (
@@ -34,19 +36,19 @@ def check_lockstep_rule(rule: CenterRule, call: str) -> None:
         )
 
 
-def check_inner_state(inner_state: Any) -> None:
+def check_inner_state(inner_state: object) -> None:
     """Refuse what no round can do with the state of `inner`."""
     one_of("inner_state", inner_state, InnerState)
 
 
-def check_delay(delay: Any) -> int:
+def check_delay(delay: int | None) -> int:
     """`delay=` of a center rule, 0 for `None`; else a TypeError or ValueError."""
     if delay is None:
         return 0
     return integer("delay", delay, "It is static, in steps: pass 1, say.", least=0)
 
 
-def check_keep_local(keep_local: Any) -> Any:
+def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
     """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
     if keep_local is None:
         return 0
@@ -55,7 +57,9 @@ def check_keep_local(keep_local: Any) -> Any:
     return keep_local
 
 
-def check_nested(inner_moved: Any, drop_nonfinite: bool, inner_state: str) -> None:
+def check_nested(
+    inner_moved: Callable | None, drop_nonfinite: bool, inner_state: str
+) -> None:
     """Refuse to start a center rule inside of this one anew."""
     if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
         got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
@@ -65,7 +69,9 @@ def check_nested(inner_moved: Any, drop_nonfinite: bool, inner_state: str) -> No
         )
 
 
-def check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
+def check_streams(
+    streams: bool, inner_state: str, inner_moved: Callable | None
+) -> None:
     """Refuse what a round of a part, or one in two halves, does not know how to do."""
     if not streams:
         return
@@ -84,7 +90,9 @@ def check_streams(streams: bool, inner_state: str, inner_moved: Any) -> None:
         )
 
 
-def check_whole_center(streams: bool, measure: bool, keep_local: Any) -> None:
+def check_whole_center(
+    streams: bool, measure: bool, keep_local: float | jax.Array
+) -> None:
     """Refuse beside `shard_center` what needs the whole center between rounds."""
     keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
     if streams or measure or keeps:
@@ -95,7 +103,9 @@ def check_whole_center(streams: bool, measure: bool, keep_local: Any) -> None:
         )
 
 
-def check_streaming_step(state: Any, expected: Any, meet: Any, in_line: bool) -> None:
+def check_streaming_step(
+    state: Any, expected: Any, meet: bool | jax.Array | None, in_line: bool
+) -> None:
     """Refuse a state of other fragments, and a say where there is none."""
     ages, (_, outer), pending, remembered = expected
     for what, tree, like in (
@@ -126,7 +136,7 @@ def check_delayed_inner(delay: int, extra_args: dict[str, Any]) -> None:
         )
 
 
-def refuse_hidden_center(state: Any) -> None:
+def refuse_hidden_center(state: optax.OptState) -> None:
     """Refuse a center rule that something inside keeps from being told of a round."""
     if holds_center(state):
         raise ValueError(
@@ -156,7 +166,7 @@ def _check_placed(tree: Tree, expected: Tree, what: str) -> None:
         )
 
 
-def _require_within(tree: Tree, pending: Any) -> None:
+def _require_within(tree: Tree, pending: Tree) -> None:
     """Refuse to keep a sum of what varies over mesh axes over which the state is equal.
 
     Shards that are cut by hand do, in `jax.shard_map(check_vma=True)`.
@@ -176,9 +186,9 @@ def _require_within(tree: Tree, pending: Any) -> None:
 
 
 def check_step(
-    grads: Any,
+    grads: Tree,
     state: Any,
-    params: Any,
+    params: Tree,
     axis_name: AxisName,
     rule: CenterRule,
     *,
@@ -212,7 +222,7 @@ def check_step(
     return workers
 
 
-def holds_center(state: Any) -> bool:
+def holds_center(state: optax.OptState) -> bool:
     """Whether the state of a center rule or of gossip stands anywhere in a state."""
 
     def has_center(x):

@@ -17,7 +17,7 @@ def check_code(
     """`exchange=` without lockstep; refuse what has no meaning for one worker alone."""
     if exchange is None:
         return None
-    check_exchange(exchange, exchange)
+    check_exchange(exchange)
     if exchange.code is None:
         raise ValueError(
             "Workers that meet the center one by one push through an exchange that has "

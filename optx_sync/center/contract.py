@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.checks import integer
 
@@ -30,10 +31,10 @@ Period: TypeAlias = int | optax.Schedule
 class Own(NamedTuple):
     """What a worker has of one array when it meets the center (center's dtype)."""
 
-    params: Any  # x: its parameters, after the step
+    params: jax.Array  # x: its parameters, after the step
     # s: the center that it took last. For a rule with `take`: the center as it was
     # before the worker's last round.
-    taken: Any
+    taken: jax.Array
     # The sum of its gradients or updates since its last round, this step's included;
     # None where the rule does not accumulate.
     accumulated: Any
@@ -58,7 +59,7 @@ class Round(NamedTuple):
 
 
 # How much of a contribution the center absorbs, given its `Round`.
-Weigh: TypeAlias = Callable[[Round], Any]
+Weigh: TypeAlias = Callable[[Round], ArrayLike]
 
 
 class CenterRule(NamedTuple):
@@ -96,12 +97,12 @@ class CenterRule(NamedTuple):
         >>> tx = oxs.center_variable(optax.sgd(0.1), half_way, "workers")
     """
 
-    contribute: Callable[[Own, Any, Round], Any]
+    contribute: Callable[[Own, jax.Array, Round], jax.Array]
     outer: optax.GradientTransformation | None = None
-    take: Callable[[Any, Any, Any, Round], Any] | None = None
+    take: Callable[[jax.Array, jax.Array, jax.Array, Round], jax.Array] | None = None
     mean_over: Literal["pushed", "workers"] | None = None
     accumulate: Literal["gradients", "updates"] | None = None
-    penalty: Callable[[Own, Round], Any] | None = None
+    penalty: Callable[[Own, Round], jax.Array] | None = None
     num_workers: int | None = None
     check: Callable[[Period], None] | None = None
     weigh: Weigh | None = None
@@ -124,7 +125,7 @@ def reads(rule: CenterRule, communication_period: Period) -> Reads:
     period = static_period(communication_period)
     at = Round(rule.num_workers or 2, period, np.int32(1), tokens=np.float32(1))
 
-    def own(x: Any, s: Any, a: Any) -> Own:
+    def own(x: jax.Array, s: jax.Array, a: jax.Array) -> Own:
         return Own(x, s, None if rule.accumulate is None else a)
 
     x, s, a, c = _arguments_read(
@@ -156,7 +157,7 @@ def static_period(communication_period: Period) -> int | None:
     return None if callable(communication_period) else communication_period
 
 
-def check_rule(rule: Any, call: str) -> None:
+def check_rule(rule: object, call: str) -> None:
     """A TypeError that shows `call` for anything but a `CenterRule`."""
     if not isinstance(rule, CenterRule):
         raise TypeError(
@@ -164,7 +165,7 @@ def check_rule(rule: Any, call: str) -> None:
         )
 
 
-def weighed(rule: CenterRule, weigh: Any) -> CenterRule:
+def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
     """The rule with `weigh=` of a run, if it is given; a TypeError for no function."""
     if weigh is None:
         return rule

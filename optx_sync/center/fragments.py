@@ -22,33 +22,37 @@ from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like
+from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_nothing, path_name
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
-Fragments: TypeAlias = int | Callable[[tuple[Any, ...], Any], Part]
+Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
 Rows: TypeAlias = slice | np.ndarray
 Meeting = TypeVar("Meeting", bound=Any)
 
-# Fields that are trees like the parameters; of the others each part has its own.
+# Fields that are trees like the parameters; of `inner` parts see the whole, and of the
+# others each part has its own.
 _TREES = ("params", "taken", "accumulated", "center")
 # What a part that sets out changes, and one that lands.
 SETS_OUT = frozenset({"accumulated", "exchange"})
-LANDS = frozenset({"params", "taken", "center", "outer"})
+LANDS = frozenset({"params", "taken", "center", "outer", "inner"})
+# What a worker that starts anew changes.
+MENDS = frozenset({"params", "accumulated", "inner"})
 
 
 class Pending(NamedTuple):
     """The mean or sum of a part that the center has not absorbed yet: equal on all."""
 
-    values: Any  # a tuple of arrays, of the size of the largest part
-    steps: jax.Array  # int32[], `Round.steps` of its round
+    values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
+    steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
 
 class Outgoing(NamedTuple):
     """What a worker contributes to the sum of the next step: its own."""
 
-    values: Any  # a tuple of arrays, of the size of the largest part
-    steps: jax.Array  # int32[], `Round.steps` of its round
+    values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
+    steps: Int32[Array, ""]  # `Round.steps` of its round
     weight: Any  # float32[], 0 where the worker is left out, or ()
 
 
@@ -57,7 +61,7 @@ class _Strided(NamedTuple):
 
     number: int
 
-    def __call__(self, path: tuple[Any, ...], leaf: Any) -> Part:
+    def __call__(self, path: jax.tree_util.KeyPath, leaf: jax.Array) -> Part:
         for key in path:
             place = getattr(key, "idx", None)
             if place is not None:
@@ -110,7 +114,7 @@ def strided(number: int) -> Fragments:
     return _Strided(int(number))
 
 
-def check_fragments(fragments: Any) -> Fragments:
+def check_fragments(fragments: object) -> Fragments:
     """`fragments=` of a center rule, 1 for `None`; else a TypeError or ValueError."""
     if fragments is None:
         return 1
@@ -169,13 +173,13 @@ class Whole:
         """All of it."""
         return values
 
-    def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
+    def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
         """A state for the one part."""
         return start(tree)
 
     def in_turn(
         self,
-        part: Any,
+        part: Tree,
         change: Callable[[Meeting, int], Meeting],
         now: Meeting,
         changes: frozenset[str],
@@ -241,13 +245,13 @@ class Partition(Whole):
             for x, rows, value in zip(leaves, self._rows[part], values, strict=True)
         )
 
-    def each(self, start: Callable[[Tree], Any], tree: Tree) -> Any:
+    def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
         """A tuple of states, one for each part."""
         return tuple(start(self.pick(tree, part)) for part in range(self.number))
 
     def in_turn(
         self,
-        part: Any,
+        part: Tree,
         change: Callable[[Meeting, int], Meeting],
         now: Meeting,
         changes: frozenset[str],
@@ -256,64 +260,64 @@ class Partition(Whole):
 
         Each part has a conditional of its own, which carries what is changed of that
         part only: XLA copies what several branches of one conditional hand on. What is
-        read alone is cut inside of the branch.
+        read alone is cut inside of the branch, and is no operand where nobody reads it.
         """
         for number in range(self.number):
+            fields = fields_of(now)
+            nothing: dict[str, Tree] = dict.fromkeys(fields, ())
 
-            def changed(given, number=number):
-                seen, whole = given
-                fields = _fields_of(whole)
+            def changed(given, number=number, fields=fields, nothing=nothing):
+                seen, rest = given
                 read = {
                     name: self._of_part(name, field, number)
                     for name, field in fields.items()
                     if name not in changes
                 }
-                after = change(_with_fields(whole, read | seen), number)
-                found = _fields_of(after)
+                after = change(with_fields(rest, read | seen), number)
+                found = fields_of(after)
                 found = {name: found[name] for name in seen}
-                return vary_like((found, _with_fields(after, fields)), given)
+                return vary_like((found, with_fields(after, nothing)), given)
 
-            fields = _fields_of(now)
             seen = {name: self._of_part(name, fields[name], number) for name in changes}
-            seen, now = jax.lax.cond(
-                part == number, changed, lambda given: given, (seen, now)
-            )
+            given = seen, with_fields(now, nothing)
+            seen, rest = jax.lax.cond(part == number, changed, lambda same: same, given)
             after = {
                 name: self._with_part(name, fields[name], number, value)
                 for name, value in seen.items()
             }
-            now = _with_fields(now, fields | after)
+            now = with_fields(rest, fields | after)
         return now
 
-    def _of_part(self, name: str, field: Any, part: int) -> Any:
+    def _of_part(self, name: str, field: Tree, part: int) -> Tree:
         if name in _TREES:
             return self.pick(field, part)
-        return field if is_nothing(field) else field[part]
+        return field if name == "inner" or is_nothing(field) else field[part]
 
-    def _with_part(self, name: str, field: Any, part: int, value: Any) -> Any:
+    def _with_part(self, name: str, field: Tree, part: int, value: Tree) -> Tree:
         if name in _TREES:
             return self.put(field, part, value)
+        if name == "inner":
+            return value
         if is_nothing(field):
             return field
         return (*field[:part], value, *field[part + 1 :])
 
 
-def _fields_of(now: Any) -> dict[str, Any]:
-    """What of a meeting parts have of their own."""
+def fields_of(now: Any) -> dict[str, Tree]:
+    """What a round has of worker and center, by the names that say what it changes."""
     return {
-        "params": now.worker.params,
-        "taken": now.worker.taken,
-        "accumulated": now.worker.accumulated,
+        **now.worker._asdict(),
         "center": now.center.value,
         "outer": now.center.outer,
         "exchange": now.exchange,
     }
 
 
-def _with_fields(now: Any, fields: dict[str, Any]) -> Any:
-    names = "params", "taken", "accumulated"
+def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
+    """A round with other values of what `fields_of` names."""
+    own = {name: fields[name] for name in now.worker._fields}
     return now._replace(
-        worker=now.worker._replace(**{name: fields[name] for name in names}),
+        worker=now.worker._replace(**own),
         center=now.center._replace(value=fields["center"], outer=fields["outer"]),
         exchange=fields["exchange"],
     )
@@ -336,10 +340,8 @@ class Buffer:
 
     def __init__(self, partition: Whole, tree: Tree):
         """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
-        self._parts = [
-            jax.eval_shape(lambda tree, part=part: partition.pick(tree, part), tree)
-            for part in range(partition.number)
-        ]
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
         self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
@@ -380,7 +382,9 @@ class Buffer:
         return treedef.unflatten(map(shaped, found, like))
 
 
-def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+def _asked(
+    function: Callable, path: jax.tree_util.KeyPath, leaf: jax.Array
+) -> np.ndarray:
     """The part of each row, as a function of the user says: one of all, or int[n]."""
     shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     answer = function(path, shape)
@@ -406,7 +410,7 @@ def _asked(function: Callable, path: tuple[Any, ...], leaf: Any) -> np.ndarray:
     return owner.reshape(-1) if owner.ndim else np.full(max(rows or 1, 1), owner)
 
 
-def _balanced(leaves: list[Any], number: int) -> list[np.ndarray]:
+def _balanced(leaves: list[jax.Array], number: int) -> list[np.ndarray]:
     """Parts of about equal bytes, leaves in order; a leaf is cut between its rows."""
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves]
     total, start, owners = max(sum(sizes), 1), 0, []
@@ -432,10 +436,13 @@ def _rows_of(owner: np.ndarray, part: int) -> Rows | None:
 
 
 def _take_rows(x: Any, rows: Rows) -> Any:
+    if isinstance(rows, slice) and rows == slice(None):
+        return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda x: _take_rows(x, rows), x)
+        many = len(np.arange(x.shape[0])[rows])
+        return jax.ShapeDtypeStruct((many, *x.shape[1:]), x.dtype)
     if isinstance(rows, slice):
-        return x if rows == slice(None) else x[rows]
+        return x[rows]
     return x.at[jnp.asarray(rows)].get(unique_indices=True, indices_are_sorted=True)
 
 

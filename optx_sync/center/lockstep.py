@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
@@ -30,36 +32,21 @@ from optx_sync.center.fragments import (
 )
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
-from optx_sync.center.rounds.in_pieces import Pieces, ShardedCenter
+from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, state_class
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
+from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
-from optx_sync.comm.varying import (
-    everywhere,
-    localize,
-    localize_where_mapped,
-    vary_with,
-)
+from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import (
-    Exchange,
-    check_exchange,
-    check_weight,
-    start_outliers,
-)
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
-from optx_sync.trees import (
-    check_accumulator_dtype,
-    is_finite,
-    is_placeholder,
-    shapes_of,
-)
+from optx_sync.trees import Tree
 
 
 def center_variable(
@@ -70,8 +57,8 @@ def center_variable(
     communication_period: Period = 10,
     inner_state: InnerState = "keep",
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
-    exchange: Exchange | None = None,
+    accumulator_dtype: DTypeLike | None = None,
+    exchange: exchanges.Exchange | None = None,
     measure: bool = False,
     shard_center: bool = False,
     # Not 1, 0 and 0: `optax.inject_hyperparams` would trace these.
@@ -218,33 +205,31 @@ def center_variable(
     keep_local = checks.check_keep_local(keep_local)
     streams = fragments != 1 or delay > 0
     checks.check_streams(streams, inner_state, inner_moved)
-    exchange = check_exchange(exchange, all_reduce())
+    exchange = exchanges.check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
-    sharded = None
     if shard_center:
         checks.check_whole_center(streams, measure, keep_local)
-        sharded = ShardedCenter(rule, period, axis_name, exchange)
+    meeting = Meeting(
+        inner,
+        rule,
+        axis_name,
+        exchange,
+        inner_state,
+        drop_nonfinite,
+        measure,
+        keep_local,
+    )
     lockstep = Lockstep(
-        Meeting(
-            inner,
-            rule,
-            axis_name,
-            exchange,
-            inner_state,
-            drop_nonfinite,
-            measure,
-            keep_local,
-        ),
+        meeting,
         period,
         fragments,
         delay,
-        check_accumulator_dtype(accumulator_dtype),
+        trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period),
         nests=True,
         state=state_class(rule),
-        sharded=sharded,
-        round=None,
+        round=pieces(meeting, period) if shard_center else None,
     )
     return direct_transformation(
         lockstep.init,
@@ -270,21 +255,23 @@ class Lockstep(NamedTuple):
     period: Period
     fragments: Fragments
     delay: int
-    dtype: Any
+    dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
     nests: bool  # whether `inner` may be a center rule, which is told of every round
     state: type[CenterState]
-    sharded: ShardedCenter | None = None
     round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
 
-    def plan(self, center: Any) -> _Plan:
+    @property
+    def sharded(self) -> Pieces | None:
+        """The rounds, where the center lies in pieces."""
+        return self.round if isinstance(self.round, Pieces) else None
+
+    def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
         if self.round is not None:
             return _Plan(parts, between, self.round)
-        if self.sharded is not None:
-            return _Plan(parts, between, Pieces(self.meeting, self.sharded))
         if not self.delay:
             return _Plan(parts, between, AtOnce(self.meeting))
         # One exchange in each step, of what the step before has left.
@@ -292,24 +279,24 @@ class Lockstep(NamedTuple):
             return _Plan(parts, between, InLine(self.meeting))
         return _Plan(parts, between, Later(self.meeting, self.delay))
 
-    def start(self, center: Any) -> tuple[Any, Center, Any, Any]:
+    def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) of the first step."""
-        if is_placeholder(center):
+        if trees.is_placeholder(center):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
         if self.sharded is None:
             held = self.meeting.start_center(parts, center)
         else:
-            held = Center(*self.sharded.start(center))
+            held = self.sharded.start_center(center)
         return ages, held, *round_.start(parts, center)
 
-    def start_placeholder(self, center: Any) -> tuple[Any, Center, Any, Any]:
+    def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
         if self.sharded is not None:
-            return (), Center(*self.sharded.start(center)), (), ()
+            return (), self.sharded.start_center(center), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
-        known, shapes = number_of_parts(self.fragments), shapes_of(center)
+        known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
             known = split(self.fragments, shapes).number
 
@@ -327,7 +314,7 @@ class Lockstep(NamedTuple):
             some if in_line else each(self.meeting.exchange.init),
         )
 
-    def init(self, params: Any) -> CenterState:
+    def init(self, params: Tree) -> CenterState:
         """The state of a worker that has not made a step."""
         meeting = self.meeting
         rule, exchange, drops = meeting.rule, meeting.exchange, meeting.drop_nonfinite
@@ -339,7 +326,8 @@ class Lockstep(NamedTuple):
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
         own = functools.partial(
-            map_but_counters, lambda x: localize_where_mapped(x, meeting.axis_name)
+            map_but_counters,
+            lambda x: varying.localize_where_mapped(x, meeting.axis_name),
         )
         return self.state(
             local_step=jnp.zeros((), jnp.int32),
@@ -348,16 +336,18 @@ class Lockstep(NamedTuple):
             ages=ages,
             center=held.value,
             taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
-            outer=vary_with(held.outer, center) if self.sharded is None else held.outer,
+            outer=varying.vary_with(held.outer, center)
+            if self.sharded is None
+            else held.outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
-            else vary_with(pending, center),
+            else varying.vary_with(pending, center),
             accumulated=own(work.start_accumulated(rule, center)),
             broken=own(jnp.bool_(False)) if drops else (),
             exchange=own(remembered),
             info=SharedInfo(
                 dropped=own(jnp.zeros((), jnp.int32)),
-                outliers=own(start_outliers(exchange)),
+                outliers=own(exchanges.start_outliers(exchange)),
                 distance=own(jnp.float32(0)) if meeting.measure else (),
                 measured=start(exchange.exact, False) if meeting.measure else (),
             ),
@@ -366,14 +356,14 @@ class Lockstep(NamedTuple):
 
     def apply(
         self,
-        grads: Any,
+        grads: Tree,
         state: CenterState,
-        params: Any,
+        params: Tree,
         *,
-        meet: Any = None,
-        weight: Any = None,
+        meet: bool | jax.Array | None = None,
+        weight: ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, CenterState]:
+    ) -> tuple[Tree, CenterState]:
         """One step that returns parameters: the driver of every center rule."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
@@ -391,9 +381,9 @@ class Lockstep(NamedTuple):
             **extra_args if weight is None else {**extra_args, "weight": weight},
         )
         worker, broken = self.own_step(before, worker, state.broken)
-        due = meet
-        if meet is None:
-            due = work.is_due(plan.between, steps, state.local_step)
+        due = (
+            work.is_due(plan.between, steps, state.local_step) if meet is None else meet
+        )
         step = Step(
             num_workers=num_workers,
             period=static_period(self.period),
@@ -426,7 +416,7 @@ class Lockstep(NamedTuple):
         return now.worker.params, self.next_state(state, now, step, broken)
 
     def next_state(
-        self, state: CenterState, now: Now, step: Step, broken: Any
+        self, state: CenterState, now: Now, step: Step, broken: jax.Array | None
     ) -> CenterState:
         """The state after a step, of what a round has changed."""
         due, ages = jnp.asarray(step.due), step.ages
@@ -450,27 +440,33 @@ class Lockstep(NamedTuple):
 
     def own_step(
         self, before: Worker, worker: Worker, broken: Any
-    ) -> tuple[Worker, Any]:
+    ) -> tuple[Worker, Tree]:
         """(the worker after its own step, whether it is broken or `None`)."""
         axis_name = self.meeting.axis_name
         # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
-        x, accumulated = localize((worker.params, worker.accumulated), axis_name)
-        inner = map_but_counters(lambda x: localize(x, axis_name), worker.inner)
+        x, accumulated = varying.localize(
+            (worker.params, worker.accumulated), axis_name
+        )
+        inner = map_but_counters(lambda x: varying.localize(x, axis_name), worker.inner)
         worker = worker._replace(params=x, inner=inner, accumulated=accumulated)
         if not self.meeting.drop_nonfinite:
             return worker, None
-        broken = broken | ~everywhere(is_finite(x), before.params, axis_name)
+        broken = broken | ~varying.everywhere(
+            trees.is_finite(x), before.params, axis_name
+        )
         return work.stand_still(before, worker, broken), broken
 
-    def own_weight(self, plan: _Plan, weight: Any) -> tuple[Any, bool]:
+    def own_weight(
+        self, plan: _Plan, weight: ArrayLike | None
+    ) -> tuple[jax.Array | None, bool]:
         """(this worker's weight or `None`, whether all weights are 0 or 1)."""
         meeting = self.meeting
         if weight is None or takes_weight(meeting.inner):
             one = jnp.float32(1)
             if not meeting.drop_nonfinite:
                 return None, True
-            return localize(one, meeting.axis_name), True
-        check_weight(meeting.exchange, weight)
+            return varying.localize(one, meeting.axis_name), True
+        exchanges.check_weight(meeting.exchange, weight)
         if isinstance(plan.round, InLine) and not meeting.drop_nonfinite:
             raise ValueError(
                 "With delay=1 and communication_period equal to the number of "
@@ -481,7 +477,7 @@ class Lockstep(NamedTuple):
         alike = jnp.result_type(weight) == jnp.bool_
         return own_weight(weight, meeting.axis_name), alike
 
-    def check_step(self, grads: Any, state: CenterState, params: Any) -> int:
+    def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""
         num_workers = checks.check_step(
             grads,
@@ -496,7 +492,11 @@ class Lockstep(NamedTuple):
         return num_workers
 
     def check_stream(
-        self, plan: _Plan, state: CenterState, meet: Any, extra_args: dict[str, Any]
+        self,
+        plan: _Plan,
+        state: CenterState,
+        meet: bool | jax.Array | None,
+        extra_args: dict[str, Any],
     ) -> None:
         """Refuse a state of other parts, and what rounds of parts do not take."""
         if self.fragments == 1 and not self.delay:
@@ -510,16 +510,16 @@ class Lockstep(NamedTuple):
             isinstance(plan.round, InLine),
         )
 
-    def moved(self, state: CenterState, before: Any, after: Any) -> CenterState:
+    def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state once a rule around this one has moved the workers' parameters."""
         sharded, axis_name = self.sharded, self.meeting.axis_name
-        center: Any = state.center if sharded is None else state.center.tree
+        center: Tree = state.center if sharded is None else state.center.tree
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),
             work.as_center(before, center),
         )
-        change = reduce(localize(change, axis_name), axis_name)
+        change = reduce(varying.localize(change, axis_name), axis_name)
         taken = state.taken
         if sharded is not None:
             center = sharded.moved(state.center, change)

@@ -3,9 +3,10 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import jax
+from jax.typing import DTypeLike
 
 from optx_sync.center.contract import InnerState
 from optx_sync.center.fragments import Fragments
@@ -18,7 +19,7 @@ class CenterOptions(TypedDict, total=False):
 
     inner_state: InnerState
     drop_nonfinite: bool
-    accumulator_dtype: Any
+    accumulator_dtype: DTypeLike | None
     exchange: Exchange | None
     measure: bool
     shard_center: bool

@@ -13,6 +13,7 @@ from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked
 
 
@@ -23,26 +24,26 @@ class CenterMetrics(NamedTuple):
     worker axis in front, [N].
     """
 
-    rounds: jax.Array  # int32[], rounds so far, those without this worker included
-    steps_since_round: jax.Array  # int32[], 0 after the step in which the workers met
-    # int32[], rounds that left this worker out; 0 without `drop_nonfinite`.
-    dropped: jax.Array
-    # float32[], |x - c|, the norm over all leaves together, as the step has left them;
+    rounds: Int32[Array, ""]  # rounds so far, those without this worker included
+    steps_since_round: Int32[Array, ""]  # 0 after the step in which the workers met
+    # rounds that left this worker out; 0 without `drop_nonfinite`.
+    dropped: Int32[Array, ""]
+    # |x - c|, the norm over all leaves together, as the step has left them;
     # None where `metrics` was not given the parameters.
-    distance: jax.Array | None
+    distance: Float[Array, ""] | None
     # Of the last round, with `measure=True`; otherwise None. But for the distance they
     # are equal on all workers.
-    distance_before_round: jax.Array | None  # float32[], |x - c| before the exchange
-    contribution_norm: jax.Array | None  # float32[], root of the mean square, undivided
-    agreement: jax.Array | None  # float32[], the mean cosine of two contributions
-    update_norm: jax.Array | None  # float32[], of what the center moved
-    contributors: jax.Array | None  # float32[], workers that were not left out
-    # int32[], rounds in which its contribution lay far from the others', with a robust
+    distance_before_round: Float[Array, ""] | None  # |x - c| before the exchange
+    contribution_norm: Float[Array, ""] | None  # root of the mean square, undivided
+    agreement: Float[Array, ""] | None  # the mean cosine of two contributions
+    update_norm: Float[Array, ""] | None  # of what the center moved
+    contributors: Float[Array, ""] | None  # workers that were not left out
+    # rounds in which its contribution lay far from the others', with a robust
     # exchange (see `optx_sync.exchange.robust`); otherwise None.
-    outliers: jax.Array | None
+    outliers: Int32[Array, ""] | None
     # With more than one fragment; otherwise None.
-    last_fragment: jax.Array | None  # int32[], which one met last; -1 before the first
-    fragment_ages: jax.Array | None  # int32[P], steps since each one met
+    last_fragment: Int32[Array, ""] | None  # which one met last; -1 before the first
+    fragment_ages: Int32[Array, " parts"] | None  # steps since each one met
 
 
 def _has_parts(state: "CenterState") -> bool:
@@ -80,25 +81,25 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
 class CenterState(NamedTuple):
     """State of `center_variable`: of a rule that takes the center, and a mean."""
 
-    local_step: jax.Array  # int32[], steps of a worker
-    steps_since_round: jax.Array  # int32[]
-    global_step: jax.Array  # int32[], rounds
+    local_step: Int32[Array, ""]  # steps of a worker
+    steps_since_round: Int32[Array, ""]
+    global_step: Int32[Array, ""]  # rounds
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
-    center: Any
-    taken: Any  # the center before the last round, or () where no formula reads it
+    center: Tree
+    taken: Tree  # the center before the last round, or () where no formula reads it
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    accumulated: Any  # what the worker summed up since the last round, or ()
+    accumulated: Tree  # what the worker summed up since the last round, or ()
     broken: Any  # bool[], it has not been finite since the last round, or ()
-    exchange: Any  # what the exchange remembers, of each fragment, or ()
+    exchange: Tree  # what the exchange remembers, of each fragment, or ()
     info: SharedInfo
     inner: optax.OptState
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center: Any = self.center
+        center: Tree = self.center
         if fields.is_in_pieces(center):
             center = whole_center(center, params)
         else:
@@ -124,7 +125,7 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
-            center: Any = self.center
+            center: Tree = self.center
             if fields.is_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
@@ -203,7 +204,7 @@ def state_class(rule: CenterRule) -> type[CenterState]:
     return CenterState if rule.take is None else SoftCenterState
 
 
-def norm_of(tree: Tree, stacked: int = 0, like: Any = None) -> jax.Array:
+def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     """float32, the norm over all leaves, for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
 

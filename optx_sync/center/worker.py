@@ -5,11 +5,12 @@ Pure functions of a worker and a center. Lockstep, simulation, gossip and the ru
 call them, and add what is theirs: collectives, the order of events, messages.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round
 from optx_sync.checks import explains_inner, fill_missing
@@ -29,31 +30,33 @@ from optx_sync.trees import (
     zeros_like,
 )
 
+GradientLeaf: TypeAlias = jax.Array | IndexedSlices | None
+
 
 class Worker(NamedTuple):
     """What one worker holds."""
 
-    params: Any  # x, in their own dtypes
-    inner: Any  # state of its optimizer
+    params: Tree  # x, in their own dtypes
+    inner: optax.OptState  # state of its optimizer
     # s, the center that it took last, or () where that is the center now. For a rule
     # with `take`: the center as it was before the worker's last round.
-    taken: Any
-    accumulated: Any  # what it summed up since its last round, or ()
+    taken: Tree
+    accumulated: Tree  # what it summed up since its last round, or ()
 
 
 class Center(NamedTuple):
     """What workers share."""
 
-    value: Any  # c, like the parameters, at least float32
-    outer: Any  # state of the rule's outer transformation, or ()
+    value: Tree  # c, like the parameters, at least float32
+    outer: optax.OptState  # state of the rule's outer transformation, or ()
 
 
 def walk(
     inner: optax.GradientTransformationExtraArgs,
     rule: CenterRule,
     worker: Worker,
-    center: Any,
-    grads: Any,
+    center: Tree,
+    grads: Tree,
     at: Round,
     **extra_args: Any,
 ) -> Worker:
@@ -85,15 +88,15 @@ def walk(
     moved = add_updates(params, updates)
     return worker._replace(
         # As their dtypes round them, however XLA fuses the casts.
-        params=jax.tree.map(lambda p: _rounded(p).astype(p.dtype), moved),
+        params=round_like(jax.tree.map(_rounded, moved), moved),
         inner=cast_like(inner_state, worker.inner),
         accumulated=accumulated,
     )
 
 
 def bring(
-    rule: CenterRule, worker: Worker, center: Any, at: Round
-) -> tuple[Worker, Any]:
+    rule: CenterRule, worker: Worker, center: Tree, at: Round
+) -> tuple[Worker, Tree]:
     """(the worker, its sums started anew; what it contributes, not yet divided)."""
     contribution = contribute(
         rule,
@@ -107,8 +110,13 @@ def bring(
 
 
 def contribute(
-    rule: CenterRule, params: Any, taken: Any, accumulated: Any, center: Any, at: Round
-) -> Any:
+    rule: CenterRule,
+    params: Tree,
+    taken: Tree,
+    accumulated: Tree,
+    center: Tree,
+    at: Round,
+) -> Tree:
     """The rule's `contribute` of each array, all of them in the center's dtypes."""
     if rule.accumulate is None:
         accumulated = jax.tree.map(lambda c: None, center)
@@ -121,7 +129,7 @@ def contribute(
     )
 
 
-def share_of_one(rule: CenterRule, contribution: Any, at: Round) -> Any:
+def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
     """What a worker that comes alone adds to the mean that its rule asks for."""
     if rule.mean_over != "workers":
         return contribution
@@ -130,7 +138,7 @@ def share_of_one(rule: CenterRule, contribution: Any, at: Round) -> Any:
     )
 
 
-def weigh_alone(rule: CenterRule, contribution: Any, at: Round) -> Any:
+def weigh_alone(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
     """The contribution of a worker that comes alone, times what `weigh` says."""
     if rule.weigh is None:
         return contribution
@@ -146,7 +154,7 @@ def weigh_alone(rule: CenterRule, contribution: Any, at: Round) -> Any:
 
 
 def absorb(
-    rule: CenterRule, center: Center, total: Any, /, **extra_args: Any
+    rule: CenterRule, center: Center, total: Tree, /, **extra_args: Any
 ) -> Center:
     """The center after the sum or mean of contributions."""
     value, outer = center
@@ -161,10 +169,10 @@ def absorb(
 def take(
     rule: CenterRule,
     worker: Worker,
-    before: Any,
-    after: Any,
+    before: Tree,
+    after: Tree,
     at: Round,
-    keep_local: Any = 0,
+    keep_local: float | jax.Array = 0,
 ) -> Worker:
     """The worker after a round that has moved the center from `before` to `after`.
 
@@ -184,13 +192,16 @@ def take(
     return worker._replace(params=round_like(x, worker.params), taken=taken)
 
 
-def stand_still(worker: Worker, walked: Worker, broken: Any) -> Worker:
+def stand_still(worker: Worker, walked: Worker, broken: jax.Array) -> Worker:
     """`walked`, but with the parameters from before the step where it is broken."""
     return walked._replace(params=where(broken, worker.params, walked.params))
 
 
 def mend(
-    inner: optax.GradientTransformation, worker: Worker, center: Any, well: Any
+    inner: optax.GradientTransformation,
+    worker: Worker,
+    center: Tree,
+    well: jax.Array,
 ) -> Worker:
     """A broken worker takes the center, a fresh inner state, and sums up anew."""
     params = where(well, worker.params, round_like(center, worker.params))
@@ -202,8 +213,8 @@ def mend(
 
 
 def is_due(
-    communication_period: Period, steps: Any, local_step: jax.Array | int
-) -> Any:
+    communication_period: Period, steps: jax.Array | int, local_step: jax.Array | int
+) -> bool | jax.Array:
     """Whether a worker meets the center in this step: bool[].
 
     Args:
@@ -227,7 +238,7 @@ def is_due(
     return ~(jnp.asarray(steps, jnp.float32) < period.astype(jnp.float32))
 
 
-def start_center(params: Tree, dtype: Any = None) -> Tree:
+def start_center(params: Tree, dtype: DTypeLike | None = None) -> Tree:
     """A copy of the parameters, at least float32 unless a dtype is given.
 
     The copy shares no buffer with the parameters, so that both can be donated.
@@ -261,24 +272,29 @@ def start_accumulated(rule: CenterRule, center: Tree) -> Tree:
 
 def as_center(params: Tree, center: Tree) -> Tree:
     """Parameters in the center's dtypes, as their own dtypes round them."""
-    return jax.tree.map(lambda p, c: _rounded(p).astype(c.dtype), params, center)
+    return round_like(jax.tree.map(_rounded, params), center)
 
 
-def round_like(tree: Any, like: Any) -> Any:
+def round_like(tree: Tree, like: Tree) -> Tree:
     """The tree in the dtypes of another one."""
-    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, like)
+    return jax.tree.map(
+        lambda x, p: x if x.dtype == p.dtype else x.astype(p.dtype), tree, like
+    )
 
 
-def _taken(worker: Worker, center: Any) -> Any:
+def _taken(worker: Worker, center: Tree) -> Tree:
     return center if is_nothing(worker.taken) else worker.taken
 
 
 def _rounded(param: jax.Array) -> jax.Array:
     """At least float32; where the cast that rounded it is near XLA may drop both."""
-    return round_to(param.astype(at_least_float32(param.dtype)), param.dtype)
+    wide = at_least_float32(param.dtype)
+    return param if wide == param.dtype else round_to(param.astype(wide), param.dtype)
 
 
-def _penalised(rule: CenterRule, grad: Any, param: Any, taken: Any, at: Round) -> Any:
+def _penalised(
+    rule: CenterRule, grad: Any, param: jax.Array, taken: jax.Array, at: Round
+) -> jax.Array | None:
     if grad is None or rule.penalty is None:
         return grad
     pull = rule.penalty(Own(param.astype(taken.dtype), taken, None), at)
@@ -288,7 +304,7 @@ def _penalised(rule: CenterRule, grad: Any, param: Any, taken: Any, at: Round) -
     return round_to(total, grad.dtype).astype(grad.dtype)
 
 
-def _added(value: Any, total: Any) -> Any:
+def _added(value: GradientLeaf, total: jax.Array) -> jax.Array:
     if value is None:
         return total
     if isinstance(value, IndexedSlices):
@@ -296,12 +312,12 @@ def _added(value: Any, total: Any) -> Any:
     return total + value.astype(total.dtype)
 
 
-def _mixed(x: Any, center: Any, keep_local: Any) -> Any:
+def _mixed(x: jax.Array, center: jax.Array, keep_local: float | jax.Array) -> jax.Array:
     own = jnp.asarray(keep_local, center.dtype)
     return own * x + (1 - own) * center
 
 
-def _dense(update: Any, param: jax.Array) -> Any:
+def _dense(update: GradientLeaf, param: jax.Array) -> jax.Array | None:
     if isinstance(update, IndexedSlices):
         return update.to_dense(param.shape[0])
     return update

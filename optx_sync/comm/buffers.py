@@ -8,18 +8,24 @@ floating and integer dtypes on some platforms, and leaves bytes alone on all of 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from optx_sync.comm.collectives import varying_axes
 from optx_sync.comm.varying import axes_of, localize
+from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
+Octets: TypeAlias = UInt8[Array, "... bytes"]
+# An array, or what has its shape and dtype.
+Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
-def alike(x: Any) -> Any:
+
+def alike(x: Like) -> Any:
     """The dtype and type of an array: joined arrays get one.
 
     One that is equal on all shards of a worker would come back unequal from beside
@@ -28,7 +34,7 @@ def alike(x: Any) -> Any:
     return jnp.dtype(x.dtype), varying_axes(x)
 
 
-def joinable() -> Callable[[Any], Any]:
+def joinable() -> Callable[[Like], Any]:
     """Which arrays to join: `alike` ones, or none where that would gather them.
 
     So it would where the compiler lays arrays out over mesh axes of its own
@@ -48,7 +54,7 @@ class Joint:
             elements is in none: none is empty.
     """
 
-    def __init__(self, arrays: Sequence[Any], kind: Callable[[Any], Any] = alike):
+    def __init__(self, arrays: Sequence[Like], kind: Callable[[Like], Any] = alike):
         """Those of one kind; of arrays or `jax.ShapeDtypeStruct`."""
         found: dict[Any, list[int]] = {}
         for place, x in enumerate(arrays):
@@ -60,41 +66,39 @@ class Joint:
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The joined arrays."""
-        return [
-            jnp.concatenate([arrays[i] for i in places], axis=-1)
-            for places in self.places
-        ]
+        together = ([arrays[i] for i in places] for places in self.places)
+        return [jnp.concatenate(arrays, axis=-1) for arrays in together]
 
     def cut(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
         """What has the numbers of each along the last axis, padded or not, cut again.
 
         For what has no elements it is a constant.
         """
-        found = [jnp.zeros(x.shape, x.dtype) if not x.size else x for x in self._like]
+        found: list[Any] = [
+            x if x.size else jnp.zeros(x.shape, x.dtype) for x in self._like
+        ]
         for places, whole in zip(self.places, joined, strict=True):
             start = 0
             for place in places:
-                width = self._like[place].shape[-1]
+                end = start + self._like[place].shape[-1]
                 found[place] = whole
-                if width < whole.shape[-1]:
-                    found[place] = jax.lax.slice_in_dim(
-                        whole, start, start + width, axis=-1
-                    )
-                start += width
+                if end - start < whole.shape[-1]:
+                    found[place] = jax.lax.slice_in_dim(whole, start, end, axis=-1)
+                start = end
         return found
 
 
 def through(
     send: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
-    kind: Callable[[Any], Any] = alike,
+    kind: Callable[[Like], Any] = alike,
 ) -> list[jax.Array]:
     """`send` of arrays [..., numbers] that are joined, and cut again."""
     joint = Joint(arrays, kind)
     return joint.cut([send(x) for x in joint.join(arrays)])
 
 
-def wide(x: Any) -> Any:
+def wide(x: jax.Array) -> jax.Array:
     """The array, in float32 where it is half precision."""
     return x.astype(at_least_float32(x.dtype))
 
@@ -104,19 +108,19 @@ def flat(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [x.reshape(-1) for x in arrays]
 
 
-def shaped(x: jax.Array, like: Any) -> jax.Array:
+def shaped(x: jax.Array, like: Like) -> jax.Array:
     """The first numbers of an array in the shape of another one."""
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def in_rows(x: Any, n: int) -> Any:
-    """A flat array, padded, as a piece for each of n replicas: `[n, k]`."""
+def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
+    """A flat array, padded, as a piece for each of n replicas."""
     return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
 
 
 def one_behind_the_other(
-    arrays: Sequence[jax.Array], size: int, dtype: Any
-) -> jax.Array:
+    arrays: Sequence[jax.Array], size: int, dtype: DTypeLike
+) -> Shaped[Array, " {size}"]:
     """Arrays as one flat one, and zeros to the size."""
     missing = size - sum(x.size for x in arrays)
     padding = [jnp.zeros(missing, dtype)] if missing else []
@@ -125,8 +129,8 @@ def one_behind_the_other(
     return jnp.concatenate([*flat(arrays), *padding])
 
 
-def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """uint8[..., n] codes of 1, 2, 4 or 8 bits as bytes, uint8[..., ceil(n bits / 8)].
+def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
+    """N codes of 1, 2, 4 or 8 bits as ceil(n bits / 8) bytes.
 
     A byte holds numbers that lie far apart, so that both sides are contiguous.
     """
@@ -139,7 +143,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
 
 
-def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
+def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]:
     """The `count` codes along the last axis that `pack` made bytes of."""
     if bits == 8:
         return packed
@@ -148,21 +152,21 @@ def unpack(packed: jax.Array, bits: int, count: int) -> jax.Array:
     return parts.reshape(*packed.shape[:-1], -1)[..., :count]
 
 
-def _places(parts: jax.Array, bits: int) -> np.ndarray:
+def _places(parts: UInt8[Array, "... _ _"], bits: int) -> np.ndarray:
     """Where in a byte the codes of each part stand; parts lie along the axis -2."""
     places = np.arange(0, 8, bits, dtype=np.uint8)
     return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
 
 
-def to_bytes(x: jax.Array) -> jax.Array:
-    """The bytes of numbers along the last axis, uint8[..., bytes]."""
+def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
+    """The bytes of numbers along the last axis."""
     octets = jax.lax.bitcast_convert_type(x, jnp.uint8)
     if octets.ndim == x.ndim:  # of one byte each
         return octets
     return octets.reshape(*x.shape[:-1], -1)
 
 
-def from_bytes(octets: jax.Array, dtype: Any) -> jax.Array:
+def from_bytes(octets: Octets, dtype: DTypeLike) -> Num[Array, "... numbers"]:
     """The numbers of which `to_bytes` made bytes."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:

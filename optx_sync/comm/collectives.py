@@ -10,15 +10,20 @@ so that the rest of the package sees one answer everywhere.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
+
+from optx_sync.shapes import Array, Int32, Shaped
+from optx_sync.trees import Tree
 
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
+Result = TypeVar("Result")
 # What a message recommends where Explicit axes do not do.
 _AUTO_MESH = (
     "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
@@ -44,19 +49,17 @@ class Groups:
         self.size: int = len(assignment[0])
         # own_group[i] is the number of the group that holds replica i.
         numbers = {m: number for number, group in enumerate(assignment) for m in group}
-        self.own_group: list[int] = [
-            numbers[replica] for replica in range(len(numbers))
-        ]
+        self.own_group: list[int] = [numbers[i] for i in range(len(numbers))]
         # JAX has collectives of groups over a single manual axis only.
         manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
         self.native: bool = len(axes) == 1 and manual
 
 
-def check_axis_name(axis_name: Any) -> tuple[str, ...]:
+def check_axis_name(axis_name: object) -> tuple[str, ...]:
     """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
     if axis_name is ALONE:
         return ALONE
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    axes: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
     names = isinstance(axes, tuple | list) and all(isinstance(a, str) for a in axes)
     if not names or not axes:
         raise TypeError(
@@ -82,8 +85,8 @@ def is_mapped(axis_name: AxisName) -> bool:
     return True
 
 
-def axis_index(axis_name: AxisName) -> jax.Array:
-    """This replica's number, int32 in `range(axis_size)`; the first axis is major."""
+def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
+    """This replica's number in `range(axis_size)`; the first axis is major."""
     index = jnp.int32(0)
     for axis in check_axis_name(axis_name):
         own = _bound(lax.axis_index, axis)
@@ -101,7 +104,7 @@ def axis_index(axis_name: AxisName) -> jax.Array:
     return index
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The manual mesh axes over which the type of an array says that it varies."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return jax.typeof(x).manual_axis_type.varying
@@ -138,7 +141,7 @@ def reducible(axis_name: AxisName) -> tuple[str, ...]:
     return axes
 
 
-def require_whole_lanes(tree: Any, axis_name: AxisName) -> bool:
+def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
     """Whether these are lanes of `jax.vmap` on a mesh of Explicit axes.
 
     Lanes that are sharded over such axes themselves are refused: JAX has no sum of
@@ -169,15 +172,14 @@ def psum(
         return lax.psum(operands, axes)
     # There JAX's own psum gives its result the sharding of the axis that it sums over.
     for axis in axes:
-        operands = [
-            jnp.sum(lax.all_gather(x, axis), 0, dtype=x.dtype) for x in operands
-        ]
+        gathered = lax.all_gather(list(operands), axis)
+        operands = [jnp.sum(x, 0, dtype=x.dtype) for x in gathered]
     return list(operands)
 
 
 def gather(
-    x: jax.Array, axis_name: AxisName, groups: Groups | None = None
-) -> jax.Array:
+    x: Shaped[Array, "rows ..."], axis_name: AxisName, groups: Groups | None = None
+) -> Shaped[Array, "everyone ..."]:
     """The arrays of all replicas along axis 0, one behind the other, equal on all.
 
     With `groups`, those of this replica's group.
@@ -200,8 +202,10 @@ def gather(
     return everyone.reshape((everyone.shape[0] * x.shape[0], *x.shape[1:]))
 
 
-def all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Row j of replica i's `x[N, ...]` becomes row i of replica j's result."""
+def all_to_all(
+    x: Shaped[Array, "replicas ..."], axis_name: AxisName
+) -> Shaped[Array, "replicas ..."]:
+    """Row j of replica i's array becomes row i of replica j's result."""
     axes = reducible(axis_name)
     rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
     # One by one, as JAX has none over two axes of vmap; the first is major.
@@ -237,7 +241,7 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
     return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
 
 
-def _bound(function, axis):
+def _bound(function: Callable[[str], Result], axis: str) -> Result:
     """`function(axis)`, with a telling error where the axis is not mapped."""
     try:
         return function(axis)

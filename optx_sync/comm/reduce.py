@@ -12,39 +12,30 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
-from optx_sync.comm.buffers import flat, shaped, through
-from optx_sync.comm.collectives import (
-    AxisName,
-    GroupAssignment,
-    Groups,
-    axis_index,
-    axis_size,
-    check_axis_name,
-    checked_axes,
-    gather,
-    psum,
-    reducible,
-    scatter_sum,
-    varying_axes,
-)
+from optx_sync.comm import buffers, collectives
+from optx_sync.comm.collectives import AxisName, GroupAssignment, Groups
 from optx_sync.comm.varying import localize, require_local
 from optx_sync.rows.slices import IndexedSlices
-from optx_sync.trees import at_least_float32, is_floating, is_inexact, is_slices
+from optx_sync.shapes import Array, Float
+from optx_sync.trees import Tree, at_least_float32, is_floating, is_inexact, is_slices
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-Tree = TypeVar("Tree")
+SameTree = TypeVar("SameTree")
+Number: TypeAlias = Float[Array, ""]
 
 
 def reduce(
-    tree: Tree,
+    tree: SameTree,
     axis_name: AxisName,
     *,
     reduction: Reduction = "mean",
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
-    dtype: Any = None,
-) -> Tree:
+    dtype: DTypeLike | None = None,
+) -> SameTree:
     r"""Mean or sum over the replicas of every leaf of a tree.
 
     For leaf x_i of replica i, with N replicas and weights w_i:
@@ -96,29 +87,31 @@ def reduce(
         >>> jax.vmap(mean_loss, axis_name="data")(losses, tokens)
         Array([1.75, 1.75], dtype=float32)
     """
-    options: Any = {"reduction": reduction, "weight": weight, "dtype": dtype}
-    return reduce_and_sum(
-        tree, axis_name, None, group_assignment=group_assignment, **options
-    )[0]
+    found = reduce_and_sum(
+        tree, axis_name, None, reduction, weight, group_assignment, dtype
+    )
+    return found[0]
 
 
 def reduce_and_sum(
-    tree: Tree,
+    tree: SameTree,
     axis_name: AxisName,
-    also: Any,
-    *,
+    also: Tree,
     reduction: Reduction = "mean",
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
-    dtype: Any = None,
-) -> tuple[Tree, Any, Any]:
+    dtype: DTypeLike | None = None,
+) -> tuple[SameTree, Tree, Number | int]:
     """`reduce`, and sums of a tree of scalars that travel with it: (tree, sums, total).
 
     The total is the sum of the weights, or the number of replicas.
     """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
-    axes, size = check_axis_name(axis_name), axis_size(axis_name)
+    axes, size = (
+        collectives.check_axis_name(axis_name),
+        collectives.axis_size(axis_name),
+    )
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
@@ -128,7 +121,7 @@ def reduce_and_sum(
     if group_assignment is not None:
         check_group_assignment(group_assignment, size)
         groups = Groups(axes, group_assignment)
-    reducible(axes)
+    collectives.reducible(axes)
     require_local(tree, axis_name)
 
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
@@ -169,7 +162,9 @@ def reduce_and_sum(
             values = weigh(values, fraction)
             # A row of a replica without weight is not a touched row: -1 names no row.
             indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
-        rows = IndexedSlices(*(gather(x, axes, groups) for x in (indices, values)))
+        rows = IndexedSlices(
+            *(collectives.gather(x, axes, groups) for x in (indices, values))
+        )
         dtype = leaf.values.dtype
         return rows.sum_duplicates().map_values(lambda v: _in_dtype(v, dtype))
 
@@ -178,7 +173,7 @@ def reduce_and_sum(
     return tree, names.unflatten(dense), total
 
 
-def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
     """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
     if weight is None:
         return x
@@ -186,7 +181,7 @@ def weigh(x: jax.Array, weight: jax.Array | None) -> jax.Array:
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
-def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
+def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
     """This replica's weight as a checked float that varies over the axis, or `None`."""
     if weight is None:
         return None
@@ -197,7 +192,7 @@ def own_weight(weight: Any, axis_name: AxisName) -> jax.Array | None:
             "`weights.sum()`."
         )
     concrete = not isinstance(weight, jax.core.Tracer)
-    if concrete and not 0 <= float(weight) < math.inf:
+    if concrete and not 0 <= float(np.asarray(weight)) < math.inf:
         raise ValueError(f"weight must be finite and not negative; got {weight}.")
     array = jnp.asarray(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
@@ -211,53 +206,50 @@ def or_one(total: jax.Array) -> jax.Array:
 
 
 def mean_extra_args(
-    extra_args: dict[str, Any],
+    extra_args: dict[str, Tree],
     names: Sequence[str],
     axis_name: AxisName,
     *,
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Tree]:
     """Extra arguments for an inner transformation that must see one on all replicas.
 
     Those that are named are their means over the replicas, as those of gradients are;
     what is known to be equal is left alone: Python's numbers, and under check_vma=True
     what does not vary. There other scalars that do vary are refused.
     """
-    axes = set(checked_axes(axis_name))
-    unchecked = set(check_axis_name(axis_name)) - axes
+    axes = set(collectives.checked_axes(axis_name))
+    unchecked = set(collectives.check_axis_name(axis_name)) - axes
 
-    def mean(x: Any) -> Any:
+    def mean(x):
         if isinstance(x, bool | int | float):
             return x
         x = jnp.asarray(x)
-        if not (unchecked or varying_axes(x) & axes):
+        if not (unchecked or collectives.varying_axes(x) & axes):
             return x
         own = localize(x, axis_name)
         return reduce(own, axis_name, weight=weight, group_assignment=group_assignment)
 
-    def refuse(name: str, x: Any) -> None:
-        scalar = isinstance(x, jax.Array) and x.ndim == 0
-        if scalar and not unchecked and varying_axes(x) & axes:
-            raise ValueError(
-                f"The extra argument {name!r} varies over the mesh axis {axis_name!r}: "
-                "an optimizer that reads it would make equal replicas drift apart. "
-                f"Pass its mean, oxs.reduce({name}, {axis_name!r}), or name it in "
-                "reduce_extra_args= of the wrapper around that optimizer."
-            )
-
     for name in set(extra_args) - set(names):
-        for leaf in jax.tree.leaves(extra_args[name]):
-            refuse(name, leaf)
+        for x in jax.tree.leaves(extra_args[name]):
+            scalar = isinstance(x, jax.Array) and x.ndim == 0
+            if scalar and not unchecked and collectives.varying_axes(x) & axes:
+                raise ValueError(
+                    f"The extra argument {name!r} varies over the mesh axis "
+                    f"{axis_name!r}: an optimizer that reads it would make equal "
+                    "replicas drift apart. Pass its mean, "
+                    f"oxs.reduce({name}, {axis_name!r}), or name it in "
+                    "reduce_extra_args= of the wrapper around that optimizer."
+                )
     named = [name for name in names if extra_args.get(name) is not None]
     return extra_args | {name: jax.tree.map(mean, extra_args[name]) for name in named}
 
 
-def check_extra_args(names: Any) -> tuple[str, ...]:
+def check_extra_args(names: object) -> tuple[str, ...]:
     """The names as a tuple; a TypeError for anything but a sequence of names."""
-    if not isinstance(names, tuple | list) or not all(
-        isinstance(name, str) for name in names
-    ):
+    several = isinstance(names, tuple | list)
+    if not (several and all(isinstance(name, str) for name in names)):
         raise TypeError(
             "reduce_extra_args must be a tuple of names of extra arguments; got "
             f"{names!r}. Pass for example ('value',), or () for none."
@@ -265,13 +257,13 @@ def check_extra_args(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_reduction(reduction: Any) -> None:
+def check_reduction(reduction: object) -> None:
     """A ValueError for anything but "mean" and "sum"."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
 
 
-def check_sum_dtype(dtype: Any) -> Any:
+def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """The dtype, or None; a ValueError for what cannot hold a sum of gradients."""
     if dtype is None:
         return None
@@ -320,29 +312,35 @@ def _sum(
     """The sums of all operands over the axes, or over this replica's group."""
     if not operands or not axes:
         return list(operands)
-    if groups is None or (groups.native and not checked_axes(axes)):
-        return psum(operands, axes, groups)
+    if groups is None or (groups.native and not collectives.checked_axes(axes)):
+        return collectives.psum(operands, axes, groups)
     if groups.native:
         # A reduce-scatter and an all-gather together send as much as the all-reduce
         # in groups, which JAX refuses under check_vma=True.
         def total(x):
             padded = jnp.pad(x, (0, -x.size % groups.size))
-            return gather(scatter_sum(padded, axes, groups), axes, groups)
+            return collectives.gather(
+                collectives.scatter_sum(padded, axes, groups), axes, groups
+            )
 
-        sums = through(total, flat(operands))
-        return [shaped(total, x) for total, x in zip(sums, operands, strict=True)]
+        sums = buffers.through(total, buffers.flat(operands))
+        return [
+            buffers.shaped(total, x) for total, x in zip(sums, operands, strict=True)
+        ]
     # Where JAX has none at all: a slot for each group, of which one is own.
-    own = jnp.asarray(groups.own_group)[axis_index(axes)]
+    own = jnp.asarray(groups.own_group)[collectives.axis_index(axes)]
     slots = jnp.arange(len(groups.assignment))
 
     def place(x):
         mine = (slots == own).reshape((-1,) + (1,) * x.ndim)
         return jnp.where(mine, x[None], jnp.zeros_like(x)[None])
 
-    return [total[own] for total in psum([place(x) for x in operands], axes)]
+    return [
+        total[own] for total in collectives.psum([place(x) for x in operands], axes)
+    ]
 
 
-def _to_wire(x: jax.Array, reduction: Reduction, dtype: Any) -> jax.Array:
+def _to_wire(x: jax.Array, reduction: Reduction, dtype: np.dtype | None) -> jax.Array:
     if is_floating(x.dtype):
         return x.astype(dtype or at_least_float32(x.dtype))
     if is_inexact(x.dtype):
@@ -353,6 +351,6 @@ def _to_wire(x: jax.Array, reduction: Reduction, dtype: Any) -> jax.Array:
     return x.astype(jnp.int32) if narrow else x
 
 
-def _in_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+def _in_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """What was a mean or sum in another dtype; of integers it stays as it is."""
     return x.astype(dtype) if is_inexact(dtype) else x

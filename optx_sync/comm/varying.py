@@ -6,7 +6,7 @@ Elsewhere no type does: there these functions change nothing, and trust the call
 """
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,13 @@ from optx_sync.comm.collectives import (
     vary,
     varying_axes,
 )
-from optx_sync.trees import leaves_with_names, path_name, values_of
+from optx_sync.shapes import Array, Bool
+from optx_sync.trees import Tree, is_slices, path_name, values_of
 
-Tree = TypeVar("Tree")
+SameTree = TypeVar("SameTree")
 
 
-def localize(tree: Tree, axis_name: AxisName) -> Tree:
+def localize(tree: SameTree, axis_name: AxisName) -> SameTree:
     """Mark a tree as each replica's own, so that its gradients stay local.
 
     In `jax.shard_map(check_vma=True)`, the default, autodiff sums the gradient of a
@@ -35,7 +36,7 @@ def localize(tree: Tree, axis_name: AxisName) -> Tree:
     `jax.pmap`, `jax.vmap` and under `check_vma=False` it is the identity.
 
     Args:
-        tree: Any tree of arrays, usually the parameters.
+        tree: Tree tree of arrays, usually the parameters.
         axis_name: The mapped axis, or a tuple of them.
 
     Returns:
@@ -60,12 +61,12 @@ def localize(tree: Tree, axis_name: AxisName) -> Tree:
     return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
-def localize_where_mapped(tree: Tree, axis_name: AxisName) -> Tree:
+def localize_where_mapped(tree: SameTree, axis_name: AxisName) -> SameTree:
     """`localize` where the axis is mapped, the identity outside: for `init`."""
     return localize(tree, axis_name) if is_mapped(axis_name) else tree
 
 
-def vary_like(tree: Tree, reference: Any) -> Tree:
+def vary_like(tree: SameTree, reference: Tree) -> SameTree:
     """The tree, each leaf varying over the axes that its counterpart varies over.
 
     Branches of a conditional must agree in this, and so must a state from step to
@@ -77,7 +78,7 @@ def vary_like(tree: Tree, reference: Any) -> Tree:
     )
 
 
-def vary_with(tree: Tree, reference: Any) -> Tree:
+def vary_with(tree: SameTree, reference: Tree) -> SameTree:
     """The tree, each leaf varying over all axes that any leaf of another one varies.
 
     For a state computed from a tree: its scalars may begin as constants, and depend on
@@ -87,13 +88,13 @@ def vary_with(tree: Tree, reference: Any) -> Tree:
     return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
-def axes_of(tree: Any) -> frozenset[str]:
+def axes_of(tree: Tree) -> frozenset[str]:
     """The axes over which any leaf varies."""
     return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
 def require_local(
-    tree: Any, axis_name: AxisName, what: str = "leaf", mend: str | None = None
+    tree: Tree, axis_name: AxisName, what: str = "leaf", mend: str | None = None
 ) -> None:
     """Refuse a tree in which a leaf is known to be equal on all replicas already.
 
@@ -116,7 +117,7 @@ def require_local(
         )
 
 
-def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
+def require_reduced(tree: Tree, axis_name: AxisName, grads: str) -> None:
     """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
     for axis, path, kind in _leaves_that(tree, axis_name, varies=True):
         raise ValueError(
@@ -128,7 +129,9 @@ def require_reduced(tree: Any, axis_name: AxisName, grads: str) -> None:
         )
 
 
-def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -> None:
+def require_varying(
+    tree: Tree, reference: Tree, axis_name: AxisName, what: str
+) -> None:
     """Refuse a state that is equal over a mesh axis over which parameters differ.
 
     A center is equal over the workers' axis only. Where the parameters vary over a
@@ -147,7 +150,7 @@ def require_varying(tree: Any, reference: Any, axis_name: AxisName, what: str) -
             )
 
 
-def axes_of_shards(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
+def axes_of_shards(tree: Tree, axis_name: AxisName) -> tuple[str, ...]:
     """The mesh axes along which the devices lie that hold shards of one worker.
 
     All manual ones besides `axis_name`; where types say over which axes the arrays of
@@ -160,7 +163,7 @@ def axes_of_shards(tree: Any, axis_name: AxisName) -> tuple[str, ...]:
 
 
 def norm_axes(
-    tree: Any, axis_name: AxisName, shard_axes: AxisName | None
+    tree: Tree, axis_name: AxisName, shard_axes: AxisName | None
 ) -> tuple[str, ...]:
     """Mesh axes over which the squares of a replica's arrays are to be summed.
 
@@ -196,8 +199,10 @@ def sum_shards(x: jax.Array, like: jax.Array) -> jax.Array:
     return sum_over(x, tuple(sorted(varying_axes(x) - varying_axes(like))))
 
 
-def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
-    """bool[], whether the flag holds on all devices that hold shards of one worker."""
+def everywhere(
+    flag: Bool[Array, ""], like: Tree, axis_name: AxisName
+) -> Bool[Array, ""]:
+    """Whether the flag holds on all devices that hold shards of one worker."""
     axes = axes_of_shards(like, axis_name)
     if not axes:
         return flag
@@ -205,17 +210,17 @@ def everywhere(flag: jax.Array, like: Any, axis_name: AxisName) -> jax.Array:
     return sum_over(failed, axes) == 0
 
 
-def _axes_by_path(tree: Any) -> dict[Any, frozenset[str]]:
+def _axes_by_path(tree: Tree) -> dict[tuple[object, ...], frozenset[str]]:
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {path: varying_axes(leaf) for path, leaf in pairs}
 
 
 def _leaves_that(
-    tree: Any, axis_name: AxisName, varies: bool
-) -> Iterator[tuple[str, str, Any]]:
+    tree: Tree, axis_name: AxisName, varies: bool
+) -> Iterator[tuple[str, str, object]]:
     """(axis, path, type) of the leaves that vary over a checked axis, or do not."""
     for axis in checked_axes(axis_name):
-        for path, leaf in leaves_with_names(tree):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
             x = values_of(leaf)
-            if leaf is not None and (axis in varying_axes(x)) == varies:
-                yield axis, path, jax.typeof(x)
+            if (axis in varying_axes(x)) == varies:
+                yield axis, path_name(path), jax.typeof(x)

@@ -2,14 +2,15 @@
 """The exact mean over all replicas, by an all-reduce: the default of every wrapper."""
 
 import functools
-from typing import Any
+
+from jax.typing import DTypeLike
 
 from optx_sync.comm.reduce import check_sum_dtype, reduce_and_sum
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 
 
-def all_reduce(dtype: Any = None) -> Exchange:
+def all_reduce(dtype: DTypeLike | None = None) -> Exchange:
     r"""The mean over all replicas by an all-reduce of everything.
 
     With x_i the array of replica i and w_i its weight:

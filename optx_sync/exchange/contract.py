@@ -15,16 +15,21 @@ A sum is the mean times the sum of the weights, which comes back with it.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
+from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, is_slices, leaves_with_names
+
+# What may ride along: scalars by their names.
+Scalars: TypeAlias = dict[str, Shaped[Array, ""]]
 
 
 class Met(NamedTuple):
@@ -35,11 +40,12 @@ class Met(NamedTuple):
     """
 
     mean: Tree  # equal on all replicas, in the dtypes of the tree
-    weight: Any = None  # the sum of the weights; the number of replicas without any
+    # The sum of the weights; the number of replicas without any.
+    weight: Float[Array, ""] | int | None = None
     # In units of weight times value; `None` where nothing is lost that anybody knows.
-    lost: Any = None
-    state: Any = ()  # what this replica remembers now
-    also: Any = None  # the sums of the scalars, by their names
+    lost: Tree | None = None
+    state: Tree = ()  # what this replica remembers now
+    also: Tree = None  # the sums of the scalars, by their names
 
 
 class Meet(Protocol):
@@ -55,11 +61,11 @@ class Meet(Protocol):
     def __call__(
         self,
         tree: Tree,
-        state: Any,
+        state: Tree,
         axis_name: AxisName,
         *,
-        weight: jax.Array | float | None = None,
-        also: dict[str, jax.Array] | None = None,
+        weight: ArrayLike | None = None,
+        also: Scalars | None = None,
     ) -> Met:
         """The mean over the replicas, and what comes with it."""
         ...
@@ -73,9 +79,9 @@ class Code(NamedTuple):
     """
 
     # (array, what `init` made of it) -> (message, what is lost, state)
-    encode: Callable[[jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+    encode: Callable[[jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
     # (message, an array or shape of the kind that was coded) -> array
-    decode: Callable[[jax.Array, Any], jax.Array]
+    decode: Callable[[jax.Array, jax.Array | jax.ShapeDtypeStruct], jax.Array]
 
 
 class Exchange(NamedTuple):
@@ -115,12 +121,14 @@ class Exchange(NamedTuple):
         Array([-2., -2.], dtype=float32)
     """
 
-    init: Callable[[Tree], Any]
+    init: Callable[[Tree], Tree]
     meet: Callable[..., Met]  # a `Meet`
     linear: bool = True
     exact: bool = False
     takes_weights: bool = True
-    outlier: Callable[[Tree, Tree, AxisName, Any], jax.Array] | None = None
+    outlier: (
+        Callable[[Tree, Tree, AxisName, ArrayLike | None], Bool[Array, ""]] | None
+    ) = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
 
@@ -134,7 +142,7 @@ def remembers(exchange: Exchange) -> bool:
     return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
 
 
-def start_outliers(exchange: Exchange) -> Any:
+def start_outliers(exchange: Exchange) -> Tree:
     """int32[], how often a replica was an outlier so far, or () if nobody asks."""
     return () if exchange.outlier is None else jnp.zeros((), jnp.int32)
 
@@ -144,9 +152,9 @@ def count_outlier(
     tree: Tree,
     mean: Tree,
     axis_name: AxisName,
-    weight: Any,
-    so_far: Any,
-) -> Any:
+    weight: ArrayLike | None,
+    so_far: Tree,
+) -> Tree:
     """The count, one more if what this replica sent lies far from the result."""
     if exchange.outlier is None:
         return so_far
@@ -164,7 +172,7 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
             )
 
 
-def check_weight(exchange: Exchange, weight: Any) -> None:
+def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
     """Refuse a weight that is more than a flag where the exchange has no use for it."""
     flag = weight is None or jnp.result_type(weight) == jnp.bool_
     if not (flag or exchange.takes_weights):
@@ -185,12 +193,12 @@ def require_exact(exchange: Exchange) -> None:
         )
 
 
-def check_exchange(exchange: Any, default: Exchange) -> Exchange:
+def check_exchange(exchange: object, default: Exchange | None = None) -> Exchange:
     """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else.
 
     Its `meet` leaves nothing of `Met` out.
     """
-    if exchange is None:
+    if exchange is None and default is not None:
         return default
     if not isinstance(exchange, Exchange):
         raise TypeError(
@@ -201,7 +209,7 @@ def check_exchange(exchange: Any, default: Exchange) -> Exchange:
     return exchange._replace(meet=_complete(exchange.meet))
 
 
-def summed(also: Any, axis_name: AxisName) -> Any:
+def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
     """The sums of scalars that could not ride along."""
     if also is None:
         return None
@@ -224,7 +232,9 @@ def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:
             )
         if met.weight is None:
             own = own_weight(weight, axis_name)
-            total = axis_size(axis_name) if own is None else summed(own, axis_name)
+            total = axis_size(axis_name)
+            if own is not None:
+                total = reduce(own, axis_name, reduction="sum")
             met = met._replace(weight=total)
         if met.also is None:
             met = met._replace(also=summed(also, axis_name))

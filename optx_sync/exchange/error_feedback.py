@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an exchange loses is remembered where it was lost, and sent with the next."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`, a replica's own."""
 
     error: Tree  # what it owes, in units of weight times value; at least float32
-    exchange: Any  # the state of the exchange inside
+    exchange: Tree  # the state of the exchange inside
 
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:
@@ -86,7 +86,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
         Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
     """
-    exchange = check_exchange(exchange, exchange)
+    exchange = check_exchange(exchange)
     if not exchange.linear:
         raise ValueError(
             "error_feedback needs a linear exchange, of which somebody knows what it "
@@ -96,57 +96,43 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
-        def zeros(leaf):
-            error = jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
-            return vary_like(error, leaf)
-
-        return ErrorFeedbackState(jax.tree.map(zeros, tree), exchange.init(tree))
+        return ErrorFeedbackState(jax.tree.map(_zeros, tree), exchange.init(tree))
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "error_feedback")
         own = own_weight(weight, axis_name)
         takes_part = True if own is None else own > 0
         share = 1.0 if own is None else jnp.where(takes_part, own, 1.0)
-
+        errors, treedef = jax.tree.flatten(state.error)
+        leaves = treedef.flatten_up_to(tree)
         # Leaves of the error without a gradient (`None`) stay as they are.
-        def pay(x, error):
-            if x is None:
-                return None
+        given = [place for place, x in enumerate(leaves) if x is not None]
+        wished, sent, grown = list(leaves), list(leaves), list(leaves)
+        for place in given:
+            x, error = leaves[place], errors[place]
             owed = error * jnp.asarray(decay, error.dtype)
             owed = owed / jnp.asarray(share, error.dtype)
-            return x.astype(error.dtype) + jnp.where(takes_part, owed, 0.0)
-
-        wished = _map(pay, tree, state.error)
-        sent = _map(
-            lambda w, x: None if w is None else round_to(w, x.dtype).astype(x.dtype),
-            wished,
-            tree,
+            wish = x.astype(error.dtype) + jnp.where(takes_part, owed, 0.0)
+            wished[place] = wish
+            sent[place] = round_to(wish, x.dtype).astype(x.dtype)
+        met = exchange.meet(
+            treedef.unflatten(sent), state.exchange, axis_name, weight=weight, also=also
         )
-        met = exchange.meet(sent, state.exchange, axis_name, weight=weight, also=also)
-
-        def owe(x, wished, lost, mean, error):
-            if x is None:
-                return error
-            rounded = weigh(wished - x.astype(wished.dtype), own)
-            new = rounded if lost is None else rounded + lost
+        means = treedef.flatten_up_to(met.mean)
+        lost = None if met.lost is None else treedef.flatten_up_to(met.lost)
+        for place in given:
+            error, wish = errors[place], wished[place]
+            new = weigh(wish - sent[place].astype(wish.dtype), own)
+            if lost is not None:
+                new = new + lost[place]
             new = jnp.where(takes_part, new, new + error)
-            arrived = jnp.isfinite(new) & jnp.isfinite(mean)
-            return jnp.where(arrived, new, error)
-
-        lost = met.lost
-        if lost is None:
-            lost = jax.tree.map(lambda x: None, sent)
-        error = _map(owe, sent, wished, lost, met.mean, state.error)
-
-        def growth(x, new, old):
-            if x is None:
-                return None
-            kept = jnp.where(takes_part, jnp.asarray(decay, old.dtype), 1.0)
-            return new - kept * old
-
-        grown = _map(growth, tree, error, state.error)
-        state = ErrorFeedbackState(*localize((error, met.state), axis_name))
-        return met._replace(lost=grown, state=state)
+            arrived = jnp.isfinite(new) & jnp.isfinite(means[place])
+            errors[place] = jnp.where(arrived, new, error)
+            kept = jnp.where(takes_part, jnp.asarray(decay, error.dtype), 1.0)
+            grown[place] = errors[place] - kept * error
+        memory = ErrorFeedbackState(treedef.unflatten(errors), met.state)
+        grown = treedef.unflatten(grown)
+        return met._replace(lost=grown, state=localize(memory, axis_name))
 
     if exchange.code is None:
         return Exchange(init, meet)
@@ -162,6 +148,6 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     return Exchange(init, meet, code=Code(encode, inside.decode))
 
 
-def _map(function, *trees):
-    """`jax.tree.map` that hands `None` to the function."""
-    return jax.tree.map(function, *trees, is_leaf=lambda x: x is None)
+def _zeros(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    error = jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
+    return vary_like(error, leaf)

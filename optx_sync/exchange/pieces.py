@@ -6,25 +6,53 @@ have of a piece, `gather` gives every owner's piece to all.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.comm import buffers, collectives
-from optx_sync.comm.collectives import AxisName, axis_index, axis_size, is_mapped
+from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
 from optx_sync.comm.varying import localize, require_local
-from optx_sync.exchange.contract import require_dense
+from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
 from optx_sync.placement.fields import InPieces
+from optx_sync.shapes import Array, Float, UInt8
 from optx_sync.trees import (
     Tree,
     at_least_float32,
     is_floating,
-    leaves_with_names,
     path_name,
     round_to,
 )
+
+# A buffer w_i x_i for each dtype, the weight and the axis, to the means of these
+# buffers, what this replica owes of each, and the sum of the weights.
+MeetBuffers: TypeAlias = Callable[
+    [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName],
+    tuple[list[Float[Array, " padded"]], list[Float[Array, " padded"]], jax.Array],
+]
+
+
+def joined(who: str, meet_buffers: MeetBuffers, code: Code) -> Exchange:
+    """An exchange that remembers nothing, of all leaves as one buffer for each dtype.
+
+    Half precision leaves travel as float32.
+    """
+
+    def meet(tree, state, axis_name, *, weight=None, also=None):
+        require_meetable(tree, axis_name, who)
+        weight = own_weight(weight, axis_name)
+        leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
+        joint = buffers.Joint(leaves)
+        own = [weigh(x, weight) for x in joint.join(leaves)]
+        means, lost, total = meet_buffers(own, weight, axis_name)
+        mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
+        return Met(mean, total, lost, state, summed(also, axis_name))
+
+    return Exchange(lambda tree: (), meet, code=code)
 
 
 def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -48,16 +76,19 @@ def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
 
 
 def scatter(
-    tree: Tree, axis_name: AxisName, *, weight: Any = None, dtype: Any = None
+    tree: Tree,
+    axis_name: AxisName,
+    *,
+    weight: ArrayLike | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Tree:
     """The mean over the replicas of this replica's piece, cut as `cut` does it.
 
     All arrays of one dtype travel in one reduce-scatter, half of an all-reduce; those
     that are half precision in float32. `weight` and `dtype` are those of `reduce`.
     """
-    replicas = axis_size(axis_name)
+    divisor = replicas = axis_size(axis_name)
     require_local(tree, axis_name)
-    divisor: Any = replicas
     own = own_weight(weight, axis_name)
     if own is not None:
         # Normalised before they travel: a sum of token counts may overflow `dtype`.
@@ -109,13 +140,13 @@ def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
 
 
 def own_pieces(
-    init: Callable[[Tree], Any], tree: Tree, axis_name: AxisName
+    init: Callable[[Tree], Tree], tree: Tree, axis_name: AxisName
 ) -> InPieces:
     """`init` of this replica's pieces of a tree; of all of it where no axis is mapped.
 
     Its arrays vary over the axis, its scalars do not.
     """
-    if not is_mapped(axis_name):
+    if not collectives.is_mapped(axis_name):
         return InPieces(init(cut(tree, None)))
     state = init(cut(tree, axis_name))
     return InPieces(
@@ -124,7 +155,7 @@ def own_pieces(
 
 
 def check_pieces(
-    state: InPieces, init: Callable[[Tree], Any], like: Tree, axis_name: AxisName
+    state: InPieces, init: Callable[[Tree], Tree], like: Tree, axis_name: AxisName
 ) -> None:
     """Refuse a state in pieces that are not those of this number of replicas."""
     replicas = axis_size(axis_name)
@@ -146,12 +177,12 @@ def check_pieces(
 
 def travel(
     collective: Callable[[jax.Array, AxisName], jax.Array],
-    messages: Sequence[jax.Array],
-    weight: jax.Array | None,
+    messages: Sequence[UInt8[Array, "rows _"]],
+    weight: Float[Array, ""] | None,
     axis_name: AxisName,
     rows: int = 1,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Messages of bytes, uint8[rows, bytes], together; and the sum of the weights.
+) -> tuple[list[UInt8[Array, "replicas _"]], Float[Array, ""]]:
+    """Messages of bytes together; and the sum of the weights.
 
     The weights travel with them. Without any the sum is the number of replicas.
     """
@@ -168,19 +199,19 @@ def require_meetable(
     tree: Tree,
     axis_name: AxisName,
     who: str,
-    fits: Callable[[Any], bool] = is_floating,
+    fits: Callable[[np.dtype], bool] = is_floating,
 ) -> None:
     """Refuse leaves that are not dense, whose dtype does not fit, or that are reduced.
 
     By default real floating dtypes fit.
     """
     require_dense(tree, who)
-    for path, leaf in leaves_with_names(tree):
-        if leaf is not None and not fits(jnp.result_type(leaf)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not fits(jnp.result_type(leaf)):
             raise TypeError(
                 f"{who} does not take dtype {jnp.result_type(leaf)}, which the leaf at "
-                f"{path} has: exchanges are of real floating leaves. Use oxs.exchange."
-                "all_reduce(), or leave it out with optax.masked."
+                f"{path_name(path)} has: exchanges are of real floating leaves. Use "
+                "oxs.exchange.all_reduce(), or leave it out with optax.masked."
             )
     require_local(tree, axis_name)
 

@@ -16,12 +16,8 @@ from optx_sync.comm.varying import localize, sum_shards, vary_like
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import narrowed, require_meetable
 from optx_sync.placement.fields import LIKE_PARAMS, declare
-from optx_sync.trees import (
-    Tree,
-    is_masked,
-    leaves_with_names,
-    path_name,
-)
+from optx_sync.shapes import Array, Float
+from optx_sync.trees import Tree, is_masked, leaves_with_names, path_name
 
 
 @declare(factors=LIKE_PARAMS)
@@ -104,14 +100,13 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         drawn = jax.random.normal(jax.random.key(0), (sum(numbers),))
         parts = jnp.split(drawn, np.cumsum(numbers)[:-1]) if leaves else []
 
-        def factor(leaf, size, part):
-            if size is None:
-                return optax.MaskedNode()
-            _, columns, used = size
-            last = part.reshape(columns, used).T.reshape(used, *leaf.shape[1:])
-            return vary_like(last, leaf)
-
-        return PowerSGDState(treedef.unflatten(map(factor, leaves, sizes, parts)))
+        factors: list[Any] = [optax.MaskedNode()] * len(leaves)
+        for place, (leaf, size) in enumerate(zip(leaves, sizes, strict=True)):
+            if size is not None:
+                last = parts[place].reshape(*size[1:]).T
+                last = last.reshape(size[2], *leaf.shape[1:])
+                factors[place] = vary_like(last, leaf)
+        return PowerSGDState(treedef.unflatten(factors))
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "power_sgd")
@@ -169,7 +164,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     return Exchange(init, meet, code=Code(encode, decode))
 
 
-def _orthonormal(matrix: jax.Array) -> jax.Array:
+def _orthonormal(matrix: Float[Array, "n m"]) -> Float[Array, "n _"]:
     return jnp.linalg.qr(matrix)[0]
 
 

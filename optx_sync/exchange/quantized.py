@@ -2,18 +2,23 @@
 """Means of codes of 8 or 4 bits with a scale per block, in two hops."""
 
 import math
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from optx_sync.checks import integer
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import all_to_all, axis_index, axis_size, gather
-from optx_sync.comm.reduce import or_one, own_weight, weigh
-from optx_sync.exchange.contract import Code, Exchange, Met, summed
-from optx_sync.exchange.pieces import narrowed, require_meetable, travel
+from optx_sync.comm.reduce import or_one
+from optx_sync.exchange.contract import Code, Exchange
+from optx_sync.exchange.pieces import joined, travel
+from optx_sync.shapes import Array, Float, UInt8
+
+Blocks: TypeAlias = Float[Array, "pieces blocks block"]
+Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 
 
 def quantized(bits: int = 8, block: int = 256) -> Exchange:
@@ -78,114 +83,110 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             f"bits must be 8 or 4; got {bits!r}. For 2 bits see top_k(bits=2)."
         )
     block = integer("block", block, "The default is 256.")
+    coder = _Coder(bits, block)
 
-    def meet(tree, state, axis_name, *, weight=None, also=None):
-        require_meetable(tree, axis_name, "quantized")
-        replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
-        leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
-        joint = buffers.Joint(leaves)
-        own = [
-            _in_blocks(weigh(x, weight), replicas, block) for x in joint.join(leaves)
-        ]
-        scales = [_scales(x, bits) for x in own]
-        sent = [_message(*pair, bits) for pair in zip(own, scales, strict=True)]
+    def meet_buffers(whole, weight, axis_name):
+        replicas = axis_size(axis_name)
+        own = [coder.code(coder.in_blocks(x, replicas)) for x in whole]
+        sent = [coder.message(x) for x in own]
         received, total = travel(all_to_all, sent, weight, axis_name, replicas)
         divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
-        means = [
-            jnp.sum(_read(row, x.shape, bits, x.dtype), 0, keepdims=True)
-            / divisor.astype(x.dtype)
-            for row, x in zip(received, own, strict=True)
-        ]
-        again = [_scales(mean, bits) for mean in means]
-        back = [_message(*pair, bits) for pair in zip(means, again, strict=True)]
+        means = []
+        for row, (x, *_) in zip(received, own, strict=True):
+            piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0, keepdims=True)
+            means.append(coder.code(piece / divisor.astype(x.dtype)))
+        back = [coder.message(mean) for mean in means]
         # Weights once more: what is gathered is known to be equal on all replicas.
         gathered, known = travel(gather, back, weight, axis_name)
-        whole = [
-            _read(row, x.shape, bits, x.dtype).reshape(-1)
-            for row, x in zip(gathered, own, strict=True)
-        ]
         mine = jnp.arange(replicas)[:, None, None] == axis_index(axis_name)
-        lost = []
-        for x, first, mean, second in zip(own, scales, means, again, strict=True):
-            at_second = _lost(mean, second, bits) * total.astype(x.dtype)
-            of_both = _lost(x, first, bits) + jnp.where(mine, at_second, 0.0)
-            lost.append(of_both.reshape(-1))
-        mean, lost = narrowed(joint.cut(whole), joint.cut(lost), tree, weight)
-        return Met(mean, known, lost, state, summed(also, axis_name))
+        read, lost = [], []
+        for row, first, second in zip(gathered, own, means, strict=True):
+            x = first.x
+            read.append(coder.read(row, x.shape, x.dtype))
+            at_second = second.lost * total.astype(x.dtype)
+            lost.append(first.lost + jnp.where(mine, at_second, 0.0))
+        return buffers.flat(read), buffers.flat(lost), known
 
     def encode(x, state):
-        own = _in_blocks(x.reshape(-1), 1, block)
-        scales = _scales(own, bits)
-        lost = buffers.shaped(_lost(own, scales, bits), x)
-        return _message(own, scales, bits)[0], lost, state
+        codes = coder.code(coder.in_blocks(x.reshape(-1), 1))
+        return coder.message(codes)[0], buffers.shaped(codes.lost, x), state
 
     def decode(message, like):
-        shape = _blocks(math.prod(like.shape), 1, block)
-        return buffers.shaped(_read(message[None], shape, bits, like.dtype), like)
+        shape = coder.blocks(math.prod(like.shape), 1)
+        return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
-    return Exchange(lambda tree: (), meet, code=Code(encode, decode))
-
-
-def _in_blocks(buffer: jax.Array, replicas: int, block: int) -> jax.Array:
-    """The buffer, padded, as [replicas, blocks, numbers of a block]."""
-    shape = _blocks(buffer.size, replicas, block)
-    return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
+    return joined("quantized", meet_buffers, Code(encode, decode))
 
 
-def _blocks(size: int, replicas: int, block: int) -> tuple[int, ...]:
-    """(replicas, blocks, numbers of a block) of a buffer."""
-    piece = -(-size // replicas)
-    blocks = -(-piece // block)
-    # Shorter blocks where few full ones would be mostly padding.
-    needed = -(-piece // blocks)
-    return replicas, blocks, min(block, needed + -needed % 8)
+class _Codes(NamedTuple):
+    """Numbers in blocks, and what they are coded as."""
+
+    x: Blocks
+    scales: Float[Array, "pieces blocks 1"]  # a NaN where a number is not finite
+    steps: Blocks  # how many of its scale a number is
+
+    @property
+    def lost(self) -> Blocks:
+        """What coding loses."""
+        return self.x - self.steps * self.scales.astype(self.x.dtype)
 
 
-def _scales(x: jax.Array, bits: int) -> jax.Array:
-    """float32[pieces, blocks, 1], a NaN where a number of the block is not finite."""
-    # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
-    # XLA on processors makes one loop, of the maximum of a long row alone three.
-    largest, finite = jax.lax.reduce(
-        (jnp.abs(x), jnp.isfinite(x)),
-        (np.zeros((), x.dtype), np.True_),
-        lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
-        (x.ndim - 1,),
-    )
-    scales = (largest / (2 ** (bits - 1) - 1)).astype(jnp.float32)
-    finite = finite & jnp.isfinite(scales)
-    return jnp.where(finite, scales, jnp.nan)[..., None]
+class _Coder(NamedTuple):
+    """How numbers become codes and scales, and these become numbers again."""
 
+    bits: int
+    block: int
 
-def _steps(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """How many steps q of its scale each number is."""
-    top = 2 ** (bits - 1) - 1
-    # Where the largest is subnormal its scale may be 0: the block then is zeros.
-    divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
-    return jnp.clip(jnp.round(x / divisor), -top, top)
+    @property
+    def top(self) -> int:
+        """The largest number of steps."""
+        return 2 ** (self.bits - 1) - 1
 
+    def blocks(self, size: int, replicas: int) -> tuple[int, int, int]:
+        """(replicas, blocks, numbers of a block) of a buffer."""
+        piece = -(-size // replicas)
+        blocks = -(-piece // self.block)
+        # Shorter blocks where few full ones would be mostly padding.
+        needed = -(-piece // blocks)
+        return replicas, blocks, min(self.block, needed + -needed % 8)
 
-def _lost(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """What coding loses."""
-    return x - _steps(x, scales, bits) * scales.astype(x.dtype)
+    def in_blocks(self, buffer: Float[Array, " numbers"], replicas: int) -> Blocks:
+        """The buffer, padded, in blocks."""
+        shape = self.blocks(buffer.size, replicas)
+        return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
 
+    def code(self, x: Blocks) -> _Codes:
+        """The scales, float32, and how many steps each number is."""
+        # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
+        # XLA on processors makes one loop, of the maximum of a long row alone three.
+        largest, finite = jax.lax.reduce(
+            (jnp.abs(x), jnp.isfinite(x)),
+            (np.zeros((), x.dtype), np.True_),
+            lambda one, other: (jnp.maximum(one[0], other[0]), one[1] & other[1]),
+            (x.ndim - 1,),
+        )
+        scales = (largest / self.top).astype(jnp.float32)
+        finite = finite & jnp.isfinite(scales)
+        scales = jnp.where(finite, scales, jnp.nan)[..., None]
+        # Where the largest is subnormal its scale may be 0: the block then is zeros.
+        divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
+        steps = jnp.clip(jnp.round(x / divisor), -self.top, self.top)
+        return _Codes(x, scales, steps)
 
-def _message(x: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """uint8[pieces, bytes]: the codes and scales of each piece."""
-    top = 2 ** (bits - 1) - 1
-    q = _steps(x, scales, bits)
-    # What a NaN is as an integer depends on the platform; its scale says it is there.
-    codes = jnp.where(jnp.isnan(q), 0.0, q + top).astype(jnp.uint8)
-    packed = buffers.pack(codes.reshape(len(x), -1), bits)
-    return jnp.concatenate([packed, buffers.to_bytes(scales.reshape(len(x), -1))], 1)
+    def message(self, codes: _Codes) -> Messages:
+        """The codes and scales of each piece."""
+        pieces, steps = len(codes.x), codes.steps
+        # What a NaN is as an integer depends on the platform; its scale says so.
+        octets = jnp.where(jnp.isnan(steps), 0.0, steps + self.top).astype(jnp.uint8)
+        packed = buffers.pack(octets.reshape(pieces, -1), self.bits)
+        scales = buffers.to_bytes(codes.scales.reshape(pieces, -1))
+        return jnp.concatenate([packed, scales], 1)
 
-
-def _read(
-    messages: jax.Array, shape: tuple[int, ...], bits: int, dtype: Any
-) -> jax.Array:
-    """What the codes and scales of `_message` stand for, in blocks of this shape."""
-    _, blocks, length = shape
-    octets, scales = jnp.split(messages, [messages.shape[1] - 4 * blocks], axis=1)
-    codes = buffers.unpack(octets, bits, blocks * length).reshape(-1, blocks, length)
-    scales = buffers.from_bytes(scales, np.dtype(np.float32))[..., None].astype(dtype)
-    return (codes.astype(dtype) - (2 ** (bits - 1) - 1)) * scales
+    def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
+        """What messages stand for, in blocks of this shape."""
+        _, blocks, length = shape
+        octets, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
+        codes = buffers.unpack(octets, self.bits, blocks * length)
+        scales = buffers.from_bytes(scales, jnp.float32)[..., None].astype(dtype)
+        return (codes.reshape(-1, blocks, length).astype(dtype) - self.top) * scales

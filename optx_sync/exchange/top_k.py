@@ -2,6 +2,7 @@
 """The largest numbers of each chunk, as positions and values."""
 
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ import numpy as np
 from optx_sync.checks import integer
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import gather
-from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import vary_with
-from optx_sync.exchange.contract import Code, Exchange, Met, summed
-from optx_sync.exchange.pieces import narrowed, require_meetable, travel
+from optx_sync.exchange.contract import Code, Exchange
+from optx_sync.exchange.pieces import joined, travel
+from optx_sync.shapes import Array, Bool, Float, Int32, UInt8
+
+Chunks: TypeAlias = Float[Array, "chunks chunk"]
+Chosen: TypeAlias = Float[Array, "chunks k"]  # the k largest of each
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
@@ -91,12 +96,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             "in 8 or 4 bits see oxs.exchange.quantized."
         )
 
-    def meet(tree, state, axis_name, *, weight=None, also=None):
-        require_meetable(tree, axis_name, "top_k")
-        weight = own_weight(weight, axis_name)
-        leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
-        joint = buffers.Joint(leaves)
-        own = [_in_chunks(weigh(x, weight), chunk) for x in joint.join(leaves)]
+    def meet_buffers(whole, weight, axis_name):
+        own = [_in_chunks(x, chunk) for x in whole]
         sent, lost = [], []
         for x in own:
             sent.append(_encode(x, k, bits))
@@ -115,8 +116,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
                 everyone,
             )
             means.append((summed_up / divisor.astype(x.dtype)).reshape(-1))
-        mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
-        return Met(mean, total, lost, state, summed(also, axis_name))
+        return means, lost, total
 
     def encode(x, state):
         message = _encode(_in_chunks(x.reshape(-1), chunk), k, bits)[0]
@@ -127,11 +127,11 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         positions, values = _decode(message[None], rows, k, bits)
         return buffers.shaped(_add(rows, positions[0], values[0]), like)
 
-    return Exchange(lambda tree: (), meet, code=Code(encode, decode))
+    return joined("top_k", meet_buffers, Code(encode, decode))
 
 
-def _in_chunks(buffer: jax.Array, chunk: int) -> jax.Array:
-    """The buffer, padded, as [chunks, numbers of a chunk]."""
+def _in_chunks(buffer: Float[Array, " numbers"], chunk: int) -> Chunks:
+    """The buffer, padded, in chunks."""
     length = min(chunk, buffer.size)
     return jnp.pad(buffer, (0, -buffer.size % length)).reshape(-1, length)
 
@@ -140,8 +140,8 @@ def _position_dtype(length: int) -> np.dtype:
     return np.min_scalar_type(length - 1)
 
 
-def _encode(x: jax.Array, k: int, bits: int | None) -> jax.Array:
-    """uint8[1, bytes]: the k largest of each chunk, positions and then values."""
+def _encode(x: Chunks, k: int, bits: int | None) -> UInt8[Array, "1 bytes"]:
+    """The k largest of each chunk, positions and then values."""
     _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
     values = jnp.take_along_axis(x, positions, axis=1)
     parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
@@ -149,17 +149,15 @@ def _encode(x: jax.Array, k: int, bits: int | None) -> jax.Array:
         parts.append(buffers.to_bytes(values))
     else:
         bins = _bins(values)
-        table = jnp.stack(
-            [_mean_where(values, bins == number) for number in range(4)], axis=1
-        )
+        table = jnp.stack([_mean_where(values, bins == n) for n in range(4)], axis=1)
         parts += [buffers.pack(bins, 2), buffers.to_bytes(table.astype(jnp.float32))]
     return jnp.concatenate(parts, axis=1).reshape(1, -1)
 
 
 def _decode(
-    messages: jax.Array, like: jax.Array, k: int, bits: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """Positions and values, [messages, chunks, k], for chunks that are as `like`."""
+    messages: UInt8[Array, "messages bytes"], like: Chunks, k: int, bits: int | None
+) -> tuple[Int32[Array, "messages chunks k"], Float[Array, "messages chunks k"]]:
+    """Positions and values, for chunks that are as `like`."""
     chunks, length = like.shape
     dtype = _position_dtype(length)
     rows = messages.reshape(messages.shape[0], chunks, -1)
@@ -174,26 +172,22 @@ def _decode(
     return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 
-def _bins(values: jax.Array) -> jax.Array:
+def _bins(values: Chosen) -> UInt8[Array, "chunks k"]:
     """Bins 0 to 3: of the negative and the others, those below and above their mean."""
     size, negative = jnp.abs(values), values < 0
-    middle = jnp.where(
-        negative,
-        _mean_where(size, negative)[:, None],
-        _mean_where(size, ~negative)[:, None],
-    )
+    means = _mean_where(size, negative), _mean_where(size, ~negative)
+    middle = jnp.where(negative, *(mean[:, None] for mean in means))
     above = (size > middle).astype(jnp.uint8)
     return jnp.where(negative, 0, 2).astype(jnp.uint8) | above
 
 
-def _mean_where(values: jax.Array, chosen: jax.Array) -> jax.Array:
+def _mean_where(values: Chosen, chosen: Bool[Array, "chunks k"]) -> jax.Array:
     """The mean of the chosen numbers of each row, 0 where there are none."""
     number = jnp.sum(chosen, axis=1, dtype=values.dtype)
     return jnp.sum(jnp.where(chosen, values, 0.0), axis=1) / or_one(number)
 
 
-def _add(x: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
+def _add(x: Chunks, positions: Int32[Array, "chunks k"], values: Chosen) -> Chunks:
     rows = jnp.arange(x.shape[0])[:, None]
-    return x.at[rows, positions].add(
-        values, unique_indices=True, mode="promise_in_bounds"
-    )
+    at = x.at[rows, positions]
+    return at.add(values, unique_indices=True, mode="promise_in_bounds")

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adadelta with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 
 
 class AdadeltaSlots(NamedTuple):
     """Slots of `adadelta`."""
 
-    accum: Any  # running average of squared gradients
-    accum_update: Any  # running average of squared updates, without the learning rate
+    accum: Slot  # running average of squared gradients
+    accum_update: Slot  # running average of squared updates, without the learning rate
 
 
 def adadelta(

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adagrad with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 
 
 class AdagradSlots(NamedTuple):
     """Slots of `adagrad`."""
 
-    accumulator: Any  # sum of squared gradients, and the initial value
+    accumulator: Slot  # sum of squared gradients, and the initial value
 
 
 def adagrad(

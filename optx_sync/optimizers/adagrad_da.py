@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adagrad by dual averaging, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, soft_threshold
 
 
 class AdagradDASlots(NamedTuple):
     """Slots of `adagrad_da`."""
 
-    gradient_accumulator: Any  # sum of gradients
-    gradient_squared_accumulator: Any  # sum of their squares, and the initial value
+    gradient_accumulator: Slot  # sum of gradients
+    gradient_squared_accumulator: Slot  # sum of their squares, and the initial value
 
 
 def adagrad_da(

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam in its epsilon-hat form, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import (
-    BetaPowers,
-    LeafRule,
-    bias_corrected_rate,
-    from_rule,
-    require,
-)
+from optx_sync.optimizers import rule
 
 
 class AdamSlots(NamedTuple):
     """Slots of `adam`."""
 
-    m: Any  # running average of gradients
-    v: Any  # running average of squared gradients
+    m: rule.Slot  # running average of gradients
+    v: rule.Slot  # running average of squared gradients
 
 
 def adam(
@@ -74,21 +68,21 @@ def adam(
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv:1412.6980, end of section 2.
     """
-    require("[0, 1]", b1=b1, b2=b2)
-    require("[0, inf)", eps=eps)
+    rule.require("[0, 1]", b1=b1, b2=b2)
+    rule.require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
         m = slots.m + (grad - slots.m) * (1.0 - b1)
         v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
-        update = -(m * bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
+        update = -(m * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
         return update, AdamSlots(m, v)
 
-    rule = LeafRule(
+    formula = rule.LeafRule(
         step,
         AdamSlots(m=0.0, v=0.0),
         rows="all",
         hyper=(b1, b2, eps),
-        powers=BetaPowers(b1, b2),
+        powers=rule.BetaPowers(b1, b2),
     )
-    return from_rule(rule, learning_rate)
+    return rule.from_rule(formula, learning_rate)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """AMSGrad without bias correction, with RETURNN's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
 
 
 class AMSGradSlots(NamedTuple):
     """Slots of `amsgrad`."""
 
-    m: Any  # running average of gradients
-    v: Any  # running average of squared gradients
-    v_hat: Any  # the largest v so far
+    m: Slot  # running average of gradients
+    v: Slot  # running average of squared gradients
+    v_hat: Slot  # the largest v so far
 
 
 def amsgrad(

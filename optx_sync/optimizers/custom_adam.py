@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam of which only touched rows see anything, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import (
-    BetaPowers,
-    LeafRule,
-    bias_corrected_rate,
-    from_rule,
-    require,
-)
+from optx_sync.optimizers import rule
 
 
 class CustomAdamSlots(NamedTuple):
     """Slots of `custom_adam`."""
 
-    m: Any  # running average of gradients
-    v: Any  # running average of squared gradients
+    m: rule.Slot  # running average of gradients
+    v: rule.Slot  # running average of squared gradients
 
 
 def custom_adam(
@@ -78,20 +72,20 @@ def custom_adam(
 
     Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
     """
-    require("[0, 1]", b1=b1, b2=b2)
-    require("[0, inf)", eps=eps)
+    rule.require("[0, 1]", b1=b1, b2=b2)
+    rule.require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
         m = b1 * slots.m + (1.0 - b1) * grad
         v = b2 * slots.v + (1.0 - b2) * jnp.square(grad)
-        update = -bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
+        update = -rule.bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
         return update, CustomAdamSlots(m, v)
 
-    rule = LeafRule(
+    formula = rule.LeafRule(
         step,
         CustomAdamSlots(m=0.0, v=0.0),
         hyper=(b1, b2, eps),
-        powers=BetaPowers(b1, b2),
+        powers=rule.BetaPowers(b1, b2),
     )
-    return from_rule(rule, learning_rate)
+    return rule.from_rule(formula, learning_rate)

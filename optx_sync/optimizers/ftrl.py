@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow the regularized leader, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 
 
 class FtrlSlots(NamedTuple):
     """Slots of `ftrl`."""
 
-    accum: Any  # sum of squared gradients, and the initial value
-    linear: Any  # the linear term of the leader's objective
+    accum: Slot  # sum of squared gradients, and the initial value
+    linear: Slot  # the linear term of the leader's objective
 
 
 def ftrl(
@@ -83,24 +83,23 @@ def ftrl(
     known_power = not isinstance(learning_rate_power, jax.Array)
     is_root = known_power and learning_rate_power == -0.5
 
+    def to_the_k(x, power):
+        return jnp.sqrt(x) if is_root else jnp.power(x, -power)
+
     def step(grad, slots, param, at):
         power, l1, l2, l2_shrinkage, beta = at.hyper
         lr = at.learning_rate
-
-        def to_the_k(x):
-            return jnp.sqrt(x) if is_root else jnp.power(x, -power)
-
+        before, after = slots.accum, slots.accum + jnp.square(grad)
         # TensorFlow adds beta to l2, with the same guard against a rate of zero.
         l2 = l2 + beta / (2.0 * jnp.maximum(lr, 1e-36))
-        accum = slots.accum + jnp.square(grad)
         shrunk = grad + 2.0 * l2_shrinkage * param
-        growth = to_the_k(accum) - to_the_k(slots.accum)
+        growth = to_the_k(after, power) - to_the_k(before, power)
         # First the product: compiled, this order stays closest to TensorFlow's.
         linear = slots.linear + (shrunk - growth * param / lr)
-        quadratic = to_the_k(accum) / lr + 2.0 * l2
+        quadratic = to_the_k(after, power) / lr + 2.0 * l2
         leader = (jnp.sign(linear) * l1 - linear) / quadratic
         new_param = jnp.where(jnp.abs(linear) > l1, leader, jnp.zeros_like(leader))
-        return new_param - param, FtrlSlots(accum, linear)
+        return new_param - param, FtrlSlots(after, linear)
 
     rule = LeafRule(
         step,

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient descent, slower where a gradient is unusual, with RETURNN's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 
 
 class GradVarianceScaledSlots(NamedTuple):
     """Slots of `grad_variance_scaled`."""
 
-    m: Any  # running average of gradients
-    v: Any  # running average of squared distances from it
+    m: Slot  # running average of gradients
+    v: Slot  # running average of squared distances from it
 
 
 def grad_variance_scaled(

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any Keras 3 optimizer as an Optax gradient transformation."""
 
+import collections
 import contextlib
 import copy
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.rows.slices import IndexedSlices
+from optx_sync.trees import Tree, is_slices, leaves_with_names
+
+# A variable of Keras: a slot and its parameter's number, or a name and None.
+_Name: TypeAlias = tuple[str, int | None]
+# A parameter's path and itself.
+_Leaf: TypeAlias = tuple[tuple[Any, ...], jax.Array | jax.ShapeDtypeStruct]
 
 
 class KerasState(NamedTuple):
     """The variables of a Keras optimizer, as arrays under their Keras names."""
 
     variables: dict[str, jax.Array]  # "iteration", "learning_rate", ...
-    slots: dict[str, Any]  # "momentum", "velocity", ...: trees like the parameters
+    slots: dict[str, Tree]  # "momentum", "velocity", ...: trees like the parameters
 
-    def named_slots(self) -> dict[str, Any]:
+    def named_slots(self) -> dict[str, Tree]:
         """The slots by name, for `oxs.slot`."""
         return self.slots
 
@@ -93,7 +100,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)
         config = _hide_rate(optimizer).get_config()
 
-    def build(leaves: Mapping[int, tuple[Any, Any]], slots: list[str] | None):
+    def build(leaves: Mapping[int, _Leaf], slots: list[str] | None):
         """A new copy of the optimizer, built on parameters given as (path, leaf)."""
         own_config = copy.deepcopy(config)
         _show_rate(optimizer, own_config)
@@ -110,10 +117,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
         if excluded is not None:
             built.exclude_from_weight_decay(var_names=[excluded.pattern])
-        params = {
-            index: _variable(library, index, path, leaf)
-            for index, (path, leaf) in leaves.items()
-        }
+        params = {i: _variable(library, i, *leaf) for i, leaf in leaves.items()}
         built.build(list(params.values()))
         return built, _names(built, params, slots)
 
@@ -123,10 +127,10 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         with _standard_promotion():
             built, names = build(dict(enumerate(leaves)), slots)
-            values = {
-                name: _detach(variable.value, _leaf(leaves, name))
-                for name, variable in zip(names, built.variables, strict=True)
-            }
+            values = {}
+            for name, variable in zip(names, built.variables, strict=True):
+                leaf = None if name[1] is None else leaves[name[1]][1]
+                values[name] = _detach(variable.value, leaf)
         return _to_state(values, slots, structure)
 
     def update(updates, state, params=None, **extra_args):
@@ -139,11 +143,8 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         _check_dense(updates)
         check_grads(updates, params)
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        grads = {
-            index: grad
-            for index, grad in enumerate(structure.flatten_up_to(updates))
-            if grad is not None
-        }
+        grads = dict(enumerate(structure.flatten_up_to(updates)))
+        grads = {index: grad for index, grad in grads.items() if grad is not None}
         moves = [jnp.zeros_like(leaf) for _, leaf in leaves]
         if not grads:
             return structure.unflatten(moves), state
@@ -163,11 +164,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# A variable of Keras: a slot and its parameter's number, or a name and None.
-_Name = tuple[str, int | None]
-
-
-def _import_keras() -> Any:
+def _import_keras() -> ModuleType:
     try:
         import keras as library
     except ImportError as error:
@@ -206,7 +203,7 @@ def _show_rate(optimizer: Any, config: dict[str, Any]) -> None:
         _show_rate(optimizer.inner_optimizer, config["inner_optimizer"]["config"])
 
 
-def _check_optimizer(library: Any, optimizer: Any) -> None:
+def _check_optimizer(library: ModuleType, optimizer: Any) -> None:
     if not isinstance(optimizer, library.optimizers.Optimizer):
         raise TypeError(
             f"keras takes a Keras optimizer; got {optimizer!r} of type "
@@ -226,21 +223,22 @@ def _check_optimizer(library: Any, optimizer: Any) -> None:
         )
 
 
-def _check_dense(grads: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(
-        grads, is_leaf=lambda leaf: isinstance(leaf, IndexedSlices)
-    )
-    for path, leaf in leaves:
-        if isinstance(leaf, IndexedSlices):
+def _check_dense(grads: Tree) -> None:
+    for path, leaf in leaves_with_names(grads):
+        if is_slices(leaf):
             raise TypeError(
-                "Keras optimizers take dense gradients; got IndexedSlices at "
-                f"{jax.tree_util.keystr(path) or 'the root'}. Pass "
-                "slices.to_dense(rows), or use a row-sparse optimizer such as "
+                f"Keras optimizers take dense gradients; got IndexedSlices at {path}. "
+                "Pass slices.to_dense(rows), or use a row-sparse optimizer such as "
                 "oxs.optimizers.adagrad."
             )
 
 
-def _variable(library: Any, index: int, path: Any, leaf: Any) -> Any:
+def _variable(
+    library: ModuleType,
+    index: int,
+    path: tuple[Any, ...],
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+) -> Any:
     """A Keras variable for a parameter, its number in the name: paths may collide."""
     keys = [jax.tree_util.keystr((key,), simple=True).replace("/", "_") for key in path]
     with contextlib.ExitStack() as scopes:
@@ -257,10 +255,7 @@ def _variable(library: Any, index: int, path: Any, leaf: Any) -> Any:
 
 def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[_Name]:
     """Name the variables of a built optimizer the same way in every build."""
-    prefixes = {
-        f"{variable.path.replace('/', '_')}_": index
-        for index, variable in params.items()
-    }
+    prefixes = {f"{p.path.replace('/', '_')}_": index for index, p in params.items()}
     # A wrapper has an iteration and a learning rate beside those that act: they are
     # named last.
     inner = getattr(built, "inner_optimizer", built)
@@ -290,23 +285,17 @@ def _common_slots(build: Any) -> list[str]:
     leaves = [((), jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
     with _standard_promotion():
         built, names = build(dict(enumerate(leaves)), None)
-    found = {
-        (slot, index)
+    found = collections.Counter(
+        slot
         for (slot, index), variable in zip(names, built.variables, strict=True)
         if index is not None and tuple(variable.shape) == shapes[index]
-    }
-    return sorted(
-        slot
-        for slot in {slot for slot, _ in found}
-        if all((slot, index) in found for index in range(len(shapes)))
     )
+    return sorted(slot for slot, times in found.items() if times == len(shapes))
 
 
-def _leaf(leaves: list[tuple[Any, Any]], name: _Name) -> Any:
-    return None if name[1] is None else leaves[name[1]][1]
-
-
-def _detach(value: jax.Array, leaf: Any) -> jax.Array:
+def _detach(
+    value: jax.Array, leaf: jax.Array | jax.ShapeDtypeStruct | None
+) -> jax.Array:
     """A slot's own buffer, placed and typed like the parameter that it belongs to."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return value
@@ -315,7 +304,9 @@ def _detach(value: jax.Array, leaf: Any) -> jax.Array:
     return value + jnp.zeros_like(leaf, dtype=value.dtype)
 
 
-def _to_state(values: dict[_Name, jax.Array], slots: list[str], structure: Any) -> Any:
+def _to_state(
+    values: dict[_Name, jax.Array], slots: list[str], structure: Any
+) -> KerasState:
     return KerasState(
         variables={name: value for (name, i), value in values.items() if i is None},
         slots={
@@ -328,9 +319,9 @@ def _to_state(values: dict[_Name, jax.Array], slots: list[str], structure: Any) 
 
 
 def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
-    values: dict[_Name, jax.Array] = {}
-    for name, value in state.variables.items():
-        values[name, None] = value
+    values: dict[_Name, jax.Array] = {
+        (name, None): value for name, value in state.variables.items()
+    }
     for slot, tree in state.slots.items():
         for index, value in enumerate(structure.flatten_up_to(tree)):
             values[slot, index] = value

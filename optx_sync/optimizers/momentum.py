@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Momentum, Polyak's or Nesterov's, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
 
 
 class MomentumSlots(NamedTuple):
     """Slots of `momentum`."""
 
-    momentum: Any  # decaying sum of gradients, without the learning rate
+    momentum: Slot  # decaying sum of gradients, without the learning rate
 
 
 def momentum(

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam with Nesterov's momentum, with the arithmetic of TensorFlow's contrib."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import (
-    BetaPowers,
-    LeafRule,
-    bias_corrected_rate,
-    from_rule,
-    require,
-)
+from optx_sync.optimizers import rule
 
 
 class NadamSlots(NamedTuple):
     """Slots of `nadam`."""
 
-    m: Any  # running average of gradients
-    v: Any  # running average of squared gradients
+    m: rule.Slot  # running average of gradients
+    v: rule.Slot  # running average of squared gradients
 
 
 def nadam(
@@ -71,27 +65,27 @@ def nadam(
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
     """
-    require("[0, 1]", b1=b1, b2=b2)
-    require("[0, inf)", eps=eps)
+    rule.require("[0, 1]", b1=b1, b2=b2)
+    rule.require("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
         m = slots.m + (grad - slots.m) * (1.0 - b1)
         v = slots.v + (jnp.square(grad) - slots.v) * (1.0 - b2)
         ahead = grad * (1.0 - b1) + b1 * m
-        update = -(ahead * bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
+        update = -(ahead * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
         return update, NadamSlots(m, v)
 
     def decay(slots, at):
         b1, b2, _ = at.hyper
         return NadamSlots(slots.m * b1, slots.v * b2)
 
-    rule = LeafRule(
+    formula = rule.LeafRule(
         step,
         NadamSlots(m=0.0, v=0.0),
         rows="decay_all",
         decay=decay,
         hyper=(b1, b2, eps),
-        powers=BetaPowers(b1, b2),
+        powers=rule.BetaPowers(b1, b2),
     )
-    return from_rule(rule, learning_rate)
+    return rule.from_rule(formula, learning_rate)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer found by search: slow down where gradient and momentum disagree."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 
 
 class NeuralOptimizer1Slots(NamedTuple):
     """Slots of `neural_optimizer_1`."""
 
-    m: Any  # running average of gradients
+    m: Slot  # running average of gradients
 
 
 def neural_optimizer_1(

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proximal Adagrad, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, soft_threshold
 
 
 class ProximalAdagradSlots(NamedTuple):
     """Slots of `proximal_adagrad`."""
 
-    accumulator: Any  # sum of squared gradients, and the initial value
+    accumulator: Slot  # sum of squared gradients, and the initial value
 
 
 def proximal_adagrad(

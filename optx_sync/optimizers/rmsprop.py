@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSProp, plain or centered, with TensorFlow's arithmetic."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, require_flag
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
 
 
 class RMSPropSlots(NamedTuple):
     """Slots of `rmsprop`."""
 
-    rms: Any  # running average of squared gradients; starts at one
-    momentum: Any  # decaying sum of steps; there even if momentum is 0
+    rms: Slot  # running average of squared gradients; starts at one
+    momentum: Slot  # decaying sum of steps; there even if momentum is 0
 
 
 class CenteredRMSPropSlots(NamedTuple):
     """Slots of `rmsprop(..., centered=True)`."""
 
-    rms: Any
-    momentum: Any
-    mg: Any  # running average of gradients
+    rms: Slot
+    momentum: Slot
+    mg: Slot  # running average of gradients
 
 
 def rmsprop(

@@ -41,16 +41,19 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.checks import check_grads, check_params, one_of
-from optx_sync.rows.slices import IndexedSlices, check_rows
+from optx_sync.rows.slices import DROP, ORDERED, IndexedSlices, check_rows, like_rows
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import (
+    Tree,
     at_least_float32,
     is_gradient_leaf,
     leaves_with_names,
@@ -58,16 +61,19 @@ from optx_sync.trees import (
 )
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
+# One slot of a rule: the initial value in a `LeafRule`, a tree like the parameters in
+# a state, one leaf's array or rows of it in `step`.
+Slot: TypeAlias = Tree
 
 
 class Step(NamedTuple):
     """What all arrays of one update have in common: scalars, in the slots' dtype."""
 
-    learning_rate: Any  # of this update: a schedule has been evaluated
+    learning_rate: Float[Array, ""]  # of this update: a schedule has been evaluated
     count: Any  # int32[], updates before this one: 0 at the first
-    hyper: tuple[Any, ...]  # the numbers of the rule's `hyper`, in their order
+    hyper: tuple[Float[Array, ""], ...]  # the numbers of the rule's `hyper`, in order
     # The rule's `powers`: b itself in the first update, b^t in the t-th; () without.
-    powers: Any
+    powers: Tree
 
 
 class NoSlots(NamedTuple):
@@ -99,12 +105,12 @@ class LeafRule:
         ValueError: if `rows` is unknown, or `decay` and `rows` do not go together.
     """
 
-    step: Callable[[Any, Any, Any, Step], tuple[Any, Any]]
-    slots: Any = NoSlots()  # noqa: RUF009 # a NamedTuple is as immutable as a tuple
+    step: Callable[[jax.Array, Any, Any, Step], tuple[jax.Array, Any]]
+    slots: Tree = NoSlots()  # noqa: RUF009 # a NamedTuple is as immutable as a tuple
     rows: Rows = "touched"
     decay: Callable[[Any, Step], Any] | None = None
-    hyper: tuple[Any, ...] = ()
-    powers: Any = ()
+    hyper: tuple[ArrayLike, ...] = ()
+    powers: Tree = ()
     needs_params: bool = False
 
     def __post_init__(self) -> None:
@@ -124,11 +130,11 @@ class LeafRule:
 class RuleState(NamedTuple):
     """State of every optimizer of this room."""
 
-    update_count: Any  # int32, updates so far
-    powers: Any  # the rule's running powers, shared by all leaves
-    slots: Any  # the rule's NamedTuple, each field a tree like the parameters'
+    update_count: Int32[Array, ""]  # updates so far
+    powers: Tree  # the rule's running powers, shared by all leaves
+    slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
 
-    def named_slots(self) -> dict[str, Any]:
+    def named_slots(self) -> dict[str, Tree]:
         """The slots by name, for `oxs.slot`."""
         return self.slots._asdict()
 
@@ -205,31 +211,17 @@ def from_rule(
                 "This optimizer sets parameters anew and needs them; got params=None. "
                 "Call update(grads, state, params)."
             )
-        rate, count = learning_rate, state.update_count
+        rate = learning_rate
         if callable(rate):
-            rate = rate(count)
+            rate = rate(state.update_count)
         if jnp.ndim(rate) != 0:
             raise ValueError(
                 "learning_rate must be a scalar, or a schedule of scalars; got shape "
                 f"{jnp.shape(rate)}."
             )
 
-        @functools.cache  # Numbers are the same for all leaves: they are traced once.
-        def at(dtype):
-            def cast(number):
-                return jnp.asarray(number, dtype=dtype)
-
-            return Step(
-                # A rate known to the compiler would be folded with what stands beside
-                # it, and round otherwise than a scheduled one; so it is chosen when the
-                # step runs, though the count is never negative. (Behind a barrier, or
-                # beside another constant, LLVM still drops a factor of 1.)
-                learning_rate=jnp.where(count >= 0, cast(rate), cast(count)),
-                count=count,
-                hyper=tuple(cast(number) for number in rule.hyper),
-                powers=jax.tree.map(cast, state.powers),
-            )
-
+        # Numbers are the same for all leaves: they are traced once.
+        at = functools.cache(functools.partial(_numbers, rule, rate, state))
         results = [
             _update_leaf(rule, at, *leaf)
             for leaf in zip(paths, grad_leaves, slot_leaves, param_leaves, strict=True)
@@ -237,7 +229,7 @@ def from_rule(
         updates = structure.unflatten([update for update, _ in results])
         columns = [[slots[i] for _, slots in results] for i in range(len(rule.slots))]
         return updates, RuleState(
-            update_count=optax.safe_increment(state.update_count),
+            update_count=jnp.asarray(optax.safe_increment(state.update_count)),
             powers=jax.tree.map(
                 lambda power, base: power * jnp.asarray(base, dtype=power.dtype),
                 state.powers,
@@ -249,7 +241,7 @@ def from_rule(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def require(interval: str, **hyperparameters: Any) -> None:
+def require(interval: str, **hyperparameters: object) -> None:
     """Refuse a hyper-parameter that is no finite number in an interval.
 
     Args:
@@ -285,7 +277,7 @@ def require(interval: str, **hyperparameters: Any) -> None:
             )
 
 
-def require_flag(**flags: Any) -> None:
+def require_flag(**flags: object) -> None:
     """Refuse a flag that is not True or False: it may be a number meant for another.
 
     Raises:
@@ -299,11 +291,11 @@ def require_flag(**flags: Any) -> None:
 class BetaPowers(NamedTuple):
     """Running powers of Adam and its relatives, named as TensorFlow's variables."""
 
-    beta1_power: Any
-    beta2_power: Any
+    beta1_power: Slot
+    beta2_power: Slot
 
 
-def bias_corrected_rate(at: Step) -> jax.Array:
+def bias_corrected_rate(at: Step) -> Float[Array, ""]:
     """Adam's `learning_rate sqrt(1 - b2^t) / (1 - b1^t)`, of a rule with BetaPowers."""
     beta1_power, beta2_power = at.powers
     return at.learning_rate * jnp.sqrt(1.0 - beta2_power) / (1.0 - beta1_power)
@@ -314,10 +306,23 @@ def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0.0)
 
 
-def slot_dtype(leaf: Any) -> np.dtype:
+def slot_dtype(leaf: ArrayLike | jax.ShapeDtypeStruct | np.dtype) -> np.dtype:
     """The dtype of a leaf's slots and of its arithmetic: float32, or wider."""
     dtype = jnp.result_type(leaf)
     return at_least_float32(dtype if jnp.issubdtype(dtype, jnp.floating) else "f4")
+
+
+def _numbers(rule, rate, state, dtype):
+    """The `Step` of an update, for leaves whose slots have this dtype."""
+    cast = functools.partial(jnp.asarray, dtype=dtype)
+    count = state.update_count
+    # A rate known to the compiler would be folded with what stands beside it, and
+    # round otherwise than a scheduled one; so it is chosen when the step runs, though
+    # the count is never negative. (Behind a barrier, or beside another constant, LLVM
+    # still drops a factor of 1.)
+    chosen = jnp.where(count >= 0, cast(rate), cast(count))
+    hyper = tuple(map(cast, rule.hyper))
+    return Step(chosen, count, hyper, jax.tree.map(cast, state.powers))
 
 
 def _align(grads, slots, params):
@@ -335,9 +340,7 @@ def _align(grads, slots, params):
         leaves, other = jax.tree.flatten(tree, is_leaf=is_gradient_leaf)
         if other != structure:
             there = [path for path, _ in leaves_with_names(tree)]
-            odd = [
-                path for path in (*paths, *there) if (path in paths) != (path in there)
-            ]
+            odd = [x for x in (*paths, *there) if (x in paths) != (x in there)]
             what = f"{odd[0]} is in one of them" if odd else "their containers differ"
             raise ValueError(
                 f"The gradients do not have the structure of the {name}: {what}. "
@@ -345,10 +348,9 @@ def _align(grads, slots, params):
             )
         return leaves
 
-    missing = [None] * len(pairs)
-    param_leaves = (
-        missing if params is None else leaves_like_grads("parameters", params)
-    )
+    param_leaves = [None] * len(pairs)
+    if params is not None:
+        param_leaves = leaves_like_grads("parameters", params)
     trees = [leaves_like_grads("optimizer's state", tree) for tree in slots]
     slot_leaves = [
         type(slots)(*(leaves[i] for leaves in trees)) for i in range(len(pairs))
@@ -402,50 +404,29 @@ def _update_rows(rule, at, path, grad, slots, table):
             "Call update(grads, state, params)."
         )
     check_rows(grad, table, path)
-    rows = table.shape[0]
-    dtype = slot_dtype(table)
+    rows, dtype = table.shape[0], slot_dtype(table)
     grad = grad.map_values(lambda values: values.astype(dtype))
     if rule.rows == "all":
         return _update_leaf(rule, at, path, grad.to_dense(rows), slots, table)
 
     grad = grad.sum_duplicates()
-    here = at(dtype)
-    indices = grad.indices
+    here, indices = at(dtype), grad.indices
     in_table = indices < rows
 
     def rows_or_zero(values):
-        shaped = jax.lax.expand_dims(in_table, range(1, values.ndim))
-        return jnp.where(shaped, values, jnp.zeros_like(values))
+        return jnp.where(like_rows(in_table, values), values, jnp.zeros_like(values))
 
     def gather(array):
         # An entry that names no row computes with some row, and is dropped after.
-        return (
-            jnp.asarray(array)
-            .at[indices]
-            .get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
-        )
+        read = jnp.asarray(array).at[indices].get
+        return read(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
     def scatter(array, rows):
-        return (
-            jnp.asarray(array)
-            .at[indices]
-            .set(
-                rows,
-                mode="drop",
-                indices_are_sorted=True,
-                unique_indices=True,
-                wrap_negative_indices=False,
-            )
-        )
+        return jnp.asarray(array).at[indices].set(rows, **DROP, **ORDERED)
 
-    update, new_rows = _step(
-        rule,
-        path,
-        rows_or_zero(grad.values),
-        type(slots)(*map(gather, slots)),
-        gather(table).astype(dtype),
-        here,
-    )
+    rows_of = type(slots)(*map(gather, slots)), gather(table).astype(dtype)
+    values = rows_or_zero(grad.values)
+    update, new_rows = _step(rule, path, values, *rows_of, here)
     if rule.decay is not None:
         slots = rule.decay(slots, here)
     slots = type(slots)(*map(scatter, slots, new_rows))

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed Nesterov: a momentum for centers that workers reach one by one."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from optx_sync.checks import integer
-from optx_sync.trees import zeros_like
+from optx_sync.checks import integer, interval
+from optx_sync.shapes import Array, Int32
+from optx_sync.trees import where, zeros_like
 
 
 class DelayedNesterovState(NamedTuple):
     """State of `delayed_nesterov`."""
 
-    arrived: jax.Array  # int32[], contributions since the momentum moved
+    arrived: Int32[Array, ""]  # contributions since the momentum moved
     momentum: optax.Updates  # like the center
     delayed: optax.Updates  # the sum of what has arrived since
 
@@ -79,8 +80,7 @@ def delayed_nesterov(
     if every is not None:
         every = integer("every", every, "Pass the number of workers, or None.")
     for name, value in (("momentum", momentum), ("c", c)):
-        if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 1:
-            raise ValueError(f"{name} must lie in [0, 1]; got {value}.")
+        interval(name, value, "Pass for example 0.5.", 0, 1)
     rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):
@@ -100,9 +100,7 @@ def delayed_nesterov(
             own.momentum,
             delayed,
         )
-        delayed = jax.tree.map(
-            lambda d: jnp.where(complete, jnp.zeros_like(d), d), delayed
-        )
+        delayed = where(complete, zeros_like(delayed), delayed)
         share = jnp.where(complete, 1 - c * number + c, c)
         step = jax.tree.map(
             lambda g, m: g + _times(share * momentum, m), updates, moved
@@ -114,5 +112,5 @@ def delayed_nesterov(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _times(factor: Any, x: jax.Array) -> jax.Array:
+def _times(factor: ArrayLike, x: jax.Array) -> jax.Array:
     return jnp.asarray(factor, x.dtype) * x

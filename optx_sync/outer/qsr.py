@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """QSR: the smaller the learning rate, the longer workers train on their own."""
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import integer
+from optx_sync.checks import integer, interval
 
 
 def qsr(
@@ -71,8 +69,7 @@ def qsr(
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, "Leave it out for none.")
     for name, value in (("alpha", alpha), ("power", power)):
-        if not isinstance(value, jax.core.Tracer) and not float(value) > 0:
-            raise ValueError(f"{name} must be greater than 0; got {value}.")
+        interval(name, value, "It must be greater than 0.", 0, open_ends=True)
 
     def period(step):
         rate = learning_rate

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.lockstep import Lockstep
@@ -25,6 +26,7 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.peers.graphs import Graph, exponential, random_pairs
 from optx_sync.peers.mixing import Mixing
 from optx_sync.placement import fields
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.step import direct_transformation, landing_update
 from optx_sync.trees import (
     Tree,
@@ -39,12 +41,12 @@ from optx_sync.trees import (
 class GossipMetrics(NamedTuple):
     """What `oxs.metrics` reads from `gossip` and `noloco`; nothing is sent."""
 
-    rounds: jax.Array  # int32[], rounds so far
-    steps_since_round: jax.Array  # int32[]
-    dropped: jax.Array  # int32[], rounds without this worker, with `drop_nonfinite`
-    # float32[workers], of each worker from the mean of all: given stacked parameters,
+    rounds: Int32[Array, ""]  # rounds so far
+    steps_since_round: Int32[Array, ""]
+    dropped: Int32[Array, ""]  # rounds without this worker, with `drop_nonfinite`
+    # of each worker from the mean of all: given stacked parameters,
     # else None, as one worker knows its own only.
-    distance: jax.Array | None
+    distance: Float[Array, " workers"] | None
 
 
 @fields.declare(
@@ -107,7 +109,7 @@ def gossip(
     outer: optax.GradientTransformation | None = None,
     seed: int = 0,
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decentralised training: every few steps a worker averages with some others.
 
@@ -337,7 +339,7 @@ def mean_params(params: Tree) -> Tree:
     return jax.tree.map(mean, params)
 
 
-def _check_wire(dtype: Any) -> Any:
+def _check_wire(dtype: DTypeLike | None) -> Any:
     dtype = check_accumulator_dtype(dtype)
     if dtype is not None and at_least_float32(dtype) != dtype:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optx_sync.center import worker as work
 from optx_sync.center.fragments import Whole
@@ -28,7 +29,7 @@ class Mixing(NamedTuple):
     graph: Graph
     seed: int
 
-    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree) -> tuple[Any, Any]:
         """(what is pending, what the exchange remembers) before the first round."""
         if self.graph.choose == "draw":
             check_pairs(self.meeting.rule.outer)
@@ -59,7 +60,7 @@ class Mixing(NamedTuple):
         now = meeting.land(now, step, moved, mass, at)
         return meeting.settle(now, walked, now.center.value)
 
-    def _chosen(self, rounds: int, global_step: Any) -> Any:
+    def _chosen(self, rounds: int, global_step: jax.Array) -> Any:
         """This round's place in the graph: equal on all workers, and after a resume."""
         if rounds == 1:
             return 0
@@ -71,7 +72,7 @@ class Mixing(NamedTuple):
 
 
 def _mean_of_partners(
-    x: Tree, weight: Any, branches: Sequence[Any], chosen: Any
+    x: Tree, weight: jax.Array | None, branches: Sequence[Any], chosen: int | jax.Array
 ) -> tuple[Tree, Any]:
     """(the mean of worker and partners, the sum of their weights or ())."""
     sent, treedef = jax.tree.flatten(x)
@@ -117,7 +118,7 @@ def _mixed(
     return [mixed(x) for x in arrays]
 
 
-def _own_weight(weight: Weight, dtype: Any, axis_name: AxisName) -> Any:
+def _own_weight(weight: Weight, dtype: DTypeLike | None, axis_name: AxisName) -> Any:
     if isinstance(weight, tuple):
         return jnp.asarray(weight, dtype)[axis_index(axis_name)]
     return jnp.asarray(weight, dtype)

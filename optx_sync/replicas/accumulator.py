@@ -7,13 +7,16 @@ this row. With weights both numbers are sums of weights.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync import trees
 from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
-from optx_sync.trees import accumulator_dtype, at_least_float32, is_gradient_leaf
+from optx_sync.shapes import Array, Bool
+from optx_sync.trees import Tree
 
 # The dtypes of sums for which weights are kept in float64.
 _WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}
@@ -22,17 +25,18 @@ _WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}
 class Accumulator(NamedTuple):
     """What has been accumulated since the last update."""
 
-    sums: Any  # like the parameters, float32 for half precision
+    sums: Tree  # like the parameters, float32 for half precision
     # [rows of all leaves, one leaf behind the other], in the dtype of weights: the sum
     # of the weights of the gradients that contained a row. One array, since its parts
     # have not the parameters' shapes.
     row_weights: jax.Array
 
 
-def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
+def start_accumulator(params: Tree, dtype: DTypeLike | None = None) -> Accumulator:
     """Nothing accumulated, for parameters or their `jax.ShapeDtypeStruct`."""
     sums = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype, dtype)), params
+        lambda p: jnp.zeros_like(p, dtype=trees.accumulator_dtype(p.dtype, dtype)),
+        params,
     )
     rows = sum(map(_rows, jax.tree.leaves(sums)))
     wide = {x.dtype for x in jax.tree.leaves(sums)} & _WIDE
@@ -40,7 +44,10 @@ def start_accumulator(params: Any, dtype: Any = None) -> Accumulator:
 
 
 def accumulate(
-    accumulator: Accumulator, grads: Any, accepted: Any, weight: Any = 1
+    accumulator: Accumulator,
+    grads: Tree,
+    accepted: Bool[Array, ""] | bool,
+    weight: ArrayLike = 1,
 ) -> Accumulator:
     """Add a gradient where `accepted` holds; elsewhere it leaves no trace, NaN or not.
 
@@ -51,7 +58,7 @@ def accumulate(
     weight = jnp.asarray(weight, row_weights.dtype)
 
     def weighed(x, dtype):
-        wide = at_least_float32(x.dtype)
+        wide = trees.at_least_float32(x.dtype)
         return (x.astype(wide) * weight.astype(wide)).astype(dtype)
 
     treedef, matched = _match(accumulator, grads)
@@ -68,7 +75,7 @@ def accumulate(
     return Accumulator(treedef.unflatten(sums), row_weights)
 
 
-def sums_of(accumulator: Accumulator, grads: Any) -> tuple[Any, list[jax.Array]]:
+def sums_of(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[jax.Array]]:
     """What a mean in the form of `grads` is made of: (sums, weights of rows).
 
     The sums are a tree like `grads`, `None` where there is no gradient; the weights
@@ -84,8 +91,12 @@ def sums_of(accumulator: Accumulator, grads: Any) -> tuple[Any, list[jax.Array]]
 
 
 def mean_of(
-    sums: Any, row_weights: list[jax.Array], grads: Any, count: Any, at_most: int
-) -> Any:
+    sums: Tree,
+    row_weights: list[jax.Array],
+    grads: Tree,
+    count: jax.Array,
+    at_most: int,
+) -> Tree:
     """The mean of what was accumulated, in the form and the dtypes of `grads`.
 
     Args:
@@ -109,13 +120,13 @@ def mean_of(
             size = min(len(weights), at_most * grad.values.shape[0])
             rows = _rows_mean(summed, weights, size)
             return rows.map_values(lambda values: values.astype(grad.values.dtype))
-        summed = summed.astype(at_least_float32(summed.dtype))
+        summed = summed.astype(trees.at_least_float32(summed.dtype))
         return (summed / count.astype(summed.dtype)).astype(grad.dtype)
 
-    return jax.tree.map(mean, grads, sums, is_leaf=is_gradient_leaf)
+    return jax.tree.map(mean, grads, sums, is_leaf=trees.is_gradient_leaf)
 
 
-def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
+def clear(accumulator: Accumulator, mean: Tree, count: jax.Array) -> Accumulator:
     """What is left when `mean`, of `count` gradients, has been taken: nothing.
 
     If the update names more rows than this gradient has room for, the rest stay for the
@@ -133,7 +144,7 @@ def clear(accumulator: Accumulator, mean: Any, count: jax.Array) -> Accumulator:
     return Accumulator(treedef.unflatten(sums), row_weights)
 
 
-def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
+def _zeros_after(mean: Tree, sums: jax.Array, count: jax.Array) -> jax.Array:
     """Zeros in place of `sums`, of which `mean` has been made.
 
     A count is never negative, but XLA does not know: it sees zeros that need the mean,
@@ -148,16 +159,16 @@ def _zeros_after(mean: Any, sums: jax.Array, count: jax.Array) -> jax.Array:
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
     """The touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
-    values = sums.at[rows].get(**FILL).astype(at_least_float32(sums.dtype))
+    values = sums.at[rows].get(**FILL).astype(trees.at_least_float32(sums.dtype))
     divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
     divisor = like_rows(divisor.astype(values.dtype), values)
     # The entries left over get the indices that `sum_duplicates` gives to such.
     return IndexedSlices(rows, values / divisor).sum_duplicates()
 
 
-def _match(accumulator: Accumulator, grads: Any) -> tuple[Any, list[Any]]:
+def _match(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[Tree]]:
     """(the tree of the gradients, for each (gradient, sum, place of its weights))."""
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
+    leaves, treedef = jax.tree.flatten(grads, is_leaf=trees.is_gradient_leaf)
     sums = treedef.flatten_up_to(accumulator.sums)
     starts = itertools.accumulate(map(_rows, sums), initial=0)
     return treedef, list(zip(leaves, sums, starts, strict=False))
@@ -169,5 +180,5 @@ def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
     return jnp.where(in_range, indices + start, jnp.full_like(indices, -1))
 
 
-def _rows(leaf: Any) -> int:
+def _rows(leaf: Tree) -> int:
     return leaf.shape[0] if leaf is not None and leaf.ndim else 0

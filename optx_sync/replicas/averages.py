@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving averages of the parameters: `variable_averages=` of synchronous replicas."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
-from optx_sync.trees import (
-    accumulator_dtype,
-    is_inexact,
-    is_masked,
-    is_placeholder,
-)
+from optx_sync import trees
+from optx_sync.trees import Tree
+
+Decay: TypeAlias = float | optax.Schedule
 
 
 def check_averages(variable_averages: Any) -> None:
@@ -32,22 +32,27 @@ def check_averages(variable_averages: Any) -> None:
         )
 
 
-def start_averages(params: Any, decay: Any, mask: Any = None, dtype: Any = None) -> Any:
+def start_averages(
+    params: Tree,
+    decay: Decay | None,
+    mask: Tree | Callable[[Tree], Tree] = None,
+    dtype: DTypeLike | None = None,
+) -> Tree:
     """Copies of the parameters that the mask selects, sharing no buffer with them.
 
     Without a decay there are no averages, `()`.
     """
     if decay is None:
         return ()
-    if is_placeholder(params):
+    if trees.is_placeholder(params):
         return params
     mask = mask(params) if callable(mask) else mask
     mask = jax.tree.broadcast(True if mask is None else mask, params)
 
     def start(selected, param):
-        if not selected or not is_inexact(param.dtype):
+        if not selected or not trees.is_inexact(param.dtype):
             return optax.MaskedNode()
-        wide = accumulator_dtype(param.dtype, dtype)
+        wide = trees.accumulator_dtype(param.dtype, dtype)
         if isinstance(param, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(param.shape, wide)
         return jnp.array(param, dtype=wide, copy=True)
@@ -55,20 +60,22 @@ def start_averages(params: Any, decay: Any, mask: Any = None, dtype: Any = None)
     return jax.tree.map(start, mask, params)
 
 
-def advance_averages(averages: Any, params: Any, decay: Any, global_step: Any) -> Any:
+def advance_averages(
+    averages: Tree, params: Tree, decay: Decay | None, global_step: jax.Array
+) -> Tree:
     """The averages after an update, from the new parameters and the new step."""
     if decay is None:
         return averages
-    decay = decay(global_step) if callable(decay) else decay
-    if isinstance(decay, jax.Array):
-        rate = 1 - decay.astype(jnp.float32)
+    now = decay(global_step) if callable(decay) else decay
+    if isinstance(now, jax.Array):
+        rate = 1 - now.astype(jnp.float32)
     else:  # In double: of 1 - float32(0.9999999) a fifth would be rounding.
-        rate = np.asarray(1 - float(decay))
+        rate = np.asarray(1 - np.asarray(now, np.float64))
 
     def advance(average, param):
-        if is_masked(average):
+        if trees.is_masked(average):
             return average
         distance = average - param.astype(average.dtype)
         return average - rate.astype(average.dtype) * distance
 
-    return jax.tree.map(advance, averages, params, is_leaf=is_masked)
+    return jax.tree.map(advance, averages, params, is_leaf=trees.is_masked)

@@ -8,47 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_params,
-    explains_inner,
-    fill_missing,
-    one_of,
-    shows_call,
-)
+from optx_sync import checks, trees
+from optx_sync.comm import reduce, varying
 from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
     axis_size,
     check_axis_name,
 )
-from optx_sync.comm.reduce import (
-    Reduction,
-    check_extra_args,
-    check_group_assignment,
-    check_reduction,
-    mean_extra_args,
-)
-from optx_sync.comm.varying import (
-    localize,
-    localize_where_mapped,
-    require_local,
-    require_reduced,
-    vary_like,
-)
+from optx_sync.comm.reduce import Reduction
 from optx_sync.elementwise import Elementwise
+from optx_sync.exchange import contract
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import (
-    Exchange,
-    check_exchange,
-    check_weight,
-    count_outlier,
-    remembers,
-    require_dense,
-    require_exact,
-    start_outliers,
-)
+from optx_sync.exchange.contract import Exchange
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.metrics import (
     Info,
@@ -62,15 +34,7 @@ from optx_sync.metrics import (
     told,
 )
 from optx_sync.placement import fields
-from optx_sync.trees import (
-    Tree,
-    cast_like,
-    is_gradient_leaf,
-    is_inexact,
-    is_placeholder,
-    is_slices,
-    leaves_with_names,
-)
+from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
@@ -97,7 +61,7 @@ class CrossShardMetrics(NamedTuple):
 class CrossShardState(NamedTuple):
     """State of `cross_shard` where it remembers, counts or measures something."""
 
-    exchange: Any  # what the exchange remembers, this replica's own, or ()
+    exchange: Tree  # what the exchange remembers, this replica's own, or ()
     info: Info
     inner: optax.OptState  # the state of `inner`
 
@@ -120,7 +84,7 @@ class SummedCrossShardState(CrossShardState):
     __slots__ = ()
 
 
-@shows_call(_CALL)
+@checks.shows_call(_CALL)
 def cross_shard(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
@@ -248,15 +212,15 @@ def cross_shard(
     References:
         TensorFlow 1.15, `tf.compat.v1.tpu.CrossShardOptimizer`.
     """
-    inner = check_inner(inner, _CALL)
+    inner = checks.check_inner(inner, _CALL)
     check_axis_name(axis_name)
-    check_reduction(reduction)
-    one_of("grads", grads, Grads)
+    reduce.check_reduction(reduction)
+    checks.one_of("grads", grads, Grads)
     if exchange is not None:
         _require_own(grads, "An exchange")
-    exchange = check_exchange(exchange, all_reduce())
+    exchange = contract.check_exchange(exchange, all_reduce())
     if group_assignment is not None:
-        check_group_assignment(group_assignment)
+        reduce.check_group_assignment(group_assignment)
         _require_own(grads, "group_assignment")
         if not exchange.exact:
             raise ValueError(
@@ -265,9 +229,9 @@ def cross_shard(
             )
     if measure:
         _require_own(grads, "measure=True")
-        require_exact(exchange)
+        contract.require_exact(exchange)
     state_of = None
-    if measure or remembers(exchange) or exchange.outlier is not None:
+    if measure or contract.remembers(exchange) or exchange.outlier is not None:
         state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
     replicas = _CrossShard(
         inner,
@@ -276,7 +240,7 @@ def cross_shard(
         group_assignment,
         grads,
         exchange,
-        check_extra_args(reduce_extra_args),
+        reduce.check_extra_args(reduce_extra_args),
         measure,
         state_of,
     )
@@ -287,7 +251,7 @@ def cross_shard(
     return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
 
 
-@shows_call("oxs.all_reduce_grads('data')")
+@checks.shows_call("oxs.all_reduce_grads('data')")
 def all_reduce_grads(
     axis_name: AxisName, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
@@ -333,7 +297,7 @@ def all_reduce_grads(
             lambda grad, mean: None if grad is None else mean,
             updates,
             reduced,
-            is_leaf=is_gradient_leaf,
+            is_leaf=trees.is_gradient_leaf,
         ), state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -354,10 +318,10 @@ class _CrossShard(NamedTuple):
 
     def init(self, params):
         """The state of a replica before its first step."""
-        check_params(params)
+        checks.check_params(params)
 
         def own(tree):
-            return localize_where_mapped(tree, self.axis_name)
+            return varying.localize_where_mapped(tree, self.axis_name)
 
         # The groups' states will differ, so all of it varies from the start.
         grouped = self.group_assignment is not None
@@ -367,7 +331,7 @@ class _CrossShard(NamedTuple):
         if self.state_of is None:
             return state
         memory, outliers = own(
-            (self.exchange.init(params), start_outliers(self.exchange))
+            (self.exchange.init(params), contract.start_outliers(self.exchange))
         )
         measured = like_params(start(), params, self.axis_name) if self.measure else ()
         return self.state_of(memory, Info(outliers=outliers, measured=measured), state)
@@ -383,22 +347,22 @@ class _CrossShard(NamedTuple):
             mean, now = self.meet(updates, before, weight, batch_size)
         else:
             mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
-        with explains_inner(mean):
+        with checks.explains_inner(mean):
             updates, inner = self.inner.update(mean, before.inner, params, **extra_args)
-        inner = vary_like(inner, before.inner)
-        updates = fill_missing(updates, params)
+        inner = varying.vary_like(inner, before.inner)
+        updates = checks.fill_missing(updates, params)
         if self.state_of is None:
             return updates, inner
         info = now.info
         if self.measure:
             norm = jnp.sqrt(self.square(updates, before))
             info = info._replace(measured=info.measured._replace(update_norm=norm))
-        info = vary_like(info, before.info)
+        info = varying.vary_like(info, before.info)
         return updates, now._replace(info=info, inner=inner)
 
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
         """Refuse what does not fit a step; the extra arguments that `inner` gets."""
-        check_grads(grads, params)
+        checks.check_grads(grads, params)
         if weight is not None:
             _require_own(self.grads, "weight")
             if self.reduction == "sum":
@@ -407,8 +371,8 @@ class _CrossShard(NamedTuple):
                     "reduction='sum'; leave weight out, or pass reduction='mean'."
                 )
         if self.grads != "local":
-            require_reduced(grads, self.axis_name, self.grads)
-        return mean_extra_args(
+            varying.require_reduced(grads, self.axis_name, self.grads)
+        return reduce.mean_extra_args(
             extra_args,
             self.reduced_names,
             self.axis_name,
@@ -420,10 +384,10 @@ class _CrossShard(NamedTuple):
         """(the mean or sum of all gradients, the state)."""
         exchange, axis_name = self.exchange, self.axis_name
         measured = state.info.measured
-        require_local(grads, axis_name, "gradient")
-        check_weight(exchange, weight)
+        varying.require_local(grads, axis_name, "gradient")
+        contract.check_weight(exchange, weight)
         if not exchange.exact:
-            require_dense(grads)
+            contract.require_dense(grads)
         groups = self.group_assignment
         more = {} if groups is None else {"group_assignment": groups}
         also = None
@@ -441,7 +405,7 @@ class _CrossShard(NamedTuple):
         if self.measure:
             square = self.square(met.mean, state)
             measured = measure_of(measured, met.also, met.weight, square, batch_size)
-        outliers = count_outlier(
+        outliers = contract.count_outlier(
             exchange, grads, met.mean, axis_name, weight, state.info.outliers
         )
         info = state.info._replace(outliers=outliers, measured=measured)
@@ -459,14 +423,14 @@ class _CrossShard(NamedTuple):
             return leaf * number if given == "mean" else leaf / number
 
         def turn(leaf):
-            return leaf.map_values(turned) if is_slices(leaf) else turned(leaf)
+            return leaf.map_values(turned) if trees.is_slices(leaf) else turned(leaf)
 
-        return jax.tree.map(turn, grads, is_leaf=is_slices)
+        return jax.tree.map(turn, grads, is_leaf=trees.is_slices)
 
     def square(self, tree, state: CrossShardState):
         """The squared norm: over other axes along which gradients vary lie shards."""
         return square_sum(
-            tree, localize(state.info.measured.update_norm, self.axis_name)
+            tree, varying.localize(state.info.measured.update_norm, self.axis_name)
         )
 
 
@@ -479,9 +443,9 @@ class _InPieces(NamedTuple):
 
     def init(self, params):
         """The state of this replica's pieces."""
-        check_params(params)
+        checks.check_params(params)
         inner = self.whole.inner
-        if is_placeholder(params):
+        if trees.is_placeholder(params):
             return fields.InPieces(inner.init(params))
         self.elementwise.check(params)
         return own_pieces(inner.init, params, self.whole.axis_name)
@@ -490,7 +454,7 @@ class _InPieces(NamedTuple):
         """The updates, gathered from those of all pieces, and the state."""
         whole, axis_name = self.whole, self.whole.axis_name
         extra_args = whole.check(updates, params, weight, extra_args)
-        require_dense(updates, "shard_state=True")
+        contract.require_dense(updates, "shard_state=True")
         like = updates if params is None else params
         _require_floating(updates, like)
         check_pieces(state, whole.inner.init, like, axis_name)
@@ -501,9 +465,9 @@ class _InPieces(NamedTuple):
         pieces = whole.as_asked(pieces, axis_size(axis_name))
         own = None if params is None else cut(params, axis_name)
         new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
-        new = gather(localize(new, axis_name), like, axis_name)
-        inner = vary_like(cast_like(inner, state.tree), state.tree)
-        return fill_missing(new, params), fields.InPieces(inner)
+        new = gather(varying.localize(new, axis_name), like, axis_name)
+        inner = varying.vary_like(trees.cast_like(inner, state.tree), state.tree)
+        return checks.fill_missing(new, params), fields.InPieces(inner)
 
 
 def _require_own(grads: Grads, what: str) -> None:
@@ -538,11 +502,11 @@ def _check_pieces(replicas: _CrossShard) -> Callable[..., Tree]:
     return replicas.exchange.scatter
 
 
-def _require_floating(grads: Any, params: Any) -> None:
+def _require_floating(grads: Tree, params: Tree | None) -> None:
     """Refuse integer parameters that have a gradient: updates get their dtype."""
-    found = dict(leaves_with_names(params))
-    for path, grad in leaves_with_names(grads):
-        if grad is not None and not is_inexact(jnp.result_type(found[path])):
+    found = dict(trees.leaves_with_names(params))
+    for path, grad in trees.leaves_with_names(grads):
+        if grad is not None and not trees.is_inexact(jnp.result_type(found[path])):
             raise TypeError(
                 f"The parameter at {path} has dtype {found[path].dtype}; with "
                 "shard_state=True what has a gradient must be floating. Leave it out "

@@ -1,29 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply the mean of the first R fresh gradients: `sync_replicas`."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
-from optx_sync.checks import (
-    check_grads,
-    check_inner,
-    check_one_worker,
-    check_params,
-    explains_inner,
-    fill_missing,
-    integer,
-)
-from optx_sync.comm.collectives import (
-    AxisName,
-    axis_index,
-    axis_size,
-    check_axis_name,
-    require_whole_lanes,
-)
+from optx_sync import checks, trees
+from optx_sync.comm import collectives, varying
+from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import (
     check_extra_args,
     mean_extra_args,
@@ -31,22 +20,9 @@ from optx_sync.comm.reduce import (
     own_weight,
     reduce,
 )
-from optx_sync.comm.varying import (
-    localize,
-    localize_where_mapped,
-    require_local,
-    vary_like,
-)
+from optx_sync.exchange import contract
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.exchange.contract import (
-    Exchange,
-    check_exchange,
-    check_weight,
-    count_outlier,
-    require_dense,
-    require_exact,
-    start_outliers,
-)
+from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import (
     Info,
     check_batch_size,
@@ -68,24 +44,19 @@ from optx_sync.replicas.accumulator import (
     sums_of,
 )
 from optx_sync.replicas.averages import (
+    Decay,
     advance_averages,
     check_averages,
     start_averages,
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
+from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation
-from optx_sync.trees import (
-    Tree,
-    add_updates,
-    cast_like,
-    check_accumulator_dtype,
-    is_finite,
-    is_masked,
-    is_nothing,
-    is_placeholder,
-    is_slices,
-    zeros_like,
-)
+from optx_sync.trees import Tree
+
+Record = TypeVar("Record", "Outcomes", "Gathered")
+# A flag of the last gradient, or a number of all.
+Outcome: TypeAlias = Bool[Array, ""] | Int32[Array, ""]
 
 
 class Outcomes(NamedTuple):
@@ -95,11 +66,11 @@ class Outcomes(NamedTuple):
     stale, stale before nonfinite, and nonfinite before no_token.
     """
 
-    used: Any  # accumulated
-    stale: Any  # computed before the last update
-    nonfinite: Any  # held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: Any  # `contributes` was False, or the weight 0
-    no_token: Any  # the tokens of this update were gone
+    used: Outcome  # accumulated
+    stale: Outcome  # computed before the last update
+    nonfinite: Outcome  # held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: Outcome  # `contributes` was False, or the weight 0
+    no_token: Outcome  # the tokens of this update were gone
 
 
 class SyncReplicasMetrics(NamedTuple):
@@ -108,18 +79,18 @@ class SyncReplicasMetrics(NamedTuple):
     At most one of the flags holds for the last gradient; before the first one none.
     """
 
-    used: jax.Array  # bool[], it was accumulated
-    stale: jax.Array  # bool[], it was computed before the last update
-    nonfinite: jax.Array  # bool[], it held a NaN or infinity, with `drop_nonfinite`
-    not_contributed: jax.Array  # bool[], `contributes` was False, or the weight 0
-    no_token: jax.Array  # bool[], the tokens of this update were gone
+    used: Bool[Array, ""]  # it was accumulated
+    stale: Bool[Array, ""]  # it was computed before the last update
+    nonfinite: Bool[Array, ""]  # it held a NaN or infinity, with `drop_nonfinite`
+    not_contributed: Bool[Array, ""]  # `contributes` was False, or the weight 0
+    no_token: Bool[Array, ""]  # the tokens of this update were gone
     counts: Outcomes  # int32[] each, how often since the start
     # Of the last update, equal on all replicas, with `measure=True`; otherwise None.
-    noise_scale: jax.Array | None = None  # float32[], a ratio of moving averages
-    agreement: jax.Array | None = None  # float32[], the mean cosine of two gradients
-    contribution_norm: jax.Array | None = None  # float32[], the root mean square
-    update_norm: jax.Array | None = None  # float32[], of what `inner` made of the mean
-    contributors: jax.Array | None = None  # float32[], gradients in the mean
+    noise_scale: Float[Array, ""] | None = None  # a ratio of moving averages
+    agreement: Float[Array, ""] | None = None  # the mean cosine of two gradients
+    contribution_norm: Float[Array, ""] | None = None  # the root mean square
+    update_norm: Float[Array, ""] | None = None  # of what `inner` made of the mean
+    contributors: Float[Array, ""] | None = None  # gradients in the mean
     # int32[], updates in which what it had accumulated lay far from the others', with a
     # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
     outliers: jax.Array | None = None
@@ -132,10 +103,10 @@ class Gathered(NamedTuple):
     `optx_sync.metrics.to_sum` names them.
     """
 
-    squares: jax.Array  # float32[], w |g|^2
-    own_squares: jax.Array  # float32[], w^2 |g|^2
-    inverse: jax.Array  # float32[], w / b
-    own_inverse: jax.Array  # float32[], w^2 / b
+    squares: Float[Array, ""]  # w |g|^2
+    own_squares: Float[Array, ""]  # w^2 |g|^2
+    inverse: Float[Array, ""]  # w / b
+    own_inverse: Float[Array, ""]  # w^2 / b
 
 
 @fields.declare(
@@ -153,20 +124,20 @@ class Gathered(NamedTuple):
 class SyncReplicasState(NamedTuple):
     """State of `sync_replicas`."""
 
-    global_step: jax.Array  # int32[], updates
-    accumulated: jax.Array  # int32[], gradients since the last one, of all replicas
+    global_step: Int32[Array, ""]  # updates
+    accumulated: Int32[Array, ""]  # gradients since the last one, of all replicas
     # float32[], or float64[] where a sum is: the sum of the weights of these. All kept
     # weights are multiples of `weight_unit`, the largest of the first ones ever; 0
     # before. So weights that are all equal are 1, and half precision sums stay small.
     total_weight: jax.Array
     weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
-    exchange: Any  # what the exchange remembers, or ()
+    exchange: Tree  # what the exchange remembers, or ()
     # The weights of its own gradients since the last update, () with a linear exchange
-    contributed: Any
+    contributed: Tree
     info: Info  # with `Outcomes` and `Gathered`, of this replica
     inner: optax.OptState
-    averages: Any  # like the parameters, MaskedNode where there is none, or ()
+    averages: Tree  # like the parameters, MaskedNode where there is none, or ()
 
     def metrics(self, params: Tree | None) -> SyncReplicasMetrics:
         """What became of the last gradient, and of all of them."""
@@ -188,18 +159,18 @@ class SyncReplicasState(NamedTuple):
 
     def averaged_params(self, params: Tree) -> Tree:
         """The averages in the structure and dtypes of `params`."""
-        if is_nothing(self.averages):
+        if trees.is_nothing(self.averages):
             raise ValueError(
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
             )
         return jax.tree.map(
             lambda average, param: (
-                param if is_masked(average) else average.astype(param.dtype)
+                param if trees.is_masked(average) else average.astype(param.dtype)
             ),
             self.averages,
             params,
-            is_leaf=is_masked,
+            is_leaf=trees.is_masked,
         )
 
 
@@ -210,9 +181,9 @@ def sync_replicas(
     *,
     total_num_replicas: int | None = None,
     variable_averages: float | optax.Schedule | None = None,
-    variables_to_average: Any = None,
+    variables_to_average: Tree | Callable[[Tree], Tree] = None,
     drop_nonfinite: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
     measure: bool = False,
@@ -347,8 +318,8 @@ def sync_replicas(
         TensorFlow 1.15, `tf.train.SyncReplicasOptimizer`. Chen, Pan, Monga, Bengio,
         Jozefowicz 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981.
     """
-    inner = check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
-    check_axis_name(axis_name)
+    inner = checks.check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
+    collectives.check_axis_name(axis_name)
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     if variables_to_average is not None and variable_averages is None:
@@ -356,9 +327,9 @@ def sync_replicas(
             "variables_to_average says which parameters to average, but there is no "
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
-    exchange = check_exchange(exchange, all_reduce())
+    exchange = contract.check_exchange(exchange, all_reduce())
     if measure:
-        require_exact(exchange)
+        contract.require_exact(exchange)
     replicas = _SyncReplicas(
         inner,
         axis_name,
@@ -367,7 +338,7 @@ def sync_replicas(
         variable_averages,
         variables_to_average,
         drop_nonfinite,
-        check_accumulator_dtype(accumulator_dtype),
+        trees.check_accumulator_dtype(accumulator_dtype),
         check_extra_args(reduce_extra_args),
         exchange,
         measure,
@@ -378,11 +349,11 @@ def sync_replicas(
 class _Step(NamedTuple):
     """What is known of a step once its gradients have been accumulated."""
 
-    grads: Any  # this replica's, equal rows added up
-    params: Any
+    grads: Tree  # this replica's, equal rows added up
+    params: Tree
     tokens: int  # the gradients that an update can have
-    weight: Any  # float[], of this replica's gradient, 0 where it is not used
-    due: Any  # bool or bool[], whether the update is made in this step
+    weight: Float[Array, ""]  # of this replica's gradient, 0 where it is not used
+    due: Bool[Array, ""] | bool  # whether the update is made in this step
     extra_args: dict[str, Any]
 
 
@@ -393,24 +364,24 @@ class _SyncReplicas(NamedTuple):
     axis_name: AxisName
     required: int
     total: int | None
-    decay: float | optax.Schedule | None
-    averaged: Any
+    decay: Decay | None
+    averaged: Tree | Callable[[Tree], Tree]
     drop_nonfinite: bool
-    dtype: Any
+    dtype: DTypeLike | None
     reduced_names: tuple[str, ...]
     exchange: Exchange
     measure: bool
 
-    def init(self, params: Any) -> SyncReplicasState:
+    def init(self, params: Tree) -> SyncReplicasState:
         """The state of a replica before its first step."""
-        check_params(params)
+        checks.check_params(params)
         check_variables(params)
         accumulator = start_accumulator(params, self.dtype)
         weights = accumulator.row_weights.dtype
 
-        def own(tree: Any) -> Any:
+        def own(tree: Tree) -> Tree:
             # What is a replica's own varies over the axis from the start.
-            return localize_where_mapped(tree, self.axis_name)
+            return varying.localize_where_mapped(tree, self.axis_name)
 
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
@@ -425,15 +396,15 @@ class _SyncReplicas(NamedTuple):
             averages=start_averages(params, self.decay, self.averaged, self.dtype),
         )
 
-    def start_info(self, params: Any) -> Info:
+    def start_info(self, params: Tree) -> Info:
         """What is told before the first step."""
         info = Info(
-            outliers=start_outliers(self.exchange),
+            outliers=contract.start_outliers(self.exchange),
             outcome=jnp.full((), -1, jnp.int32),
             outcome_counts=_zeros(Outcomes, jnp.int32),
             gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
         )
-        info = localize_where_mapped(info, self.axis_name)
+        info = varying.localize_where_mapped(info, self.axis_name)
         if not self.measure:
             return info
         return info._replace(measured=like_params(start(), params, self.axis_name))
@@ -482,16 +453,16 @@ class _SyncReplicas(NamedTuple):
         batch_size = check_batch_size(batch_size)
         grads = unique_rows(grads)
         all_count = contributes is True and weight is None and gradient_step is None
-        given: Any = own_weight(1 if weight is None else weight, self.axis_name)
-        given = given.astype(state.total_weight.dtype)
+        given = own_weight(1 if weight is None else weight, self.axis_name)
+        given = jnp.asarray(given, state.total_weight.dtype)
         contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
         fresh = finite = jnp.bool_(True)
         if gradient_step is not None:
             gradient_step = _extra(gradient_step, "gradient_step", jnp.integer)
             fresh = gradient_step.astype(jnp.int32) >= state.global_step
         if self.drop_nonfinite:
-            finite = is_finite((grads, given))
-        tokens = max(axis_size(self.axis_name), self.required)
+            finite = trees.is_finite((grads, given))
+        tokens = max(collectives.axis_size(self.axis_name), self.required)
         used, arrived = _hand_out(
             contributes & fresh & finite,
             given,
@@ -523,32 +494,32 @@ class _SyncReplicas(NamedTuple):
         """Refuse what does not fit a step of a replica."""
         axis_name = self.axis_name
         check_variables(grads if params is None else params)
-        check_grads(grads, params)
+        checks.check_grads(grads, params)
         if params is None and self.decay is not None:
             raise ValueError(
                 "A moving average of the parameters needs them; got params=None. Call "
                 "update(grads, state, params)."
             )
-        require_local(
+        varying.require_local(
             grads,
             axis_name,
             "gradient",
             "Which replicas count is decided one by one: write `params = oxs.localize("
             f"params, {axis_name!r})` before jax.grad, so that gradients stay local.",
         )
-        require_whole_lanes(grads, axis_name)
-        check_one_worker(state.global_step, state.accumulator.sums, params)
-        replicas = axis_size(axis_name)
+        collectives.require_whole_lanes(grads, axis_name)
+        checks.check_one_worker(state.global_step, state.accumulator.sums, params)
+        replicas = collectives.axis_size(axis_name)
         if self.total not in (None, replicas):
             raise ValueError(
                 f"total_num_replicas={self.total}, but the axis {axis_name!r} "
                 f"has {replicas} replicas. Leave it out, or make them equal."
             )
         if self.measure:
-            require_dense(grads, "measure=True")
+            contract.require_dense(grads, "measure=True")
         elif not self.exchange.exact:
-            require_dense(grads)
-        check_weight(self.exchange, weight)
+            contract.require_dense(grads)
+        contract.check_weight(self.exchange, weight)
 
     def add(self, grads, state: SyncReplicasState, used, weight, arrived, batch_size):
         """The state with the gradient in this replica's own sums, if it is used."""
@@ -582,7 +553,7 @@ class _SyncReplicas(NamedTuple):
 
     def square(self, tree, state: SyncReplicasState) -> jax.Array:
         """The squared norm: over other axes along which gradients vary lie shards."""
-        like = localize(state.info.measured.update_norm, self.axis_name)
+        like = varying.localize(state.info.measured.update_norm, self.axis_name)
         return square_sum(tree, like)
 
     def move(self, step: _Step, state: SyncReplicasState):
@@ -591,10 +562,10 @@ class _SyncReplicas(NamedTuple):
         extra = mean_extra_args(
             step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
         )
-        with explains_inner(step.grads):
+        with checks.explains_inner(step.grads):
             moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
-        moved = fill_missing(moved, step.params)
-        params = None if step.params is None else add_updates(step.params, moved)
+        moved = checks.fill_missing(moved, step.params)
+        params = None if step.params is None else trees.add_updates(step.params, moved)
         averages = advance_averages(
             state.averages, params, self.decay, state.global_step
         )
@@ -613,9 +584,9 @@ class _SyncReplicas(NamedTuple):
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
             accumulator=clear(state.accumulator, mean, state.accumulated),
-            contributed=zeros_like(state.contributed),
-            info=state.info._replace(gathered=zeros_like(state.info.gathered)),
-            inner=cast_like(inner, state.inner),
+            contributed=trees.zeros_like(state.contributed),
+            info=state.info._replace(gathered=trees.zeros_like(state.info.gathered)),
+            inner=trees.cast_like(inner, state.inner),
             averages=averages,
         )
         return moved, params, state
@@ -633,7 +604,7 @@ class _SyncReplicas(NamedTuple):
         if self.measure:
             also = state.info.gathered._asdict()
         met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
-        outliers = count_outlier(
+        outliers = contract.count_outlier(
             exchange, sums, met.mean, axis_name, votes, state.info.outliers
         )
         count = jnp.ones((), jnp.int32)
@@ -649,10 +620,10 @@ class _SyncReplicas(NamedTuple):
 
 
 def check_replicas(
-    replicas_to_aggregate: Any, total_num_replicas: Any
+    replicas_to_aggregate: object, total_num_replicas: object
 ) -> tuple[int, int | None]:
     """Both numbers as ints; refuse what is not an integer of 1 or more."""
-    required = integer(
+    required = checks.integer(
         "replicas_to_aggregate",
         replicas_to_aggregate,
         "Pass the number of gradients that an update needs.",
@@ -660,20 +631,25 @@ def check_replicas(
     total = total_num_replicas
     if total is not None:
         mend = "Pass the number of replicas."
-        total = integer("total_num_replicas", total, mend)
+        total = checks.integer("total_num_replicas", total, mend)
     return required, total
 
 
-def check_variables(tree: Any) -> None:
+def check_variables(tree: Tree) -> None:
     """Refuse a tree of parameters or gradients that has no leaf at all."""
-    if not jax.tree.leaves(tree) and not is_placeholder(tree):
+    if not jax.tree.leaves(tree) and not trees.is_placeholder(tree):
         raise ValueError(
             f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
             "Pass the parameters, and gradients like them."
         )
 
 
-def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
+def _either(
+    due: Bool[Array, ""] | bool,
+    move: Callable[..., tuple[Tree, Tree]],
+    wait: Callable[..., tuple[Tree, Tree]],
+    *before: Tree,
+) -> tuple[Tree, Tree]:
     """(result, state) of `move(*before)` where due, else of `wait(shapes, *before)`.
 
     `before` ends with the state; `shapes` are those of the result of `move`. No
@@ -684,17 +660,17 @@ def _either(due: Any, move: Any, wait: Any, *before: Any) -> tuple[Any, Any]:
     like = (shapes, before[-1])
 
     def moved(*before):
-        return vary_like(vary_like(move(*before), like), types)
+        return varying.vary_like(varying.vary_like(move(*before), like), types)
 
     def waited(*before):
-        return vary_like(vary_like(wait(shapes, *before), like), types)
+        return varying.vary_like(varying.vary_like(wait(shapes, *before), like), types)
 
     if isinstance(due, bool):
         return moved(*before) if due else waited(*before)
     return jax.lax.cond(due, moved, waited, *before)
 
 
-def _zeros(kind: Any, dtype: Any) -> Any:
+def _zeros(kind: type[Record], dtype: DTypeLike) -> Record:
     """A NamedTuple of zeros, an array for each: a buffer can be donated once."""
     return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
 
@@ -718,9 +694,9 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
 
     Of the others the weight is 0.
     """
-    replicas = axis_size(axis_name)
+    replicas = collectives.axis_size(axis_name)
     numbers = jnp.arange(replicas, dtype=jnp.int32)
-    mine = numbers == axis_index(axis_name)
+    mine = numbers == collectives.axis_index(axis_name)
     sent = jnp.where(mine & candidate, weight, jnp.zeros_like(weight))
     everyone = reduce(sent, axis_name, reduction="sum")
     flags = (everyone != 0).astype(jnp.int32)
@@ -745,7 +721,7 @@ def _no_updates(shapes):
         # Minus zero, because 0.0 would turn a parameter of -0.0 into 0.0.
         return jnp.full(leaf.shape, -0.0, leaf.dtype)
 
-    return jax.tree.map(none, shapes, is_leaf=is_slices)
+    return jax.tree.map(none, shapes, is_leaf=trees.is_slices)
 
 
 def _extra(value, name, kind):

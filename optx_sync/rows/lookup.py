@@ -2,29 +2,19 @@
 """Looked-up tables: `take`, and the rows of one that a loss sees in its place."""
 
 import dataclasses
-from typing import Any
+from typing import NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optx_sync.rows.slices import (
-    FILL,
-    LAST_INDEX,
-    ORDERED,
-    as_int32,
-    hide_words,
-    known_indices,
-    known_numbers,
-    like_rows,
-    search,
-    show,
-    unique_indices,
-)
+from optx_sync.rows import slices
+from optx_sync.rows.slices import FILL, ORDERED, as_int32, known_numbers
+from optx_sync.shapes import Array, Key, Shaped
 from optx_sync.trees import at_least_float32
 
 
-def take(table: Any, ids: Any) -> jax.Array:
+def take(table: "Table", ids: slices.Numbers) -> jax.Array:
     """Rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
 
     Departs from ``table[ids]`` in that a row out of range, a negative one included, is
@@ -79,15 +69,15 @@ class _GatheredRows:
     that of the table.
     """
 
-    words: Any
-    values: Any
+    words: Key[Array, " named"]
+    values: Shaped[Array, "named ..."]
     shape: tuple[int, ...]
     path: str
 
     __array_ufunc__ = None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The table's."""
         return self.values.dtype
 
@@ -96,11 +86,11 @@ class _GatheredRows:
         """The table's."""
         return len(self.shape)
 
-    def look_up(self, ids: Any) -> jax.Array:
+    def look_up(self, ids: slices.Numbers) -> jax.Array:
         """`take` of this table."""
         ids = as_int32(ids, "ids")
         _refuse_known_ids(ids, self.shape[0], f"take from {self.path}")
-        known_ids, known_named = known_numbers(ids), known_indices(self.words)
+        known_ids, known_named = known_numbers(ids), slices.known_indices(self.words)
         if known_ids is not None and known_named is not None:
             missing = np.setdiff1d(known_ids, known_named)
             if missing.size:
@@ -112,22 +102,24 @@ class _GatheredRows:
         ids = jnp.asarray(ids)
         in_range = (ids >= 0) & (ids < self.shape[0])
         if self.values.shape[0]:
-            named = show(self.words)
-            position = search(named, ids)
-            found = named.at[position].get(mode="fill", fill_value=LAST_INDEX) == ids
+            named = slices.show(self.words)
+            position = slices.search(named, ids)
+            found = (
+                named.at[position].get(mode="fill", fill_value=slices.LAST_INDEX) == ids
+            )
             # Half precision: the gradients of a frequent id add up in float32.
             wide = self.values.astype(at_least_float32(self.dtype))
             looked_up = wide.at[position].get(**FILL).astype(self.dtype)
         else:
             found = jnp.zeros_like(in_range)
             looked_up = jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
-        found, in_range = (like_rows(m, looked_up) for m in (found, in_range))
+        found, in_range = (slices.like_rows(m, looked_up) for m in (found, in_range))
         rows = jnp.where(found & in_range, looked_up, jnp.zeros_like(looked_up))
         # The NaN is no array of its own: `jax_debug_nans` would stop at that.
         not_a_number = np.asarray(np.nan, self.dtype)
         return jnp.where(in_range & ~found, not_a_number, rows)
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise _TableUseError(
             f"{self.path} is a table with row-sparse gradient: inside the loss only "
             "the rows named by `rows` are there. Use oxs.take(table, ids) to look rows "
@@ -142,7 +134,7 @@ class _GatheredRows:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __hash__ = object.__hash__
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
@@ -151,12 +143,15 @@ class _GatheredRows:
         return f"<rows of {self.path}, look them up with oxs.take>"
 
 
+# What a loss may look rows up in.
+Table: TypeAlias = jax.Array | np.ndarray | _GatheredRows
+
 jax.tree_util.register_dataclass(
     _GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
 )
 
 
-def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
+def _gather(table: object, ids: slices.Numbers, path: str) -> _GatheredRows:
     """The rows of `table` that `ids` name, each once."""
     if (
         not isinstance(table, jax.Array | np.ndarray)
@@ -172,12 +167,12 @@ def _gather(table: Any, ids: Any, path: str) -> _GatheredRows:
     _refuse_known_ids(ids, size, f"rows for {path}")
     ids = jnp.asarray(ids).reshape(-1)
     if ids.shape[0]:
-        ids, _ = unique_indices(jnp.where(ids < size, ids, -1))
+        ids, _ = slices.unique_indices(jnp.where(ids < size, ids, -1))
     rows = jnp.asarray(table).at[ids].get(**FILL, **ORDERED)
-    return _GatheredRows(hide_words(ids), rows, tuple(table.shape), path)
+    return _GatheredRows(slices.hide_words(ids), rows, tuple(table.shape), path)
 
 
-def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:
+def _refuse_known_ids(ids: jax.Array | np.ndarray, rows: int, where: str) -> None:
     known = known_numbers(ids)
     if known is None:
         return
@@ -189,8 +184,9 @@ def _refuse_known_ids(ids: Any, rows: int, where: str) -> None:
         )
 
 
-def describe(x: Any) -> str:
+def describe(x: object) -> str:
     """An argument in an error message."""
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
-        return f"{x.dtype}{list(x.shape)}"
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is not None and shape is not None:
+        return f"{dtype}{list(shape)}"
     return f"{type(x).__name__} {x!r}"

@@ -3,14 +3,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optx_sync.rows.slices import rebuild, unique_rows
-from optx_sync.trees import is_gradient_leaf, is_slices, path_name, values_of
+from optx_sync.trees import Tree, is_gradient_leaf, is_slices, path_name, values_of
+
+Tables: TypeAlias = dict[int, jax.Array]  # by the numbers of their leaves
 
 
 def on_values(
@@ -80,7 +82,7 @@ def on_values(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _refuse_array_state(state: Any) -> None:
+def _refuse_array_state(state: Tree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(leaf, int | float):
             continue
@@ -94,20 +96,17 @@ def _refuse_array_state(state: Any) -> None:
             )
 
 
-def _with_tables(step, structure, kept, tables: dict[int, jax.Array]) -> Any:
+def _with_tables(step, structure, kept, tables: Tables) -> tuple[Tree, Tree]:
     """A step that sees these arrays in place of the tables' parameters."""
     seen = [tables.get(at, leaf) for at, leaf in enumerate(kept)]
     return step(structure.unflatten(seen))
 
 
-def _refuse_use(run: Callable[..., Any], tables: dict[int, jax.Array]) -> None:
+def _refuse_use(run: Callable[[Tables], tuple[Tree, Tree]], tables: Tables) -> None:
     """Refuse a transformation whose result depends on the tables' parameters."""
     if not tables:
         return
-    batch = {
-        at: jax.ShapeDtypeStruct((2, *table.shape), table.dtype)
-        for at, table in tables.items()
-    }
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tables)
     try:
         # What does not depend on a mapped argument comes out unmapped.
         jax.eval_shape(jax.vmap(run, out_axes=None), batch)

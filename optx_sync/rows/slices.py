@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """`IndexedSlices`: the gradient of a table, as the rows that a batch touched."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from optx_sync.trees import SlicesLeaf, at_least_float32, is_slices
+from optx_sync.shapes import Array, Bool, Int32, Key
+from optx_sync.trees import SlicesLeaf, Tree, at_least_float32, is_slices
 
+# What users pass for rows: an array, or a list of numbers.
+Numbers: TypeAlias = ArrayLike | Sequence[Any]
+Rows: TypeAlias = Int32[Array, " k"]
 LAST_INDEX = 2**31 - 1
 # Indices from here on name no row: `sum_duplicates` fills its unused entries with
 # them. 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows, are room enough.
@@ -60,7 +65,7 @@ class IndexedSlices(SlicesLeaf):
     # NumPy arrays on the left leave the sum to `__radd__`.
     __array_ufunc__ = None
 
-    def __init__(self, indices: Any, values: Any):
+    def __init__(self, indices: Numbers, values: ArrayLike):
         values = jnp.asarray(values)
         words = _hide(indices)
         if words.ndim != 1:
@@ -82,10 +87,10 @@ class IndexedSlices(SlicesLeaf):
         self._values = values
 
     @property
-    def indices(self) -> jax.Array:
-        """The rows, int32[k]."""
+    def indices(self) -> Any:
+        """The rows, int32[k]; abstract where the slices are."""
         if isinstance(self._words, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self._words.shape, jnp.int32)  # pyright: ignore[reportReturnType] # an abstract array stands for the array
+            return jax.ShapeDtypeStruct(self._words.shape, jnp.int32)
         return show(self._words)
 
     @property
@@ -139,7 +144,7 @@ class IndexedSlices(SlicesLeaf):
         dense = dense.at[self.indices].add(self._values.astype(wide), **DROP)
         return dense.astype(self._values.dtype)
 
-    def __radd__(self, table: Any) -> jax.Array:
+    def __radd__(self, table: object) -> jax.Array:
         if not isinstance(table, jax.Array | np.ndarray):
             return NotImplemented
         table = jnp.asarray(table)
@@ -156,26 +161,30 @@ class IndexedSlices(SlicesLeaf):
             return f"IndexedSlices(indices={self.indices}, values={self._values})"
         return f"IndexedSlices(indices={self._words!r}, values={self._values!r})"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
+    def tree_flatten_with_keys(self) -> tuple[tuple[object, ...], None]:  # noqa: D102 # JAX's protocol
         key = jax.tree_util.GetAttrKey
         return (((key("indices"), self._words), (key("values"), self._values)), None)
 
-    def tree_flatten(self) -> tuple[Any, None]:  # noqa: D102 # JAX's protocol
+    def tree_flatten(self) -> tuple[tuple[object, ...], None]:  # noqa: D102 # JAX's protocol
         return (self._words, self._values), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, leaves: Any) -> Any:  # noqa: D102 # JAX's protocol
+    def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> "IndexedSlices":  # noqa: D102 # JAX's protocol
         return rebuild(*leaves)
 
 
-def unique_rows(grads: Any) -> Any:
+def unique_rows(grads: Tree) -> Tree:
     """The gradients, with equal rows of row-sparse leaves added up."""
     return jax.tree.map(
         lambda g: g.sum_duplicates() if is_slices(g) else g, grads, is_leaf=is_slices
     )
 
 
-def check_rows(slices: IndexedSlices, table: Any, path: str = "") -> None:
+def check_rows(
+    slices: IndexedSlices,
+    table: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    path: str = "",
+) -> None:
     """Refuse slices that do not fit a table.
 
     Args:
@@ -227,7 +236,7 @@ def rebuild(words: Any, values: Any) -> IndexedSlices:
     return slices
 
 
-def _hide(indices: Any) -> jax.Array:
+def _hide(indices: Numbers) -> Key[Array, "..."]:
     """Integers as an array of an extended dtype, which knows no arithmetic."""
     indices = as_int32(indices, "indices")
     if isinstance(indices, Tracer):
@@ -237,14 +246,14 @@ def _hide(indices: Any) -> jax.Array:
         return hide_words(jnp.asarray(indices))
 
 
-def hide_words(indices: jax.Array) -> jax.Array:
-    """int32 indices as an array of an extended dtype."""
+def hide_words(indices: Int32[Array, "*k"]) -> Key[Array, "*k"]:
+    """Indices as an array of an extended dtype."""
     word = lax.bitcast_convert_type(indices, jnp.uint32)
     words = jnp.stack([jnp.zeros_like(word), word], axis=-1)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def as_int32(indices: Any, what: str) -> jax.Array | np.ndarray:
+def as_int32(indices: Numbers, what: str) -> jax.Array | np.ndarray:
     """Integers of any dtype as int32; those that do not fit never wrap to a row."""
     if not isinstance(indices, jax.Array):
         said = hasattr(indices, "dtype")
@@ -270,7 +279,7 @@ def as_int32(indices: Any, what: str) -> jax.Array | np.ndarray:
     return known.astype(np.int32)
 
 
-def known_numbers(array: Any) -> np.ndarray | None:
+def known_numbers(array: jax.Array | np.ndarray) -> np.ndarray | None:
     """The numbers where they are not traced and all at this process, else None."""
     if isinstance(array, np.ndarray):
         return array
@@ -279,7 +288,7 @@ def known_numbers(array: Any) -> np.ndarray | None:
     return np.asarray(array)
 
 
-def known_indices(words: Any) -> np.ndarray | None:
+def known_indices(words: object) -> np.ndarray | None:
     """The hidden indices as numbers where they are known, else None."""
     if isinstance(words, Tracer) or not isinstance(words, jax.Array):
         return None
@@ -287,12 +296,12 @@ def known_indices(words: Any) -> np.ndarray | None:
         return known_numbers(show(words))
 
 
-def show(words: jax.Array) -> jax.Array:
+def show(words: Key[Array, "*k"]) -> Int32[Array, "*k"]:
     """The integers that `_hide` has hidden."""
     return lax.bitcast_convert_type(jax.random.key_data(words)[..., 1], jnp.int32)
 
 
-def unique_indices(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unique_indices(indices: Rows) -> tuple[Rows, Rows]:
     """Each row once, ascending, then padding; and the indices, the last for no row.
 
     Two sorts of one array each: XLA:CPU sorts pairs several times slower.
@@ -307,8 +316,8 @@ def unique_indices(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(unique < FIRST_PADDING, unique, padding), indices
 
 
-def search(ordered: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Where each wanted number stands, or would stand, among ordered ones: int32."""
+def search(ordered: Rows, wanted: Int32[Array, "*ids"]) -> Int32[Array, "*ids"]:
+    """Where each wanted number stands, or would stand, among ordered ones."""
     mesh = jax.sharding.get_abstract_mesh()
     partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
     # There JAX's binary search fails an assertion under check_vma=True; the other way
@@ -317,7 +326,7 @@ def search(ordered: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.searchsorted(ordered, wanted, method=method).astype(jnp.int32)
 
 
-def like_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
+def like_rows(mask: Bool[Array, "..."], rows: jax.Array) -> Bool[Array, "..."]:
     """A mask with trailing axes of size one, to select whole rows."""
     return lax.expand_dims(mask, range(mask.ndim, rows.ndim))
 

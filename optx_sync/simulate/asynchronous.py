@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that meet a center one by one, each at its own pace, on one device."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay, check_keep_local
@@ -43,24 +46,25 @@ from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement.workers import replicate
+from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import is_finite, row_of, where, with_row
+from optx_sync.trees import Tree, is_finite, row_of, where, with_row
 
 
 class WorkerState(NamedTuple):
     """A worker's own; with a worker axis in front, [N, ...], those of all."""
 
-    params: Any
-    inner: Any  # state of the workers' own optimizer
-    taken: Any  # the center that it took last, or () where the rule does not ask
-    accumulated: Any  # what it summed up since its last round, or ()
-    exchange: Any  # what the code of its pushes remembers, of each part, or ()
-    local_step: jax.Array  # int32[], its steps
-    steps_since_round: jax.Array  # int32[]
-    rounds: jax.Array  # int32[], its rounds
+    params: Tree
+    inner: Tree  # state of the workers' own optimizer
+    taken: Tree  # the center that it took last, or () where the rule does not ask
+    accumulated: Tree  # what it summed up since its last round, or ()
+    exchange: Tree  # what the code of its pushes remembers, of each part, or ()
+    local_step: Int32[Array, ""]  # its steps
+    steps_since_round: Int32[Array, ""]
+    rounds: Int32[Array, ""]  # its rounds
     # With parts [P], of each one.
-    tokens: jax.Array  # float32[], since its last round
-    seen: jax.Array  # int32[], the rounds of all workers when it took the center
+    tokens: Float[Array, "*parts"]  # since its last round
+    seen: Int32[Array, "*parts"]  # the rounds of all workers when it took the center
     ages: Any  # int32[P], steps since its round of each part, or () where there is one
     pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
     broken: Any  # bool[], it has not been finite since its last round, or ()
@@ -70,23 +74,23 @@ class AsynchronousState(NamedTuple):
     """State after one event of `asynchronous`."""
 
     workers: WorkerState  # [N, ...]
-    center: Any  # like the parameters, float32 for half precision
+    center: Tree  # like the parameters, float32 for half precision
     # State of the rule's outer transformation, or (); a tuple, one for each part.
-    outer: Any
-    global_step: jax.Array  # int32[], rounds of all workers
+    outer: Tree
+    global_step: Int32[Array, ""]  # rounds of all workers
 
 
 class AsynchronousRecord(NamedTuple):
     """What happened in T events; every array is as after the event."""
 
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
-    params: Any  # those of the worker that stepped, in their own dtypes
-    center: Any  # float32 for half precision parameters
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    local_step: jax.Array  # int32[T], steps that the event's worker has made
-    global_step: jax.Array  # int32[T], rounds that all workers together have made
+    params: Tree  # those of the worker that stepped, in their own dtypes
+    center: Tree  # float32 for half precision parameters
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    local_step: Int32[Array, " events"]  # steps that the event's worker has made
+    global_step: Int32[Array, " events"]  # rounds that all workers together have made
     # [T, ...], what the function `record` returned after each event; None without one.
-    recorded: Any
+    recorded: Tree
     final: AsynchronousState  # after the last event
     push_bytes: float  # bytes of one contribution, of the largest part, as it travels
 
@@ -96,7 +100,7 @@ def asynchronous(
     rule: CenterRule,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: Any,
+    workers: ArrayLike | Sequence[int],
     *,
     num_workers: int,
     communication_period: Period = 10,
@@ -107,7 +111,7 @@ def asynchronous(
     drop_nonfinite: bool = False,
     record: Record = None,
     weigh: Weigh | None = None,
-    tokens: Any = None,
+    tokens: ArrayLike | Sequence[float] | None = None,
 ) -> AsynchronousRecord:
     r"""Workers that meet a center one by one, each at its own pace.
 
@@ -232,10 +236,10 @@ def asynchronous(
     fragments, delay = check_fragments(fragments), check_delay(delay)
     params = jax.tree.map(jnp.asarray, params)
     workers = check_workers(workers, num_workers)
-    if tokens is not None and jnp.shape(tokens) != workers.shape:
+    if tokens is not None and np.shape(tokens) != workers.shape:
         raise ValueError(
             f"tokens must hold a number for each of the {len(workers)} events; got "
-            f"shape {jnp.shape(tokens)}."
+            f"shape {np.shape(tokens)}."
         )
     parts = split(fragments, work.start_center(params))
     run = _Run(
@@ -247,13 +251,12 @@ def asynchronous(
         num_workers,
         grad_fn,
         tokens,
-        record,
     )
     start = run.start(params)
-    machine, (local_steps, global_steps), views, events = replay(
+    machine, (local_steps, global_steps), views, recorded, events = replay(
         run.advance, run.view, (start, params), workers, record
     )
-    kept_params, kept_center, recorded = views
+    kept_params, kept_center = views
     return AsynchronousRecord(
         params=kept_params,
         center=kept_center,
@@ -273,13 +276,13 @@ class _Phases(NamedTuple):
     rule: CenterRule
     exchange: Exchange | None
     drop_nonfinite: bool
-    keep_local: Any
+    keep_local: float | jax.Array
 
-    def remember(self, part: Any) -> Any:
+    def remember(self, part: Tree) -> Tree:
         """What the code of a part remembers before the first round."""
         return () if self.exchange is None else start_codes(self.exchange, part)
 
-    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, what the center is to absorb of this worker)."""
         rule, at, well = self.rule, step.at(part), now.well
         worker, pushed = work.bring(rule, now.worker, now.center.value, at)
@@ -295,12 +298,12 @@ class _Phases(NamedTuple):
         now = now._replace(worker=worker, exchange=codes, well=well)
         return now, work.weigh_alone(rule, pushed, at)
 
-    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """There is nobody to agree with; a worker that is not finite counts 0."""
         counts = now.well.astype(jnp.float32) if self.drop_nonfinite else ()
         return now, contribution, counts
 
-    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs it, if it counts, and the worker takes."""
         rule, worker, before = self.rule, now.worker, now.center
         if rule.outer is self.inner:
@@ -315,11 +318,15 @@ class _Phases(NamedTuple):
         )
         return now._replace(worker=worker, center=after)
 
-    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """A broken worker starts anew from the center."""
         if not self.drop_nonfinite:
             return now
         return now._replace(worker=work.mend(self.inner, now.worker, center, now.well))
+
+
+# All workers, and the parameters of the one that stepped.
+_Machine: TypeAlias = tuple[AsynchronousState, Tree]
 
 
 class _Run(NamedTuple):
@@ -332,10 +339,9 @@ class _Run(NamedTuple):
     between: Period  # steps from one exchange of a worker to its next
     num_workers: int
     grad_fn: GradFn
-    tokens: Any
-    record: Record
+    tokens: ArrayLike | Sequence[float] | None
 
-    def start(self, params: Any) -> AsynchronousState:
+    def start(self, params: Tree) -> AsynchronousState:
         """All workers at the parameters, and so is the center."""
         rule, several = self.phases.rule, self.parts.number > 1
         center, count = work.start_center(params), jnp.zeros((), jnp.int32)
@@ -367,7 +373,9 @@ class _Run(NamedTuple):
             global_step=count,
         )
 
-    def advance(self, machine: Any, event: Any) -> tuple[Any, Any]:
+    def advance(
+        self, machine: _Machine, event: tuple[jax.Array, jax.Array]
+    ) -> tuple[_Machine, tuple[jax.Array, ...]]:
         """The workers and their center after an event."""
         state, _ = machine
         worker, number = event
@@ -390,16 +398,19 @@ class _Run(NamedTuple):
         )
         return (state, own.params), (own.local_step, state.global_step)
 
-    def view(self, machine: Any) -> tuple[Any, Any, Any]:
+    def view(self, machine: _Machine) -> tuple[Tree, Tree]:
         """What is kept of an event."""
         state, params = machine
-        if callable(self.record):
-            return None, None, self.record(params, state.center)
-        return params, state.center, None
+        return params, state.center
 
     def step(
-        self, number: Any, place: Any, own: WorkerState, center: Center, rounds: Any
-    ) -> tuple[WorkerState, Center, Any]:
+        self,
+        number: jax.Array,
+        place: jax.Array,
+        own: WorkerState,
+        center: Center,
+        rounds: jax.Array,
+    ) -> tuple[WorkerState, Center, jax.Array]:
         """(a worker after its step, the center, int32[] whether they met).
 
         `rounds` is int32[], those of all workers before it.
@@ -437,18 +448,18 @@ class _Run(NamedTuple):
             exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            rounds=own.rounds + due.astype(jnp.int32),
+            rounds=own.rounds + jnp.asarray(due, jnp.int32),
             tokens=jnp.where(met, 0.0, tokens),
             seen=jnp.where(met, rounds + 1, own.seen),
             ages=ages,
             pending=now.pending,
             broken=() if broken is None else broken & ~due,
         )
-        return own, now.center, due.astype(jnp.int32)
+        return own, now.center, jnp.asarray(due, jnp.int32)
 
     def walk(
-        self, own: WorkerState, center: Center, grads: Any, steps: Any
-    ) -> tuple[Now, Any]:
+        self, own: WorkerState, center: Center, grads: Tree, steps: jax.Array
+    ) -> tuple[Now, Tree]:
         """(all after the worker's own step, whether it is broken)."""
         at = Round(self.num_workers, static_period(self.period), steps)
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
@@ -462,7 +473,7 @@ class _Run(NamedTuple):
         now = Now(worker, center, own.pending, own.exchange, SharedInfo(), None, well)
         return now, broken
 
-    def push_bytes(self, center: Any) -> float:
+    def push_bytes(self, center: Tree) -> float:
         """The bytes of a contribution, of the largest part, as it travels."""
         pick, code = self.parts.pick, self.phases.exchange
         parts = range(self.parts.number)
@@ -471,7 +482,7 @@ class _Run(NamedTuple):
         )
 
 
-def _with_powers(state: Any, source: Any) -> Any:
+def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:
     """A state with the running powers of another state of the same optimizer.
 
     All else stays, at any depth of chains and masks.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that meet each other two by two, each at its own pace, on one device."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
@@ -19,13 +21,14 @@ from optx_sync.center.worker import Worker
 from optx_sync.checks import check_grads, check_inner, integer
 from optx_sync.peers.gossip import mean_params
 from optx_sync.placement.workers import replicate
+from optx_sync.shapes import Array, Int32
 from optx_sync.simulate.replay import (
     GradFn,
     Record,
     check_workers,
     replay,
 )
-from optx_sync.trees import row_of, where, with_row
+from optx_sync.trees import Tree, row_of, where, with_row
 
 # A worker's step between its meetings is that of a rule which sums nothing up.
 _ALONE = CenterRule(contribute=lambda own, center, at: own.params)
@@ -34,39 +37,39 @@ _ALONE = CenterRule(contribute=lambda own, center, at: own.params)
 class GossipWorkers(NamedTuple):
     """What workers hold; with a worker axis in front, [N, ...]."""
 
-    params: Any
-    read: Any  # the parameters at which its next gradient is computed
-    inner: Any  # state of the workers' own optimizer
-    local_step: jax.Array  # int32[], its steps
-    steps_since_round: jax.Array  # int32[]
+    params: Tree
+    read: Tree  # the parameters at which its next gradient is computed
+    inner: Tree  # state of the workers' own optimizer
+    local_step: Int32[Array, ""]  # its steps
+    steps_since_round: Int32[Array, ""]
 
 
 class GossipRecord(NamedTuple):
     """What happened in T events; every array is as after the event."""
 
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
-    params: Any  # those of the worker that stepped
-    mean: Any  # those of all workers in the mean
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    local_step: jax.Array  # int32[T], steps that the event's worker has made
-    meetings: jax.Array  # int32[T], how often two workers have met
+    params: Tree  # those of the worker that stepped
+    mean: Tree  # those of all workers in the mean
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    local_step: Int32[Array, " events"]  # steps that the event's worker has made
+    meetings: Int32[Array, " events"]  # how often two workers have met
     # [T, ...], what the function `record` returned after each event; None without one.
-    recorded: Any
+    recorded: Tree
     final: GossipWorkers  # after the last event
 
 
 class _Machine(NamedTuple):
     workers: GossipWorkers  # [N, ...]
-    last: jax.Array  # int32[], the worker that stepped
-    meetings: jax.Array  # int32[]
+    last: Int32[Array, ""]  # the worker that stepped
+    meetings: Int32[Array, ""]
 
 
 def gossip(
     inner: optax.GradientTransformation,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: Any,
-    partners: Any = None,
+    workers: ArrayLike | Sequence[int],
+    partners: ArrayLike | Sequence[int] | None = None,
     *,
     num_workers: int,
     communication_period: Period = 1,
@@ -157,12 +160,12 @@ def gossip(
             "partners must name one for each event, itself for nobody; got "
             f"{len(partners)} for the {len(workers)} events of workers."
         )
-    run = _Run(inner, period, num_workers, grad_fn, record)
+    run = _Run(inner, period, num_workers, grad_fn)
     pairs = jnp.stack([workers, partners], axis=1)
-    machine, (local_steps, meetings), views, events = replay(
+    machine, (local_steps, meetings), views, recorded, events = replay(
         run.advance, run.view, run.start(params), pairs, record
     )
-    kept_params, kept_mean, recorded = views
+    kept_params, kept_mean = views
     return GossipRecord(
         params=kept_params,
         mean=kept_mean,
@@ -181,16 +184,17 @@ class _Run(NamedTuple):
     period: Period
     num_workers: int
     grad_fn: GradFn
-    record: Record
 
-    def start(self, params: Any) -> _Machine:
+    def start(self, params: Tree) -> _Machine:
         """All workers at the parameters."""
         params, zero = jax.tree.map(jnp.asarray, params), jnp.zeros((), jnp.int32)
         work.start_center(params)  # which refuses what cannot be averaged
         worker = GossipWorkers(params, params, self.inner.init(params), zero, zero)
         return _Machine(replicate(worker, self.num_workers), zero, zero)
 
-    def advance(self, machine: _Machine, event: Any) -> tuple[_Machine, Any]:
+    def advance(
+        self, machine: _Machine, event: tuple[jax.Array, jax.Array]
+    ) -> tuple[_Machine, tuple[jax.Array, ...]]:
         """The workers after an event."""
         (worker, partner), number = event
         everyone, last = machine.workers, self.num_workers - 1
@@ -209,8 +213,13 @@ class _Run(NamedTuple):
         return machine, (own.local_step, meetings)
 
     def step(
-        self, number: Any, place: Any, mate: Any, own: GossipWorkers, theirs: Any
-    ) -> tuple[GossipWorkers, Any, Any]:
+        self,
+        number: jax.Array,
+        place: jax.Array,
+        mate: jax.Array,
+        own: GossipWorkers,
+        theirs: Tree,
+    ) -> tuple[GossipWorkers, Tree, jax.Array]:
         """(a worker after its step, its partner's parameters, whether they met)."""
         grads = self.grad_fn(place, own.read, number)
         check_grads(grads, own.params)
@@ -237,10 +246,7 @@ class _Run(NamedTuple):
         )
         return own, where(meets, x, theirs), meets.astype(jnp.int32)
 
-    def view(self, machine: _Machine) -> tuple[Any, Any, Any]:
+    def view(self, machine: _Machine) -> tuple[Tree, Tree]:
         """What is kept of an event."""
         everyone = machine.workers.params
-        params, mean = row_of(everyone, machine.last), mean_params(everyone)
-        if callable(self.record):
-            return None, None, self.record(params, mean)
-        return params, mean, None
+        return row_of(everyone, machine.last), mean_params(everyone)

@@ -1,38 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay events in a given order under `jax.lax.scan`, and record what is asked for."""
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optx_sync.checks import integer
+from optx_sync.trees import Tree
 
-GradFn: TypeAlias = Callable[[jax.Array, Any, jax.Array], Any]
-Record: TypeAlias = Literal["all"] | int | Callable[[Any, Any], Any] | None
+GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
+Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None
+
+Event: TypeAlias = tuple[jax.Array, jax.Array]  # a row of `workers`, its number
+State = TypeVar("State")
 
 # What `record=None` may keep, in bytes: 256 MB.
 KEPT_BYTES = 256 * 2**20
 
 
 def replay(
-    advance: Callable,
-    view: Callable,
-    state: Any,
+    advance: Callable[[State, Event], tuple[State, tuple[jax.Array, ...]]],
+    view: Callable[[State], tuple[Tree, ...]],
+    state: State,
     workers: jax.Array,
     record: Record,
-) -> tuple[Any, Any, Any, jax.Array]:
-    """(last state, what `advance` returns of each event, `view` of some, of which).
+) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, jax.Array]:
+    """Advance by each event, and keep of some of them what `record` asks for.
 
-    `advance(state, (worker, event))`, with a row of `workers`, returns the next state
-    and small values.
+    Args:
+        advance: `(state, (worker, event)) -> (state, small values)`, with a row of
+            `workers`.
+        view: What may be kept of a state; its first two are what a function `record`
+            is asked of, and then nothing is kept but its answer.
+        state: Before the first event.
+        workers: Of each event, in rows.
+        record: As users give it.
+
+    Returns:
+        The last state, the values of each event, what was kept of some, what the
+        function `record` said of them or `None`, and their numbers.
     """
     every = check_record(record)
+
+    def kept(state):
+        views = view(state)
+        if callable(record):
+            return (None,) * len(views), record(*views[:2])
+        return views, None
+
     if every is None:
-        shapes = jax.tree.leaves(jax.eval_shape(view, state))
+        shapes = jax.tree.leaves(jax.eval_shape(kept, state))
         size = sum(x.size * x.dtype.itemsize for x in shapes)
         room = KEPT_BYTES // max(size, 1)
         every = len(workers) // (room + 1) + 1  # the smallest with room for T // every
@@ -42,27 +64,30 @@ def replay(
 
     def advance_chunk(state, of_chunk):
         state, values = jax.lax.scan(advance, state, of_chunk)
-        return state, (values, view(state))
+        return state, (values, kept(state))
 
     first = jax.tree.map(
         lambda x: x[: chunks * every].reshape(chunks, every, *x.shape[1:]), events
     )
-    state, (values, views) = jax.lax.scan(advance_chunk, state, first)
+    state, (values, (views, recorded)) = jax.lax.scan(advance_chunk, state, first)
     values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
     if chunks * every < len(workers):  # events after the last view
         rest = jax.tree.map(lambda x: x[chunks * every :], events)
         state, of_rest = jax.lax.scan(advance, state, rest)
         values = jax.tree.map(lambda *x: jnp.concatenate(x), values, of_rest)
-    return state, values, views, viewed
+    return state, values, views, recorded, viewed
 
 
-def check_workers(workers: Any, num_workers: int, name: str = "workers") -> jax.Array:
+def check_workers(
+    workers: ArrayLike | Sequence[int], num_workers: int, name: str = "workers"
+) -> jax.Array:
     """The worker of each event as int32[T]; an error for what names no worker."""
-    known = None if isinstance(workers, jax.core.Tracer) else np.asarray(workers)
-    dtype = workers.dtype if known is None else known.dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
+    known = None
+    if not isinstance(workers, jax.core.Tracer):
+        workers = known = np.asarray(workers)
+    if not jnp.issubdtype(workers.dtype, jnp.integer):
         raise TypeError(
-            f"{name} must hold integers, the worker of each event; got {dtype}."
+            f"{name} must hold integers, the worker of each event; got {workers.dtype}."
         )
     if np.ndim(workers) != 1:
         raise ValueError(
@@ -79,7 +104,7 @@ def check_workers(workers: Any, num_workers: int, name: str = "workers") -> jax.
     return jnp.asarray(workers).astype(jnp.int32)
 
 
-def check_record(record: Any) -> int | None:
+def check_record(record: Record) -> int | None:
     """Every how many events to look at the state; `None`: as memory allows."""
     if record is None:
         return None

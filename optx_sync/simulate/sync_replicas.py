@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow's `SyncReplicasOptimizer` with its token queue, replayed on one device."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optx_sync.checks import (
     check_grads,
@@ -29,42 +31,43 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.rows.slices import unique_rows
+from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import add_updates, cast_like
+from optx_sync.trees import Tree, add_updates, cast_like
 
 
 class SyncReplicasMachine(NamedTuple):
     """Chief, accumulators and workers of `sync_replicas`, as an event leaves them."""
 
-    params: Any
+    params: Tree
     inner: optax.OptState
-    averages: Any  # like the parameters, or ()
+    averages: Tree  # like the parameters, or ()
     accumulator: Accumulator
-    accumulated: jax.Array  # int32[], gradients in it
-    global_step: jax.Array  # int32[], updates
-    local_step: jax.Array  # int32[N], the token that each worker took last
-    blocked: jax.Array  # bool[N], whether it waits for a token
+    accumulated: Int32[Array, ""]  # gradients in it
+    global_step: Int32[Array, ""]  # updates
+    local_step: Int32[Array, " workers"]  # the token that each worker took last
+    blocked: Bool[Array, " workers"]  # whether it waits for a token
     # The queue holds tokens of the last two steps only: nothing of a later step is
     # accumulated before all tokens of earlier steps have been taken.
-    old_tokens: jax.Array  # int32[], of `global_step - 1`, which are taken first
-    new_tokens: jax.Array  # int32[], of `global_step`
+    old_tokens: Int32[Array, ""]  # of `global_step - 1`, which are taken first
+    new_tokens: Int32[Array, ""]  # of `global_step`
 
 
 class SyncReplicasRecord(NamedTuple):
     """What happened in T events; every array is as after the event."""
 
     # [K, ...] each, of the K events that `record` keeps; None where it is a function.
-    params: Any
-    averages: Any  # like the parameters; None where there are none
+    params: Tree
+    averages: Tree  # like the parameters; None where there are none
     blocked: Any  # bool[K, N], the workers that wait for a token
     local_step: Any  # int32[K, N], the token that each worker took last
-    events: jax.Array  # int32[K], the numbers of these events, from 0
-    accepted: jax.Array  # bool[T], whether the gradient was accumulated
-    updated: jax.Array  # bool[T], whether it completed an update
-    tokens: jax.Array  # int32[T], in the queue
-    global_step: jax.Array  # int32[T], updates, from `initial_global_step`
+    events: Int32[Array, " kept"]  # the numbers of these events, from 0
+    accepted: Bool[Array, " events"]  # whether the gradient was accumulated
+    updated: Bool[Array, " events"]  # whether it completed an update
+    tokens: Int32[Array, " events"]  # in the queue
+    global_step: Int32[Array, " events"]  # updates, from `initial_global_step`
     # [T, ...], what the function `record` returned after each event; None without one.
-    recorded: Any
+    recorded: Tree
     final: SyncReplicasMachine  # after the last event
 
 
@@ -72,7 +75,7 @@ def sync_replicas(
     inner: optax.GradientTransformation,
     params: optax.Params,
     grad_fn: GradFn,
-    workers: Any,
+    workers: ArrayLike | Sequence[int],
     *,
     replicas_to_aggregate: int,
     total_num_replicas: int | None = None,
@@ -163,9 +166,9 @@ def sync_replicas(
             "Pass as many or more, or -1 for replicas_to_aggregate."
         )
     workers = check_workers(workers, total)
-    run = _Run(inner, required, total, variable_averages, grad_fn, record)
+    run = _Run(inner, required, total, variable_averages, grad_fn)
     tokens = required if num_tokens == -1 else num_tokens
-    machine, scalars, views, events = replay(
+    machine, scalars, views, recorded, events = replay(
         run.advance,
         run.view,
         run.start(params, initial_global_step, tokens),
@@ -173,7 +176,7 @@ def sync_replicas(
         record,
     )
     accepted, updated, tokens, global_step = scalars
-    params, averages, blocked, local_step, recorded = views
+    params, averages, blocked, local_step = views
     return SyncReplicasRecord(
         params=params,
         averages=averages,
@@ -197,9 +200,10 @@ class _Run(NamedTuple):
     total: int
     variable_averages: float | optax.Schedule | None
     grad_fn: GradFn
-    record: Record
 
-    def start(self, params: Any, global_step: Any, tokens: int) -> SyncReplicasMachine:
+    def start(
+        self, params: Tree, global_step: int | jax.Array, tokens: int
+    ) -> SyncReplicasMachine:
         """The machine before the first event."""
         params = jax.tree.map(jnp.asarray, params)
         step = jnp.asarray(global_step, jnp.int32)
@@ -217,8 +221,8 @@ class _Run(NamedTuple):
         )
 
     def advance(
-        self, machine: SyncReplicasMachine, event: Any
-    ) -> tuple[SyncReplicasMachine, Any]:
+        self, machine: SyncReplicasMachine, event: tuple[jax.Array, jax.Array]
+    ) -> tuple[SyncReplicasMachine, tuple[jax.Array, ...]]:
         """The machine after an event."""
         worker, number = event
         known = (worker >= 0) & (worker < self.total)
@@ -240,7 +244,7 @@ class _Run(NamedTuple):
         tokens = machine.old_tokens + machine.new_tokens
         return machine, (accepted, updated, tokens, machine.global_step)
 
-    def update(self, machine: SyncReplicasMachine, grads: Any) -> SyncReplicasMachine:
+    def update(self, machine: SyncReplicasMachine, grads: Tree) -> SyncReplicasMachine:
         """The chief: the parameters move by the mean, and tokens join the queue."""
         count = machine.accumulated
         sums = sums_of(machine.accumulator, grads)
@@ -262,7 +266,9 @@ class _Run(NamedTuple):
             new_tokens=jnp.full_like(machine.new_tokens, tokens),
         )
 
-    def serve(self, machine: SyncReplicasMachine, worker: Any) -> SyncReplicasMachine:
+    def serve(
+        self, machine: SyncReplicasMachine, worker: jax.Array
+    ) -> SyncReplicasMachine:
         """Whoever waits takes a token, this worker too, as far as there are any."""
         # A queue that was empty has been filled for all, so that whoever waits is
         # served, or nobody; and several wait only where no old token is left.
@@ -279,9 +285,7 @@ class _Run(NamedTuple):
             new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
         )
 
-    def view(self, machine: SyncReplicasMachine) -> tuple[Any, ...]:
+    def view(self, machine: SyncReplicasMachine) -> tuple[Tree, ...]:
         """What is kept of an event."""
         averages = None if self.variable_averages is None else machine.averages
-        if callable(self.record):
-            return None, None, None, None, self.record(machine.params, averages)
-        return machine.params, averages, machine.blocked, machine.local_step, None
+        return machine.params, averages, machine.blocked, machine.local_step

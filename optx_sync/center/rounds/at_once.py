@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round at once: workers contribute, agree and take in one step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optx_sync.center.fragments import LANDS, SETS_OUT, Whole
-from optx_sync.center.rounds.meeting import Now, Phases, Step, either
+from optx_sync.center.rounds.meeting import Now, OnItsWay, Phases, Step, either
+from optx_sync.trees import Tree
 
 
 class AtOnce(NamedTuple):
@@ -12,7 +13,7 @@ class AtOnce(NamedTuple):
 
     meeting: Phases
 
-    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         return (), parts.each(self.meeting.remember, center)
 

@@ -5,16 +5,16 @@ The sum of what set out a step before stands in no conditional and depends on th
 alone, so that the compiler may hide it behind the step.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optx_sync.center.fragments import SETS_OUT, Buffer, Outgoing, Pending, Whole
+from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Outgoing, Pending, Whole
 from optx_sync.center.rounds.later import arrive
-from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.center.rounds.meeting import Meeting, Now, OnItsWay, Step, either
 from optx_sync.comm.varying import localize, vary_like
-from optx_sync.trees import row_of, where, with_row
+from optx_sync.trees import Tree, row_of, where, with_row
 
 
 class InLine(NamedTuple):
@@ -22,7 +22,7 @@ class InLine(NamedTuple):
 
     meeting: Meeting
 
-    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         weight = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
         buffer = Buffer(parts, center).zeros()
@@ -40,11 +40,13 @@ class InLine(NamedTuple):
         now, summed, remembered = self._sum(now, step, lands)
         before = now.pending
         now = now._replace(pending=summed, exchange=())
-        now = either(lands, lambda now: arrive(self.meeting, now, step, buffer), now)
+        now = either(
+            lands, lambda now: arrive(self.meeting, now, step, buffer), now, LANDS
+        )
         now = self._set_out(now._replace(pending=before), step, buffer)
         return now._replace(exchange=remembered)
 
-    def _sum(self, now: Now, step: Step, lands: Any) -> tuple[Now, Pending, Any]:
+    def _sum(self, now: Now, step: Step, lands: jax.Array) -> tuple[Now, Pending, Tree]:
         """(now, the sum of what is pending, what the exchange remembers of all)."""
         parts, memory, last = step.parts, now.exchange, step.part(ago=1)
         if parts.number > 1:

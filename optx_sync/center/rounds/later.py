@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round in two halves: the sum is taken in one step and lands `delay` steps later."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from optx_sync.center.contract import Round
-from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Pending, Whole
-from optx_sync.center.rounds.meeting import Now, Phases, Step, either
+from optx_sync.center.fragments import LANDS, MENDS, SETS_OUT, Buffer, Pending, Whole
+from optx_sync.center.rounds.meeting import Now, OnItsWay, Phases, Step, either
+from optx_sync.trees import Tree
 
 
 class Later(NamedTuple):
@@ -16,7 +17,7 @@ class Later(NamedTuple):
     meeting: Phases
     delay: int
 
-    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         pushed = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
         buffer = Buffer(parts, center).zeros()
@@ -28,8 +29,13 @@ class Later(NamedTuple):
         buffer = Buffer(step.parts, now.center.value)
         lands = (step.rounds != 0) & (step.quiet < self.delay)
         lands &= (step.steps >= self.delay) | step.due
-        now = either(lands, lambda now: arrive(self.meeting, now, step, buffer), now)
-        return either(step.due, lambda now: self._set_out(now, step, buffer), now)
+        now = either(
+            lands, lambda now: arrive(self.meeting, now, step, buffer), now, LANDS
+        )
+        changes = SETS_OUT | MENDS if self.meeting.drop_nonfinite else SETS_OUT
+        return either(
+            step.due, lambda now: self._set_out(now, step, buffer), now, changes
+        )
 
     def _set_out(self, now: Now, step: Step, buffer: Buffer) -> Now:
         walked = now.worker.params

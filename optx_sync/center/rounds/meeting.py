@@ -7,7 +7,7 @@ stand together, and in which conditional, is the round's (`at_once`, `later`, `i
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,16 @@ import optax
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, InnerState, Round
-from optx_sync.center.fragments import Whole
+from optx_sync.center.fragments import (
+    LANDS,
+    MENDS,
+    SETS_OUT,
+    Outgoing,
+    Pending,
+    Whole,
+    fields_of,
+    with_fields,
+)
 from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
@@ -23,7 +32,10 @@ from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
-from optx_sync.trees import is_finite, is_floating, is_inexact, where
+from optx_sync.shapes import Array, Int32
+from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
+
+OnItsWay: TypeAlias = Pending | Outgoing | tuple[()]
 
 
 class Now(NamedTuple):
@@ -32,7 +44,7 @@ class Now(NamedTuple):
     worker: Worker
     center: Center
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    exchange: Any  # what the exchange remembers, of each part
+    exchange: Tree  # what the exchange remembers, of each part
     info: SharedInfo
     # Of this round alone. `None` where all contributions count alike.
     weight: Any  # float[], this worker's
@@ -45,18 +57,20 @@ class Step(NamedTuple):
 
     num_workers: int
     period: int | None  # in steps; None where it is a schedule
-    due: Any  # bool or bool[], whether workers meet in this step
-    steps: Any  # int32[], the workers' steps since their last round, with this one
+    due: bool | jax.Array  # bool or bool[], whether workers meet in this step
+    steps: (
+        jax.Array
+    )  # int32[], the workers' steps since their last round, with this one
     ages: Any  # int32[P], those since each part met; () where there is one
-    rounds: Any  # int32[], before this step
-    quiet: Any  # int32[], the steps since the last round before this one
+    rounds: Int32[Array, ""]  # before this step
+    quiet: Int32[Array, ""]  # the steps since the last round before this one
     parts: Whole
-    params: Any  # as they came, whose types say how a worker is sharded
+    params: Tree  # as they came, whose types say how a worker is sharded
     alike: bool  # whether all weights are 0 or 1
     extra_args: dict[str, Any]
     # What else a rule may know of a worker that comes alone, by its name in a `Round`:
     # [P] each, of each part.
-    alone: dict[str, Any]
+    alone: dict[str, jax.Array]
 
     def at(self, part: int) -> Round:
         """What a rule may know of the meeting of a part."""
@@ -65,12 +79,12 @@ class Step(NamedTuple):
         of_part = {name: x[part] for name, x in self.alone.items()}
         return Round(self.num_workers, self.period, self.ages[part], **of_part)
 
-    def part(self, ago: int = 0) -> Any:
+    def part(self, ago: int = 0) -> int | jax.Array:
         """The part that meets in the next exchange, or met so many before that."""
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
 
-    def met(self) -> Any:
+    def met(self) -> jax.Array:
         """Which parts have met in this step: bool[P], bool[] where there is one."""
         due = jnp.asarray(self.due)
         if self.parts.number == 1:
@@ -86,23 +100,23 @@ class Phases(Protocol):
         """Whether a worker that is not finite is left out."""
         ...
 
-    def remember(self, part: Any) -> Any:
+    def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
         ...
 
-    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, what this worker contributes)."""
         ...
 
-    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, the sum or mean for the center, the sum of weights or ())."""
         ...
 
-    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs what workers contributed, and this worker takes of it."""
         ...
 
-    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """What else a round does to a worker that held `walked` before it."""
         ...
 
@@ -110,7 +124,7 @@ class Phases(Protocol):
 class Rounds(Protocol):
     """When the phases of a round take place."""
 
-    def start(self, parts: Whole, center: Any) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         ...
 
@@ -129,18 +143,18 @@ class Meeting(NamedTuple):
     inner_state: InnerState
     drop_nonfinite: bool
     measure: bool
-    keep_local: Any
+    keep_local: float | jax.Array
 
-    def start_center(self, parts: Whole, center: Any) -> Center:
+    def start_center(self, parts: Whole, center: Tree) -> Center:
         """The center, with an outer state for each part."""
         outer = self.rule.outer
         return Center(center, () if outer is None else parts.each(outer.init, center))
 
-    def remember(self, part: Any) -> Any:
+    def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
         return self.exchange.init(part)
 
-    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Any]:
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, what this worker contributes)."""
         before = now.worker
         worker, contribution = work.bring(
@@ -155,7 +169,7 @@ class Meeting(NamedTuple):
         now = now._replace(worker=worker, info=info)
         return self.leave_out(now, step, contribution), contribution
 
-    def leave_out(self, now: Now, step: Step, contribution: Any) -> Now:
+    def leave_out(self, now: Now, step: Step, contribution: Tree) -> Now:
         """Weight 0 for a worker that is not finite, if those are to be dropped."""
         if not self.drop_nonfinite:
             return now
@@ -164,7 +178,7 @@ class Meeting(NamedTuple):
         weight = jnp.where(well, now.weight, jnp.zeros_like(now.weight))
         return now._replace(well=well, weight=weight)
 
-    def agree(self, now: Now, step: Step, contribution: Any) -> tuple[Now, Any, Any]:
+    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, the sum or mean for the center, the sum of weights or ())."""
         weight, also = now.weight, None
         if self.measure:
@@ -190,7 +204,7 @@ class Meeting(NamedTuple):
             mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
         return now, mean, met.weight if self.drop_nonfinite else ()
 
-    def land(self, now: Now, step: Step, total: Any, pushed: Any, at: Round) -> Now:
+    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs what workers contributed, and this worker takes of it."""
         before = now.center
         extra = self.extra_args(step, now.weight)
@@ -207,7 +221,7 @@ class Meeting(NamedTuple):
         )
         return now._replace(worker=worker, center=after, info=info)
 
-    def settle(self, now: Now, walked: Any, center: Any) -> Now:
+    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """What else a round does to a worker; a broken one starts anew.
 
         Args:
@@ -231,7 +245,7 @@ class Meeting(NamedTuple):
             info = info._replace(dropped=dropped)
         return now._replace(worker=worker, info=info)
 
-    def extra_args(self, step: Step, weight: Any) -> dict[str, Any]:
+    def extra_args(self, step: Step, weight: jax.Array | None) -> dict[str, Any]:
         """What the worker's optimizer gets when it makes a step at the center."""
         if self.rule.outer is not self.inner:
             return {}
@@ -255,23 +269,37 @@ class Meeting(NamedTuple):
         return {name: mean(name, value) for name, value in given.items()}
 
 
-def either(due: Any, change: Callable[[Now], Now], now: Now) -> Now:
-    """`change(now)` where due, else `now`.
+def either(
+    due: bool | jax.Array,
+    change: Callable[[Now], Now],
+    now: Now,
+    changes: frozenset[str] = SETS_OUT | LANDS | MENDS,
+) -> Now:
+    """`change(now)` where due, else `now`; of worker and center it changes `changes`.
 
-    No conditional where `due` is known. JAX carries what `change` hands on unchanged
-    around the conditional.
+    No conditional where `due` is known. It carries what may change only: each operand
+    costs as much time to trace as a step of the round.
     """
+    fields = fields_of(now)
+    kept = {name: x for name, x in fields.items() if name not in changes}
+    nothing: dict[str, Tree] = dict.fromkeys(kept, ())
 
-    def changed(now):
-        after = change(now)._replace(weight=now.weight, well=now.well)
-        return vary_like(after, now)
+    def changed(given):
+        after = change(with_fields(given, fields_of(given) | kept))
+        after = with_fields(after, fields_of(after) | nothing)
+        return vary_like(after._replace(weight=given.weight, well=given.well), given)
 
+    given = with_fields(now, fields | nothing)
     if isinstance(due, bool):
-        return changed(now) if due else now
-    return jax.lax.cond(due, changed, lambda now: now, now)
+        after = changed(given) if due else given
+    else:
+        after = jax.lax.cond(due, changed, lambda same: same, given)
+    return with_fields(after, fields_of(after) | kept)
 
 
-def _average(state: Any, axis_name: AxisName, weight: Any) -> Any:
+def _average(
+    state: optax.OptState, axis_name: AxisName, weight: jax.Array | None
+) -> optax.OptState:
     """The mean of the floating leaves of the workers' inner states."""
     leaves, treedef = jax.tree.flatten(state)
     floating = [i for i, x in enumerate(leaves) if is_inexact(x.dtype)]

@@ -15,6 +15,7 @@ from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.checks import integer
 from optx_sync.comm.collectives import AxisName
+from optx_sync.trees import Tree
 
 
 def elastic_rule(
@@ -49,12 +50,12 @@ def elastic_rule(
                 "moving_rate."
             )
 
-    def rate(at: Round) -> Any:
+    def rate(at: Round) -> float | jax.Array | None:
         if moving_rate is not None or at.communication_period is None:
             return moving_rate
         return 0.9 / at.communication_period / at.num_workers
 
-    def penalty(own: Own, at: Round) -> Any:
+    def penalty(own: Own, at: Round) -> jax.Array:
         apart = own.params - own.taken
         if rho is not None:
             return _times(rho, apart)
@@ -162,7 +163,7 @@ def elastic_average(
     )
 
 
-def _check(name: str, value: Any, holds: Callable[[float], bool], rule: str) -> None:
+def _check(name: str, value: Tree, holds: Callable[[float], bool], rule: str) -> None:
     """Refuse a number for which `holds` is false; what is traced passes."""
     if value is None or isinstance(value, jax.core.Tracer):
         return

@@ -77,12 +77,7 @@ def clipped(
         if isinstance(to, str):
             limit = norms.median_over(norm, weight, axis_name)
         factor = jnp.minimum(1, jnp.asarray(limit, norm.dtype) / or_one(norm))
-
-        def cut(x):
-            wide = buffers.wide(x)
-            return (wide * factor.astype(wide.dtype)).astype(x.dtype)
-
-        sent = jax.tree.map(cut, tree)
+        sent = jax.tree.map(lambda x: _times(factor, x), tree)
         return exchange.meet(sent, state, axis_name, weight=weight, also=also)
 
     return Exchange(
@@ -92,3 +87,8 @@ def clipped(
         takes_weights=exchange.takes_weights,
         outlier=norms.far_from_result(shard_axes),
     )
+
+
+def _times(factor: jax.Array, x: jax.Array) -> jax.Array:
+    wide = buffers.wide(x)
+    return (wide * factor.astype(wide.dtype)).astype(x.dtype)

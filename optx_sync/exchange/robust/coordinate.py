@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules by coordinate: `median`, `trimmed_mean` and `sign_majority`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -87,13 +85,12 @@ def trimmed_mean(f: int) -> Exchange:
         cut = jnp.minimum(f, jnp.maximum(n - 1, 0) // 2)
         ranks = jnp.arange(replicas)[:, None]
         kept = (ranks >= cut) & (ranks < n - cut)
-
-        def mean(block):
+        means = []
+        for block in everyone.blocks:
             values = norms.ordered(block, everyone.counts)
             total = jnp.sum(jnp.where(kept, values, jnp.zeros_like(block)), axis=0)
-            return total / jnp.maximum(n - 2 * cut, 1).astype(block.dtype)
-
-        return [mean(block) for block in everyone.blocks]
+            means.append(total / jnp.maximum(n - 2 * cut, 1).astype(block.dtype))
+        return means
 
     return transposed(rule)
 
@@ -139,14 +136,10 @@ def sign_majority() -> Exchange:
         return [jnp.sign(total).astype(jnp.int8) for total in totals]
 
     def outlier(tree, mean, axis_name, weight):
-        axes = axes_of_shards(tree, axis_name)
-
-        def agreed(x, m):
+        axes, agreed = axes_of_shards(tree, axis_name), jnp.float32(0)
+        for x, m in zip(jax.tree.leaves(tree), jax.tree.leaves(mean), strict=True):
             votes = vote(x).astype(jnp.float32) * m.astype(jnp.float32)
-            return sum_over(jnp.sum(votes), axes)
-
-        both = jax.tree.leaves(jax.tree.map(agreed, tree, mean))
-        total = functools.reduce(jnp.add, both, jnp.float32(0))
-        return norms.counted(total < 0, weight)
+            agreed += sum_over(jnp.sum(votes), axes)
+        return norms.counted(agreed < 0, weight)
 
     return transposed(rule, encode=vote)._replace(outlier=outlier)

@@ -6,7 +6,7 @@ Besides their pieces they need the N x N matrix of inner products: a sum of N^2 
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ from optx_sync.exchange.robust.transposed import (
     check_enough,
     transposed,
 )
+from optx_sync.shapes import Array, Float
 
+Gram: TypeAlias = Float[Array, "replicas replicas"]
+Weights: TypeAlias = Float[Array, " replicas"]
 # How far from the median, in units of the typical replica's largest value, a value is
 # still told from one further away: squares of 10^12 values that far fit into float32.
 _FAR = 1e12
@@ -77,22 +80,8 @@ def geometric_median(steps: int = 8, *, shard_axes: AxisName | None = None) -> E
     steps = integer("steps", steps, mend)
 
     def rule(everyone: Everyone) -> list[jax.Array]:
-        counts, near = everyone.counts, _near(everyone)
-        gram = _gram(near.blocks, everyone)
-        own = jnp.maximum(jnp.diagonal(gram), 0)
-        least = _CLOSE * jnp.sqrt(norms.median_of(own, counts))
-        least = jnp.maximum(least, jnp.finfo(gram.dtype).tiny ** 0.5)
-
-        def weights(squares):
-            distances = jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), least)
-            closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
-            return closeness / or_one(jnp.sum(closeness))
-
-        def step(_, b):
-            across = _dot(gram, b)
-            return weights(own - 2 * across + _dot(b, across))
-
-        b = jax.lax.fori_loop(1, steps, step, weights(own))
+        near = _near(everyone)
+        b = _weiszfeld(_gram(near.blocks, everyone), everyone.counts, steps)
         return [
             middle + near.scale.astype(block.dtype) * _combine(b, block)
             for middle, block in zip(near.middles, near.blocks, strict=True)
@@ -179,9 +168,9 @@ def krum(
 class _Near(NamedTuple):
     """The pieces as seen from the median, in units of a typical replica's values."""
 
-    middles: list[jax.Array]  # [P]
-    blocks: list[jax.Array]  # [N, P]
-    scale: jax.Array
+    middles: list[Float[Array, " piece"]]
+    blocks: list[Float[Array, "replicas piece"]]
+    scale: Float[Array, ""]
 
 
 def _of_finite(rule: Rule) -> Rule:
@@ -211,8 +200,26 @@ def _near(everyone: Everyone) -> _Near:
     return _Near(middles, list(map(seen, everyone.blocks, middles)), scale)
 
 
-def _gram(blocks: Sequence[jax.Array], everyone: Everyone) -> jax.Array:
-    """The inner products of all replicas' arrays, [N, N], on each of them."""
+def _weiszfeld(gram: Gram, counts: norms.Counts, steps: int) -> Weights:
+    """The weights whose weighted mean is the geometric median, after these steps."""
+    own = jnp.maximum(jnp.diagonal(gram), 0)
+    least = _CLOSE * jnp.sqrt(norms.median_of(own, counts))
+    least = jnp.maximum(least, jnp.finfo(gram.dtype).tiny ** 0.5)
+
+    def weights(squares):
+        distances = jnp.maximum(jnp.sqrt(jnp.maximum(squares, 0)), least)
+        closeness = jnp.where(counts, least / distances, jnp.zeros_like(distances))
+        return closeness / or_one(jnp.sum(closeness))
+
+    def step(_, b):
+        across = _dot(gram, b)
+        return weights(own - 2 * across + _dot(b, across))
+
+    return jax.lax.fori_loop(1, steps, step, weights(own))
+
+
+def _gram(blocks: Sequence[norms.OfEach], everyone: Everyone) -> Gram:
+    """The inner products of all replicas' arrays, on each of them."""
     own = [norms.products(block, everyone.shard_axes) for block in blocks]
     dtype = jnp.result_type(*own)
     total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
@@ -223,7 +230,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _combine(weights: jax.Array, block: jax.Array) -> jax.Array:
+def _combine(weights: Weights, block: norms.OfEach) -> Float[Array, " piece"]:
     """The sum of all replicas' pieces; what has no weight leaves no trace."""
     weights = weights.astype(block.dtype)[:, None]
     return jnp.sum(jnp.where(weights == 0, 0, block * weights), axis=0)

@@ -8,24 +8,31 @@ norm over all leaves; or what is not finite. It costs one more number from each 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.comm.buffers import wide
 from optx_sync.comm.collectives import AxisName, gather
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import axes_of_shards, localize, norm_axes, sum_over
+from optx_sync.shapes import Array, Bool, Float, Inexact, Int32
 from optx_sync.trees import Tree
 
+# Who counts; what each replica says; a number of one replica or of all.
+Counts: TypeAlias = Bool[Array, " replicas"]
+OfEach: TypeAlias = Float[Array, "replicas ..."]
+Number: TypeAlias = Float[Array, ""]
+Axes: TypeAlias = tuple[str, ...]
 # How many times the typical distance from the result an outlier is away.
 _OUTLYING = 3.0
 
 
 def far_from_result(
     shard_axes: AxisName | None,
-) -> Callable[[Tree, Tree, AxisName, Any], jax.Array]:
+) -> Callable[[Tree, Tree, AxisName, ArrayLike | None], Bool[Array, ""]]:
     """Whether a replica is more than three times the typical distance away."""
 
     def outlier(tree, mean, axis_name, weight):
@@ -41,12 +48,12 @@ def far_from_result(
     return outlier
 
 
-def counted(flag: jax.Array, weight: Any) -> jax.Array:
+def counted(flag: Bool[Array, ""], weight: ArrayLike | None) -> Bool[Array, ""]:
     """The flag of a replica that counts; one that does not is no outlier."""
     return flag if weight is None else flag & flag_of(weight)
 
 
-def norm_of(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
+def norm_of(leaves: Sequence[jax.Array], axes: Axes) -> Number:
     """The norm over all leaves, of values of any size; not finite where one is not.
 
     float64 where a leaf is, else float32.
@@ -59,7 +66,7 @@ def norm_of(leaves: Sequence[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype(0)))
 
 
-def median_over(own: jax.Array, weight: Any, axis_name: AxisName) -> jax.Array:
+def median_over(own: Number, weight: ArrayLike | None, axis_name: AxisName) -> Number:
     """The median of one number of each replica that counts."""
     counts = jnp.ones((), bool) if weight is None else flag_of(weight)
     said = jnp.stack([own, localize(counts, axis_name).astype(own.dtype)])
@@ -67,7 +74,7 @@ def median_over(own: jax.Array, weight: Any, axis_name: AxisName) -> jax.Array:
     return median_of(said[:, 0], said[:, 1] > 0)
 
 
-def median_of(values: jax.Array, counts: jax.Array) -> jax.Array:
+def median_of(values: OfEach, counts: Counts) -> Float[Array, "..."]:
     """The median over axis 0 of those that count, 0 if none does."""
     n = number_of(counts)
     values = ordered(values, counts)
@@ -77,46 +84,46 @@ def median_of(values: jax.Array, counts: jax.Array) -> jax.Array:
     return jnp.where(n > 0, middle, jnp.zeros_like(middle))
 
 
-def ordered(values: jax.Array, counts: jax.Array) -> jax.Array:
+def ordered(values: OfEach, counts: Counts) -> OfEach:
     """Sorted along axis 0; what does not count stands last, where a NaN stands too."""
     counts = counts.reshape((-1,) + (1,) * (values.ndim - 1))
     return jnp.sort(jnp.where(counts, values, jnp.full_like(values, jnp.nan)), axis=0)
 
 
-def number_of(counts: jax.Array) -> jax.Array:
-    """int32[], how many replicas count."""
+def number_of(counts: Counts) -> Int32[Array, ""]:
+    """How many replicas count."""
     return jnp.sum(counts, dtype=jnp.int32)
 
 
 def size_of(
-    leaves: Sequence[jax.Array], axes: tuple[str, ...], dtype: Any = jnp.float32
-) -> jax.Array:
+    leaves: Sequence[jax.Array], axes: Axes, dtype: DTypeLike = jnp.float32
+) -> Number:
     """A number as large as the largest value, not finite where one is not."""
     largest = [largest_of(x, axes, dtype) for x in leaves]
-    return functools.reduce(jnp.maximum, largest, dtype(0))
+    return functools.reduce(jnp.maximum, largest, jnp.zeros((), dtype))
 
 
-def largest_of(
-    x: jax.Array, axes: tuple[str, ...], dtype: Any = jnp.float32
-) -> jax.Array:
+def largest_of(x: jax.Array, axes: Axes, dtype: DTypeLike = jnp.float32) -> Number:
     """The largest absolute value, over all shards; not finite where one is not."""
     largest = jnp.max(jnp.abs(wide(x)), initial=0).astype(dtype)
     return sum_over(largest, axes)
 
 
-def unit_of(size: jax.Array) -> jax.Array:
+def unit_of(size: Float[Array, "*sizes"]) -> Float[Array, "*sizes"]:
     """A size to divide by: it and its reciprocal, which XLA may take, are in range."""
     least = 8 * jnp.finfo(size.dtype).tiny
     return jnp.clip(or_one(size), least, 1 / least)
 
 
-def flag_of(weight: Any) -> jax.Array:
+def flag_of(weight: ArrayLike) -> Bool[Array, ""]:
     """Whether a replica counts."""
     return jnp.asarray(weight).astype(bool)
 
 
-def products(block: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The inner products of all replicas' pieces [N, P], over all shards of them."""
+def products(
+    block: Inexact[Array, "replicas piece"], axes: Axes
+) -> Inexact[Array, "replicas replicas"]:
+    """The inner products of all replicas' pieces, over all shards of them."""
     return sum_over(einsum("ip,jp->ij", block, block), axes)
 
 

@@ -20,20 +20,23 @@ from optx_sync.comm.varying import localize, norm_axes
 from optx_sync.exchange.contract import Exchange, Met, summed
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.exchange.robust import norms
+from optx_sync.shapes import Array, Bool, Num
 
 
 class Everyone(NamedTuple):
     """What a rule sees on one replica: a piece of what each of the N replicas has."""
 
-    blocks: list[jax.Array]  # [N, P]: pieces of leaves, those side by side that can be
-    joint: buffers.Joint  # of the leaves' pieces, [N, numbers of one] each
-    counts: jax.Array  # bool[N], who counts
-    sizes: Any  # [N, ...], what each replica says of itself: `sizes` of the rule
+    # Pieces of leaves, those side by side that can be.
+    blocks: list[Num[Array, "replicas piece"]]
+    joint: buffers.Joint  # of the leaves' pieces, [replicas, numbers of one] each
+    counts: Bool[Array, " replicas"]  # who counts
+    # [replicas, ...], what each replica says of itself; `None` without `sizes`.
+    sizes: Any
     axis_name: AxisName
     shard_axes: tuple[str, ...]
 
 
-Rule: TypeAlias = Callable[[Everyone], list[jax.Array]]
+Rule: TypeAlias = Callable[[Everyone], list[Num[Array, " piece"]]]
 
 
 def transposed(
@@ -59,13 +62,9 @@ def transposed(
         rows = [buffers.in_rows(x.reshape(-1), replicas) for x in leaves]
         joint = buffers.Joint(rows, buffers.joinable())
 
-        def whole(blocks):
-            parts = zip(joint.cut(blocks), originals, strict=True)
-            mean = (buffers.shaped(part, x).astype(x.dtype) for part, x in parts)
-            return treedef.unflatten(mean)
-
-        if not joint.places:
-            return Met(whole([]), state=state, also=also)
+        if not joint.places:  # Nothing has elements.
+            mean = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+            return Met(mean, state=state, also=also)
 
         counts, said = jnp.ones(replicas, bool), None
         own = [] if sizes is None else [jnp.ravel(sizes(leaves, axes))]
@@ -77,15 +76,13 @@ def transposed(
         if weight is not None and said is not None:
             counts, said = said[:, -1] > 0, said[:, :-1]
 
-        everyone = Everyone(
-            blocks=[all_to_all(x, axis_name) for x in joint.join(rows)],
-            joint=joint,
-            counts=counts,
-            sizes=said,
-            axis_name=axis_name,
-            shard_axes=axes,
+        blocks = [all_to_all(x, axis_name) for x in joint.join(rows)]
+        found = rule(Everyone(blocks, joint, counts, said, axis_name, axes))
+        parts = joint.cut([gather(piece[None], axis_name) for piece in found])
+        mean = treedef.unflatten(
+            buffers.shaped(part, x).astype(x.dtype)
+            for part, x in zip(parts, originals, strict=True)
         )
-        mean = whole([gather(piece[None], axis_name) for piece in rule(everyone)])
         total = replicas if weight is None else jnp.sum(counts, dtype=jnp.float32)
         return Met(mean, total, None, state, also)
 

@@ -1,0 +1,104 @@
+"""Traces a step of every wrapper and exchange with the shapes in annotations checked.
+
+Run as a program of its own by `tests/test_shapes.py`: jaxtyping's import hook rewrites
+what is imported after it, which no other test should run with.
+"""
+
+import jax
+import jaxtyping
+
+import tests.typechecker  # noqa: F401 # the hook looks it up
+
+with jaxtyping.install_import_hook("optx_sync", "tests.typechecker.check"):
+    import optx_sync as oxs
+    from optx_sync.exchange.robust import norms
+
+import jax.numpy as jnp
+import optax
+
+N, AXIS = 8, "workers"
+coded = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
+EXCHANGES = [
+    oxs.exchange.all_reduce(),
+    oxs.exchange.quantized(),
+    coded,
+    oxs.exchange.error_feedback(oxs.exchange.top_k(2)),
+    oxs.exchange.error_feedback(oxs.exchange.power_sgd(2)),
+    oxs.exchange.sign_majority(),
+    oxs.exchange.adasum(),
+    oxs.exchange.median(),
+    oxs.exchange.trimmed_mean(1),
+    oxs.exchange.krum(1),
+    oxs.exchange.geometric_median(),
+    oxs.exchange.clipped("median"),
+]
+ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
+WRAPPERS = [
+    *(oxs.cross_shard(ADAM, AXIS, exchange=x) for x in EXCHANGES),
+    *(oxs.diloco(ADAM, AXIS, communication_period=2, exchange=x) for x in EXCHANGES),
+    oxs.cross_shard(ADAM, AXIS, shard_state=True),
+    oxs.cross_shard(ADAM, AXIS, group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]),
+    oxs.cross_shard(ADAM, AXIS, measure=True),
+    oxs.sync_replicas(ADAM, AXIS, 3, drop_nonfinite=True),
+    oxs.sync_replicas(ADAM, AXIS, 3, exchange=coded),
+    oxs.elastic_average(SGD, AXIS, learning_rate=0.1, drop_nonfinite=True),
+    oxs.agn(SGD, AXIS, exchange=coded),
+    oxs.local_sgd(SGD, AXIS, shard_center=True),
+    oxs.diloco(ADAM, AXIS, measure=True, drop_nonfinite=True),
+    oxs.diloco(ADAM, AXIS, communication_period=8, fragments=2, delay=1),
+    oxs.diloco(ADAM, AXIS, communication_period=2, fragments=2, delay=1),
+    oxs.diloco(
+        ADAM, AXIS, communication_period=4, fragments=2, delay=1, exchange=coded
+    ),
+    oxs.diloco(oxs.local_sgd(SGD, None), AXIS),
+    oxs.gossip(SGD, AXIS),
+    oxs.noloco(ADAM, AXIS),
+]
+PARAMS = {"w": jnp.ones((5, 3)), "b": jnp.ones(3, jnp.bfloat16), "scalar": jnp.ones(())}
+
+
+def traced(tx):
+    """Trace the start and a step of all workers; nothing is compiled."""
+    params, state, axes = oxs.start_workers(tx, PARAMS, N)
+
+    def step(params, state):
+        return oxs.apply_gradients(tx, params, state, params)
+
+    jax.eval_shape(
+        oxs.map_workers(step, AXIS, in_axes=(0, axes), out_axes=(0, axes)),
+        params,
+        state,
+    )
+
+
+def rows_traced():
+    """Trace the catalogue with rows of a table for gradients."""
+    rows = oxs.IndexedSlices(jnp.array([1, 4, 1]), jnp.ones((3, 2)))
+    for optimizer in (
+        oxs.optimizers.adam(0.1),
+        oxs.optimizers.ftrl(0.1),
+        oxs.optimizers.adagrad(0.1),
+    ):
+        table = {"table": jnp.ones((6, 2))}
+        state = optimizer.init(table)
+        jax.eval_shape(optimizer.update, {"table": rows}, state, table)
+    jax.eval_shape(
+        lambda table, ids: oxs.take(table, ids), jnp.ones((6, 2)), jnp.arange(3)
+    )
+
+
+def refuses():
+    """Whether a false shape is noticed."""
+    try:
+        norms.number_of(jnp.ones((2, 2), bool))
+    except jaxtyping.TypeCheckError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    assert refuses()
+    for tx in WRAPPERS:
+        traced(tx)
+    rows_traced()
+    print(f"{len(WRAPPERS)} wrappers")
