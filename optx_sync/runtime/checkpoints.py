@@ -79,7 +79,7 @@ class Checkpoints:
     another name. A folder here is locked: two runs cannot save to it.
     """
 
-    def __init__(self, folder: str | pathlib.Path):
+    def __init__(self, folder: str | os.PathLike[str]):
         try:
             import orbax.checkpoint
         except ImportError as error:
@@ -97,7 +97,7 @@ class Checkpoints:
         )
 
     @staticmethod
-    def path_of(folder: str | pathlib.Path) -> Any:
+    def path_of(folder: str | os.PathLike[str]) -> Any:
         """A path as Orbax takes it, here or elsewhere."""
         from etils import epath  # Orbax stands on it.
 
@@ -159,7 +159,7 @@ class Checkpoints:
             pass
 
 
-def folders_of_servers(folder: str | pathlib.Path) -> dict[int, Any]:
+def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
     """The folders in which servers of a run have saved something, by server."""
     path = Checkpoints.path_of(folder)
     if not path.exists():

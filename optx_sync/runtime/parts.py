@@ -3,7 +3,7 @@
 
 import math
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from optx_sync.center.fragments import Fragments, Whole, number_of_parts, split
 from optx_sync.center.worker import start_center
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
+
+Shaped: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Layout(NamedTuple):
@@ -141,7 +143,7 @@ def partition(params: Tree, num_parts: int) -> list[Tree]:
     ]
 
 
-def _owners(leaves: list[jax.Array], number: int) -> list[int]:
+def _owners(leaves: list[Shaped], number: int) -> list[int]:
     """Which of so many servers each variable goes to."""
     if not 1 <= number <= len(leaves):
         raise ValueError(
@@ -162,7 +164,7 @@ def _evenly(sizes: list[int], number: int) -> list[int]:
     return owner
 
 
-def _bytes_of(x: jax.Array | np.ndarray) -> int:
+def _bytes_of(x: Shaped) -> int:
     return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize
 
 

@@ -141,7 +141,7 @@ class Server:
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
         picked = {part: self.layout.pick(params, part) for part in self.parts}
-        if not self._go_on(self._checkpoints, picked) and arrays:
+        if not self._go_on(picked) and arrays:
             self.begin(picked)
 
     def begin(self, parts: dict[int, Tree]) -> None:
@@ -407,8 +407,9 @@ class Server:
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
-    def _go_on(self, checkpoints: Checkpoints | None, picked: dict[int, Tree]) -> bool:
+    def _go_on(self, picked: dict[int, Tree]) -> bool:
         """Become what the newest checkpoint holds that can be read."""
+        checkpoints = self._checkpoints
         if checkpoints is None:
             return False
         numbers, damaged = checkpoints.numbers(), []

@@ -124,12 +124,13 @@ class Disk:
 
 
 class InMemory:
-    """Stands for `Checkpoints`: a disk is its own folder."""
+    """Stands for `Checkpoints`: whatever the folder, it is this disk."""
 
-    path_of = staticmethod(lambda disk: disk)
+    path_of = staticmethod(lambda folder: folder)
+    disk: Any = None
 
-    def __new__(cls, disk):
-        return disk
+    def __new__(cls, folder):
+        return cls.disk
 
 
 RULE = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
@@ -166,13 +167,14 @@ class Explorer:
         with (
             mock.patch.object(server_module, "time", clock),
             mock.patch.object(server_module, "Checkpoints", InMemory),
+            mock.patch.object(InMemory, "disk", disk),
             mock.patch.object(
                 server_module, "lay_out", functools.partial(self._laid_out)
             ),
         ):
             return Server(
                 params, RULE, num_workers=self.workers, communication_period=count,
-                fragments=fragments, checkpoint_dir=disk, checkpoint_every=EVERY,
+                fragments=fragments, checkpoint_dir="memory", checkpoint_every=EVERY,
                 number=server, num_servers=len(self.parts),
             )  # fmt: skip
 

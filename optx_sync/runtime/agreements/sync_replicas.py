@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synchronous replicas with backup workers: what their server and workers do."""
 
+import copy
 import dataclasses
 from collections import deque
 from typing import Any
@@ -112,6 +113,10 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> Way:
         splits=False,
         waits=True,
     )
+
+
+# What a checkpoint of `Updates` notes, beside the tokens.
+_NOTED = ("global_step", "count", "local_steps", "accepted_at", "was_used", "waiting")
 
 
 class Updates:
@@ -272,15 +277,8 @@ class Updates:
             "averages": numbered(self.averages),
             "accumulated": numbered(self.accumulator),
         }
-        return arrays, {
-            "global_step": self.global_step,
-            "count": self.count,
-            "local_steps": self.local_steps,
-            "accepted_at": self.accepted_at,
-            "was_used": self.was_used,
-            "waiting": self.waiting,
-            "tokens": list(self.tokens),
-        }
+        notes = {name: getattr(self, name) for name in _NOTED}
+        return arrays, {**notes, "tokens": list(self.tokens)}
 
     def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
         """Go on from what a checkpoint held."""
@@ -291,11 +289,8 @@ class Updates:
         self.inner_state = like(self.inner_state, arrays.get("inner", {}))
         self.averages = like(self.averages, arrays.get("averages", {}))
         self.accumulator = like(self.accumulator, arrays["accumulated"])
-        self.global_step, self.count = int(notes["global_step"]), int(notes["count"])
-        self.local_steps = list(notes["local_steps"])
-        self.accepted_at = list(notes["accepted_at"])
-        self.was_used = list(notes["was_used"])
-        self.waiting = list(notes["waiting"])
+        for name in _NOTED:
+            setattr(self, name, copy.copy(notes[name]))
         self.tokens = deque(notes["tokens"])
 
 
