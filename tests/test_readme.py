@@ -29,6 +29,15 @@ def test_it_is_short_and_promises_no_package_index():
     assert "pip install optx" not in TEXT
 
 
+def test_the_first_page_has_the_same_program_and_table():
+    page = (ROOT / "docs" / "index.md").read_text()
+    program = re.findall(r"```python\n.*?```", TEXT, re.DOTALL)
+    table = re.findall(r"\| you want \|.*?\n\n", TEXT, re.DOTALL)
+    two_lines = re.findall(r"```diff\n.*?```", TEXT, re.DOTALL)
+    assert len(program) == len(table) == len(two_lines) == 1
+    assert all(part in page for part in (*program, *table, *two_lines))
+
+
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / link).exists(), link

@@ -1,4 +1,4 @@
-"""A script of one's own before and after: each runs, and few lines differ."""
+"""Four programs as people write them, and the lines that change to many workers."""
 
 import difflib
 import re
@@ -8,53 +8,88 @@ import pytest
 
 from tests import scripts
 
-ROOT = Path(__file__).parents[2]
-ADOPT = ROOT / "examples" / "adopt"
-# Lines that were removed and added, besides the docstring and blank ones.
-CHANGED = {
-    ("before", "after_sync"): (3, 6),
-    ("after_sync", "after_elastic"): (2, 2),
+ADOPT = Path(__file__).parents[2] / "examples" / "adopt"
+STYLES = "nnx", "linen", "equinox", "pmap"
+# Lines that change from one program to the next, at most.
+STEPS = {
+    ("plain", "replicas"): 8,
+    ("replicas", "diloco"): 8,
+    ("diloco", "pods"): 10,
+    ("diloco", "six_workers"): 6,
 }
+# A style's own name for what is measured at the end, and what it must be.
+ENDS = {"pmap": (r"test accuracy (\d+\.\d)%", lambda x: x > 60)}
+OTHERS = r"held-out loss (\d\.\d{3})", lambda x: x < 3.3
 
 
-def _lines(name):
-    return (ADOPT / f"{name}.py").read_text().splitlines()
+def lines(style, name):
+    """A program's, without its docstring and blank ones."""
+    text = (ADOPT / style / f"{name}.py").read_text()
+    return [x for x in text.splitlines() if x.strip() and '"""' not in x]
 
 
-def _changed(before, after):
-    """The lines of a diff that say something, without the docstring's."""
-    diff = list(difflib.unified_diff(_lines(before), _lines(after), n=0))[2:]
-    return [
-        line
-        for line in diff
-        if line[0] in "+-" and line[1:].strip() and '"""' not in line
-    ]
+def changed(before, after):
+    """How many lines are added, replaced or removed; a replaced one counts once."""
+    codes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return sum(max(j - i, n - m) for tag, i, j, m, n in codes if tag != "equal")
 
 
-@pytest.mark.parametrize("name", ["before", "after_sync", "after_elastic"])
-def test_it_trains(name):
-    source = (ADOPT / f"{name}.py").read_text()
-    short = source.replace("STEPS, BATCH = 300, 128", "STEPS, BATCH = 60, 128")
-    assert short != source
-    printed = scripts.run(short, JAX_PLATFORMS="cpu")
-    numbers = re.fullmatch(
-        r"loss (\d\.\d{3}), test accuracy (\d+\.\d)%", printed.strip()
-    )
-    assert numbers, printed
-    assert float(numbers[1]) < 0.5 and float(numbers[2]) > 90
+@pytest.mark.parametrize("style", STYLES)
+def test_few_lines_change(style):
+    counts = {step: changed(*(lines(style, name) for name in step)) for step in STEPS}
+    assert all(0 < counts[step] <= most for step, most in STEPS.items()), counts
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGED)
-def test_few_lines_change(before, after):
-    assert len(_lines("before")) == 40
-    changed = _changed(before, after)
-    removed = [line for line in changed if line[0] == "-"]
-    assert (len(removed), len(changed) - len(removed)) == CHANGED[before, after]
+def test_two_lines_change_under_pmap():
+    before, after = (lines("pmap", name) for name in ("plain", "two_lines"))
+    assert "import optx_sync as oxs" in after
+    after.remove("import optx_sync as oxs")
+    assert changed(before, after) == 2
 
 
-def test_the_page_shows_these_changes():
-    page = (ROOT / "docs" / "index.md").read_text()
+@pytest.mark.parametrize("style", STYLES)
+def test_the_page_shows_these_changes(style):
+    page = (ADOPT.parents[1] / "docs" / f"in-{style}.md").read_text()
     shown = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
-    for block, (before, after) in zip(shown, CHANGED, strict=True):
-        lines = [line for line in block.splitlines() if line[0] in "+-"]
-        assert lines == _changed(before, after)
+    steps = [*([("plain", "two_lines")] if style == "pmap" else []), *STEPS]
+    for block, step in zip(shown, steps, strict=True):
+        diff = list(difflib.unified_diff(*(lines(style, x) for x in step), n=0))[2:]
+        said = [x for x in diff if x[0] in "+-"]
+        assert sorted(x for x in block.splitlines() if x[0] in "+-") == sorted(said)
+
+
+def trained(style, name, folder, steps):
+    """What a program prints: its losses by step, and what it measures at the end."""
+    printed = scripts.run(
+        ADOPT / style / f"{name}.py",
+        *(folder, steps),
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES=8,
+        NPROC=16,
+    )
+    losses = re.findall(r"step (\d+): loss (\d\.\d{3})", printed)
+    end, is_good = ENDS.get(style, OTHERS)
+    (found,) = re.findall(end, printed)
+    assert is_good(float(found)), printed
+    return {int(step): float(loss) for step, loss in losses}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_they_train(style, tmp_path):
+    """Also from a checkpoint: the same program, and with six workers in its place."""
+    alone = trained(style, "plain", tmp_path / "plain", 20)
+    replicas = trained(style, "replicas", tmp_path / "replicas", 20)
+    assert alone.keys() == replicas.keys() == {0, 10}
+    # Replicas make the update of one device, with other dropout masks.
+    assert replicas[10] == pytest.approx(alone[10], rel=0.05)
+    assert trained(style, "diloco", tmp_path / "diloco", 20).keys() == {0, 10}
+    assert trained(style, "six_workers", tmp_path / "diloco", 31).keys() == {20, 30}
+    trained(style, "pods", tmp_path / "pods", 20)
+
+
+def test_two_lines_train(tmp_path):
+    two, plain = (
+        trained("pmap", name, tmp_path / name, 11) for name in ("two_lines", "plain")
+    )
+    assert two == pytest.approx(plain, rel=1e-2)
