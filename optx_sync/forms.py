@@ -70,6 +70,11 @@ class Form(NamedTuple):
         )
         return [path for path, i in marked for _ in range(_count(self.leaves[i]))]
 
+    def not_in_variables(self) -> list[tuple[Any, ...]]:
+        """The paths to arrays that no variable holds."""
+        pairs = _leaves_of(self)
+        return [path for path, leaf in pairs if leaf == _ARRAY]
+
     def update(self, tree: Tree, arrays: Any) -> Tree:
         """The tree with these arrays, set in its own variables where it has such."""
         new = self.treedef.flatten_up_to(self.merge(arrays))
@@ -120,12 +125,12 @@ def difference(form: Form, other: Form) -> str:
     )
     for name in names | others:
         if name not in others:
-            return f"{name} is not in it"
+            return f"{name} is missing"
         if name not in names:
-            return f"{name} is new in it"
+            return f"{name} is new"
         if names[name] != others[name]:
-            return f"{name} is another thing in it"
-    return "the classes around its arrays differ"
+            return f"{name} is another thing"
+    return "the containers differ"
 
 
 def is_number(x: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optx_sync.forms import Form
+from optx_sync.forms import Form, is_variable
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, is_masked, path_name
 
@@ -67,6 +67,16 @@ def held(state: Tree, form: Form) -> list[Held]:
                 )
         found.append(Held(treedef, own))
     return found
+
+
+def is_state(tree: Tree) -> bool:
+    """Whether a tree holds what a step changes: an optimizer's state, NNX variables."""
+
+    def is_one(x):
+        of_optax = hasattr(x, "_fields") and type(x).__module__.startswith("optax.")
+        return of_optax or fields.declares(x) or is_variable(x)
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def prefix(state: Tree) -> Names:

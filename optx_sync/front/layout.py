@@ -20,7 +20,7 @@ from optx_sync.forms import Form
 from optx_sync.front.held import names_of
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
-from optx_sync.trees import at_least_float32, first_worker, is_inexact
+from optx_sync.trees import at_least_float32, first_worker, is_inexact, path_name
 
 Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
 One = Literal["mean", "first"]
@@ -44,6 +44,21 @@ class Layout(NamedTuple):
         levels = range(len(self.sizes))
         of_levels = (form.pick(tree_axes(tree, level)) for level in levels)
         return list(zip(*of_levels, strict=True))
+
+    def check(
+        self, form: Form, arrays: Sequence[Any], marks: Marks, whose: str
+    ) -> None:
+        """Refuse arrays that are not of all workers."""
+        for path, x, marked in zip(form.paths(), arrays, marks, strict=True):
+            pairs = zip(self.sizes, marked, strict=True)
+            front = tuple(n for n, mark in pairs if mark is not None)
+            if jnp.shape(x)[: len(front)] != front:
+                raise ValueError(
+                    f"The state {path_name(path)} of {whose} has shape {jnp.shape(x)}, "
+                    f"and that of all workers begins with {front}. Start once, state = "
+                    "workers.start(state); what another number of workers has trained "
+                    "goes on by state = workers.resize(state)."
+                )
 
     def of_all(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
         """The arrays of all workers; of a key each has its own."""

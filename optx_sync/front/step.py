@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync import forms
+from optx_sync.front import held
 from optx_sync.front.layout import Layout, strong
 from optx_sync.placement.axes import is_key
 from optx_sync.placement.workers import map_workers
@@ -17,6 +18,10 @@ from optx_sync.trees import Tree, check_arrays, path_name
 # How a step handed its state back: as all that it returned, in front of other results,
 # or by changing NNX objects.
 How = Literal["alone", "first", "in place"]
+
+
+# What is said where a shared part of a state comes back as a worker's own.
+_NOT_SHARED = "None in out_axes", "but the center in the state does not"
 
 
 class _Call(NamedTuple):
@@ -39,6 +44,11 @@ class Step:
         average: bool,
         donate: bool,
     ):
+        if isinstance(fun, Step):
+            raise TypeError(
+                f"{fun.name} is a step of all workers already; give workers.step the "
+                "function of one worker."
+            )
         functools.update_wrapper(self, fun)
         self.layout, self.fun, self.state = layout, fun, state
         self.split, self.average = split, average
@@ -49,17 +59,15 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: the state first, then other results."""
         call, arrays, batches = self._take_apart(args, kwargs)
-        try:
-            new, results = self.program(call, arrays, batches)
-        except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error):
-                raise
+        # XLA itself may crash on what it is given twice.
+        if any(map(_is_used_up, arrays)):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
                 "buffers hold the newer one. Go on with what that step returned, "
                 "`state, loss = step(state, batch)`, or keep the older one by "
                 "workers.step(donate=False)."
-            ) from error
+            )
+        new, results = self.program(call, arrays, batches)
         ((how, others),) = results.items()
         if self.average:
             others = _means(others, len(self.layout().sizes))
@@ -85,6 +93,13 @@ class Step:
             )
         form, arrays = forms.split(args[: self.state])
         batches = [*args[self.state :], *kwargs.values()]
+        for number, batch in enumerate(batches, self.state):
+            if held.is_state(batch):
+                raise ValueError(
+                    f"Argument {number} of {self.name} is no batch to split, but a "
+                    f"state: {type(batch).__name__}. With state={self.state} only the "
+                    f"first {self.state} are states: pass state={number + 1}."
+                )
         parts = [forms.split(batch, numbers=True) for batch in batches]
         call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
         return call, arrays, [arrays for _, arrays in parts]
@@ -93,7 +108,7 @@ class Step:
         """All workers' step of arrays."""
         layout = self.layout()
         marks = layout.marks(call.state, arrays)
-        self._check_started(call, arrays, marks)
+        layout.check(call.state, arrays, marks, f"{self.name} with state={self.state}")
         laid = [
             [
                 self._lay(
@@ -119,14 +134,14 @@ class Step:
         try:
             return fun(arrays, [[x for x, _ in batch] for batch in laid])
         except ValueError as error:
-            if "None in out_axes" not in str(error):
+            if not any(words in str(error) for words in _NOT_SHARED):
                 raise
             raise ValueError(
-                f"{self.name} makes a worker's own of what all workers share, counters "
+                f"{self.name} makes each worker's own of what workers share, counters "
                 "or the center. The axes of Workers stand in the order of the "
-                f"optimizer's wrappers, the outermost first; here they are "
-                f"{layout.axes}. And what apply_gradients gets are this worker's own "
-                "parameters, as the step got them."
+                f"optimizer's wrappers, the outermost first; here it is {layout.axes}, "
+                "for an optimizer as oxs.diloco(oxs.cross_shard(tx, "
+                f"{layout.axes[-1]!r}), {layout.axes[0]!r})."
             ) from error
 
     def _splits(self, call: _Call) -> tuple[Any, ...]:
@@ -141,20 +156,6 @@ class Step:
                 "that is not passed by keyword."
             )
         return (*self.split, *(True,) * keywords)
-
-    def _check_started(self, call: _Call, arrays: list, marks: list) -> None:
-        """Refuse a state that is not of these workers."""
-        sizes = self.layout().sizes
-        for path, x, marked in zip(call.state.paths(), arrays, marks, strict=True):
-            pairs = zip(sizes, marked, strict=True)
-            front = tuple(n for n, mark in pairs if mark is not None)
-            if jnp.shape(x)[: len(front)] != front:
-                raise ValueError(
-                    f"The state {path_name(path)} of {self.name} has shape "
-                    f"{jnp.shape(x)}, and that of all workers begins with {front}. "
-                    "Start once with state = workers.start(state); what another number "
-                    "of workers has trained goes on by state = workers.resize(state)."
-                )
 
     def _lay(self, x: Any, split: bool | None, where: str) -> tuple[Any, int | None]:
         """A batch of all workers, `[*sizes, ...]`, and whether it lies along them."""
@@ -216,17 +217,27 @@ class Step:
             ("in place", given, results),
         )
         objects = all(map(forms.is_object, given))
+        if objects and (lost := form.not_in_variables()):
+            raise ValueError(
+                f"{self.name} cannot change {path_name(lost[0])} in place: it is an "
+                "array of an NNX object, but no nnx.Variable. Make it one: "
+                "nnx.Variable(array)."
+            )
         for how, state, others in ways if objects else ways[:2]:
             found, arrays = forms.split(state)
             if found == form:
                 return how, arrays, others
         got = given if objects else listed[: self.state]
         raise ValueError(
-            f"{self.name} has state={self.state}: it returns its first {self.state} "
-            "arguments first, as `return params, state, loss` with state=2; NNX "
-            "objects it may change in place instead. Compared with what it was given, "
+            f"With state={self.state} {self.name} returns its state in front of other "
+            "results, as it got it: `return params, state, loss` with state=2. (NNX "
+            "objects may change in place instead.) In what it returned "
             f"{forms.difference(form, forms.split(got)[0])}."
         )
+
+
+def _is_used_up(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)()
 
 
 @functools.partial(jax.jit, static_argnums=1)

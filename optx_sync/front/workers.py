@@ -18,10 +18,11 @@ from optx_sync.front import held
 from optx_sync.front.layout import Layout, One
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
+from optx_sync.placement import fields
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import is_key, tree_axes
 from optx_sync.placement.resize import resize_tree
-from optx_sync.trees import Tree, path_name
+from optx_sync.trees import Tree, is_inexact, path_name
 
 
 class Workers:
@@ -73,7 +74,7 @@ class Workers:
         *,
         mesh: Mesh | bool | None = None,
     ):
-        names, several = check_axis_name(axis_name), not isinstance(n, int)
+        names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         mend = "Pass the number of workers; a tuple with one for each of several axes."
         self.sizes = tuple(integer("n", x, mend) for x in (n if several else (n,)))
         # An axis is one name, or several along which one number of workers lies.
@@ -254,7 +255,9 @@ class Workers:
         """
         form, arrays = forms.split(state)
         layout = self._layout()
-        return form.merge(layout.of_one(arrays, layout.marks(form, arrays), "first"))
+        marks = layout.marks(form, arrays)
+        layout.check(form, arrays, marks, "workers.first")
+        return form.merge(layout.of_one(arrays, marks, "first"))
 
     def center(self, state: Tree, *, statistics: One = "mean") -> Tree:
         """What the workers agree on, of one worker's shape: to evaluate and to export.
@@ -286,12 +289,15 @@ class Workers:
         form, arrays = forms.split(state)
         layout = self._layout()
         marks = layout.marks(form, arrays)
+        layout.check(form, arrays, marks, "workers.center")
         one = layout.of_one(arrays, marks, statistics)
         # Pieces of a center are put together from those of all workers.
         outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
-        found = zip(held.centers(outermost), held.held(state, form), strict=True)
-        for node, params in found:
+        centers = held.centers(outermost)
+        for node, params in zip(centers, held.held(state, form), strict=True):
             params.put(one, node.center_params(params.tree(one)))
+        if not centers:
+            _warn_of_differences(state, form, arrays)
         tree = form.merge(one)
         while type(tree) in (tuple, list):
             tree = tree[0]
@@ -504,3 +510,23 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
                 "gets its own.",
                 stacklevel=3,
             )
+
+
+def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -> None:
+    """Warn where workers have drifted apart and nothing in the state joins them."""
+    if fields.nodes_of(form.bare(arrays), fields.is_level):
+        return
+    start = held.prefix(state)
+    differ = [
+        bool((x != placing.first(x)).any())
+        for path, x in zip(form.paths(), arrays, strict=True)
+        if is_inexact(x.dtype) and held.names_of(path)[: len(start)] == start
+    ]
+    if differ and all(differ):
+        warnings.warn(
+            "All parameters differ from worker to worker, and this state holds no "
+            "center. Pass the optimizer's state with them, workers.center((params, "
+            "opt_state)); if it is no wrapper's, as oxs.local_sgd(tx, 'workers'), "
+            "workers train alone and never meet.",
+            stacklevel=3,
+        )
