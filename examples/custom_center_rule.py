@@ -4,7 +4,7 @@
 The rule here: the center is the mean of the workers, and each worker goes only part of
 the way to it. `center_variable` makes it an Optax transformation that communicates when
 it is due, in a conditional. Here eight workers, each with data of its own, are
-simulated on one device; `mesh=` of `start_workers` and `map_workers` changes that.
+simulated on one device; `mesh=True` of `Workers` changes that.
 
     python examples/custom_center_rule.py
 
@@ -36,8 +36,9 @@ def main(rounds=ROUNDS, pull=0.5):
     """Least squares; returns the losses of the center and of the worst worker."""
     keys = jax.random.split(jax.random.key(0), 3)
     truth = jax.random.normal(keys[0], (WIDTH,))
-    inputs = jax.random.normal(keys[1], (WORKERS, SAMPLES, WIDTH))
-    noise = NOISE * jax.random.normal(keys[2], (WORKERS, SAMPLES))
+    # The data of all: the step hands each worker a part of its own.
+    inputs = jax.random.normal(keys[1], (WORKERS * SAMPLES, WIDTH))
+    noise = NOISE * jax.random.normal(keys[2], (WORKERS * SAMPLES,))
     targets = inputs @ truth + noise
 
     def loss(params, inputs, targets):
@@ -47,19 +48,20 @@ def main(rounds=ROUNDS, pull=0.5):
         optax.sgd(0.05), part_way(pull), "workers", communication_period=PERIOD
     )
 
-    def step(params, state, inputs, targets):
+    workers = oxs.Workers(WORKERS, "workers")
+
+    @workers.step(state=2)
+    def train(params, state, inputs, targets):
         grads = jax.grad(loss)(params, inputs, targets)
         return oxs.apply_gradients(tx, grads, state, params)
 
-    params, state, axes = oxs.start_workers(tx, jnp.zeros(WIDTH), WORKERS)
-    step = oxs.map_workers(step, "workers", in_axes=(0, axes, 0, 0), out_axes=(0, axes))
-    train = jax.jit(step, donate_argnums=(0, 1))
+    start = jnp.zeros(WIDTH)
+    params, state = workers.start((start, tx.init(start)))
     for _ in range(rounds * PERIOD):
         params, state = train(params, state, inputs, targets)
 
-    everything = (inputs.reshape(-1, WIDTH), targets.reshape(-1))
-    of_center = loss(oxs.center_params(state, params), *everything)
-    of_worst = max(loss(x, *everything) for x in params)
+    of_center = loss(workers.center((params, state)), inputs, targets)
+    of_worst = max(loss(x, inputs, targets) for x in params)
     print(f"after {oxs.metrics(state).rounds} rounds: ", end="")
     print(f"loss of the center {of_center:.4f}, of the worst worker {of_worst:.4f}")
     return float(of_center), float(of_worst)

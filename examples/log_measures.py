@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 import optx_sync as oxs
 
 REPLICAS, BATCH = 8, 16  # images of a replica in a step
+workers = oxs.Workers(REPLICAS, "data")  # `mesh=True`: on eight devices
 tx = oxs.cross_shard(optax.adam(1e-2), "data", measure=True)
 images, labels = load_digits(return_X_y=True)
 images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
@@ -34,16 +35,17 @@ def loss_of(params, rows):
     return cross_entropy(logits, labels[rows]).mean()
 
 
+@workers.step(state=2)
 def step(params, state, rows):
     """One replica's step; `batch_size` makes the noise scale a number of images."""
     loss, grads = jax.value_and_grad(loss_of)(params, rows)
     params, state = oxs.apply_gradients(tx, grads, state, params, batch_size=BATCH)
-    return params, state, oxs.reduce(loss, "data")
+    return params, state, loss
 
 
 def numbers_of(state):
-    """What has been measured by name, in the order of the table."""
-    found = oxs.metrics(state)._asdict()
+    """What has been measured by name, in the order of the table; by all replicas."""
+    found = oxs.metrics(workers.first(state))._asdict()
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -62,16 +64,15 @@ def main(steps, logs):
     normal = jax.nn.initializers.normal(0.1)
     params = {"hidden": normal(jax.random.key(0), (64, 64))}
     params["output"] = normal(jax.random.key(1), (64, 10))
-    state, writer = tx.init(params), find_writer(logs)
-    run = jax.vmap(step, (None, None, 0), None, axis_name="data")
-    run = jax.jit(run, donate_argnums=(0, 1))
+    params, state = workers.start((params, tx.init(params)))
+    writer = find_writer(logs)
     table = Table("step", "loss", *numbers_of(state))
     batches = np.random.default_rng(0).integers(
-        len(labels), size=(steps, REPLICAS, BATCH)
+        len(labels), size=(steps, REPLICAS * BATCH)
     )
     with Live(table):
         for number, rows in enumerate(batches, 1):
-            params, state, loss = run(params, state, rows)
+            params, state, loss = step(params, state, rows)
             if number % 10:
                 continue
             found = {"loss": loss, **numbers_of(state)}

@@ -11,7 +11,6 @@ and half the range over the seeds), draws a picture, and ends with
 """
 
 import argparse
-import functools
 import os
 import time
 from typing import Any
@@ -110,10 +109,8 @@ def accuracy_of(params, images, labels):
 def run(name, progress):
     (tx, period, turns), rng = STRATEGIES[name], np.random.default_rng(0)
     workers = 1 if name == "one device" else WORKERS
-    mesh = jax.make_mesh((workers,), ("workers",))
-    params, state, axes = oxs.start_workers(
-        tx, initial, workers, mesh=mesh, axis_name="workers"
-    )
+    group = oxs.Workers(workers, "workers", mesh=True)
+    params, state = group.start((initial, tx.init(initial)))
 
     def batch():
         rows = rng.permuted(np.stack([parts] * SEEDS), axis=2)[:, :, :BATCH]
@@ -121,6 +118,7 @@ def run(name, progress):
         rows = rows.reshape(SEEDS, workers, -1).swapaxes(0, 1)
         return images[rows], labels[rows]
 
+    @group.step(state=2, split=False)
     def step(params, state, images, labels, meet):
         """One worker's step; it knows of no strategy in particular."""
         grads = jax.grad(loss_of)(params, images, labels)
@@ -128,15 +126,9 @@ def run(name, progress):
 
     # Two programs, since this loop knows when the workers meet: one communicates,
     # the other does not. The compiled ones tell what a worker hands to collectives.
-    steps, bytes_of = {}, {}
+    bytes_of = {}
     for meet in (True, False)[: min(period, 2)]:
-        one = functools.partial(step, meet=meet)
-        every = oxs.map_workers(
-            one, "workers", mesh=mesh, in_axes=(0, axes, 0, 0), out_axes=(0, axes)
-        )
-        every = jax.jit(every, donate_argnums=(0, 1))
-        steps[meet] = every.lower(params, state, *batch()).compile()
-        rows = oxs.audit.collectives(steps[meet])
+        rows = oxs.audit.collectives(step, params, state, *batch(), meet)
         # A branch for each turn; one of them is taken.
         bytes_of[meet] = sum(row.bytes for row in rows) / turns / SEEDS
 
@@ -145,14 +137,9 @@ def run(name, progress):
         meet = oxs.due(period, done - 1)
         rounds, sent = rounds + bool(bytes_of[meet]), sent + bytes_of[meet]
         # One program at a time: forced CPU devices share a few threads.
-        params, state = jax.block_until_ready(steps[meet](params, state, *batch()))
+        params, state = jax.block_until_ready(step(params, state, *batch(), meet))
         if done % EVALUATE_EVERY == 0 or done == options.steps:
-            # Where there is no center all are equal, and any of them will do.
-            if period == 1:
-                center = oxs.first(params)
-            else:
-                center = oxs.center_params(state, params)
-            center = jax.device_get(center)
+            center = jax.device_get(group.center((params, state)))
             curve.append((sent, accuracy_of(center, *validation)))
     seconds = f"{time.perf_counter() - start:.1f}"
     counts = (f"{count:,}" for count in (options.steps, rounds, round(sent)))

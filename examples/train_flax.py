@@ -48,7 +48,7 @@ transformation = optax.chain(
 
 
 def train_step(state, images, labels):
-    """One step on each replica; what it returns is equal on all of them."""
+    """One step on each replica; the metrics come back averaged over all of them."""
 
     def loss_of(params):
         logits = state.apply_fn(params, images)
@@ -57,7 +57,7 @@ def train_step(state, images, labels):
 
     (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     metrics = {"loss": loss, "accuracy": (logits.argmax(-1) == labels).mean()}
-    return state.apply_gradients(grads=grads), oxs.reduce(metrics, "data")
+    return state.apply_gradients(grads=grads), metrics
 
 
 def main():
@@ -76,18 +76,17 @@ def main():
         apply_fn=network.apply, params=params, tx=transformation
     )
     replicas = jax.device_count()
-    mesh = jax.make_mesh((replicas,), ("data",))  # None: simulated on one device
-    state = oxs.replicate(state, replicas)
-    step = jax.jit(oxs.map_workers(train_step, "data", mesh=mesh))
+    workers = oxs.Workers(replicas, "data", mesh=True)  # None: simulated on one device
+    state, step = workers.start(state), workers.step(train_step)
 
     for done in range(1, steps + 1):
-        rows = rng.choice(train, (replicas, BATCH))
+        rows = rng.choice(train, replicas * BATCH)
         # One step at a time: forced CPU devices share a few threads. Accelerators run
         # ahead; leave the waiting out there.
         state, metrics = jax.block_until_ready(step(state, images[rows], labels[rows]))
         if done % REPORT_EVERY == 0 or done == steps:
             # All replicas are equal, so any of them will do.
-            params, metrics = oxs.first(jax.device_get((state.params, metrics)))
+            params = jax.device_get(workers.first(state.params))
             logits = network.apply(params, images[test])
             reached = (logits.argmax(-1) == labels[test]).mean()
             print(

@@ -24,7 +24,8 @@ options = parser.parse_args()
 PODS, CHIPS, BATCH, PERIOD = 2, 4, 16, 20
 images, labels = load_digits(return_X_y=True)
 images, labels = jnp.asarray(images / 16, jnp.float32), jnp.asarray(labels)
-mesh = None if options.simulate else jax.make_mesh((PODS, CHIPS), ("pods", "chips"))
+mesh = not options.simulate
+workers = oxs.Workers((PODS, CHIPS), ("pods", "chips"), mesh=mesh)
 # Chips reduce gradients in every step; pods meet at a center once in PERIOD steps.
 inner = oxs.cross_shard(optax.adam(1e-2), "chips")
 tx = oxs.diloco(inner, "pods", communication_period=PERIOD)
@@ -36,25 +37,22 @@ def loss_of(params, rows):
     return cross_entropy(logits, labels[rows]).mean()
 
 
+@workers.step(state=2)
 def step(params, state, rows):
     """One chip's step: its own gradient at the parameters of its pod."""
-    _, grads = oxs.value_and_grad(loss_of, axis_name="chips")(params, rows)
+    grads = jax.grad(loss_of)(params, rows)
     return oxs.apply_gradients(tx, grads, state, params)
 
 
 draw, normal = np.random.default_rng(0), jax.nn.initializers.normal(0.1)
 start = {"hidden": normal(jax.random.key(0), (64, 64))}
 start["output"] = normal(jax.random.key(1), (64, 10))
-params, state, axes = oxs.start_workers(tx, start, PODS, mesh=mesh, axis_name="pods")
-whole: dict = {"in_axes": (None, None, 0), "out_axes": None}  # chips of a pod are equal
-each: dict = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-pod = oxs.map_workers(step, "chips", mesh=mesh, **whole)
-pods = jax.jit(oxs.map_workers(pod, "pods", mesh=mesh, **each))
-batches = draw.integers(len(labels), size=(options.steps, PODS, CHIPS, BATCH))
+params, state = workers.start((start, tx.init(start)))
+batches = draw.integers(len(labels), size=(options.steps, PODS * CHIPS * BATCH))
 for rows in batches:
-    params, state = pods(params, state, rows)
-for row in oxs.audit.collectives(pods, params, state, batches[0]):
+    params, state = step(params, state, rows)
+for row in oxs.audit.collectives(step, params, state, batches[0]):
     over = "chips" if len(row.groups[0]) == CHIPS else "pods"
     print(f"over {over}: {row.bytes:,} bytes", "in a round" * row.conditional)
-loss = loss_of(oxs.center_params(state, start), np.arange(len(labels)))
+loss = loss_of(workers.center((params, state)), np.arange(len(labels)))
 print(f"loss of the center {loss:.5f}")

@@ -86,7 +86,10 @@ def main(steps, out):
     automatic = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((WORKERS, SHARDS), ("workers", "fsdp"), axis_types=automatic)
 
-    def train_step(params, state, text):
+    workers = oxs.Workers(WORKERS, "workers", mesh=mesh)
+
+    @workers.step(state=2, average=False)
+    def step(params, state, text):
         """One worker's own step; of the others it knows the name of an axis."""
 
         def gathered_loss(params):
@@ -102,28 +105,21 @@ def main(steps, out):
         return jax.device_put(parameter, NamedSharding(mesh, fsdp_spec(parameter)))
 
     # One worker's layout is all there is to say: the state takes it over.
-    params, state, axes = oxs.start_workers(
-        tx, jax.tree.map(fsdp, params), WORKERS, mesh=mesh, axis_name="workers"
-    )
-    step = oxs.map_workers(
-        train_step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0)
-    )
-    step = jax.jit(step, donate_argnums=(0, 1))
-    layout = NamedSharding(mesh, P("workers", "fsdp"))  # of a batch
+    params = jax.tree.map(fsdp, params)
+    params, state = workers.start((params, tx.init(params)))
+    layout = NamedSharding(mesh, P(("workers", "fsdp")))  # of a batch
 
-    places = (steps, WORKERS, BATCH, 1)
+    places = (steps, WORKERS * BATCH, 1)
     places = np.random.default_rng(SEED).integers(len(codes) - CONTEXT, size=places)
     batches = codes[places + np.arange(window)]
-    first = jax.device_put(batches[0], layout)
-    compiled = step.lower(params, state, first).compile()
     losses = []
     for batch in track(batches, "Training"):
         batch = jax.device_put(batch, layout)
-        params, state, loss = compiled(params, state, batch)
+        params, state, loss = step(params, state, batch)
         losses.append(np.asarray(loss))
 
     table, rows = Table("over", "what", "bytes of a device", "when"), Counter()
-    for row in oxs.audit.collectives(compiled):
+    for row in oxs.audit.collectives(step, params, state, batch):
         over = {WORKERS: "workers", SHARDS: "fsdp"}.get(len(row.groups[0]), "both")
         rows[over, row.kind, row.conditional] += row.bytes
     for (over, kind, conditional), size in sorted(rows.items()):
@@ -131,7 +127,7 @@ def main(steps, out):
         table.add_row(over, kind, f"{size:,}", when)
     rich.print(table)
 
-    final = float(jax.jit(loss_of)(oxs.center_params(state, params), held_out))
+    final = float(jax.jit(loss_of)(workers.center((params, state)), held_out))
     figure = Figure(figsize=(7, 4), layout="tight")
     plot = figure.subplots()
     plot.plot(losses, linewidth=0.8)

@@ -28,7 +28,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import optx_sync as oxs
@@ -54,14 +54,12 @@ def train(steps):
 
     # One mesh over the devices of all processes; what a run starts from is computed
     # where it is to live, and no process holds all of it.
-    workers = jax.device_count()
-    mesh = jax.make_mesh((workers,), ("workers",), axis_types=(AxisType.Auto,))
-    own = NamedSharding(mesh, PartitionSpec("workers"))
+    workers = oxs.Workers(jax.device_count(), "workers", mesh=True)
+    own = NamedSharding(workers.mesh, PartitionSpec("workers"))
     initial = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
-    params, state, axes = oxs.start_workers(
-        tx, initial, workers, mesh=mesh, axis_name="workers"
-    )
+    params, state = workers.start((initial, tx.init(initial)))
 
+    @workers.step(state=2)
     def step(params, state, images, labels):
         def loss_of(params):
             logits = network.apply(params, images)
@@ -70,13 +68,8 @@ def train(steps):
 
         return oxs.apply_gradients(tx, jax.grad(loss_of)(params), state, params)
 
-    step = oxs.map_workers(
-        step, "workers", mesh=mesh, in_axes=(0, axes, 0, 0), out_axes=(0, axes)
-    )
-    step = jax.jit(step, donate_argnums=(0, 1))
-
     for done in range(1, steps + 1):
-        rows = rng.choice(mine, (jax.local_device_count(), BATCH))
+        rows = rng.choice(mine, jax.local_device_count() * BATCH)
         # The batches of all processes, one after the other, are the global one.
         batch = (
             jax.make_array_from_process_local_data(own, part)
@@ -87,13 +80,13 @@ def train(steps):
         params, state = jax.block_until_ready(step(params, state, *batch))
         if done % REPORT_EVERY == 0 or done == steps:
             # The center is replicated, so each process has all of it.
-            center = jax.device_get(oxs.center_params(state, params))
+            center = jax.device_get(workers.center((params, state)))
             logits = network.apply(center, images[test])
             reached = (logits.argmax(-1) == labels[test]).mean()
             processes, rounds = jax.process_count(), int(state.global_step)
             if jax.process_index() == 0:
                 print(
-                    f"step {done:4}   {workers} workers in {processes} processes   "
+                    f"step {done:4}   {jax.device_count()} workers in {processes} processes   "
                     f"{rounds} rounds   test accuracy {reached:.1%}",
                     flush=True,
                 )

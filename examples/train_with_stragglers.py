@@ -54,6 +54,7 @@ order = np.random.default_rng(SEED).permutation(len(labels))
 test, train = order[:360], order[360:]
 network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 initial = network.init(jax.random.key(SEED), images[:1])
+replicas = oxs.Workers(REPLICAS, "data", mesh=True)
 
 
 def faults():
@@ -80,10 +81,8 @@ def accuracy_of(params):
 
 def make_step(tx):
     """One step of all replicas, and what they start from."""
-    mesh = jax.make_mesh((REPLICAS,), ("data",))
-    start = oxs.start_workers(tx, initial, REPLICAS, mesh=mesh, axis_name="data")
-    axes = start[2]  # parameters are stacked: each replica's gradient is its own
 
+    @replicas.step(state=2, split=False)
     def step(params, state, images, labels, late, broken, away):
         grads = jax.grad(loss_of)(params, images, labels)
         grads = jax.tree.map(lambda g: jnp.where(broken, jnp.nan, g), grads)
@@ -93,9 +92,7 @@ def make_step(tx):
             extra = {"gradient_step": now - late.astype(int), "contributes": ~away}
         return oxs.apply_gradients(tx, grads, state, params, **extra)
 
-    in_axes, out_axes = (0, axes, *[0] * 5), (0, axes)
-    step = oxs.map_workers(step, "data", mesh=mesh, in_axes=in_axes, out_axes=out_axes)
-    return jax.jit(step), *start[:2]
+    return step, *replicas.start((initial, tx.init(initial)))
 
 
 def run(name, progress):
@@ -110,7 +107,7 @@ def run(name, progress):
         params, state = step(params, state, images[rows], labels[rows], *flags[:, t])
         updates.append(int(optax.tree.get(state, "global_step", t + 1)))
         if t % EVALUATE_EVERY == 0 or t == options.steps - 1:
-            equal = jax.device_get(oxs.first(params))  # on all replicas
+            equal = jax.device_get(replicas.first(params))  # on all of them
             curve.append((t + 1, float(accuracy_of(equal))))
         if tx is ROBUST:
             last = [getattr(oxs.metrics(state), outcome) for outcome in OUTCOMES]

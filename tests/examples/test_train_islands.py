@@ -40,6 +40,6 @@ def test_it_learns_and_meets_in_a_conditional_only(tmp_path):
 def test_it_is_one_short_file_without_a_spec_of_the_state():
     source = EXAMPLE.read_text()
     assert len(source.splitlines()) <= 150
-    assert "oxs.start_workers" in source
+    assert "oxs.Workers" in source
     # Only the parameters' own layout, and that of the batch, are written by hand.
     assert len(re.findall(r"\bP\(", source)) == 5
