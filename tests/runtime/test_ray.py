@@ -250,7 +250,7 @@ def test_shares_are_such_that_each_node_has_room_for_its_workers(name):
     assert on_ray._share(cluster, workers, 1.0) == share
 
 
-def test_killed_servers_come_back_from_their_checkpoints(tmp_path, monkeypatch):
+def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
     """Two parts on two servers, each of which goes back to its own last checkpoint."""
     every, directory = 4, tmp_path / "checkpoints"
 
