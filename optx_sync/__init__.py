@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
     from optx_sync.outer.qsr import qsr as qsr
     from optx_sync.flax import swap_center as swap_center
+    from optx_sync.front.workers import Workers as Workers
     from optx_sync.peers import graphs as graphs
     from optx_sync.peers.gossip import gossip as gossip
     from optx_sync.peers.gossip import mean_params as mean_params
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 # `flax` and `runtime` need a library that may not be installed.
 _MODULES = ("audit", "flax", "optimizers", "runtime", "simulate")
 _ELSEWHERE = {
+    "Workers": "optx_sync.front.workers",
     "delayed_nesterov": "optx_sync.outer.delayed_nesterov",
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
@@ -86,6 +88,7 @@ _ELSEWHERE = {
 __all__ = [
     "CenterRule",
     "IndexedSlices",
+    "Workers",
     "agn",
     "agn_rule",
     "all_reduce_grads",

@@ -43,7 +43,7 @@ DECAY = 0.99
 @fields.declare(
     dropped=fields.OWN_COUNT,
     outliers=fields.OWN_COUNT,
-    outcome=fields.ANEW.told,
+    outcome=fields.ANEW.told._replace(begins=-1),
     outcome_counts=fields.OWN_COUNT,
     distance=fields.OWN_COUNT,
     gathered=fields.ANEW.told,

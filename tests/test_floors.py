@@ -15,7 +15,7 @@ FILES = {
 FLOORS = {
     "hlo": 1,
     "trees": 1,
-    "shapes": 1,
+    "forms": 2,
     "in_place": 2,
     "rows": 2,
     "shapes": 0,
@@ -36,6 +36,7 @@ FLOORS = {
     "simulate": 7,
     "runtime": 7,
     "flax": 8,
+    "front": 8,
     "__init__": 9,
 }
 # What files of the same room may stand on: its contract or mechanism.
@@ -81,6 +82,7 @@ GROUND = {
         "center/rules/diloco",
     },
     "replicas": {"replicas/accumulator", "replicas/averages"},
+    "front": {"front/held", "front/layout", "front/step"},
     "simulate": {"simulate/replay"},
     "runtime": {
         f"runtime/{file}"
@@ -106,7 +108,7 @@ GUESTS = {
     "flax": {"flax"},
     "keras": {"optimizers/keras"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
-    "orbax": {"runtime"},
+    "orbax": {"runtime", "front"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
     "sklearn": set(),

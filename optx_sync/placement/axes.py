@@ -57,6 +57,15 @@ def state_axes(
     return _axes(state, replicated, level)
 
 
+def tree_axes(tree: Tree, level: int) -> Tree:
+    """`state_axes` of a tree with states anywhere in it, of one worker or stacked.
+
+    Below the innermost level only the counters are shared.
+    """
+    _refuse_around_center(tree)
+    return _axes(tree, False, level)
+
+
 def state_specs(
     tx: optax.GradientTransformation,
     params: Tree,
@@ -159,14 +168,15 @@ def map_marked(
     axes: Any,
     shared: Callable,
     pieces: Callable | None = None,
+    level: int = 0,
 ) -> Tree:
     """`function` of the leaves that are per worker, `shared` of those that are not.
 
-    `pieces`, where given, is for those that are in pieces.
+    `pieces`, where given, is for those that are in pieces on this level.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
-    cut = jax.tree.leaves(in_pieces(tree)) if pieces else [False] * len(leaves)
+    cut = jax.tree.leaves(in_pieces(tree, level)) if pieces else [False] * len(leaves)
     return treedef.unflatten(
         shared(leaf)
         if mark is None
@@ -175,15 +185,16 @@ def map_marked(
     )
 
 
-def in_pieces(tree: Tree, around: bool = True) -> Tree:
-    """Whether each leaf is in pieces over the workers of the outermost level."""
+def in_pieces(tree: Tree, level: int = 0) -> Tree:
+    """Whether each leaf is in pieces over the workers of a level, 0 the outermost."""
 
     def visit(node):
         if fields.is_level(node):
             return fields.map_fields(
-                lambda _, kind, x: in_pieces(x, kind.is_shared), node
+                lambda _, kind, x: in_pieces(x, level - (not kind.is_shared)), node
             )
-        return jax.tree.map(lambda _: around and fields.is_in_pieces(node), node)
+        cut = level == 0 and fields.is_in_pieces(node)
+        return jax.tree.map(lambda _: cut, node)
 
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
 
@@ -200,20 +211,22 @@ def fold_keys(keys: Any, worker: Any) -> Any:
     return folded.reshape(keys.shape)
 
 
-def own_keys(tree: Tree, own: bool, ours: bool = False) -> Tree:
-    """Whether each leaf is a random key of which each worker gets its own.
+def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
+    """Whether each leaf is a random key of which each worker of a level gets its own.
 
     `own` says whether keys in it differ, `ours` whether a state of this package holds
-    the tree.
+    the tree. A state of an outer level says nothing of the level that is asked for.
     """
     differ = own or not ours
 
+    def field(_, kind, x):
+        if level > 0:
+            return own_keys(x, False, level=level - 1)
+        return own_keys(x, differ and kind.whose == "own", True)
+
     def visit(node):
         if fields.is_level(node):
-            return fields.map_fields(
-                lambda _, kind, x: own_keys(x, differ and kind.whose == "own", True),
-                node,
-            )
+            return fields.map_fields(field, node)
         if _is_optax(node):
             # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
             return type(node)(*(own_keys(x, own and ours, ours) for x in node))

@@ -37,6 +37,8 @@ class Kind(NamedTuple):
     # theirs, joiners begin at 0. "anew": all begin as `init` does. "owed": a sum
     # still to be sent; what leavers owe is shared out.
     resized: Literal["kept", "from 0", "anew", "owed"] = "kept"
+    # What its arrays hold where they are anew.
+    begins: int = 0
     # Whether what is owed in it is added up. Otherwise it is averaged, so that it
     # counts as a share of all workers and is scaled to their number.
     added: bool = False

@@ -94,9 +94,10 @@ def resize(
     one_of("joiners", joiners, Joiners)
     forms = jax.tree.structure((params, state))
     params, state = pure((params, state))
+    levels = _worker_axes(state)
     one = params
     if not replicated:
-        for _ in range(_worker_axes(state)):
+        for _ in range(levels):
             one = jax.tree.map(_first_of, one)
     like = jax.eval_shape(tx.init, one)
     if jax.tree.structure(like) != jax.tree.structure(state):
@@ -105,7 +106,8 @@ def resize(
             f"{jax.tree.structure(state)} and {jax.tree.structure(like)}. Pass the "
             "transformation to go on with, built like the one that made the state."
         )
-    leaves = _leaves(state, like, state_axes(tx, one, replicated=replicated))
+    axes = state_axes(tx, one, replicated=replicated)
+    leaves = _leaves(state, like, axes, levels)
     sizes = {leaf.x.shape[0] for leaf in leaves if leaf.own or leaf.cut}
     if not replicated:
         sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
@@ -118,35 +120,93 @@ def resize(
     if n == before:
         return forms.unflatten(map(jnp.copy, jax.tree.leaves((params, state))))
     how = _Resizing(before, n, joiners, [])
-    stacked = jax.tree.structure(state).unflatten(
-        leaf.of_all(before) for leaf in leaves
-    )
     everyone = jax.tree.map(_on_host, params)
     if replicated:
         everyone = jax.tree.map(lambda x: _repeat(x, before), everyone)
-    new_params = jax.tree.map(lambda x: how.array(fields.OWN, x), everyone)
-    for node in fields.nodes_of(stacked):
-        if found := fields.center_of(node):
-            new_params = _at_center(how, new_params, *found)
+    stacked = _stacked(state, leaves, before)
+    new_params = _new_params(how, everyone, stacked)
     last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
-    for _ in range(0 if replicated else _worker_axes(state) - 1):
+    for _ in range(0 if replicated else levels - 1):
         last = jax.tree.map(lambda x: x[0], last)
     fresh = jax.tree.map(_on_host, tx.init(last))
-    resized = how.tree(stacked, fresh)
-    # A joiner draws what nobody else draws.
-    resized = jax.tree.map(
-        lambda x, own: x.fold_in(before) if own and isinstance(x, _Keys) else x,
-        resized,
-        own_keys(state, own=False),
-    )
+    new_state = _new_state(how, state, stacked, leaves, fresh, own=False)
     _say(how.lost, strict)
-    new_state = [
-        in_rows(x[0], n) if leaf.cut else x if leaf.own else x[0]
-        for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
-    ]
     if replicated:
         new_params = jax.tree.map(lambda x: x[0], new_params)
     return forms.unflatten(map(_back, jax.tree.leaves((new_params, new_state))))
+
+
+def resize_tree(
+    params: Tree,
+    tree: Tree,
+    like: Tree,
+    axes: Tree,
+    n: int,
+    *,
+    levels: int,
+    joiners: Joiners,
+    strict: bool,
+) -> tuple[Tree, Tree]:
+    """`resize` of a tree with states anywhere in it, stacked on so many levels.
+
+    What it holds besides them is each worker's own, keys included. `params` are those
+    that a center in it is for, `like` is the tree of one worker.
+    """
+    leaves = _leaves(tree, like, axes, levels)
+    before = next(leaf.x.shape[0] for leaf in leaves if leaf.own)
+    how = _Resizing(before, n, joiners, [])
+    stacked = _stacked(tree, leaves, before)
+    new_params = _new_params(how, jax.tree.map(_on_host, params), stacked)
+    new_tree = _new_state(how, tree, stacked, leaves, _begun(like), own=True)
+    _say(how.lost, strict)
+    return jax.tree.map(_back, (new_params, new_tree))
+
+
+def _stacked(state: Tree, leaves: list["_Leaf"], workers: int) -> Tree:
+    """The state with the worker axis in front of all arrays."""
+    return jax.tree.structure(state).unflatten(leaf.of_all(workers) for leaf in leaves)
+
+
+def _new_params(how: "_Resizing", params: Tree, stacked: Tree) -> Tree:
+    """Parameters of the workers after, some or all of them at the center."""
+    params = jax.tree.map(lambda x: how.array(fields.OWN, x), params)
+    for node in fields.nodes_of(stacked):
+        if found := fields.center_of(node):
+            params = _at_center(how, params, *found)
+    return params
+
+
+def _new_state(
+    how: "_Resizing",
+    state: Tree,
+    stacked: Tree,
+    leaves: list["_Leaf"],
+    fresh: Tree,
+    own: bool,
+) -> Tree:
+    """The state of the workers after; `own` says whose keys outside of states are."""
+    resized = how.tree(stacked, fresh)
+    # A joiner draws what nobody else draws.
+    resized = jax.tree.map(
+        lambda x, own: x.fold_in(how.before) if own and isinstance(x, _Keys) else x,
+        resized,
+        own_keys(state, own=own),
+    )
+    return jax.tree.structure(state).unflatten(
+        in_rows(x[0], how.after) if leaf.cut else x if leaf.own else x[0]
+        for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
+    )
+
+
+def _begun(tree: Tree, number: int = 0) -> Tree:
+    """What the arrays of a state are at the start, where that is said of their kind."""
+
+    def visit(node):
+        if fields.declares(node):
+            return fields.map_fields(lambda _, kind, x: _begun(x, kind.begins), node)
+        return jax.tree.map(lambda x: np.full(x.shape, number), node)
+
+    return jax.tree.map(visit, tree, is_leaf=fields.declares)
 
 
 class _Resizing(NamedTuple):
@@ -294,11 +354,11 @@ class _Leaf(NamedTuple):
         return x if self.own else _repeat(x, workers)
 
 
-def _leaves(state: Tree, like: Tree, axes: Any) -> list[_Leaf]:
+def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
     """The leaves of a state, whose shapes are checked."""
     # Of rules in each other some have an axis of the inner workers alone.
     counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]
-    stacked, most = any(map(jnp.ndim, counters)), _worker_axes(state)
+    stacked = any(map(jnp.ndim, counters))
     found = []
     for (path, x), one, mark, pieces in zip(
         jax.tree_util.tree_leaves_with_path(state),

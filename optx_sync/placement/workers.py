@@ -96,8 +96,8 @@ def map_workers(
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     if mesh is None:
         return _simulated(fun, axes, in_axes, out_axes)
-    _size_along(mesh, axes)
-    _check_threads(mesh)
+    size_along(mesh, axes)
+    check_threads(mesh)
     run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
@@ -168,19 +168,20 @@ def start_workers(
     if mesh is None:
         return *_started(tx, params, n), axes
     shardings = state_shardings(tx, params, mesh=mesh, axis_name=axis_name)
-    positions = _size_along(mesh, check_axis_name(axis_name))
+    positions = size_along(mesh, check_axis_name(axis_name))
     if n != positions:
-        raise ValueError(_wrong_number(f"{n} workers", axis_name, positions))
-    _check_threads(mesh)
-    devices, whole = set(mesh.devices.flat), NamedSharding(mesh, PartitionSpec())
-
-    def there(x):
-        """On the devices of the mesh, whole if it was not there before."""
-        lies = isinstance(x, jax.Array) and x.sharding.device_set == devices
-        return x if lies else jax.device_put(x, whole)
-
+        raise ValueError(wrong_number(f"{n} workers", axis_name, positions))
+    check_threads(mesh)
     start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
-    return *start(jax.tree.map(there, params)), axes
+    return *start(jax.tree.map(functools.partial(onto, mesh), params)), axes
+
+
+def onto(mesh: Mesh, x: Any) -> jax.Array:
+    """On the devices of the mesh, whole if it was not there before."""
+    devices = set(mesh.devices.flat)
+    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
+        return x
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def state_shardings(
@@ -217,18 +218,18 @@ def state_shardings(
         ('workers', 'workers')
     """
     axes = check_axis_name(axis_name)
-    _size_along(mesh, axes)
+    size_along(mesh, axes)
     own = jax.tree_util.tree_map_with_path(
-        lambda path, x: _spec_of(path, x, mesh, axes), params
+        lambda path, x: spec_of(path, x, mesh, axes), params
     )
-    front = _entry(axes)
+    front = entry_of(axes)
     stacked = jax.tree.map(
         lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec
     )
     specs = stacked, state_specs(tx, params, own, front)
     # A compiled step returns specs of explicit axes in full. With others at the start
     # it would be compiled twice.
-    in_full = _are_explicit(mesh, axes)
+    in_full = are_explicit(mesh, axes)
 
     def place(spec, x):
         missing = len(x.shape) - len(spec) if in_full else 0
@@ -265,20 +266,25 @@ def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
         >>> oxs.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
-    return _stack(tree, n, axes, own=True)
+    return stack(tree, n, axes, own=True)
 
 
-def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
-    """`replicate`; `own` says whether keys outside of our states differ."""
+def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
+    """`replicate`; `own` says whether keys outside of our states differ.
+
+    With several levels of workers the innermost is stacked first.
+    """
     check_arrays(tree, "What is stacked")
 
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x):
+        if jnp.ndim(x) > 1:  # it is stacked on levels inside of this one
+            return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
-    stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut)
+    stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut, level=level)
     if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
         return stacked
     workers = jnp.arange(n, dtype=jnp.uint32)
@@ -288,7 +294,7 @@ def _stack(tree: Tree, n: int, axes: Tree, own: bool) -> Tree:
             if folds and copies.ndim > x.ndim
             else copies
         ),
-        own_keys(tree, own),
+        own_keys(tree, own, level=level),
         tree,
         stacked,
     )
@@ -333,7 +339,7 @@ def _started(
 ) -> tuple[Tree, Tree]:
     """Parameters and state of `n` workers."""
     state, axes = tx.init(params), state_axes(tx, params)
-    return replicate(params, n), _stack(state, n, axes, own=False)
+    return replicate(params, n), stack(state, n, axes, own=False)
 
 
 def _simulated(
@@ -347,7 +353,7 @@ def _simulated(
             "axis, or map over one at a time: "
             f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
         )
-    mapped = jax.vmap(fun, in_axes, out_axes, axis_name=_entry(axes))
+    mapped = jax.vmap(fun, in_axes, out_axes, axis_name=entry_of(axes))
 
     @functools.wraps(fun)
     def simulated(*args: Any, **kwargs: Any) -> Any:
@@ -373,11 +379,11 @@ def _run_on_mesh(
     kwargs: dict,
 ) -> Any:
     """`map_workers` on a mesh, of these arguments."""
-    marks = _marks_of(args, kwargs, in_axes, _size_along(mesh, axes), axes)
+    marks = _marks_of(args, kwargs, in_axes, size_along(mesh, axes), axes)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     context = jax.sharding.get_abstract_mesh()
     inside = bool(context.manual_axes)
-    if _are_explicit(mesh, axes):
+    if are_explicit(mesh, axes):
         on = context if inside else mesh
         leaves = [_lay(x, on, axes, m) for x, m in zip(leaves, marks, strict=True)]
 
@@ -389,7 +395,7 @@ def _run_on_mesh(
         args, kwargs = treedef.unflatten(own)
         return _results(fun(*args, **kwargs), out_axes, axes)
 
-    specs = {None: PartitionSpec(), 0: PartitionSpec(_entry(axes))}
+    specs = {None: PartitionSpec(), 0: PartitionSpec(entry_of(axes))}
     return jax.shard_map(
         one_worker,
         mesh=None if inside else mesh,
@@ -403,7 +409,7 @@ def _is_none(mark: Any) -> bool:
     return mark is None
 
 
-def _entry(axes: tuple[str, ...]) -> AxisName:
+def entry_of(axes: tuple[str, ...]) -> AxisName:
     """One axis by its name, several as a tuple: an entry of a `PartitionSpec`."""
     return axes if len(axes) > 1 else "".join(axes)
 
@@ -413,7 +419,7 @@ def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
+def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
     """The number of workers: positions along the mesh axes."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -430,7 +436,7 @@ def _size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
 
 
 @functools.cache  # once for each mesh
-def _check_threads(mesh: Mesh | AbstractMesh) -> None:
+def check_threads(mesh: Mesh | AbstractMesh) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
 
     Up to JAX 0.11 all of them run their programs on one pool of threads. One that needs
@@ -460,7 +466,8 @@ def _check_threads(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def _wrong_number(what: str, axes: Any, positions: int) -> str:
+def wrong_number(what: str, axes: Any, positions: int) -> str:
+    """The message where numbers of workers and of positions on the mesh differ."""
     return (
         f"{what}, but the mesh has {positions} positions along {axes!r}, and each is "
         "one worker. Make the two equal, or simulate any number of workers on one "
@@ -532,7 +539,7 @@ def _marks_of(
             if positions is None:
                 what = f"{what}; others are of {workers}."
             else:
-                what = _wrong_number(what, axes, positions)
+                what = wrong_number(what, axes, positions)
             raise ValueError(
                 f"{what} What is one worker's is stacked first: oxs.replicate(x, n), "
                 "or oxs.start_workers(tx, params, n); what is equal for all has None "
@@ -547,7 +554,8 @@ def _marks_of(
     return marks
 
 
-def _are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether all of these axes of the mesh are of type `Explicit`."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return all(types[axis] == AxisType.Explicit for axis in axes)
 
@@ -579,7 +587,7 @@ def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
     return jax.tree_util.tree_map_with_path(place, results)
 
 
-def _spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+def spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
     """How one worker's parameter is sharded over the mesh."""
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tree as its arrays and its form: all else, that a program is compiled for.
+
+What is no array is left alone: functions, flags and settings, as Equinox modules hold
+them. Variables of Flax NNX are taken apart and put together again; one that stands in
+two places, as tied weights do, stays one.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync.trees import Tree, path_name
+
+_ARRAY = jax.tree.structure(0)
+
+
+class Kept(NamedTuple):
+    """A leaf that is no array."""
+
+    kind: type  # `True` is not 1
+    value: Any
+
+
+class Form(NamedTuple):
+    """A tree without its arrays; equal where the trees differ in arrays alone."""
+
+    treedef: Any  # variables are its leaves
+    # For each leaf the structure of its arrays, the place of the variable that it is
+    # once more, or `Kept`.
+    leaves: tuple[Any, ...]
+
+    def merge(self, arrays: Any) -> Tree:
+        """The tree with these arrays."""
+        arrays, leaves = iter(arrays), []
+        for leaf in self.leaves:
+            if isinstance(leaf, Kept):
+                leaves.append(leaf.value)
+            elif isinstance(leaf, int):
+                leaves.append(leaves[leaf])
+            else:
+                own = [next(arrays) for _ in range(leaf.num_leaves)]
+                leaves.append(leaf.unflatten(own))
+        return self.treedef.unflatten(leaves)
+
+    def bare(self, arrays: Any) -> Tree:
+        """The tree with arrays for variables, and `None` for what is no array."""
+        arrays, leaves = iter(arrays), []
+        for leaf in self.leaves:
+            own = [next(arrays) for _ in range(_count(leaf))]
+            again = leaves[leaf] if isinstance(leaf, int) else None
+            leaves.append(own[0] if len(own) == 1 else own or again)
+        return self.treedef.unflatten(leaves)
+
+    def pick(self, tree: Tree) -> list[Any]:
+        """For each array what stands in its place in a tree like `bare` gives."""
+        found = self.treedef.flatten_up_to(tree)
+        return [
+            x
+            for value, leaf in zip(found, self.leaves, strict=True)
+            for x in (value if _count(leaf) > 1 else [value] * _count(leaf))
+        ]
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        """The path to each array."""
+        marked = jax.tree_util.tree_leaves_with_path(
+            self.treedef.unflatten(range(len(self.leaves)))
+        )
+        return [path for path, i in marked for _ in range(_count(self.leaves[i]))]
+
+    def not_in_variables(self) -> list[tuple[Any, ...]]:
+        """The paths to arrays that no variable holds."""
+        pairs = _leaves_of(self)
+        return [path for path, leaf in pairs if leaf == _ARRAY]
+
+    def update(self, tree: Tree, arrays: Any) -> Tree:
+        """The tree with these arrays, set in its own variables where it has such."""
+        new = self.treedef.flatten_up_to(self.merge(arrays))
+        leaves = self.treedef.flatten_up_to(tree)
+        for place, (old, leaf) in enumerate(zip(leaves, new, strict=True)):
+            if is_variable(old):
+                old.update_from_state(leaf)
+            else:
+                leaves[place] = leaf
+        return tree if is_object(tree) else self.treedef.unflatten(leaves)
+
+
+def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
+    """The form and the arrays of a tree; `numbers` says that Python's are arrays."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_stops())
+    arrays, found, places = [], [], {}
+    for leaf in leaves:
+        if is_variable(leaf):
+            if id(leaf) in places:
+                found.append(places[id(leaf)])
+                continue
+            places[id(leaf)] = len(found)
+            own, structure = jax.tree.flatten(leaf)
+            arrays.extend(own)
+            found.append(structure)
+        elif hasattr(leaf, "dtype") or (numbers and is_number(leaf)):
+            arrays.append(leaf)
+            found.append(_ARRAY)
+        else:
+            found.append(Kept(type(leaf), leaf))
+    return Form(treedef, tuple(found)), arrays
+
+
+def with_arrays(tree: Tree) -> Tree:
+    """The tree with arrays for Python's numbers, but for those of Equinox modules."""
+    module: Any = getattr(sys.modules.get("equinox"), "Module", ())
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if is_number(x) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, module) or is_variable(x),
+    )
+
+
+def difference(form: Form, other: Form) -> str:
+    """Where two forms differ first."""
+    names, others = (
+        {path_name(path): leaf for path, leaf in _leaves_of(f)} for f in (form, other)
+    )
+    for name in names | others:
+        if name not in others:
+            return f"{name} is missing"
+        if name not in names:
+            return f"{name} is new"
+        if names[name] != others[name]:
+            return f"{name} is another thing"
+    return "the containers differ"
+
+
+def is_number(x: Any) -> bool:
+    """Whether this is a number of Python, and no flag."""
+    return isinstance(x, int | float | complex) and not isinstance(x, bool)
+
+
+def is_variable(x: Any) -> bool:
+    """Whether this is a variable of Flax NNX, which is not imported for it."""
+    return isinstance(x, _nnx("Variable"))
+
+
+def is_object(x: Any) -> bool:
+    """Whether this is a Flax NNX object itself, which changes in place."""
+    return isinstance(x, _nnx("Pytree"))
+
+
+def _nnx(name: str) -> Any:
+    return getattr(sys.modules.get("flax.nnx"), name, ())
+
+
+def _stops() -> Any:
+    return is_variable if "flax.nnx" in sys.modules else None
+
+
+def _count(leaf: Any) -> int:
+    return 0 if isinstance(leaf, Kept | int) else leaf.num_leaves
+
+
+def _leaves_of(form: Form) -> list[tuple[Any, Any]]:
+    numbered = form.treedef.unflatten(range(len(form.leaves)))
+    pairs = jax.tree_util.tree_leaves_with_path(numbered)
+    return [(path, form.leaves[i]) for path, i in pairs]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in a state: the parameters that a center is for; and in a checkpoint."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from optx_sync.forms import Form, is_variable
+from optx_sync.placement import fields
+from optx_sync.trees import Tree, is_masked, path_name
+
+Names = tuple[str, ...]  # of a path, the same for attributes, keys and places
+
+
+class Held(NamedTuple):
+    """Where the parameters stand that a center is for."""
+
+    treedef: Any  # of the center, what is masked being leaves
+    places: list[int | None]  # of each the array's number; `None` where there is none
+
+    def tree(self, arrays: Sequence[Any]) -> Tree:
+        """The parameters, in the structure in which the optimizer knows them."""
+        return self.treedef.unflatten(
+            optax.MaskedNode() if place is None else arrays[place]
+            for place in self.places
+        )
+
+    def put(self, arrays: list[Any], tree: Tree) -> None:
+        """Put other parameters in their places."""
+        for place, x in zip(self.places, self.treedef.flatten_up_to(tree), strict=True):
+            if place is not None and not is_masked(x):
+                arrays[place] = x
+
+
+def centers(tree: Tree) -> list[Any]:
+    """The states in a tree that hold a center."""
+    return [node for node in fields.nodes_of(tree) if fields.center_of(node)]
+
+
+def held(state: Tree, form: Form) -> list[Held]:
+    """For each center in a state the parameters that it is for."""
+    start = prefix(state)
+    names = [names_of(path) for path in form.paths()]
+    places = {
+        name[len(start) :]: place
+        for place, name in enumerate(names)
+        if name[: len(start)] == start
+    }
+    found = []
+    for node in centers(form.bare(range(len(names)))):
+        _, center = fields.center_of(node) or (None, ())
+        center = center.tree if fields.is_in_pieces(center) else center
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(
+            center, is_leaf=is_masked
+        )
+        own = [places.get(names_of(path)) for path, _ in leaves]
+        for (path, x), place in zip(leaves, own, strict=True):
+            if place is None and not is_masked(x):
+                raise ValueError(
+                    f"Of the center's {path_name(path)} there is no parameter in this "
+                    "state. Pass parameters and optimizer's state together, in this "
+                    "order: (params, opt_state), (model, optimizer), a TrainState, or "
+                    "a dict with 'params' or 'model'."
+                )
+        found.append(Held(treedef, own))
+    return found
+
+
+def is_state(tree: Tree) -> bool:
+    """Whether a tree holds what a step changes: an optimizer's state, NNX variables."""
+
+    def is_one(x):
+        of_optax = hasattr(x, "_fields") and type(x).__module__.startswith("optax.")
+        return of_optax or fields.declares(x) or is_variable(x)
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
+def prefix(state: Tree) -> Names:
+    """The path to the parameters or the model in what a step trains."""
+    names: Names = ()
+    while type(state) in (tuple, list) and state:
+        names, state = (*names, "0"), state[0]
+    if isinstance(state, Mapping):
+        state = {} if names else state  # in a tuple it is the parameters themselves
+    else:
+        state = vars(state) if hasattr(state, "opt_state") else {}
+    return (*names, *[name for name in ("params", "model") if name in state][:1])
+
+
+def names_of(path: tuple[Any, ...]) -> Names:
+    """The names in a path."""
+    kinds = "name", "key", "idx"
+    found = (next(getattr(k, x) for x in kinds if hasattr(k, x)) for k in path)
+    return tuple(map(str, found))
+
+
+def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
+    """What an Orbax checkpoint holds by its names, and the structure of it."""
+    import orbax.checkpoint as ocp
+
+    # The manager itself knows it only of what it has saved.
+    folders = {
+        int(number[0]): path
+        for path in manager.directory.iterdir()
+        if (number := re.findall(r"\d+$", path.name))
+    }
+    if step not in folders:
+        raise ValueError(
+            f"There is no checkpoint of step {step} in {manager.directory}; there are "
+            f"those of {sorted(folders)}."
+        )
+    tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    # Of a variable of Flax NNX the array is saved by the name `value`.
+    names = (names_of(path) for path, _ in leaves)
+    names = [x[:-1] if x[-1:] == ("value",) else x for x in names]
+    return dict(zip(names, (x for _, x in leaves), strict=True)), treedef

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of all workers, from those of one and back, and where they lie.
+
+An array has an axis in front for each of the workers' axes on which workers differ. For
+each of these axes it has a mark: 0 where it lies along it, `None` where workers share
+it. The marks follow from the states' classes.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.forms import Form
+from optx_sync.front.held import names_of
+from optx_sync.placement import workers as placing
+from optx_sync.placement.axes import in_pieces, is_key, tree_axes
+from optx_sync.trees import at_least_float32, first_worker, is_inexact, path_name
+
+Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
+One = Literal["mean", "first"]
+
+
+class Layout(NamedTuple):
+    """How many workers there are along which axes, and the mesh."""
+
+    sizes: tuple[int, ...]
+    axes: tuple[AxisName, ...]  # the outermost first
+    mesh: Mesh | None
+
+    @property
+    def number(self) -> int:
+        """Of all workers."""
+        return math.prod(self.sizes)
+
+    def marks(self, form: Form, arrays: Sequence[Any]) -> Marks:
+        """The marks of a tree's arrays, of one worker's or of all."""
+        tree = form.bare(arrays)
+        levels = range(len(self.sizes))
+        of_levels = (form.pick(tree_axes(tree, level)) for level in levels)
+        return list(zip(*of_levels, strict=True))
+
+    def check(
+        self, form: Form, arrays: Sequence[Any], marks: Marks, whose: str
+    ) -> None:
+        """Refuse arrays that are not of all workers."""
+        for path, x, marked in zip(form.paths(), arrays, marks, strict=True):
+            pairs = zip(self.sizes, marked, strict=True)
+            front = tuple(n for n, mark in pairs if mark is not None)
+            if jnp.shape(x)[: len(front)] != front:
+                raise ValueError(
+                    f"The state {path_name(path)} of {whose} has shape {jnp.shape(x)}, "
+                    f"and that of all workers begins with {front}. Start once, state = "
+                    "workers.start(state); what another number of workers has trained "
+                    "goes on by state = workers.resize(state)."
+                )
+
+    def of_all(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
+        """The arrays of all workers; of a key each has its own."""
+        tree = form.bare(arrays)
+        for level in reversed(range(len(self.sizes))):
+            axes = tree_axes(tree, level)
+            tree = placing.stack(tree, self.sizes[level], axes, True, level)
+        return list(map(strong, form.pick(tree)))
+
+    def start(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
+        """The arrays of all workers, computed where they are to live."""
+        places = self.places(form, arrays)
+        if self.mesh is not None:
+            placing.check_threads(self.mesh)
+            arrays = [placing.onto(self.mesh, x) for x in arrays]
+        of_all = functools.partial(self.of_all, form)
+        return jax.jit(of_all, out_shardings=places)(list(arrays))
+
+    def place(self, *spec: Any) -> NamedSharding | None:
+        """A place on the mesh."""
+        return self.mesh and NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def places(self, form: Form, arrays: Sequence[Any]) -> list[Any] | None:
+        """Where one worker's arrays belong once they are stacked."""
+        mesh, places = self.mesh, []
+        if mesh is None:
+            return None
+        used = tuple(name for axis in self.axes for name in check_axis_name(axis))
+        marks = self.marks(form, arrays)
+        for path, x, marked in zip(form.paths(), arrays, marks, strict=True):
+            own = placing.spec_of(path, x, mesh, used)
+            pairs = zip(self.axes, marked, strict=True)
+            front = [axis for axis, mark in pairs if mark is not None]
+            in_full = placing.are_explicit(mesh, used)
+            missing = jnp.ndim(x) - len(own) if in_full else 0
+            places.append(self.place(*front, *own, *[None] * missing))
+        return places
+
+    def of_one(
+        self, arrays: Sequence[Any], marks: Marks, how: One, outermost: int = 0
+    ) -> list[Any]:
+        """The arrays of one worker, without the axes from this one on."""
+        found = list(arrays)
+        for level in reversed(range(outermost, len(self.sizes))):
+            for place, marked in enumerate(marks):
+                if marked[level] is not None:
+                    axis = sum(mark is not None for mark in marked[:level])
+                    found[place] = _one(found[place], axis, how)
+        return found
+
+    def shapes_of_one(
+        self, form: Form, arrays: Sequence[Any], prefix: tuple[str, ...]
+    ) -> list[jax.ShapeDtypeStruct]:
+        """One worker's arrays by their shapes; pieces whole, as their parameters."""
+        shapes = [
+            x.shape[sum(mark is not None for mark in marked) :]
+            for x, marked in zip(arrays, self.marks(form, arrays), strict=True)
+        ]
+        names = [names_of(path) for path in form.paths()]
+        sizes = {
+            name[len(prefix) :]: math.prod(shape)
+            for name, shape in zip(names, shapes, strict=True)
+            if name[: len(prefix)] == prefix
+        }
+        cut = form.pick(in_pieces(form.bare(arrays)))
+        for place, name in enumerate(names):
+            if cut[place] and shapes[place]:
+                ends = (name[start:] for start in range(len(name) + 1))
+                shapes[place] = (next(sizes[end] for end in ends if end in sizes),)
+        return [
+            jax.ShapeDtypeStruct(shape, x.dtype)
+            for shape, x in zip(shapes, arrays, strict=True)
+        ]
+
+
+def strong(x: Any) -> jax.Array:
+    """Not weakly typed, or the next step would be compiled once more."""
+    return x if is_key(x) else jax.lax.convert_element_type(x, jnp.result_type(x))
+
+
+def _one(x: jax.Array, axis: int, how: One) -> jax.Array:
+    """The first worker's, or the mean of numbers; of equal ones theirs, to the bit."""
+    one = first_worker(x) if axis == 0 else x[:, 0]
+    if how == "first" or not is_inexact(x.dtype):
+        return one
+    wide = at_least_float32(x.dtype)
+    apart = x.astype(wide) - jnp.expand_dims(one, axis).astype(wide)
+    return (one.astype(wide) + jnp.mean(apart, axis)).astype(x.dtype)

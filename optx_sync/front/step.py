@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's step, compiled for all of them: what `Workers.step` returns."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optx_sync import forms
+from optx_sync.front import held
+from optx_sync.front.layout import Layout, strong
+from optx_sync.placement.axes import is_key
+from optx_sync.placement.workers import map_workers
+from optx_sync.trees import Tree, check_arrays, path_name
+
+# How a step handed its state back: as all that it returned, in front of other results,
+# or by changing NNX objects.
+How = Literal["alone", "first", "in place"]
+
+
+# What is said where a shared part of a state comes back as a worker's own.
+_NOT_SHARED = "None in out_axes", "but the center in the state does not"
+
+
+class _Call(NamedTuple):
+    """What a program is compiled for, besides shapes."""
+
+    state: forms.Form
+    batches: tuple[forms.Form, ...]
+    keywords: tuple[str, ...]  # of the last batches
+
+
+class Step:
+    """The step of all workers."""
+
+    def __init__(
+        self,
+        layout: Callable[[], Layout],
+        fun: Callable[..., Any],
+        state: int,
+        split: Any,
+        average: bool,
+        donate: bool,
+    ):
+        if isinstance(fun, Step):
+            raise TypeError(
+                f"{fun.name} is a step of all workers already; give workers.step the "
+                "function of one worker."
+            )
+        functools.update_wrapper(self, fun)
+        self.layout, self.fun, self.state = layout, fun, state
+        self.split, self.average = split, average
+        self.name = getattr(fun, "__name__", "The step")
+        donated = (1,) if donate else ()
+        self.program = jax.jit(self._run, static_argnums=0, donate_argnums=donated)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step: the state first, then other results."""
+        call, arrays, batches = self._take_apart(args, kwargs)
+        # XLA itself may crash on what it is given twice.
+        if any(map(_is_used_up, arrays)):
+            raise ValueError(
+                f"{self.name} was given a state that an earlier step has used up: its "
+                "buffers hold the newer one. Go on with what that step returned, "
+                "`state, loss = step(state, batch)`, or keep the older one by "
+                "workers.step(donate=False)."
+            )
+        new, results = self.program(call, arrays, batches)
+        ((how, others),) = results.items()
+        if self.average:
+            others = _means(others, len(self.layout().sizes))
+        given = args[: self.state]
+        state = [
+            old if forms.is_object(old) else new
+            for old, new in zip(given, call.state.update(given, new), strict=True)
+        ]
+        if how == "in place":
+            return others
+        return state[0] if how == "alone" else (*state, *others)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step lowered for these arguments, as by `jax.jit`."""
+        return self.program.lower(*self._take_apart(args, kwargs))
+
+    def _take_apart(self, args: tuple, kwargs: dict) -> tuple[_Call, list, list]:
+        """What the program is compiled for, the state's arrays and the batches'."""
+        if len(args) < self.state:
+            raise TypeError(
+                f"{self.name} has state={self.state}, so its first {self.state} "
+                f"positional arguments are state; got {len(args)}."
+            )
+        form, arrays = forms.split(args[: self.state])
+        batches = [*args[self.state :], *kwargs.values()]
+        for number, batch in enumerate(batches, self.state):
+            if held.is_state(batch):
+                raise ValueError(
+                    f"Argument {number} of {self.name} is no batch to split, but a "
+                    f"state: {type(batch).__name__}. With state={self.state} only the "
+                    f"first {self.state} are states: pass state={number + 1}."
+                )
+        parts = [forms.split(batch, numbers=True) for batch in batches]
+        call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
+        return call, arrays, [arrays for _, arrays in parts]
+
+    def _run(self, call: _Call, arrays: list, batches: list) -> tuple[list, dict]:
+        """All workers' step of arrays."""
+        layout = self.layout()
+        marks = layout.marks(call.state, arrays)
+        layout.check(call.state, arrays, marks, f"{self.name} with state={self.state}")
+        laid = [
+            [
+                self._lay(
+                    x, split, f"argument {self.state + number}{path_name(path, '')}"
+                )
+                for path, x in zip(form.paths(), batch, strict=True)
+            ]
+            for number, (form, batch, split) in enumerate(
+                zip(call.batches, batches, self._splits(call), strict=True)
+            )
+        ]
+        batch_marks = [[mark for _, mark in batch] for batch in laid]
+        fun = functools.partial(self._one_worker, call)
+        for level in reversed(range(len(layout.sizes))):
+            own = [marked[level] for marked in marks]
+            fun = map_workers(
+                fun,
+                layout.axes[level],
+                mesh=layout.mesh,
+                in_axes=(own, batch_marks),
+                out_axes=(own, 0),
+            )
+        try:
+            return fun(arrays, [[x for x, _ in batch] for batch in laid])
+        except ValueError as error:
+            if not any(words in str(error) for words in _NOT_SHARED):
+                raise
+            raise ValueError(
+                f"{self.name} makes each worker's own of what workers share, counters "
+                "or the center. The axes of Workers stand in the order of the "
+                f"optimizer's wrappers, the outermost first; here it is {layout.axes}, "
+                "for an optimizer as oxs.diloco(oxs.cross_shard(tx, "
+                f"{layout.axes[-1]!r}), {layout.axes[0]!r})."
+            ) from error
+
+    def _splits(self, call: _Call) -> tuple[Any, ...]:
+        """`split` of each batch."""
+        keywords = len(call.keywords)
+        if not isinstance(self.split, tuple):
+            return (self.split,) * len(call.batches)
+        if len(self.split) != len(call.batches) - keywords:
+            raise ValueError(
+                f"split of {self.name} is for {len(self.split)} batches; got "
+                f"{len(call.batches) - keywords} behind the state. Give one for each "
+                "that is not passed by keyword."
+            )
+        return (*self.split, *(True,) * keywords)
+
+    def _lay(self, x: Any, split: bool | None, where: str) -> tuple[Any, int | None]:
+        """A batch of all workers, `[*sizes, ...]`, and whether it lies along them."""
+        layout, shape = self.layout(), jnp.shape(x)
+        if split is None or (not shape and not is_key(x)):
+            return x, None
+        if not shape:
+            return layout.of_all(*forms.split(x))[0], 0
+        if split is False:
+            if shape[: len(layout.sizes)] != layout.sizes:
+                raise ValueError(
+                    f"The {where} of {self.name} has shape {shape}, and split=False "
+                    f"says that it begins with {layout.sizes}. A whole batch is split "
+                    "by split=True; split=None gives the whole to each worker."
+                )
+            return x, 0
+        if not shape[0] or shape[0] % layout.number:
+            mend = (
+                "Drop or pad the last ones. What is the same for all workers has "
+                "split=None, what is split already split=False: "
+                "workers.step(split=(True, None)) has one for each batch."
+            )
+            if shape == (2,) and x.dtype == jnp.uint32:
+                mend = (
+                    "It looks like a raw random key: pass jax.random.key(0), or "
+                    "jax.random.wrap_key_data(key), and each worker gets its own."
+                )
+            raise ValueError(
+                f"The {where} of {self.name} has shape {shape}, and {shape[0]} cannot "
+                f"be split evenly among {layout.number} workers. {mend}"
+            )
+        return x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:]), 0
+
+    def _one_worker(self, call: _Call, arrays: list, batches: list) -> tuple:
+        """One worker's step: the new state's arrays, and other results."""
+        given = call.state.merge(arrays)
+        rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
+        args = rest[: len(rest) - len(call.keywords)]
+        kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
+        how, new, others = self._sort(
+            call.state, given, self.fun(*given, *args, **kwargs)
+        )
+        for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
+            if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):
+                raise ValueError(
+                    f"{self.name} makes {jnp.result_type(x)}{[*jnp.shape(x)]} of the "
+                    f"state {path_name(path)}, which is {old.dtype}{[*old.shape]}. "
+                    "Return it in its own shape and dtype: x.astype(old.dtype)."
+                )
+        check_arrays(others, f"The result of {self.name}")
+        return list(map(strong, new)), {how: others}
+
+    def _sort(self, form: forms.Form, given: Tree, results: Any) -> tuple:
+        """How the state came back, its arrays, and other results."""
+        listed = results if type(results) is tuple else (results,)
+        ways: tuple[tuple[How, Any, Any], ...] = (
+            ("alone", (results,), ()),
+            ("first", listed[: self.state], listed[self.state :]),
+            ("in place", given, results),
+        )
+        objects = all(map(forms.is_object, given))
+        if objects and (lost := form.not_in_variables()):
+            raise ValueError(
+                f"{self.name} cannot change {path_name(lost[0])} in place: it is an "
+                "array of an NNX object, but no nnx.Variable. Make it one: "
+                "nnx.Variable(array)."
+            )
+        for how, state, others in ways if objects else ways[:2]:
+            found, arrays = forms.split(state)
+            if found == form:
+                return how, arrays, others
+        got = given if objects else listed[: self.state]
+        raise ValueError(
+            f"With state={self.state} {self.name} returns its state in front of other "
+            "results, as it got it: `return params, state, loss` with state=2. (NNX "
+            "objects may change in place instead.) In what it returned "
+            f"{forms.difference(form, forms.split(got)[0])}."
+        )
+
+
+def _is_used_up(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _means(tree: Tree, axes: int) -> Tree:
+    """The means over the workers' axes."""
+
+    def mean(path, x):
+        if is_key(x):
+            raise TypeError(
+                f"The result {path_name(path)} is a random key, which has no mean. "
+                "Keep it in the state, or pass average=False to workers.step."
+            )
+        return jnp.mean(x, axis=tuple(range(axes)))
+
+    return jax.tree_util.tree_map_with_path(mean, tree)

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Workers`: a program written for one device, for many workers."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from optx_sync import forms
+from optx_sync.checks import integer, one_of
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.front import held
+from optx_sync.front.layout import Layout, One
+from optx_sync.front.step import Step
+from optx_sync.metrics import metrics
+from optx_sync.placement import fields
+from optx_sync.placement import workers as placing
+from optx_sync.placement.axes import is_key, tree_axes
+from optx_sync.placement.resize import resize_tree
+from optx_sync.trees import Tree, is_inexact, path_name
+
+
+class Workers:
+    """The workers of a run: how many, along which axes, simulated or on a mesh.
+
+    A step is written for one worker, and its optimizer says how workers agree. `start`
+    makes what all of them start from, `step` compiles the step for all, `center` gives
+    what is worth keeping. What stays in one piece for all workers, counters and
+    center, the classes of optimizer states say themselves.
+
+    A state is any tree: `(params, opt_state)`, a `TrainState`, a dict, Equinox modules,
+    the modules and optimizers of Flax NNX, which a step may change in place.
+
+    Args:
+        n: The number of workers; along several axes a tuple, the outermost first.
+        axis_name: The name by which the optimizer calls the axis; a tuple of them. With
+            one number and several names one worker axis lies along all of these.
+        mesh: `None` simulates the workers on one device. On a mesh each worker has a
+            position along the axis: a `jax.sharding.Mesh`, or `True` for one of the
+            devices that there are.
+
+    Raises:
+        TypeError: A number that is none, a name that is none, or a mesh that is none.
+        ValueError: A mesh that has no such axis, or not as many positions along it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> workers = oxs.Workers(4, "workers")
+        >>> tx = oxs.local_sgd(optax.sgd(0.5), "workers", communication_period=2)
+        >>> params = {"w": jnp.zeros(())}
+        >>> params, state = workers.start((params, tx.init(params)))
+        >>> @workers.step(state=2)
+        ... def step(params, state, batch):
+        ...     loss_of = lambda params: jnp.mean((batch - params["w"]) ** 2)
+        ...     loss, grads = jax.value_and_grad(loss_of)(params)
+        ...     params, state = oxs.apply_gradients(tx, grads, state, params)
+        ...     return params, state, loss
+        >>> for _ in range(20):
+        ...     params, state, loss = step(params, state, jnp.arange(8.0))
+        >>> loss, workers.center((params, state))
+        (Array(0.25, dtype=float32), {'w': Array(3.5, dtype=float32)})
+    """
+
+    def __init__(
+        self,
+        n: int | Sequence[int],
+        axis_name: AxisName,
+        *,
+        mesh: Mesh | bool | None = None,
+    ):
+        names, several = check_axis_name(axis_name), isinstance(n, Sequence)
+        mend = "Pass the number of workers; a tuple with one for each of several axes."
+        self.sizes = tuple(integer("n", x, mend) for x in (n if several else (n,)))
+        # An axis is one name, or several along which one number of workers lies.
+        self.axes = names if several else (placing.entry_of(names),)
+        self._mesh = mesh or None
+        self._started: tuple[forms.Form, list[Any]] | None = None
+        if len(self.sizes) != len(self.axes):
+            raise ValueError(
+                f"Workers has {len(self.sizes)} numbers and {len(self.axes)} axes: "
+                f"{self.sizes} and {self.axes}. Give one for each, as in "
+                "oxs.Workers((2, 4), ('pods', 'chips'))."
+            )
+        if isinstance(mesh, Mesh):
+            self._check_mesh(mesh)
+        elif not isinstance(mesh, bool) and mesh is not None:
+            raise TypeError(
+                f"mesh of Workers is a jax.sharding.Mesh, True for one of the devices "
+                f"that there are, or None to simulate; got {type(mesh).__name__}."
+            )
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        for size, axis in zip(self.sizes, self.axes, strict=True):
+            positions = placing.size_along(mesh, check_axis_name(axis))
+            if size != positions:
+                what = f"Workers are {size}"
+                raise ValueError(placing.wrong_number(what, axis, positions))
+        explicit = [placing.are_explicit(mesh, check_axis_name(x)) for x in self.axes]
+        if len(self.axes) > 1 and any(explicit):
+            raise ValueError(
+                "Along several axes of type Explicit JAX gathers each worker's arrays "
+                f"in every step. Make the mesh of {self.axes} with axis_types="
+                f"(AxisType.Auto,) * {len(mesh.axis_names)}, or pass mesh=True."
+            )
+
+    def __repr__(self) -> str:
+        n, axis = (x[0] if len(x) == 1 else x for x in (self.sizes, self.axes))
+        return f"Workers({n!r}, {axis!r}, mesh={self._mesh})"
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """The mesh, `None` where the workers are simulated.
+
+        Example:
+            >>> import optx_sync as oxs
+            >>> oxs.Workers(8, "workers").mesh is None
+            True
+        """
+        if not isinstance(self._mesh, bool):
+            return self._mesh
+        devices, needed = jax.devices(), math.prod(self.sizes)
+        if len(devices) < needed or not all(isinstance(x, str) for x in self.axes):
+            raise ValueError(
+                f"mesh=True makes a mesh of {needed} devices along {self.axes}, one "
+                f"for each worker; there are {len(devices)}. Simulate with mesh=None, "
+                "pass a mesh of your own, or let CPU devices stand for others, before "
+                f"the first array: jax.config.update('jax_num_cpu_devices', {needed})."
+            )
+        kinds = (AxisType.Auto,) * len(self.sizes)
+        return jax.make_mesh(self.sizes, self.axes, kinds, devices=devices[:needed])
+
+    def _layout(self) -> Layout:
+        return Layout(self.sizes, self.axes, self.mesh)
+
+    def start(self, state: Tree) -> Tree:
+        """What all workers start from: copies of one worker's state, where they live.
+
+        Arrays are stacked, `[n, ...]`, and on a mesh placed along its axis, but for
+        what workers share: counters and center. Of a random key each worker gets its
+        own, `jax.random.fold_in(key, i)`. Python's numbers become arrays (not those of
+        Equinox modules); functions, flags and settings are left alone. Shards over
+        other axes of the mesh stay.
+
+        Args:
+            state: One worker's: any tree, as the class says.
+
+        Returns:
+            The same tree, of all workers. The argument stays as it is.
+
+        Raises:
+            ValueError: A state that was started already; arrays that are sharded over
+                the workers' axis, or over another mesh.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> import optx_sync as oxs
+            >>> state = {"w": jnp.zeros(3), "key": jax.random.key(0), "name": "mine"}
+            >>> state = oxs.Workers(4, "workers").start(state)
+            >>> state["w"].shape, state["key"].shape, state["name"]
+            ((4, 3), (4,), 'mine')
+        """
+        form, arrays = forms.split(forms.with_arrays(state))
+        _warn_of_raw_keys(form, arrays)
+        before, shapes = self._started or (None, [])
+        if form == before and [x.shape for x in arrays] == [x.shape for x in shapes]:
+            raise ValueError(
+                "This state has been started already: it has the workers' axes in "
+                "front. Go on with it as it is; what workers.restore and "
+                "workers.resize return is started, too."
+            )
+        arrays = self._layout().start(form, arrays)
+        self._started = (
+            form,
+            [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                for x in arrays
+            ],
+        )
+        return form.merge(arrays)
+
+    def step(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        state: int = 1,
+        split: Any = True,
+        average: bool = True,
+        donate: bool = True,
+    ) -> Any:
+        """Compile one worker's step for all workers; a decorator.
+
+        The first `state` arguments are what `start` gave. `fun` returns them first, and
+        then what else it likes. Of NNX objects it may change its own in place, and need
+        not return them: the caller's change. Their buffers are donated.
+
+        Other arguments are whole batches `[batch, ...]`, which are split along axis 0
+        among the workers; a scalar is the same for all; of one random key each worker
+        gets its own, as `keys` gives it. Flags and functions are static. Other results
+        come back averaged over the workers: the mean, of integers and flags too, in
+        float32. That is a program of its own after the step, so the step itself sends
+        nothing where its optimizer does not.
+
+        Args:
+            fun: `(*state, *batches, **batches)` of one worker.
+            state: How many arguments are state.
+            split: `True` splits along axis 0; `False` says that it has been done,
+                `[n, ...]`; `None` gives the whole to each. A tuple has one for each
+                batch; keywords are then split.
+            average: `False` leaves other results each worker's own, `[n, ...]`, and
+                sends nothing for them: for predictions of examples, say.
+            donate: Whether the state's buffers are reused for the new state.
+
+        Returns:
+            The step for all workers. Its `lower` is that of `jax.jit`.
+
+        Raises:
+            ValueError: A batch that cannot be split evenly; a state that does not come
+                back as it was; what `tx` refuses.
+            TypeError: Too few arguments; results that have no mean.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(4, "workers")
+            >>> @workers.step
+            ... def step(total, x):
+            ...     return total + x.sum(), x.mean()
+            >>> total, mean = step(workers.start(0.0), jnp.arange(8.0))
+            >>> total, mean
+            (Array([ 1.,  5.,  9., 13.], dtype=float32), Array(3.5, dtype=float32))
+        """
+        if fun is None:
+            return functools.partial(
+                self.step, state=state, split=split, average=average, donate=donate
+            )
+        mend = "Pass how many of the first arguments are state."
+        state = integer("state", state, mend)
+        return Step(self._layout, fun, state, split, average, donate)
+
+    def first(self, state: Tree) -> Tree:
+        """The first worker's state, without the workers' axes.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(4, "workers")
+            >>> workers.first(workers.start(jnp.ones(2)))
+            Array([1., 1.], dtype=float32)
+        """
+        form, arrays = forms.split(state)
+        layout = self._layout()
+        marks = layout.marks(form, arrays)
+        layout.check(form, arrays, marks, "workers.first")
+        return form.merge(layout.of_one(arrays, marks, "first"))
+
+    def center(self, state: Tree, *, statistics: One = "mean") -> Tree:
+        """What the workers agree on, of one worker's shape: to evaluate and to export.
+
+        Parameters are the center's, in their dtypes. Without a center, of replicas and
+        of `gossip`, they are the workers' mean, which of equal ones is theirs to the
+        bit. What else is each worker's own, as BatchNorm's statistics, is averaged as
+        well; integers and keys are the first worker's.
+
+        Args:
+            state: A state of all workers.
+            statistics: `"mean"`; or `"first"`, the first worker's of all that no center
+                holds.
+
+        Returns:
+            Of a tuple its first part, the parameters or the model. Of a `TrainState`, a
+            dict and the like all of it, with the center for `params` or `model`.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(4, "workers")
+            >>> tx = oxs.diloco(optax.adam(0.1), "workers")
+            >>> params = {"w": jnp.ones(2)}
+            >>> workers.center(workers.start((params, tx.init(params))))
+            {'w': Array([1., 1.], dtype=float32)}
+        """
+        one_of("statistics", statistics, One)
+        form, arrays = forms.split(state)
+        layout = self._layout()
+        marks = layout.marks(form, arrays)
+        layout.check(form, arrays, marks, "workers.center")
+        one = layout.of_one(arrays, marks, statistics)
+        # Pieces of a center are put together from those of all workers.
+        outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
+        centers = held.centers(outermost)
+        for node, params in zip(centers, held.held(state, form), strict=True):
+            params.put(one, node.center_params(params.tree(one)))
+        if not centers:
+            _warn_of_differences(state, form, arrays)
+        tree = form.merge(one)
+        while type(tree) in (tuple, list):
+            tree = tree[0]
+        return tree
+
+    def metrics(self, state: Tree) -> Any:
+        """Numbers to log from a state, as `oxs.metrics` gives them, distances included.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(4, "workers")
+            >>> tx = oxs.diloco(optax.adam(0.1), "workers")
+            >>> state = workers.start((jnp.ones(2), tx.init(jnp.ones(2))))
+            >>> workers.metrics(state).distance
+            Array([0., 0., 0., 0.], dtype=float32)
+        """
+        form, arrays = forms.split(state)
+        found = held.held(state, form)
+        return metrics(form.bare(arrays), found[0].tree(arrays) if found else None)
+
+    def resize(
+        self,
+        state: Tree,
+        n: int | Sequence[int] | None = None,
+        *,
+        joiners: Literal["mean", "first"] = "mean",
+        strict: bool = False,
+    ) -> Tree:
+        """Go on with another number of workers: the state of `n` of them.
+
+        What becomes of what says `oxs.resize`. What stands beside the optimizer's state
+        is each worker's own: survivors keep theirs, joiners get the mean, of integers
+        the largest, and of random keys one of their own. `oxs.Workers(n, axis_name,
+        mesh=True)` goes on with it: on a mesh it lies on the first positions.
+
+        Args:
+            state: A state of all workers, of any number of them.
+            n: How many go on; along several axes a tuple, of which the first number may
+                change. `None`: as many as these workers are.
+            joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
+            strict: Refuse what would have to be dropped in the middle of a round.
+
+        Returns:
+            The state of `n` workers, placed.
+
+        Raises:
+            ValueError: More workers than the mesh has positions; with `strict` a state
+                in the middle of a round.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(8, "workers")
+            >>> tx = oxs.diloco(optax.adam(0.1), "workers")
+            >>> params, state = workers.start((jnp.ones(3), tx.init(jnp.ones(3))))
+            >>> params, state = workers.resize((params, state), 6)
+            >>> params.shape, state.center.shape
+            ((6, 3), (3,))
+        """
+        one_of("joiners", joiners, Literal["mean", "first"])
+        to = self if n is None else self._of(n)
+        form, arrays = forms.split(state)
+        tree, found = form.bare(arrays), held.held(state, form)
+        one = self._layout().shapes_of_one(form, arrays, held.prefix(state))
+        if _number(form, arrays) != to.sizes[0]:
+            params, tree = resize_tree(
+                found[0].tree(arrays) if found else (),
+                tree,
+                form.bare(one),
+                tree_axes(tree, 0),
+                to.sizes[0],
+                levels=len(self.sizes),
+                joiners=joiners,
+                strict=strict,
+            )
+            arrays = form.pick(tree)
+            if found:
+                found[0].put(arrays, params)
+        places = to._layout().places(form, one)
+        if to._started and to._started[0] == form:
+            places = [x.sharding for x in to._started[1]]
+        return form.merge(jax.device_put(arrays, places) if places else arrays)
+
+    def _of(self, n: int | Sequence[int]) -> "Workers":
+        """Workers of another number along the first axis, and of its mesh."""
+        sizes = (n, *self.sizes[1:]) if isinstance(n, int) else tuple(n)
+        if sizes[1:] != self.sizes[1:]:
+            raise ValueError(
+                f"resize of Workers {self.sizes} changes the first number alone; got "
+                f"{sizes}. Start anew from workers.center(state)."
+            )
+        several = len(sizes) > 1
+        names = self.axes if several else self.axes[0]
+        mesh = self._mesh
+        if isinstance(mesh, Mesh):
+            if not isinstance(self.axes[0], str) or sizes[0] > self.sizes[0]:
+                raise ValueError(
+                    f"The mesh has not {sizes[0]} positions along {self.axes[0]!r}. "
+                    f"Make oxs.Workers({sizes[0]}, ..., mesh=...) of another mesh; its "
+                    "resize(state) takes this state."
+                )
+            place = mesh.axis_names.index(self.axes[0])
+            devices = mesh.devices.take(range(sizes[0]), axis=place)
+            mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return Workers(sizes if several else sizes[0], names, mesh=mesh)
+
+    def restore(self, manager: Any, step: int | None = None, like: Tree = None) -> Tree:
+        """Read a state from a checkpoint of any number of workers, as `resize` does it.
+
+        The checkpoint holds the state as its own library saves it, whatever mesh or
+        devices it lay on: `ocp.args.StandardSave(state)`, `StandardSave(nnx.state((
+        model, optimizer)))`, `StandardSave(eqx.filter(state, eqx.is_array))`.
+
+        Args:
+            manager: An Orbax `CheckpointManager`.
+            step: Which checkpoint; `None` for the latest.
+            like: A started state of that form; `None`: what `start` gave last.
+
+        Returns:
+            The state, placed. NNX objects are new ones.
+
+        Raises:
+            ValueError: No checkpoint; nothing was started; another state's checkpoint.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
+            >>> import optx_sync as oxs
+            >>> eight, six = oxs.Workers(8, "workers"), oxs.Workers(6, "workers")
+            >>> state = eight.start({"w": jnp.ones(3)})
+            >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+            ...     _ = manager.save(1, args=ocp.args.StandardSave(state))
+            ...     manager.wait_until_finished()
+            ...     _ = six.start({"w": jnp.zeros(3)})
+            ...     six.restore(manager)["w"].shape
+            (6, 3)
+        """
+        import orbax.checkpoint as ocp
+
+        step = manager.latest_step() if step is None else step
+        if step is None:
+            raise ValueError(
+                f"There is no checkpoint in {manager.directory}. Begin with what start "
+                "gave where manager.latest_step() is None."
+            )
+        if like is None and self._started is None:
+            raise ValueError(
+                "restore needs to know what the checkpoint holds. Start first, "
+                "state = workers.start(state), or pass a started state as like=."
+            )
+        form, arrays = forms.split(like) if like is not None else self._started
+        saved, treedef = held.saved(manager, step)
+        names = [held.names_of(path) for path in form.paths()]
+        for name in names:
+            if name not in saved:
+                raise ValueError(
+                    f"The checkpoint of step {step} holds no {'.'.join(name)}: it is "
+                    "of another state or optimizer. Pass a state like the saved one "
+                    "as like=."
+                )
+        n = _number(form, [saved[name] for name in names])
+        whole = self._layout().place() or SingleDeviceSharding(jax.devices()[0])
+        template = dict(saved)
+        for name, x in zip(names, arrays, strict=True):
+            place = x.sharding if n == self.sizes[0] else whole
+            shape = saved[name].shape[: x.ndim]  # without the numbers of a key
+            template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
+        args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
+        leaves = jax.tree.leaves(manager.restore(step, args=args))
+        restored = dict(zip(saved, leaves, strict=True))
+        return self.resize(form.merge(restored[name] for name in names))
+
+    def keys(self, key: jax.Array) -> jax.Array:
+        """Random keys, one for each worker: `jax.random.fold_in(key, i)`.
+
+        They are what `start` makes of a key in a state, and a step of one that it is
+        given.
+
+        Example:
+            >>> import jax
+            >>> import optx_sync as oxs
+            >>> oxs.Workers(4, "workers").keys(jax.random.key(0)).shape
+            (4,)
+        """
+        if not is_key(key):
+            raise TypeError(
+                f"keys needs a random key, as jax.random.key(0); got "
+                f"{getattr(key, 'dtype', type(key).__name__)}. Of a raw one make it: "
+                "jax.random.wrap_key_data(key)."
+            )
+        form, arrays = forms.split(key)
+        return form.merge(self._layout().start(form, arrays))
+
+
+def _number(form: forms.Form, arrays: Sequence[Any]) -> int:
+    """How many workers there are along the outermost axis."""
+    marks = form.pick(tree_axes(form.bare(arrays), 0))
+    pairs = zip(arrays, marks, strict=True)
+    return next(x.shape[0] for x, mark in pairs if mark is not None)
+
+
+def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
+    """Warn of what is a raw random key by all appearance: workers would share it."""
+    for path, x in zip(form.paths(), arrays, strict=True):
+        if jnp.shape(x) == (2,) and x.dtype == jnp.uint32:
+            warnings.warn(
+                f"The state {path_name(path)} looks like a raw random key, "
+                "jax.random.PRNGKey: all workers would draw the same numbers. Take "
+                "jax.random.key(0), or jax.random.wrap_key_data(key), and each worker "
+                "gets its own.",
+                stacklevel=3,
+            )
+
+
+def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -> None:
+    """Warn where workers have drifted apart and nothing in the state joins them."""
+    if fields.nodes_of(form.bare(arrays), fields.is_level):
+        return
+    start = held.prefix(state)
+    differ = [
+        bool((x != placing.first(x)).any())
+        for path, x in zip(form.paths(), arrays, strict=True)
+        if is_inexact(x.dtype) and held.names_of(path)[: len(start)] == start
+    ]
+    if differ and all(differ):
+        warnings.warn(
+            "All parameters differ from worker to worker, and this state holds no "
+            "center. Pass the optimizer's state with them, workers.center((params, "
+            "opt_state)); if it is no wrapper's, as oxs.local_sgd(tx, 'workers'), "
+            "workers train alone and never meet.",
+            stacklevel=3,
+        )

@@ -1,0 +1,579 @@
+"""`Workers` runs the program that `map_workers` does: same numbers, fewer lines."""
+
+import warnings
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+
+import optx_sync as oxs
+from optx_sync.flax import SyncOptimizer
+
+AXIS = "workers"
+rng = np.random.default_rng(0)
+INPUTS = rng.normal(size=(64, 3)).astype(np.float32)
+TARGETS = INPUTS @ np.array([[1.0], [-2.0], [0.5]], np.float32)
+PARAMS = {"w": np.zeros((3, 1), np.float32), "b": np.zeros(1, np.float32)}
+RULES = {
+    "cross_shard": oxs.cross_shard(optax.adam(0.1), AXIS),
+    "sync_replicas": oxs.sync_replicas(optax.sgd(0.1), AXIS, 16),
+    "elastic_average": oxs.elastic_average(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=4, moving_rate=0.1, rho=0.0
+    ),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        oxs.local_sgd(optax.adam(0.1), AXIS, communication_period=4),
+    ),
+    "multi_steps": oxs.diloco(
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+        AXIS,
+        communication_period=4,
+    ),
+}
+# (`sync_replicas` agrees on numbers in every step.)
+QUIET = [name for name in RULES if name not in ("cross_shard", "sync_replicas")]
+MESHES = {"simulated": None, "auto": True, "explicit": jax.make_mesh((8,), (AXIS,))}
+where = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Flax, Equinox and Optax's Adam need what users have."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def same_bits(tree, other):
+    def same(a, b):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+    jax.tree.map(same, tree, other)
+
+
+def loss_of(params, inputs, targets):
+    return jnp.mean((inputs @ params["w"] + params["b"] - targets) ** 2)
+
+
+def step_of(tx, traced=None):
+    def step(params, state, inputs, targets):
+        if traced is not None:
+            traced.append(1)
+        loss, grads = jax.value_and_grad(loss_of)(params, inputs, targets)
+        params, state = oxs.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    return step
+
+
+@where
+@pytest.mark.parametrize("name", RULES)
+def test_it_is_the_program_of_map_workers(name, mesh):
+    """To the bit; donated, traced once, and quiet where its optimizer is."""
+    tx, traced = RULES[name], []
+    workers = oxs.Workers(8, AXIS, mesh=mesh)
+    step = workers.step(step_of(tx, traced), state=2)
+    params, state = workers.start((PARAMS, tx.init(PARAMS)))
+    by_hand, hands, axes = oxs.start_workers(
+        tx, PARAMS, 8, mesh=workers.mesh, axis_name=AXIS
+    )
+    same_bits((params, state), (by_hand, hands))
+    mapped = oxs.map_workers(
+        step_of(tx),
+        AXIS,
+        mesh=workers.mesh,
+        in_axes=(0, axes, 0, 0),
+        out_axes=(0, axes, 0),
+    )
+    mapped = jax.jit(mapped, donate_argnums=(0, 1))
+    batch = INPUTS, TARGETS
+    split = [x.reshape(8, 8, -1) for x in batch]
+    for _ in range(6):
+        before = params
+        params, state, loss = step(params, state, *batch)
+        by_hand, hands, losses = mapped(by_hand, hands, *split)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+        assert loss.shape == ()
+        np.testing.assert_allclose(loss, losses.mean(), rtol=1e-6)
+    same_bits((params, state), (by_hand, hands))
+    assert len(traced) == 1
+    compiled = step.lower(params, state, *batch).compile()
+    rows = oxs.audit.collectives(compiled)
+    if mesh is None:
+        assert not rows
+    elif name in QUIET:
+        assert rows and all(row.conditional for row in rows)
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+    assert aliased >= own
+
+
+class Noisy(nnx.Module):
+    """With tied weights, dropout, statistics and a flag."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(3, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.out = nnx.Linear(8, 1, rngs=rngs)
+        self.again = self.out
+        self.name = "noisy"
+
+    def __call__(self, x):
+        x = self.dropout(self.norm(nnx.relu(self.up(x))))
+        return self.out(x) + self.again(x)
+
+
+@where
+@pytest.mark.parametrize("optimizer_of", [nnx.Optimizer, SyncOptimizer])
+@pytest.mark.parametrize("returns", [False, True])
+def test_an_nnx_step_works_in_place(mesh, optimizer_of, returns):
+    tx = RULES["chain"]
+    workers = oxs.Workers(8, AXIS, mesh=mesh)
+    model = Noisy(nnx.Rngs(0))
+    optimizer = optimizer_of(model, tx, wrt=nnx.Param)
+    started = model, optimizer = workers.start((model, optimizer))
+    assert model.up.kernel.shape == (8, 3, 8)
+    assert model.out.kernel is model.again.kernel
+    traced = []
+
+    @workers.step(state=2)
+    def step(model, optimizer, inputs, targets):
+        def loss_of(model):
+            return jnp.mean((model(inputs) - targets) ** 2)
+
+        traced.append(1)
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return (model, optimizer, loss) if returns else loss
+
+    rows = oxs.audit.collectives(step, model, optimizer, INPUTS, TARGETS)
+    assert all(row.conditional for row in rows)
+    assert bool(rows) == (mesh is not None)
+    losses, before = [], model.up.kernel[...]
+    for _ in range(6):
+        result = step(model, optimizer, INPUTS, TARGETS)
+        if returns:
+            assert result[0] is model and result[1] is optimizer
+            result = result[2]
+        losses.append(float(result))
+    assert before.is_deleted() and len(traced) == 1
+    assert losses[-1] < losses[0]
+    assert started == (model, optimizer) and model.out.kernel is model.again.kernel
+    # Each worker draws its own masks, and has its own statistics.
+    keys = jax.random.key_data(model.dropout.rngs.key[...])
+    assert len(np.unique(keys, axis=0)) == 8
+    assert model.dropout.rngs.count[...].tolist() == [6] * 8
+    assert len(np.unique(np.asarray(model.norm.mean[...])[:, 0])) == 8
+    metrics = workers.metrics((model, optimizer))
+    assert metrics.rounds == 1 and metrics.distance.shape == (8,)
+    best: Any = workers.center((model, optimizer))
+    assert isinstance(best, Noisy) and best.name == "noisy" and best is not model
+    assert best.out.kernel is best.again.kernel
+    statistics = np.asarray(model.norm.mean[...])
+    np.testing.assert_allclose(best.norm.mean[...], statistics.mean(0), rtol=1e-5)
+    same_bits(
+        best.up.kernel[...],
+        nnx.as_pure(optimizer.opt_state)[1].center["up"]["kernel"],
+    )
+    first = workers.center((model, optimizer), statistics="first")
+    same_bits(first.norm.mean[...], statistics[0])
+
+
+@where
+def test_a_train_state_with_a_key_and_statistics(mesh):
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+            return nn.Dense(1)(nn.Dropout(0.3, deterministic=not train)(x))
+
+    class State(TrainState):
+        batch_stats: Any
+        key: jax.Array
+
+    network = Network()
+    variables = network.init(jax.random.key(0), INPUTS)
+    one = State.create(
+        apply_fn=network.apply, tx=RULES["chain"], key=jax.random.key(1), **variables
+    )
+    workers = oxs.Workers(8, AXIS, mesh=mesh)
+    traced = []
+
+    @workers.step
+    def step(state, inputs, targets, together=False):
+        def loss_of(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            outputs, new = state.apply_fn(
+                variables,
+                inputs,
+                train=True,
+                mutable=["batch_stats"],
+                rngs={"dropout": jax.random.fold_in(state.key, state.step)},
+            )
+            return jnp.mean((outputs - targets) ** 2), new["batch_stats"]
+
+        traced.append(1)
+        grad_of = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, stats), grads = grad_of(state.params)
+        if together:
+            stats = oxs.reduce(stats, AXIS)
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    state = workers.start(one)
+    assert state.opt_state[1].center["Dense_0"]["kernel"].shape == (3, 8)
+    for _ in range(6):
+        state, _ = step(state, INPUTS, targets=TARGETS)
+    assert len(traced) == 1
+    mean = np.asarray(state.batch_stats["BatchNorm_0"]["mean"])
+    assert len(np.unique(mean[:, 0])) == 8
+    best = workers.center(state)
+    assert best.step == 6 and best.apply_fn == network.apply
+    same_bits(best.params, state.opt_state[1].center)
+    best_mean = best.batch_stats["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(best_mean, mean.mean(0), rtol=1e-5, atol=1e-6)
+    # Said in the step: averaged in each.
+    state, _ = step(state, INPUTS, TARGETS, together=True)
+    mean = np.asarray(state.batch_stats["BatchNorm_0"]["mean"])
+    assert len(np.unique(mean[:, 0])) == 1 and len(traced) == 2
+
+
+class Net(eqx.Module):
+    """With functions, flags, numbers of Python, integers and a key."""
+
+    layers: list
+    activation: Any
+    dropout: eqx.nn.Dropout
+    calls: jax.Array
+    scale: float
+    key: jax.Array
+
+    def __init__(self):
+        one, two, self.key = jax.random.split(jax.random.key(0), 3)
+        self.layers = [eqx.nn.Linear(3, 8, key=one), eqx.nn.Linear(8, 1, key=two)]
+        self.activation = jax.nn.relu
+        self.dropout = eqx.nn.Dropout(0.3)
+        self.calls = jnp.zeros((), jnp.int32)
+        self.scale = 2.0
+
+    def __call__(self, x, key):
+        x = self.dropout(self.activation(self.layers[0](x)), key=key)
+        return self.scale * self.layers[1](x)
+
+
+@where
+def test_an_equinox_module_keeps_what_is_no_array(mesh):
+    tx, one = RULES["chain"], Net()
+    workers = oxs.Workers(8, AXIS, mesh=mesh)
+
+    @workers.step(state=2)
+    def step(model, state, key, inputs, targets):
+        keys = jax.random.split(key, len(inputs))
+
+        def loss_of(model):
+            return jnp.mean((jax.vmap(model)(inputs, keys) - targets) ** 2)
+
+        loss, grads = eqx.filter_value_and_grad(loss_of)(model)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = tx.update(grads, state, params)
+        model = eqx.tree_at(lambda x: x.calls, model, model.calls + 1)
+        drawn = jax.random.uniform(key)
+        return eqx.apply_updates(model, updates), state, loss, drawn
+
+    params = eqx.filter(one, eqx.is_inexact_array)
+    model, state = workers.start((one, tx.init(params)))
+    assert (model.scale, model.dropout.p) == (2.0, 0.3)
+    assert model.activation is jax.nn.relu and model.key.shape == (8,)
+    assert state[1].center.layers[0].weight.shape == (8, 3)
+    key = jax.random.key(3)
+    for _ in range(4):
+        model, state, _, drawn = step(model, state, key, INPUTS, TARGETS)
+    assert model.calls.tolist() == [4] * 8 and model.activation is jax.nn.relu
+    # The key of the call was folded as `keys` does it.
+    numbers = jax.vmap(jax.random.uniform)(workers.keys(key))
+    np.testing.assert_allclose(drawn, numbers.mean(), rtol=1e-6)
+    best: Any = workers.center((model, state))
+    assert best.scale == 2.0 and best.calls == 4
+    same_bits(best.layers[0].weight, state[1].center.layers[0].weight)
+
+
+@pytest.mark.parametrize("mesh", [None, True])
+def test_pods_of_chips(mesh):
+    tx = oxs.diloco(
+        oxs.cross_shard(optax.sgd(0.1), "chips"),
+        "pods",
+        communication_period=4,
+        fragments=2,
+        delay=1,
+        exchange=oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
+    )
+    workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
+    params, state = workers.start((PARAMS, tx.init(PARAMS)))
+    assert params["w"].shape == (2, 4, 3, 1)
+    assert state.center["w"].shape == (4, 3, 1) and state.local_step.shape == ()
+    traced = []
+    step = workers.step(step_of(tx, traced), state=2)
+    rows = oxs.audit.collectives(step, params, state, INPUTS, TARGETS)
+    inside = [row for row in rows if not row.conditional]
+    assert {len(row.groups) for row in inside} == ({2} if mesh else set())
+    for _ in range(9):
+        params, state, _ = step(params, state, INPUTS, TARGETS)
+    assert len(traced) == 1
+    same_bits(params["w"][:, 0], params["w"][:, 3])
+    assert (params["w"][0] != params["w"][1]).any()
+    assert workers.center((params, state))["w"].shape == (3, 1)
+    assert workers.first(params)["w"].shape == (3, 1)
+    assert workers.keys(jax.random.key(0)).shape == (2, 4)
+    with pytest.warns(UserWarning, match="middle of a round"):
+        one, _ = workers.resize((params, state), 1)
+    assert one["w"].shape == (1, 4, 3, 1)
+    with pytest.raises(ValueError, match="first number alone"):
+        workers.resize((params, state), (2, 2))
+
+
+def test_pieces_on_the_level_that_they_are_for():
+    """A state in pieces inside of a pod, a center in pieces among pods."""
+    inner = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True)
+    txs = {
+        "inside": oxs.diloco(inner, "pods", communication_period=2),
+        "center": oxs.diloco(
+            oxs.cross_shard(optax.adam(0.1), "chips"),
+            "pods",
+            communication_period=2,
+            shard_center=True,
+        ),
+    }
+    for tx in txs.values():
+        results = []
+        for mesh in (None, True):
+            workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
+            step = workers.step(step_of(tx), state=2)
+            params, state = workers.start((PARAMS, tx.init(PARAMS)))
+            for _ in range(4):
+                params, state, _ = step(params, state, INPUTS, TARGETS)
+            results.append(workers.center((params, state)))
+        simulated, on_mesh = results
+        np.testing.assert_allclose(simulated["w"], on_mesh["w"], rtol=1e-5)
+        assert float(loss_of(simulated, INPUTS, TARGETS)) < 5.0
+
+
+@pytest.mark.parametrize("mesh", [None, True])
+def test_half_precision_numbers_and_dicts(mesh):
+    """A dict with keys, counters of Python and bfloat16; a step of everything."""
+    tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=2)
+    params = {"w": jnp.zeros((3, 1), jnp.bfloat16)}
+    workers = oxs.Workers(8, AXIS, mesh=mesh)
+    state = workers.start(
+        {
+            "params": params,
+            "opt_state": tx.init(params),
+            "key": jax.random.key(0),
+            "count": 0,
+            "note": "mine",
+        }
+    )
+    traced = []
+
+    @workers.step(state=1)
+    def step(state, batch, rate, *, meet):
+        traced.append(meet)
+        assert state["note"] == "mine" and isinstance(meet, bool)
+        key, drawn = jax.random.split(state["key"])
+        x, y = batch["x"].astype(jnp.bfloat16), batch["y"].astype(jnp.bfloat16)
+        x = x + rate * jax.random.normal(drawn, x.shape, x.dtype)
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] - y) ** 2))(state["params"])
+        params, opt_state = oxs.apply_gradients(
+            tx, grads, state["opt_state"], state["params"], meet=meet
+        )
+        new = {"params": params, "opt_state": opt_state, "key": key}
+        return {**new, "count": state["count"] + 1, "note": "mine"}
+
+    batch = {"x": INPUTS, "y": TARGETS}
+    for number in range(6):
+        meet = oxs.due(tx, number)
+        state = step(state, batch, np.float32(0.01), meet=meet)
+    assert traced == [False, True] and state["count"].tolist() == [6] * 8
+    same_bits(state["params"]["w"][0], state["params"]["w"][7])  # right after a round
+    best = workers.center(state)
+    assert best["params"]["w"].dtype == jnp.bfloat16 and best["note"] == "mine"
+    assert best["count"] == 6 and best["key"].shape == ()
+
+
+def test_results_and_how_batches_are_split():
+    workers = oxs.Workers(4, AXIS)
+
+    def step(total, x, y, table):
+        shapes = x.shape, y.shape, table.shape
+        return total + x.sum(), (x.mean(), y.sum() > 3, x.shape[0], None), shapes
+
+    x, y = np.arange(8.0, dtype=np.float32), np.arange(8).reshape(4, 2)
+    table = np.ones((3, 2))
+    ways: Any = (True, False, None)
+    split = workers.step(step, split=ways)
+    total, (mean, share, number, nothing), shapes = split(
+        workers.start(0.0), x, y, table
+    )
+    assert total.tolist() == [1, 5, 9, 13] and mean == 3.5
+    # Flags and integers, too: the mean, as that of numbers.
+    assert share == 0.75 and share.dtype == jnp.float32
+    assert number == 2 and nothing is None
+    assert jax.tree.map(int, shapes) == ((2,), (2,), (3, 2))
+    own = workers.step(step, split=ways[:2], average=False, donate=False)
+    start = workers.start(1.0)
+    _, (mean, *_), shapes = own(start, x, y, table=np.ones((4, 2)))
+    assert mean.tolist() == [0.5, 2.5, 4.5, 6.5] and not start.is_deleted()
+    assert shapes[2][0].tolist() == [1] * 4  # what has a keyword is split
+
+
+@pytest.mark.parametrize("mesh", [None, True])
+@pytest.mark.parametrize("style", ["tuple", "train_state", "nnx", "equinox"])
+def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
+    """In the middle of a period to the bit; eight on a mesh go on as six."""
+    tx = RULES["chain"]
+
+    def begin(workers):
+        if style == "nnx":
+            model = nnx.Linear(3, 1, rngs=nnx.Rngs(0, dropout=1))
+            state = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+        elif style == "equinox":
+            model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+            state = model, tx.init(eqx.filter(model, eqx.is_inexact_array))
+        elif style == "train_state":
+            state = TrainState.create(apply_fn=print, params=PARAMS, tx=tx)
+        else:
+            state = PARAMS, tx.init(PARAMS), {"key": jax.random.key(5)}
+        return workers.start(state)
+
+    def step_for(workers):
+        @workers.step
+        def step(state, inputs, targets):
+            if style == "train_state":
+                grads = jax.grad(loss_of)(state.params, inputs, targets)
+                return state.apply_gradients(grads=grads)
+            model, opt, *rest = state
+            if style == "nnx":
+                grads = nnx.grad(lambda m: jnp.mean((m(inputs) - targets) ** 2))(model)
+                opt.update(model, grads)
+                return state
+            if style == "equinox":
+                grads = eqx.filter_grad(
+                    lambda m: jnp.mean((jax.vmap(m)(inputs) - targets) ** 2)
+                )(model)
+                updates, opt = tx.update(
+                    grads, opt, eqx.filter(model, eqx.is_inexact_array)
+                )
+                return eqx.apply_updates(model, updates), opt
+            grads = jax.grad(loss_of)(model, inputs, targets)
+            return (*oxs.apply_gradients(tx, grads, opt, model), *rest)
+
+        return step
+
+    def arrays(state):
+        return nnx.state(state) if style == "nnx" else eqx.filter(state, eqx.is_array)
+
+    def center(workers, state):
+        found = workers.center(state)
+        return found.params if style == "train_state" else found
+
+    eight = oxs.Workers(8, AXIS, mesh=True)
+    step, state = step_for(eight), begin(eight)
+    for _ in range(4):
+        state = step(state, INPUTS, TARGETS)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(4, args=ocp.args.StandardSave(arrays(state)))
+        state = step(state, INPUTS, TARGETS)
+        manager.save(5, args=ocp.args.StandardSave(arrays(state)))
+        state = step(state, INPUTS, TARGETS)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        again = oxs.Workers(8, AXIS, mesh=True)
+        begin(again)
+        restored = step_for(again)(again.restore(manager), INPUTS, TARGETS)
+        same_bits(arrays(restored), arrays(state))
+        six = oxs.Workers(6, AXIS, mesh=mesh)
+        fresh = begin(six)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # after a round nothing is lost
+            restored = six.restore(manager, 4)
+        jax.tree.map(
+            lambda x, y: (x.shape, x.sharding) == (y.shape, y.sharding) or 1 / 0,
+            arrays(restored),
+            arrays(fresh),
+        )
+        whole = eight.restore(manager, 4, like=state)
+        best = [center(six, restored), center(eight, whole)]
+        same_bits(*map(arrays, best))
+        same_bits(arrays(eight.resize(whole, 6)), arrays(restored))
+        restored = step_for(six)(restored, INPUTS[:60], TARGETS[:60])
+        if style == "tuple":
+            keys = restored[2]["key"]
+            assert len(np.unique(jax.random.key_data(keys), axis=0)) == 6
+
+
+def test_joiners_draw_keys_of_their_own_and_begin_as_others():
+    tx = RULES["sync_replicas"]
+    workers = oxs.Workers(3, AXIS)
+    state = workers.start((PARAMS, tx.init(PARAMS), jax.random.key(0)))
+    _, opt_state, keys = workers.resize(state, 5)
+    assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
+    same_bits(keys[:3], state[2])
+    fresh = oxs.Workers(5, AXIS).start((PARAMS, tx.init(PARAMS)))[1]
+    assert opt_state.info.outcome.tolist() == [-1] * 5
+    jax.tree.map(lambda x, y: x.shape == y.shape or 1 / 0, opt_state, fresh)
+
+
+def test_a_center_in_pieces_is_cut_anew():
+    tx = oxs.diloco(optax.adam(0.1), AXIS, communication_period=2, shard_center=True)
+    results = []
+    for numbers in ((8,), (8, 3, 8)):
+        workers = oxs.Workers(8, AXIS)
+        params, state = workers.start((PARAMS, tx.init(PARAMS)))
+        step = workers.step(step_of(tx), state=2)
+        for _ in range(2):
+            params, state, _ = step(params, state, INPUTS, TARGETS)
+        for n in numbers[1:]:
+            params, state = workers.resize((params, state), n)
+            workers = oxs.Workers(n, AXIS)
+        results.append((workers.center((params, state)), state.center))
+    same_bits(*results)
+
+
+def test_workers_that_are_sharded():
+    """Along another axis of the mesh, where each worker's parameters stay."""
+    kinds = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), kinds)
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    one = {"w": jax.device_put(np.ones((8, 1), np.float32), spec), "b": PARAMS["b"]}
+    tx = RULES["chain"]
+    workers = oxs.Workers(2, AXIS, mesh=mesh)
+    params, state = workers.start((one, tx.init(one)))
+    wanted = jax.sharding.PartitionSpec(AXIS, "fsdp")
+    assert params["w"].sharding.spec == wanted
+    step = workers.step(step_of(tx), state=2)
+    inputs = np.ones((16, 8), np.float32)
+    for _ in range(4):
+        params, state, _ = step(params, state, inputs, np.zeros((16, 1), np.float32))
+    assert params["w"].sharding.is_equivalent_to(
+        jax.sharding.NamedSharding(mesh, wanted), 3
+    )
+
+
+def test_construction_starts_nothing():
+    code = """
+import optx_sync as oxs
+from jax._src import xla_bridge
+oxs.Workers(8, "workers", mesh=True)
+assert not xla_bridge._backends
+"""
+    from tests import scripts
+
+    scripts.run(code)
