@@ -338,7 +338,7 @@ class OfCenter:
         rule: CenterRule,
         at: Round,
         exchange: Exchange | None,
-        keep_local: float,
+        keep_local: float | jax.Array,
         between: Period,
     ):
         self.like: Tree = shapes
@@ -347,7 +347,7 @@ class OfCenter:
         self.rule: CenterRule = rule
         self.at: Round = at
         self.exchange: Exchange | None = exchange
-        self.keep_local: float = keep_local
+        self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps from one part that sets out to the next
         self.traffic: Traffic = traffic(rule, at)
         self._walk = jax.jit(self._run_walk)
