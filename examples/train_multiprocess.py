@@ -83,11 +83,11 @@ def train(steps):
             center = jax.device_get(workers.center((params, state)))
             logits = network.apply(center, images[test])
             reached = (logits.argmax(-1) == labels[test]).mean()
-            devices, processes = jax.device_count(), jax.process_count()
-            rounds = int(state.global_step)
+            number, rounds = workers.sizes[0], int(state.global_step)
             if jax.process_index() == 0:
                 print(
-                    f"step {done:4}   {devices} workers in {processes} processes   "
+                    f"step {done:4}   {number} workers in "
+                    f"{jax.process_count()} processes   "
                     f"{rounds} rounds   test accuracy {reached:.1%}",
                     flush=True,
                 )

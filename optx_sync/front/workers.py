@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from optx_sync import forms
@@ -255,9 +256,8 @@ class Workers:
         """
         form, arrays = forms.split(state)
         layout = self._layout()
-        marks = layout.marks(form, arrays)
-        layout.check(form, arrays, marks, "workers.first")
-        return form.merge(layout.of_one(arrays, marks, "first"))
+        layout.check(form, arrays, layout.marks(form, arrays), "workers.first")
+        return form.merge(_first(layout, form, arrays))
 
     def center(self, state: Tree, *, statistics: One = "mean") -> Tree:
         """What the workers agree on, of one worker's shape: to evaluate and to export.
@@ -288,20 +288,16 @@ class Workers:
         one_of("statistics", statistics, One)
         form, arrays = forms.split(state)
         layout = self._layout()
-        marks = layout.marks(form, arrays)
-        layout.check(form, arrays, marks, "workers.center")
-        one = layout.of_one(arrays, marks, statistics)
-        # Pieces of a center are put together from those of all workers.
-        outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
-        centers = held.centers(outermost)
-        for node, params in zip(centers, held.held(state, form), strict=True):
-            params.put(one, node.center_params(params.tree(one)))
-        if not centers:
+        layout.check(form, arrays, layout.marks(form, arrays), "workers.center")
+        if not held.centers(form.bare(arrays)):
             _warn_of_differences(state, form, arrays)
-        tree = form.merge(one)
+        # What is returned, with numbers for arrays: those of which it is made.
+        tree = form.merge(np.arange(len(arrays)))
         while type(tree) in (tuple, list):
             tree = tree[0]
-        return tree
+        part, places = forms.split(tree)
+        places = tuple(map(int, places))
+        return part.merge(_center(layout, form, statistics, places, arrays))
 
     def metrics(self, state: Tree) -> Any:
         """Numbers to log from a state, as `oxs.metrics` gives them, distances included.
@@ -490,6 +486,32 @@ class Workers:
             )
         form, arrays = forms.split(key)
         return form.merge(self._layout().start(form, arrays))
+
+
+# One program each: one for each array would take longer to start than to run.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _first(layout: Layout, form: forms.Form, arrays: list[Any]) -> list[Any]:
+    """The first worker's arrays."""
+    return layout.of_one(arrays, layout.marks(form, arrays), "first")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _center(
+    layout: Layout,
+    form: forms.Form,
+    statistics: One,
+    places: tuple[int, ...],
+    arrays: list[Any],
+) -> list[Any]:
+    """Some of one worker's arrays, with the center for its parameters."""
+    marks, state = layout.marks(form, arrays), form.bare(arrays)
+    one = layout.of_one(arrays, marks, statistics)
+    # Pieces of a center are put together from those of all workers.
+    outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
+    centers = held.centers(outermost)
+    for node, params in zip(centers, held.held(state, form), strict=True):
+        params.put(one, node.center_params(params.tree(one)))
+    return [one[place] for place in places]
 
 
 def _number(form: forms.Form, arrays: Sequence[Any]) -> int:

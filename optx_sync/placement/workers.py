@@ -181,6 +181,9 @@ def onto(mesh: Mesh, x: Any) -> jax.Array:
     devices = set(mesh.devices.flat)
     if isinstance(x, jax.Array) and x.sharding.device_set == devices:
         return x
+    if is_key(x):  # over several processes JAX puts numbers only
+        data = onto(mesh, jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
