@@ -71,6 +71,8 @@ SIMULATED_REPLICAS = ("tests/test_simulate_sync_replicas.py",)
 SERVER = ("tests/runtime/test_server.py",)
 AUDIT = ("tests/test_audit.py",)
 HLO = ("tests/test_hlo.py", "tests/test_audit.py")
+FRONT = ("tests/test_front_door.py",)
+MISTAKES = ("tests/test_mistakes.py",)
 TESTS: dict[str, tuple[str, ...]] = {
     "trees": (*ROWS, "tests/test_state.py", *CENTER, *SYNC),
     "checks": (*REFUSED, "tests/optimizers/test_arguments.py", *SHARD),
@@ -93,9 +95,85 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_worker.py",
     ),
     "audit": HLO,
+    "front": (*MISTAKES, *FRONT),
 }
 
 MUTANTS: dict[str, list[Mutant]] = {
+    "front": [
+        Mutant("forms.py", "if id(leaf) in places:", "if False:", MISTAKES),
+        Mutant("forms.py", "isinstance(x, module) or is_variable(x)", "is_variable(x)"),
+        Mutant(
+            "forms.py",
+            "isinstance(x, int | float | complex) and not isinstance(x, bool)",
+            "isinstance(x, int | float | complex)",
+            FRONT,
+        ),
+        Mutant(
+            "front/step.py",
+            "static_argnums=0, donate_argnums=donated",
+            "static_argnums=0",
+            FRONT,
+        ),
+        Mutant(
+            "front/step.py",
+            "return list(map(strong, new)), {how: others}",
+            "return new, {how: others}",
+            FRONT,
+        ),
+        Mutant(
+            "front/step.py",
+            "return layout.of_all(*forms.split(x))[0], 0",
+            "return x, None",
+            MISTAKES,
+        ),
+        Mutant(
+            "front/step.py", "if any(map(_is_used_up, arrays)):", "if False:", MISTAKES
+        ),
+        Mutant("front/step.py", "old if forms.is_object(old) else new", "new", FRONT),
+        Mutant(
+            "front/layout.py",
+            "apart = x.astype(wide) - jnp.expand_dims(one, axis).astype(wide)",
+            "apart = x.astype(wide) * 0",
+            FRONT,
+        ),
+        Mutant(
+            "front/layout.py",
+            "tree = placing.stack(tree, self.sizes[level], axes, True, level)",
+            "tree = placing.stack(tree, self.sizes[level], axes, True, 0)",
+            FRONT,
+        ),
+        Mutant(
+            "front/layout.py",
+            "return list(map(strong, form.pick(tree)))",
+            "return form.pick(tree)",
+            FRONT,
+        ),
+        Mutant(
+            "front/held.py",
+            'names = [x[:-1] if x[-1:] == ("value",) else x for x in names]',
+            "names = list(names)",
+            FRONT,
+        ),
+        Mutant("front/workers.py", "found[0].put(arrays, params)", "pass", FRONT),
+        Mutant(
+            "placement/axes.py",
+            "return own_keys(x, False, level=level - 1)",
+            "return own_keys(x, True, level=level - 1)",
+            FRONT,
+        ),
+        Mutant(
+            "placement/resize.py",
+            "fields.map_fields(lambda _, kind, x: _begun(x, kind.begins), node)",
+            "fields.map_fields(lambda _, kind, x: _begun(x), node)",
+            FRONT,
+        ),
+        Mutant(
+            "placement/resize.py",
+            "_new_state(how, tree, stacked, leaves, _begun(like), own=True)",
+            "_new_state(how, tree, stacked, leaves, _begun(like), own=False)",
+            FRONT,
+        ),
+    ],
     "trees": [
         Mutant("trees.py", "jnp.finfo(dtype).bits < 32", "jnp.finfo(dtype).bits < 16"),
         Mutant(

@@ -109,6 +109,8 @@ def test_it_is_the_program_of_map_workers(name, mesh):
     assert len(traced) == 1
     compiled = step.lower(params, state, *batch).compile()
     rows = oxs.audit.collectives(compiled)
+    if name in QUIET:  # counters are shared, so that it stays a conditional
+        assert oxs.audit.instructions(compiled)["conditional"]
     if mesh is None:
         assert not rows
     elif name in QUIET:
@@ -295,7 +297,7 @@ def test_an_equinox_module_keeps_what_is_no_array(mesh):
     assert (model.scale, model.dropout.p) == (2.0, 0.3)
     assert model.activation is jax.nn.relu and model.key.shape == (8,)
     assert state[1].center.layers[0].weight.shape == (8, 3)
-    key = jax.random.key(3)
+    key, drawn = jax.random.key(3), jnp.zeros(())
     for _ in range(4):
         model, state, _, drawn = step(model, state, key, INPUTS, TARGETS)
     assert model.calls.tolist() == [4] * 8 and model.activation is jax.nn.relu
@@ -565,15 +567,3 @@ def test_workers_that_are_sharded():
     assert params["w"].sharding.is_equivalent_to(
         jax.sharding.NamedSharding(mesh, wanted), 3
     )
-
-
-def test_construction_starts_nothing():
-    code = """
-import optx_sync as oxs
-from jax._src import xla_bridge
-oxs.Workers(8, "workers", mesh=True)
-assert not xla_bridge._backends
-"""
-    from tests import scripts
-
-    scripts.run(code)
