@@ -369,6 +369,22 @@ def test_pieces_on_the_level_that_they_are_for():
         assert float(loss_of(simulated, INPUTS, TARGETS)) < 5.0
 
 
+def test_chips_of_a_pod_draw_the_same_noise():
+    """Of a key in the optimizer; a user's own is each chip's."""
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
+    tx = oxs.diloco(oxs.cross_shard(noisy, "chips"), "pods")
+    workers = oxs.Workers((2, 4), ("pods", "chips"))
+    _, state, own = workers.start((PARAMS, tx.init(PARAMS), jax.random.key(1)))
+    found = [
+        x
+        for x in jax.tree.leaves(state)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    for keys, different in ((found[0], 2), (own, 8)):
+        numbers = jax.random.key_data(keys).reshape(8, -1)
+        assert len(np.unique(numbers, axis=0)) == different
+
+
 @pytest.mark.parametrize("mesh", [None, True])
 def test_half_precision_numbers_and_dicts(mesh):
     """A dict with keys, counters of Python and bfloat16; a step of everything."""
@@ -381,7 +397,9 @@ def test_half_precision_numbers_and_dicts(mesh):
             "opt_state": tx.init(params),
             "key": jax.random.key(0),
             "count": 0,
+            "rate": 0.5,
             "note": "mine",
+            "flag": True,
         }
     )
     traced = []
@@ -398,7 +416,9 @@ def test_half_precision_numbers_and_dicts(mesh):
             tx, grads, state["opt_state"], state["params"], meet=meet
         )
         new = {"params": params, "opt_state": opt_state, "key": key}
-        return {**new, "count": state["count"] + 1, "note": "mine"}
+        # (What JAX calls weakly typed compiles nothing anew.)
+        new |= {"count": state["count"] + 1, "rate": jnp.asarray(0.5)}
+        return {**new, "note": "mine", "flag": state["flag"] is True}
 
     batch = {"x": INPUTS, "y": TARGETS}
     for number in range(6):
