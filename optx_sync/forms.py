@@ -6,15 +6,18 @@ them. Variables of Flax NNX are taken apart and put together again; one that sta
 two places, as tied weights do, stays one.
 """
 
+import functools
 import sys
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
 from optx_sync.trees import Tree, path_name
 
-_ARRAY = jax.tree.structure(0)
+# Of a leaf that is one: cheap to compare, as a step does with all of them.
+_ARRAY = None
 
 
 class Kept(NamedTuple):
@@ -28,15 +31,17 @@ class Form(NamedTuple):
     """A tree without its arrays; equal where the trees differ in arrays alone."""
 
     treedef: Any  # variables are its leaves
-    # For each leaf the structure of its arrays, the place of the variable that it is
-    # once more, or `Kept`.
+    # For each leaf `_ARRAY`, the structure of a variable, the place of the variable
+    # that it is once more, or `Kept`.
     leaves: tuple[Any, ...]
 
     def merge(self, arrays: Any) -> Tree:
         """The tree with these arrays."""
         arrays, leaves = iter(arrays), []
         for leaf in self.leaves:
-            if isinstance(leaf, Kept):
+            if leaf is _ARRAY:
+                leaves.append(next(arrays))
+            elif isinstance(leaf, Kept):
                 leaves.append(leaf.value)
             elif isinstance(leaf, int):
                 leaves.append(leaves[leaf])
@@ -73,11 +78,14 @@ class Form(NamedTuple):
     def not_in_variables(self) -> list[tuple[Any, ...]]:
         """The paths to arrays that no variable holds."""
         pairs = _leaves_of(self)
-        return [path for path, leaf in pairs if leaf == _ARRAY]
+        return [path for path, leaf in pairs if leaf is _ARRAY]
 
     def update(self, tree: Tree, arrays: Any) -> Tree:
         """The tree with these arrays, set in its own variables where it has such."""
-        new = self.treedef.flatten_up_to(self.merge(arrays))
+        merged = self.merge(arrays)
+        if not any(isinstance(leaf, PyTreeDef) for leaf in self.leaves):
+            return merged
+        new = self.treedef.flatten_up_to(merged)
         leaves = self.treedef.flatten_up_to(tree)
         for place, (old, leaf) in enumerate(zip(leaves, new, strict=True)):
             if is_variable(old):
@@ -89,10 +97,11 @@ class Form(NamedTuple):
 
 def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
     """The form and the arrays of a tree; `numbers` says that Python's are arrays."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_stops())
+    stops = is_variable if "flax.nnx" in sys.modules else None
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=stops)
     arrays, found, places = [], [], {}
     for leaf in leaves:
-        if is_variable(leaf):
+        if stops and is_variable(leaf):
             if id(leaf) in places:
                 found.append(places[id(leaf)])
                 continue
@@ -140,23 +149,22 @@ def is_number(x: Any) -> bool:
 
 def is_variable(x: Any) -> bool:
     """Whether this is a variable of Flax NNX, which is not imported for it."""
-    return isinstance(x, _nnx("Variable"))
+    return _is_of_nnx(type(x), "Variable")
 
 
 def is_object(x: Any) -> bool:
     """Whether this is a Flax NNX object itself, which changes in place."""
-    return isinstance(x, _nnx("Pytree"))
+    return _is_of_nnx(type(x), "Pytree")
 
 
-def _nnx(name: str) -> Any:
-    return getattr(sys.modules.get("flax.nnx"), name, ())
-
-
-def _stops() -> Any:
-    return is_variable if "flax.nnx" in sys.modules else None
+@functools.cache  # of a class: a step asks of each node in its state
+def _is_of_nnx(kind: type, base: str) -> bool:
+    return issubclass(kind, getattr(sys.modules.get("flax.nnx"), base, ()))
 
 
 def _count(leaf: Any) -> int:
+    if leaf is _ARRAY:
+        return 1
     return 0 if isinstance(leaf, Kept | int) else leaf.num_leaves
 
 

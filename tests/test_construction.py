@@ -99,6 +99,7 @@ made["functions"] = [
     oxs.map_workers(lambda x: x, axis),
     oxs.value_and_grad(lambda params: 0.0, axis_name=axis),
 ]
+made["Workers"] = [oxs.Workers(8, axis, mesh=True), oxs.Workers(8, axis)]
 made["nested"] = [oxs.local_sgd(oxs.cross_shard(sgd, "data"), axis)]
 # What is public and not made above works on arrays, or is above by another name.
 others = {

@@ -51,7 +51,7 @@ def held(state: Tree, form: Form) -> list[Held]:
     }
     found = []
     for node in centers(form.bare(range(len(names)))):
-        _, center = fields.center_of(node) or (None, ())
+        center: Any = (fields.center_of(node) or ((), ()))[1]
         center = center.tree if fields.is_in_pieces(center) else center
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             center, is_leaf=is_masked

@@ -101,13 +101,7 @@ class Layout(NamedTuple):
         self, arrays: Sequence[Any], marks: Marks, how: One, outermost: int = 0
     ) -> list[Any]:
         """The arrays of one worker, without the axes from this one on."""
-        found = list(arrays)
-        for level in reversed(range(outermost, len(self.sizes))):
-            for place, marked in enumerate(marks):
-                if marked[level] is not None:
-                    axis = sum(mark is not None for mark in marked[:level])
-                    found[place] = _one(found[place], axis, how)
-        return found
+        return _of_one(list(arrays), tuple(marks), how, outermost)
 
     def shapes_of_one(
         self, form: Form, arrays: Sequence[Any], prefix: tuple[str, ...]
@@ -137,6 +131,18 @@ class Layout(NamedTuple):
 def strong(x: Any) -> jax.Array:
     """Not weakly typed, or the next step would be compiled once more."""
     return x if is_key(x) else jax.lax.convert_element_type(x, jnp.result_type(x))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _of_one(arrays: list[Any], marks: tuple, how: One, outermost: int) -> list[Any]:
+    # Copies, also of what is shared: a step uses the state up.
+    found = list(map(jnp.copy, arrays))
+    for place, marked in enumerate(marks):
+        for level in reversed(range(outermost, len(marked))):
+            if marked[level] is not None:
+                axis = sum(mark is not None for mark in marked[:level])
+                found[place] = _one(found[place], axis, how)
+    return found
 
 
 def _one(x: jax.Array, axis: int, how: One) -> jax.Array:

@@ -77,9 +77,11 @@ class Workers:
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         mend = "Pass the number of workers; a tuple with one for each of several axes."
-        self.sizes = tuple(integer("n", x, mend) for x in (n if several else (n,)))
+        numbers = n if isinstance(n, Sequence) else (n,)
+        self.sizes = tuple(integer("n", number, mend) for number in numbers)
         # An axis is one name, or several along which one number of workers lies.
-        self.axes = names if several else (placing.entry_of(names),)
+        one: AxisName = placing.entry_of(names)
+        self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh = mesh or None
         self._started: tuple[forms.Form, list[Any]] | None = None
         if len(self.sizes) != len(self.axes):
@@ -126,7 +128,8 @@ class Workers:
         if not isinstance(self._mesh, bool):
             return self._mesh
         devices, needed = jax.devices(), math.prod(self.sizes)
-        if len(devices) < needed or not all(isinstance(x, str) for x in self.axes):
+        names = [axis for axis in self.axes if isinstance(axis, str)]
+        if len(devices) < needed or len(names) < len(self.axes):
             raise ValueError(
                 f"mesh=True makes a mesh of {needed} devices along {self.axes}, one "
                 f"for each worker; there are {len(devices)}. Simulate with mesh=None, "
@@ -134,7 +137,7 @@ class Workers:
                 f"the first array: jax.config.update('jax_num_cpu_devices', {needed})."
             )
         kinds = (AxisType.Auto,) * len(self.sizes)
-        return jax.make_mesh(self.sizes, self.axes, kinds, devices=devices[:needed])
+        return jax.make_mesh(self.sizes, names, kinds, devices=devices[:needed])
 
     def _layout(self) -> Layout:
         return Layout(self.sizes, self.axes, self.mesh)
@@ -386,20 +389,19 @@ class Workers:
                 f"resize of Workers {self.sizes} changes the first number alone; got "
                 f"{sizes}. Start anew from workers.center(state)."
             )
-        several = len(sizes) > 1
-        names = self.axes if several else self.axes[0]
+        names = [axis for axis in self.axes if isinstance(axis, str)]
         mesh = self._mesh
         if isinstance(mesh, Mesh):
-            if not isinstance(self.axes[0], str) or sizes[0] > self.sizes[0]:
+            if not names or sizes[0] > self.sizes[0]:
                 raise ValueError(
                     f"The mesh has not {sizes[0]} positions along {self.axes[0]!r}. "
                     f"Make oxs.Workers({sizes[0]}, ..., mesh=...) of another mesh; its "
                     "resize(state) takes this state."
                 )
-            place = mesh.axis_names.index(self.axes[0])
+            place = mesh.axis_names.index(names[0])
             devices = mesh.devices.take(range(sizes[0]), axis=place)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return Workers(sizes if several else sizes[0], names, mesh=mesh)
+        return Workers(sizes, tuple(names), mesh=mesh)
 
     def restore(self, manager: Any, step: int | None = None, like: Tree = None) -> Tree:
         """Read a state from a checkpoint of any number of workers, as `resize` does it.
@@ -439,12 +441,13 @@ class Workers:
                 f"There is no checkpoint in {manager.directory}. Begin with what start "
                 "gave where manager.latest_step() is None."
             )
-        if like is None and self._started is None:
+        started = self._started if like is None else forms.split(like)
+        if started is None:
             raise ValueError(
                 "restore needs to know what the checkpoint holds. Start first, "
                 "state = workers.start(state), or pass a started state as like=."
             )
-        form, arrays = forms.split(like) if like is not None else self._started
+        form, arrays = started
         saved, treedef = held.saved(manager, step)
         names = [held.names_of(path) for path in form.paths()]
         for name in names:
@@ -464,7 +467,15 @@ class Workers:
         args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
         leaves = jax.tree.leaves(manager.restore(step, args=args))
         restored = dict(zip(saved, leaves, strict=True))
-        return self.resize(form.merge(restored[name] for name in names))
+        state = self.resize(form.merge(restored[name] for name in names))
+        for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
+            if x.shape != like.shape:
+                raise ValueError(
+                    f"The checkpoint of step {step} holds {'.'.join(name)} as "
+                    f"{like.shape} of these workers, this state as {x.shape}: it is "
+                    "of another model."
+                )
+        return state
 
     def keys(self, key: jax.Array) -> jax.Array:
         """Random keys, one for each worker: `jax.random.fold_in(key, i)`.

@@ -41,7 +41,7 @@ class GPT(eqx.Module):
 
     def __call__(self, tokens, key=None):
         x = jax.vmap(self.tokens)(tokens) + self.places
-        seen, mask = jax.vmap(self.norms[0])(x), np.tri(CONTEXT, dtype=bool)
+        seen, mask = jax.vmap(self.norms[0])(x), jnp.tri(CONTEXT, dtype=bool)
         x = x + self.attention(seen, seen, seen, mask)
         up = jax.vmap(lambda x: self.mlp(self.norms[1](x)))(x)
         x = x + self.dropout(up, key=key, inference=key is None)

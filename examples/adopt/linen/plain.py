@@ -2,6 +2,7 @@
 
 import pydoc_data.topics
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -43,7 +44,7 @@ schedule = optax.cosine_decay_schedule(1e-2, 100)
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 network, key = GPT(), jax.random.key(0)
 params = network.init(key, held_out[:, :-1])
-state = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
+state: Any = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
 
 
 @jax.jit

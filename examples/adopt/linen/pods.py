@@ -2,6 +2,7 @@
 
 import pydoc_data.topics
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -53,7 +54,7 @@ tx = oxs.diloco(
 )
 network, key = GPT(), jax.random.key(0)
 params = network.init(key, held_out[:, :-1])
-state = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
+state: Any = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
 workers = oxs.Workers((2, 4), ("pods", "data"), mesh=True)
 state = workers.start(state)
 

@@ -2,6 +2,7 @@
 
 import pydoc_data.topics
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -46,7 +47,7 @@ tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 tx = oxs.diloco(tx, "data", communication_period=10)
 network, key = GPT(), jax.random.key(0)
 params = network.init(key, held_out[:, :-1])
-state = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
+state: Any = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
 workers = oxs.Workers(6, "data", mesh=True)
 state = workers.start(state)
 
