@@ -79,6 +79,9 @@ FRONT_EQUINOX = (f"{FRONT[0]}::test_an_equinox_module_keeps_what_is_no_array",)
 FRONT_STATE = (f"{FRONT[0]}::test_a_train_state_with_a_key_and_statistics",)
 FRONT_DICT = (f"{FRONT[0]}::test_half_precision_numbers_and_dicts",)
 FRONT_SAVED = (f"{FRONT[0]}::test_a_checkpoint_of_another_number",)
+FRONT_RESIZED = (
+    f"{FRONT[0]}::test_workers_begin_at_the_center_in_the_middle_of_a_round",
+)
 FRONT_PIECES = (f"{FRONT[0]}::test_pieces_on_the_level_that_they_are_for",)
 FRONT_NOISE = (f"{FRONT[0]}::test_chips_of_a_pod_draw_the_same_noise",)
 FRONT_JOIN = (f"{FRONT[0]}::test_joiners_draw_keys_of_their_own_and_begin_as_others",)
@@ -108,88 +111,6 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 
 MUTANTS: dict[str, list[Mutant]] = {
-    "front": [
-        Mutant("forms.py", "if id(leaf) in places:", "if False:", FRONT_NNX),
-        Mutant(
-            "forms.py",
-            "isinstance(x, module) or is_variable(x)",
-            "is_variable(x)",
-            FRONT_EQUINOX,
-        ),
-        Mutant(
-            "forms.py",
-            "isinstance(x, int | float | complex) and not isinstance(x, bool)",
-            "isinstance(x, int | float | complex)",
-            FRONT_DICT,
-        ),
-        Mutant(
-            "front/step.py",
-            "static_argnums=0, donate_argnums=donated",
-            "static_argnums=0",
-            FRONT_SAME,
-        ),
-        Mutant(
-            "front/step.py",
-            "return list(map(strong, new)), {how: others}",
-            "return new, {how: others}",
-            FRONT_DICT,
-        ),
-        Mutant(
-            "front/step.py",
-            "return layout.of_all(*forms.split(x))[0], 0",
-            "return x, None",
-            MISTAKES,
-        ),
-        Mutant(
-            "front/step.py", "if any(map(_is_used_up, arrays)):", "if False:", MISTAKES
-        ),
-        Mutant(
-            "front/step.py", "old if forms.is_object(old) else new", "new", FRONT_NNX
-        ),
-        Mutant(
-            "front/layout.py",
-            "apart = x.astype(wide) - jnp.expand_dims(one, axis).astype(wide)",
-            "apart = x.astype(wide) * 0",
-            FRONT_STATE,
-        ),
-        Mutant(
-            "front/layout.py",
-            "tree = placing.stack(tree, self.sizes[level], axes, True, level)",
-            "tree = placing.stack(tree, self.sizes[level], axes, True, 0)",
-            FRONT_PIECES,
-        ),
-        Mutant(
-            "front/layout.py",
-            "return list(map(strong, form.pick(tree)))",
-            "return form.pick(tree)",
-            FRONT_STATE,
-        ),
-        Mutant(
-            "front/held.py",
-            'names = [x[:-1] if x[-1:] == ("value",) else x for x in names]',
-            "names = list(names)",
-            FRONT_SAVED,
-        ),
-        Mutant("front/workers.py", "found[0].put(arrays, params)", "pass", FRONT_SAVED),
-        Mutant(
-            "placement/axes.py",
-            "return own_keys(x, False, level=level - 1)",
-            "return own_keys(x, True, level=level - 1)",
-            FRONT_NOISE,
-        ),
-        Mutant(
-            "placement/resize.py",
-            "fields.map_fields(lambda _, kind, x: _begun(x, kind.begins), node)",
-            "fields.map_fields(lambda _, kind, x: _begun(x), node)",
-            FRONT_JOIN,
-        ),
-        Mutant(
-            "placement/resize.py",
-            "_new_state(how, tree, stacked, leaves, _begun(like), own=True)",
-            "_new_state(how, tree, stacked, leaves, _begun(like), own=False)",
-            FRONT_JOIN,
-        ),
-    ],
     "trees": [
         Mutant("trees.py", "jnp.finfo(dtype).bits < 32", "jnp.finfo(dtype).bits < 16"),
         Mutant(
@@ -1401,6 +1322,90 @@ MUTANTS: dict[str, list[Mutant]] = {
         Mutant("hlo.py", 'if instruction.opcode.endswith("-update"):', "if False:"),
         Mutant("hlo.py", 'if attribute != "control-predecessors"', "if True"),
         Mutant("hlo.py", 'if dtype in ("token", "opaque"):', "if False:"),
+    ],
+    "front": [
+        Mutant("forms.py", "if id(leaf) in places:", "if False:", FRONT_NNX),
+        Mutant(
+            "forms.py",
+            "isinstance(x, module) or is_variable(x)",
+            "is_variable(x)",
+            FRONT_EQUINOX,
+        ),
+        Mutant(
+            "forms.py",
+            "isinstance(x, int | float | complex) and not isinstance(x, bool)",
+            "isinstance(x, int | float | complex)",
+            FRONT_DICT,
+        ),
+        Mutant(
+            "front/step.py",
+            "static_argnums=0, donate_argnums=donated",
+            "static_argnums=0",
+            FRONT_SAME,
+        ),
+        Mutant(
+            "front/step.py",
+            "return list(map(strong, new)), {how: others}",
+            "return new, {how: others}",
+            FRONT_DICT,
+        ),
+        Mutant(
+            "front/step.py",
+            "return layout.of_all(*forms.split(x))[0], 0",
+            "return x, None",
+            MISTAKES,
+        ),
+        Mutant(
+            "front/step.py", "if any(map(_is_used_up, arrays)):", "if False:", MISTAKES
+        ),
+        Mutant(
+            "front/step.py", "old if forms.is_object(old) else new", "new", FRONT_NNX
+        ),
+        Mutant(
+            "front/layout.py",
+            "apart = x.astype(wide) - jnp.expand_dims(one, axis).astype(wide)",
+            "apart = x.astype(wide) * 0",
+            FRONT_STATE,
+        ),
+        Mutant(
+            "front/layout.py",
+            "tree = placing.stack(tree, self.sizes[level], axes, True, level)",
+            "tree = placing.stack(tree, self.sizes[level], axes, True, 0)",
+            FRONT_PIECES,
+        ),
+        Mutant(
+            "front/layout.py",
+            "return list(map(strong, form.pick(tree)))",
+            "return form.pick(tree)",
+            FRONT_STATE,
+        ),
+        Mutant(
+            "front/held.py",
+            'names = [x[:-1] if x[-1:] == ("value",) else x for x in names]',
+            "names = list(names)",
+            FRONT_SAVED,
+        ),
+        Mutant(
+            "front/workers.py", "found[0].put(arrays, params)", "pass", FRONT_RESIZED
+        ),
+        Mutant(
+            "placement/axes.py",
+            "return own_keys(x, False, level=level - 1)",
+            "return own_keys(x, True, level=level - 1)",
+            FRONT_NOISE,
+        ),
+        Mutant(
+            "placement/resize.py",
+            "fields.map_fields(lambda _, kind, x: _begun(x, kind.begins), node)",
+            "fields.map_fields(lambda _, kind, x: _begun(x), node)",
+            FRONT_JOIN,
+        ),
+        Mutant(
+            "placement/resize.py",
+            "_new_state(how, tree, stacked, leaves, _begun(like), own=True)",
+            "_new_state(how, tree, stacked, leaves, _begun(like), own=False)",
+            FRONT_JOIN,
+        ),
     ],
 }
 

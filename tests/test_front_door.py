@@ -1,7 +1,7 @@
 """`Workers` runs the program that `map_workers` does: same numbers, fewer lines."""
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -369,19 +369,25 @@ def test_pieces_on_the_level_that_they_are_for():
         assert float(loss_of(simulated, INPUTS, TARGETS)) < 5.0
 
 
+class Drawn(NamedTuple):
+    """The state of a transformation of one's own."""
+
+    own: jax.Array
+
+
 def test_chips_of_a_pod_draw_the_same_noise():
-    """Of a key in the optimizer; a user's own is each chip's."""
-    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
-    tx = oxs.diloco(oxs.cross_shard(noisy, "chips"), "pods")
+    """Of keys in the optimizer; a user's own is each chip's."""
+    drawing = optax.GradientTransformation(
+        lambda params: Drawn(jax.random.key(2)), lambda grads, state, _: (grads, state)
+    )
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    inner = oxs.cross_shard(optax.chain(drawing, noise, optax.sgd(0.1)), "chips")
+    tx = oxs.diloco(inner, "pods")
     workers = oxs.Workers((2, 4), ("pods", "chips"))
     _, state, own = workers.start((PARAMS, tx.init(PARAMS), jax.random.key(1)))
-    found = [
-        x
-        for x in jax.tree.leaves(state)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    ]
-    for keys, different in ((found[0], 2), (own, 8)):
-        numbers = jax.random.key_data(keys).reshape(8, -1)
+    drawn, noise, _ = state.inner
+    for keys, different in ((drawn.own, 2), (noise.rng_key, 2), (own, 8)):
+        numbers = np.asarray(jax.random.key_data(keys)).reshape(8, -1)
         assert len(np.unique(numbers, axis=0)) == different
 
 
@@ -539,6 +545,23 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
         if style == "tuple":
             keys = restored[2]["key"]
             assert len(np.unique(jax.random.key_data(keys), axis=0)) == 6
+
+
+def test_workers_begin_at_the_center_in_the_middle_of_a_round():
+    """Those of a rule that takes it all; under elastic averaging who joins."""
+    for name, others in (("chain", 0), ("elastic_average", 8)):
+        tx, workers = RULES[name], oxs.Workers(8, AXIS)
+        params, state = workers.start((PARAMS, tx.init(PARAMS)))
+        step = workers.step(step_of(tx), state=2)
+        for _ in range(6):
+            params, state, _ = step(params, state, INPUTS, TARGETS)
+        center = workers.center((params, state))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "resize in the middle")
+            resized, _ = workers.resize((params, state), 9)
+        same_bits(resized["w"][:others], params["w"][:others])
+        for worker in range(others, 9):
+            same_bits(resized["w"][worker], center["w"])
 
 
 def test_joiners_draw_keys_of_their_own_and_begin_as_others():
