@@ -44,10 +44,10 @@ STRATEGIES = {
     "NoLoCo": oxs.noloco(inner, "pods", **seldom),
 }
 alphabet, codes = np.unique(list("\n".join(topics.values())), return_inverse=True)
-unseen = codes[: 300 * (CONTEXT + 1)].reshape(300, CONTEXT + 1)
 NAMES = ("pods", "data", "shards")
 mesh = jax.make_mesh((2, 2, 2), NAMES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
 jax.set_mesh(mesh)
+workers = oxs.Workers((2, 2), ("pods", "data"), mesh=mesh)
 
 
 class _Block(nnx.Module):
@@ -79,32 +79,27 @@ def run(name, seed, options):
     """Train under one strategy: losses, and bytes near, far and at once."""
     graph, start = nnx.split(_Transformer(nnx.Rngs(seed)))
     tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
+    unseen = codes[: options.unseen * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
 
     def loss_of(params, text):  # XLA gathers parameters and cuts the batch
         params, text = place(params, P()), place(text, P("shards"))
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(nnx.merge(graph, params)(text[:, :-1]), text[:, 1:]).mean()
 
+    @workers.step(state=2)
     def step(params, state, text):
-        _, grads = oxs.value_and_grad(loss_of, axis_name="data")(params, text)
+        grads = jax.grad(loss_of)(params, text)
         return oxs.apply_gradients(tx, grads, state, params)
 
     def batch(number):
         rng = np.random.default_rng((seed, number))
-        at = rng.integers(unseen.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
-        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
+        at = rng.integers(unseen.size, len(codes) - CONTEXT, (4 * BATCH, 1))
+        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(NAMES))
 
     spec = jax.tree.map(lambda x: P(*[None] * x.shape.index(WIDTH), "shards"), start)
     start = nnx.as_pure(jax.device_put(start, spec))
-    *now, axes = oxs.start_workers(tx, start, 2, mesh=mesh, axis_name="pods")
-    places = tuple(jax.tree.map(lambda x: x.sharding, now))
-    own: Any = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    equal: Any = {"in_axes": (None, None, 0), "out_axes": None}  # over "data"
-    pod = oxs.map_workers(step, "data", mesh=mesh, **equal)
-    pods: Any = oxs.map_workers(pod, "pods", mesh=mesh, **own)
-    pods = jax.jit(pods, donate_argnums=(0, 1), out_shardings=places)
-    pods, sent = pods.lower(*now, batch(0)).compile(), [[0, 0], [0, 0]]
-    for row in oxs.audit.collectives(pods):
+    now, sent = workers.start((start, tx.init(start))), [[0, 0], [0, 0]]
+    for row in oxs.audit.collectives(step, *now, batch(0)):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
         sent[far][row.conditional] += 4 * row.bytes
     folder = Path(options.out).resolve() / f"{name} {seed}"
@@ -115,9 +110,10 @@ def run(name, seed, options):
             now, losses = manager.restore(done, args=like)
         title = f"{name} {seed}, from step {done}"
         for number in track(range(done + 1, options.steps + 1), title):
-            now = list(jax.block_until_ready(pods(*now, batch(number))))
+            now = jax.block_until_ready(step(*now, batch(number)))
             if number % options.every == 0:
-                losses.append(float(jax.jit(loss_of)(oxs.mean_params(now[0]), unseen)))
+                mean = oxs.mean_params(oxs.mean_params(now[0]))  # of pods, of equals
+                losses.append(float(jax.jit(loss_of)(mean, unseen)))
                 manager.save(number, args=ocp.args.StandardSave((now, losses)))
     near, far = (always + seldom / PERIOD for always, seldom in sent)
     parts = LAYERS if name == "streaming" else 1  # one of them meets at a time
@@ -128,6 +124,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="How pods agree, and what it costs.")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=20, help="evaluate and save")
+    parser.add_argument("--unseen", type=int, default=300, help="sequences held out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--out", default="language_model", help="a folder")
