@@ -378,7 +378,8 @@ class Drawn(NamedTuple):
 def test_chips_of_a_pod_draw_the_same_noise():
     """Of keys in the optimizer; a user's own is each chip's."""
     drawing = optax.GradientTransformation(
-        lambda params: Drawn(jax.random.key(2)), lambda grads, state, _: (grads, state)
+        lambda params: Drawn(jax.random.key(2)),
+        lambda updates, state, params=None: (updates, state),
     )
     noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
     inner = oxs.cross_shard(optax.chain(drawing, noise, optax.sgd(0.1)), "chips")
