@@ -460,7 +460,8 @@ def _shown(said: str) -> str:
     kind, colon, text = said.partition(": ")
     if kind.startswith("Right"):
         return said
-    return f"`{kind}`{colon}{text}".replace("|", "\\|")
+    # As code: a message has brackets and signs that Markdown would read.
+    return f"`{kind}{colon}{text.strip()}`".replace("|", "\\|")
 
 
 HEAD = """# Mistakes
