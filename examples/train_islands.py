@@ -119,7 +119,8 @@ def main(steps, out):
         losses.append(np.asarray(loss))
 
     table, rows = Table("over", "what", "bytes of a device", "when"), Counter()
-    for row in oxs.audit.collectives(step, params, state, batch):
+    first = jax.device_put(batches[0], layout)
+    for row in oxs.audit.collectives(step, params, state, first):
         over = {WORKERS: "workers", SHARDS: "fsdp"}.get(len(row.groups[0]), "both")
         rows[over, row.kind, row.conditional] += row.bytes
     for (over, kind, conditional), size in sorted(rows.items()):

@@ -28,7 +28,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 import optx_sync as oxs
@@ -54,8 +54,9 @@ def train(steps):
 
     # One mesh over the devices of all processes; what a run starts from is computed
     # where it is to live, and no process holds all of it.
-    workers = oxs.Workers(jax.device_count(), "workers", mesh=True)
-    own = NamedSharding(workers.mesh, PartitionSpec("workers"))
+    mesh = jax.make_mesh((jax.device_count(),), ("workers",), (AxisType.Auto,))
+    workers = oxs.Workers(jax.device_count(), "workers", mesh=mesh)
+    own = NamedSharding(mesh, PartitionSpec("workers"))
     initial = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
     params, state = workers.start((initial, tx.init(initial)))
 

@@ -21,8 +21,8 @@ from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
 Octets: TypeAlias = UInt8[Array, "... bytes"]
-# An array, or what has its shape and dtype.
-Like: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+# An array, or a `jax.ShapeDtypeStruct`, whose parameters of type nobody knows.
+Like: TypeAlias = Any
 
 
 def alike(x: Like) -> Any:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from optx_sync.shapes import Array, Int32, Shaped
 from optx_sync.trees import Tree
@@ -104,7 +103,7 @@ def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
     return index
 
 
-def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes over which the type of an array says that it varies."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return jax.typeof(x).manual_axis_type.varying

@@ -51,11 +51,14 @@ class Step:
                 "function of one worker."
             )
         functools.update_wrapper(self, fun)
-        self.layout, self.fun, self.state = layout, fun, state
-        self.split, self.average = split, average
-        self.name = getattr(fun, "__name__", "The step")
+        self.layout: Callable[[], Layout] = layout
+        self.fun: Callable[..., Any] = fun
+        self.state: int = state
+        self.split: Any = split
+        self.average: bool = average
+        self.name: str = getattr(fun, "__name__", "The step")
         donated = (1,) if donate else ()
-        self.program = jax.jit(self._run, static_argnums=0, donate_argnums=donated)
+        self.program: Any = jax.jit(self._run, static_argnums=0, donate_argnums=donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: the state first, then other results."""

@@ -78,7 +78,9 @@ class Workers:
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         mend = "Pass the number of workers; a tuple with one for each of several axes."
         numbers = n if isinstance(n, Sequence) else (n,)
-        self.sizes = tuple(integer("n", number, mend) for number in numbers)
+        self.sizes: tuple[int, ...] = tuple(
+            integer("n", number, mend) for number in numbers
+        )
         # An axis is one name, or several along which one number of workers lies.
         one: AxisName = placing.entry_of(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)

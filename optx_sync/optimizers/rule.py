@@ -306,7 +306,7 @@ def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0.0)
 
 
-def slot_dtype(leaf: ArrayLike | jax.ShapeDtypeStruct | np.dtype) -> np.dtype:
+def slot_dtype(leaf: Any) -> np.dtype:
     """The dtype of a leaf's slots and of its arithmetic: float32, or wider."""
     dtype = jnp.result_type(leaf)
     return at_least_float32(dtype if jnp.issubdtype(dtype, jnp.floating) else "f4")

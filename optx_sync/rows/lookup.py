@@ -2,7 +2,7 @@
 """Looked-up tables: `take`, and the rows of one that a loss sees in its place."""
 
 import dataclasses
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ import numpy as np
 from optx_sync.rows import slices
 from optx_sync.rows.slices import FILL, ORDERED, as_int32, known_numbers
 from optx_sync.shapes import Array, Key, Shaped
-from optx_sync.trees import at_least_float32
+from optx_sync.trees import Tree, at_least_float32
 
 
-def take(table: "Table", ids: slices.Numbers) -> jax.Array:
+def take(table: Tree, ids: slices.Numbers) -> jax.Array:
     """Rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
 
     Departs from ``table[ids]`` in that a row out of range, a negative one included, is
@@ -142,9 +142,6 @@ class _GatheredRows:
     def __repr__(self) -> str:
         return f"<rows of {self.path}, look them up with oxs.take>"
 
-
-# What a loss may look rows up in.
-Table: TypeAlias = jax.Array | np.ndarray | _GatheredRows
 
 jax.tree_util.register_dataclass(
     _GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]

@@ -182,7 +182,7 @@ def unique_rows(grads: Tree) -> Tree:
 
 def check_rows(
     slices: IndexedSlices,
-    table: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    table: Tree,
     path: str = "",
 ) -> None:
     """Refuse slices that do not fit a table.

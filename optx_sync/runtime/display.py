@@ -48,7 +48,7 @@ class Seen:
         self.counts: Counter[tuple[str, int]] = Counter()
         self.last: dict[int, Event] = {}  # pushes, by worker
         self.states: dict[int, str] = {}  # of workers, by what they did last
-        self.step = 0  # where the center is, by the servers
+        self.step: int = 0  # where the center is, by the servers
 
     def add(self, new: list[Event]) -> None:
         """Take what is new."""

@@ -14,7 +14,8 @@ from optx_sync.center.worker import start_center
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
 
-Shaped: TypeAlias = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+# An array, or a `jax.ShapeDtypeStruct`, whose parameters of type nobody knows.
+Shaped: TypeAlias = Any
 
 
 class Layout(NamedTuple):

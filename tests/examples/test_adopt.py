@@ -53,7 +53,8 @@ def test_the_page_shows_these_changes(style):
     shown = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
     steps = [*([("plain", "two_lines")] if style == "pmap" else []), *STEPS]
     for block, step in zip(shown, steps, strict=True):
-        diff = list(difflib.unified_diff(*(lines(style, x) for x in step), n=0))[2:]
+        before, after = (lines(style, name) for name in step)
+        diff = list(difflib.unified_diff(before, after, n=0))[2:]
         said = [x for x in diff if x[0] in "+-"]
         assert sorted(x for x in block.splitlines() if x[0] in "+-") == sorted(said)
 

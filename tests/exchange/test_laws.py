@@ -1,6 +1,7 @@
 """What holds for every linear exchange: the law of what is lost, equal means, sums."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,8 @@ def test_an_exchange_of_your_own_may_leave_the_sums_to_the_library():
         state = exchange.init(x)
         alike = exchange.meet(x, state, "workers")
         weighted = exchange.meet(x, state, "workers", weight=weight)
-        return jnp.stack([weighted.weight, alike.weight, weighted.mean])
+        found: list[Any] = [weighted.weight, alike.weight, weighted.mean]
+        return jnp.stack(found)
 
     x, weights = jnp.array([1.0, 4.0, 5.0]), jnp.array([1.0, 2.0, 0.0])
     found = jax.vmap(meet, axis_name="workers")(x, weights)
