@@ -33,7 +33,8 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
-PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
+PACKAGES = """jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+optax numpy tensorflow-cpu torch drjax ray""".split()
 STAGES = ("trace", "lower", "compile")
 COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 

@@ -70,6 +70,7 @@ SIMULATED_CENTER = ("tests/test_simulate_asynchronous.py",)
 SIMULATED_REPLICAS = ("tests/test_simulate_sync_replicas.py",)
 SERVER = ("tests/runtime/test_server.py",)
 AUDIT = ("tests/test_audit.py",)
+LINKS = ("tests/test_links.py",)
 HLO = ("tests/test_hlo.py", "tests/test_audit.py")
 FRONT = ("tests/test_front_door.py",)
 MISTAKES = ("tests/test_mistakes.py",)
@@ -1288,20 +1289,51 @@ MUTANTS: dict[str, list[Mutant]] = {
         ),
     ],
     "audit": [
-        Mutant("audit.py", "conditional=name not in always,", "conditional=False,"),
-        Mutant("audit.py", "return None if kind in inner else kind", "return kind"),
         Mutant(
-            "audit.py",
-            "overlapped=None if end is None else computes,",
-            "overlapped=computes,",
+            "audit/programs.py", "conditional=name not in always,", "conditional=False,"
         ),
-        Mutant("audit.py", "        if at != pieces[0]:\n            continue\n", ""),
-        Mutant("audit.py", "return max(position, other), hlo", "return position, hlo"),
         Mutant(
-            "audit.py",
+            "audit/programs.py", "return None if kind in inner else kind", "return kind"
+        ),
+        Mutant(
+            "audit/programs.py",
+            "overlapped=None if end is None else computing > 0,",
+            "overlapped=computing > 0,",
+        ),
+        Mutant(
+            "audit/programs.py",
+            "        if at != pieces[0]:\n            continue\n",
+            "",
+        ),
+        Mutant(
+            "audit/programs.py",
+            "return max(position, other), hlo",
+            "return position, hlo",
+        ),
+        Mutant(
+            "audit/programs.py",
             'if instruction.opcode in ("dot", "convolution", "while"):',
             "if False:",
         ),
+        Mutant(
+            "audit/links.py",
+            "if row.overlapped and not row.conditional:",
+            "if row.overlapped:",
+            LINKS,
+        ),
+        Mutant(
+            "audit/links.py",
+            "steps = [(1, rows), (period - 1,",
+            "steps = [(1, rows), (period,",
+            LINKS,
+        ),
+        Mutant(
+            "audit/links.py",
+            "return any(len({device // near for device in of}) > 1",
+            "return all(len({device // near for device in of}) > 1",
+            LINKS,
+        ),
+        Mutant("audit/links.py", "return math.inf", "return high", LINKS),
         Mutant(
             "hlo.py",
             '                if branches == "none":\n                    found = []\n                elif',
