@@ -144,7 +144,7 @@ def cases() -> dict[str, Callable[[int], Any]]:
         return lambda n: oxs.cross_shard(inner, AXIS, **more)
 
     streaming = {"fragments": PERIOD, "delay": 1, "keep_local": 0.5}
-    every = {
+    every: dict[str, Callable[[int], Any]] = {
         "cross_shard": reducing(),
         "sync_replicas": lambda n: oxs.sync_replicas(inner, AXIS, n),
         "sync_replicas, accumulating": lambda n: oxs.sync_replicas(inner, AXIS, 2 * n),
@@ -217,7 +217,7 @@ def kernels(program: hlo.Program) -> dict[str, int]:
     A fusion is of a kind if what is computed last in it is. Copies of counters and the
     like, of less than 64 KiB, cost nothing.
     """
-    found = dict.fromkeys(("sort", "transpose", "copy"), 0)
+    found: dict[str, int] = dict.fromkeys(("sort", "transpose", "copy"), 0)
     for name in hlo.reached(program, fused=False):
         for one in program.computations[name]:
             inner = [program.computations[of][-1] for of in hlo.called(one, program)]
