@@ -32,7 +32,8 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
-PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
+PACKAGES = """jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+optax numpy tensorflow-cpu torch drjax ray""".split()
 SUMMARY = """What was measured, a page each: what was done, beside what, and on what
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
 checked anywhere, is no page but a test."""

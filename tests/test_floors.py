@@ -41,6 +41,7 @@ FLOORS = {
 }
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
+    "audit": {"audit/programs"},
     "rows": {"rows/slices"},
     "comm": {"comm/collectives", "comm/varying", "comm/buffers"},
     "placement": {"placement/fields", "placement/axes"},
