@@ -1286,6 +1286,18 @@ MUTANTS: dict[str, list[Mutant]] = {
             "names if name.isdecimal()))[:1]",
             SERVER,
         ),
+        Mutant(
+            "runtime/shared.py",
+            'if not os.readlink(path).startswith(f"/memfd:{name}"):',
+            "if False:",
+            ("tests/runtime/test_shared.py",),
+        ),
+        Mutant(
+            "runtime/shared.py",
+            "self._others is None or self._others[0] != address",
+            "self._others is None",
+            ("tests/runtime/test_shared.py",),
+        ),
     ],
     "audit": [
         Mutant("audit.py", "conditional=name not in always,", "conditional=False,"),

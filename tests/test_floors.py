@@ -99,6 +99,7 @@ GROUND = {
             "worker",
             "display",
             "metrics",
+            "shared",
             "ray_actors",
         )
     },
