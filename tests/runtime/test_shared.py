@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_large_arrays_lie_in_memory_and_short_messages_do_not():
-    worker, server = Line(near=True), Line()
+    worker, server, found, answer = Line(near=True), Line(), {}, ()
     for number in range(1, 4):
         arrays = {"a": LARGE * number, "b": LARGE[:3], "none": LARGE[:0]}
         message = worker.packed(("push", arrays))
@@ -63,5 +63,5 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     send = protocol.Send(answer.epoch, 0, mine, 0, 0, 1, 1)
     message = line.packed((send, push))
     assert not isinstance(message, bytes)  # Ray has arrays to lay down.
-    answer, reply = actor.handle(0, message)
+    answer, reply = Line().unpacked(actor.handle(0, message))
     assert isinstance(answer, protocol.Standing) and reply.global_step == 1
