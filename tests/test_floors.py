@@ -100,6 +100,7 @@ GROUND = {
             "worker",
             "display",
             "metrics",
+            "shared",
             "ray_actors",
         )
     },
