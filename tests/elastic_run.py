@@ -48,7 +48,7 @@ def step_of(workers, tx):
 
 def live(group, tx, rounds, steps=0):
     """One life of a group: so many rounds, each saved, and so many steps more."""
-    state = group.restore_or_start(start(tx))
+    saved = state = group.restore_or_start(start(tx))
     step = step_of(group.workers, tx)
     for done in range(1, rounds * PERIOD + steps + 1):
         rows = group.rows(SIZE, BATCH)
@@ -57,8 +57,7 @@ def live(group, tx, rounds, steps=0):
             group.save(state, notes={"rounds": done // PERIOD})
         if done == rounds * PERIOD:
             group.manager.wait_until_finished()
-            saved = state = jax.block_until_ready(state)
-            saved = jax.tree.map(jnp.copy, saved)
+            saved = jax.tree.map(jnp.copy, state)  # a step uses the state up
     return saved
 
 
