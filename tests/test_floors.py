@@ -37,7 +37,8 @@ FLOORS = {
     "runtime": 7,
     "flax": 8,
     "front": 8,
-    "__init__": 9,
+    "elastic": 9,
+    "__init__": 10,
 }
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
@@ -110,7 +111,7 @@ GUESTS = {
     "flax": {"flax"},
     "keras": {"optimizers/keras"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
-    "orbax": {"runtime", "front"},
+    "orbax": {"runtime", "front", "elastic"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
     "sklearn": set(),
