@@ -42,7 +42,12 @@ FLOORS = {
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
     "rows": {"rows/slices"},
-    "comm": {"comm/collectives", "comm/varying", "comm/buffers"},
+    "comm": {
+        "comm/collectives",
+        "comm/varying",
+        "comm/buffers",
+        "comm/shards",
+    },
     "placement": {"placement/fields", "placement/axes"},
     "exchange": {
         "exchange/contract",
