@@ -44,7 +44,12 @@ FLOORS = {
 GROUND = {
     "audit": {"audit/programs"},
     "rows": {"rows/slices"},
-    "comm": {"comm/collectives", "comm/varying", "comm/buffers"},
+    "comm": {
+        "comm/collectives",
+        "comm/varying",
+        "comm/buffers",
+        "comm/shards",
+    },
     "placement": {"placement/fields", "placement/axes"},
     "exchange": {
         "exchange/contract",
