@@ -108,6 +108,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "audit": ("test_hlo.py", "test_audit.py"),
     "front": ("test_mistakes.py", "test_front_door.py"),
+    "elastic": ("test_elastic.py",),
 }
 
 

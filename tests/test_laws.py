@@ -33,12 +33,12 @@ PARAMS: Any = {
 OTHERS = {
     *("CenterRule", "IndexedSlices", "agn_rule", "diloco_rule", "elastic_rule"),
     *("local_sgd_rule", "qsr", "strided", "delayed_nesterov", "exchange", "graphs"),
-    *("map_workers", "value_and_grad", "audit", "optimizers", "simulate", "Workers"),
+    *("map_workers", "value_and_grad", "audit", "elastic", "optimizers", "simulate"),
     "on_values",  # It takes what has no state.
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),
-    "first",
+    *("first", "Workers"),
 }
 
 
