@@ -109,7 +109,7 @@ others = {
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),
-    *("first", "rules", "functions", "nested"),
+    *("fingerprint", "first", "rules", "functions", "nested"),
 }
 assert {*made, *others} - {"rules", "functions", "nested"} == set(oxs.__all__)
 assert set(exchanges) == set(ex.__all__) - {"Exchange", "Met"}
