@@ -53,6 +53,7 @@ REFUSED = (
 SYNC = ("tests/replicas/test_sync_replicas.py",)
 EXCHANGE = ("tests/exchange/test_laws.py", "tests/exchange/test_few_bytes.py")
 ROBUST = ("tests/exchange/test_robust.py",)
+SHARDS = ("tests/test_shards.py",)
 PIECES = ("tests/replicas/test_shard_state.py", "tests/center/test_shard_center.py")
 CODED = ("tests/runtime/test_coded.py",)
 GOSSIP = ("tests/peers/test_gossip.py",)
@@ -388,6 +389,29 @@ MUTANTS: dict[str, list[Mutant]] = {
             "if False:\n            raise",
         ),
         Mutant("exchange/contract.py", "if not isinstance(met, Met):", "if False:"),
+        Mutant(
+            "exchange/contract.py", "    if exchange.exact:", "    if True:", SHARDS
+        ),
+        Mutant("comm/varying.py", "    if inside:", "    if False:", SHARDS),
+        Mutant("comm/shards.py", "for rows in (0, 1):", "for rows in (1,):", SHARDS),
+        Mutant(
+            "comm/shards.py",
+            "found = next((params[end] for end in ends if end in params), None)",
+            "found = None",
+            SHARDS,
+        ),
+        Mutant(
+            "front/layout.py",
+            "if self.specs is None or mesh is None or mesh.explicit_axes:",
+            "if True:",
+            SHARDS,
+        ),
+        Mutant(
+            "center/fragments.py",
+            "_sizes_of(largest) == self._sizes",
+            "False",
+            SHARDS,
+        ),
         Mutant(
             "exchange/quantized.py",
             "second.lost * total.astype(x.dtype)",

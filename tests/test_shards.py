@@ -169,12 +169,13 @@ def test_workers_stay_as_they_lie(period):
     params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
     bits4 = fed(exchange.quantized(bits=4))
     stream: Any = {"fragments": fragments, "delay": 1, "communication_period": period}
-    tx = oxs.diloco(optax.adam(0.1), "pods", exchange=bits4, **stream)
+    tx = oxs.diloco(optax.sgd(0.1, 0.9), "pods", exchange=bits4, **stream)
     workers = oxs.Workers(2, "pods", mesh=mesh, specs=specs)
 
     @workers.step(state=2)
     def step(params, state, x):
-        grads = jax.tree.map(lambda p: p - x.mean(), params)
+        mean = x.mean()
+        grads = jax.tree.map(lambda p: p - mean, params)
         return oxs.apply_gradients(tx, grads, state, params)
 
     now = workers.start((params, tx.init(params)))
@@ -184,11 +185,14 @@ def test_workers_stay_as_they_lie(period):
     assert near == [4]  # the mean of the batch
     places = jax.tree.map(lambda x: x.sharding, now)
     state: Any = now[1]
-    assert state.inner[0].mu["head"]["w"].sharding.spec == P("pods", None, "a")
-    assert P(None, None, "a") in [x.sharding.spec for x in state.pending.values]
+    assert state.inner[0].trace["head"]["w"].sharding.spec == P("pods", None, "a")
+    on_its_way = [x.sharding.spec for x in state.pending.values]
+    assert all("a" in spec or spec in (P(), P("pods")) for spec in on_its_way)
+    assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
     for _ in range(3):
         now = step(*now, x)
-        assert jax.tree.map(lambda x: x.sharding, now) == places
+        for x, place in zip(jax.tree.leaves(now), jax.tree.leaves(places), strict=True):
+            assert x.sharding == place
     assert step.program._cache_size() == 1
 
 
@@ -200,7 +204,7 @@ def test_specs_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             oxs.Workers(2, "pods", mesh=mesh, specs=specs)
-    with pytest.raises(TypeError, match="specs is a tree of the jax.sharding"):
+    with pytest.raises(TypeError, match="specs is a tree of"):
         oxs.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
     tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())
     x = {"w": jnp.ones((2, 4))}
