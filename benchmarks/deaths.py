@@ -10,6 +10,7 @@ apart. The second draws schedules of deaths and compares with a run that nobody
 disturbs. The third saves at each meeting, 1 MB to 1 GB of parameters.
 """
 
+import contextlib
 import glob
 import json
 import os
@@ -21,6 +22,7 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # How often Ray Train asks whether its processes live; 2 s by default.
@@ -29,6 +31,8 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 import report
 
 PERIOD, BATCH, PROCESSES = 20, 16, 3
+PAUSE = 0.4  # seconds before each round, so that runs last as long as deaths need
+A_SECOND = PERIOD * BATCH * PROCESSES / PAUSE  # examples, at most
 STAGES = {  # what ends each of them
     "noticed": "[FailurePolicy]",
     "old group ended": "Attempting to start",
@@ -62,7 +66,7 @@ def loop(config):
     images = np.asarray(images / 16, np.float32)
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = order[:360], order[360:]
-    network = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+    network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
     tx = oxs.diloco(optax.adam(1e-3), "workers", communication_period=PERIOD)
 
     def loss_of(params, images, labels):
@@ -80,8 +84,8 @@ def loop(config):
             grads = jax.grad(loss_of)(params, images, labels)
             return oxs.apply_gradients(tx, grads, state, params)
 
-        until = config.get("until") or time.time() + 1e9
-        while group.position < config["examples"] and time.time() < until:
+        while group.position < config["examples"]:
+            time.sleep(PAUSE)
             for _ in range(PERIOD):
                 rows = train[group.rows(len(train), BATCH)]
                 batch = group.batch((images[rows], labels[rows]))
@@ -167,16 +171,14 @@ def train(examples, times, quiet_end=True, processes=PROCESSES):
         # Only of a group that is up and has met: one that starts has nobody to kill.
         if len(up) % processes == 0 and up[-1]["time"] < latest:
             todo.pop(0)
-            os.kill(draw.choice(up[-processes:])["pid"], signal.SIGKILL)
-            deaths.append(time.time())
+            with contextlib.suppress(ProcessLookupError):  # the run has just ended
+                os.kill(draw.choice(up[-processes:])["pid"], signal.SIGKILL)
+                deaths.append(time.time())
     return said(folder), deaths
 
 
-def logged(text, after):
+def logged(session, text, after):
     """When Ray Train's processes logged this after a time."""
-    import ray
-
-    session = ray._private.worker._global_node.get_session_dir_path()
     found = []
     for path in glob.glob(f"{session}/logs/train/ray-train-app-*.log"):
         for line in Path(path).read_text(errors="replace").splitlines():
@@ -187,7 +189,7 @@ def logged(text, after):
     return sorted(found)
 
 
-def apart(lines, death):
+def apart(session, lines, death):
     """Seconds of each stage from a death to the next round."""
     ends = []
     for stage, text in STAGES.items():
@@ -196,7 +198,7 @@ def apart(lines, death):
             times = [x["time"] for x in lines if x["what"] == text]
             times = [t for t in times if t > (ends[-1] if ends else death)]
         else:
-            times = logged(text, death)
+            times = logged(session, text, death)
         # The last of the processes that do it.
         count = 1 if stage not in list(STAGES)[2:5] else PROCESSES
         ends.append(times[count - 1])
@@ -204,12 +206,12 @@ def apart(lines, death):
     return [end - start for start, end in zip(starts, ends, strict=True)]
 
 
-def seconds(page, deaths, examples):
+def seconds(page, session, deaths, examples):
     """From SIGKILL to the next round, taken apart."""
     rows, totals = [], {}
     for name, quiet in (("as it is", False), ("without JAX's own end", True)):
-        lines, died = train(examples, [4.0 + 30.0 * i for i in range(deaths)], quiet)
-        each = [apart(lines, death) for death in died]
+        lines, died = train(examples, [4.0 + 15.0 * i for i in range(deaths)], quiet)
+        each = [apart(session, lines, death) for death in died]
         middle = [statistics.median(x) for x in zip(*each, strict=True)]
         totals[name] = statistics.median(map(sum, each))
         load = f"{os.getloadavg()[0]:.1f}"
@@ -302,7 +304,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=("seconds", "schedules", "saves"))
     options = parser.parse_args()
     deaths, number, minutes = options.deaths, options.schedules, options.minutes
-    sizes, rounds = options.sizes, 3
+    sizes = options.sizes
     if options.quick:
         deaths, number, minutes, sizes = 1, 1, 0.3, (1,)
     import jax
@@ -313,13 +315,14 @@ def main():
     if {"seconds", "schedules"} & set(options.only):
         import ray
 
-        ray.init(num_cpus=PROCESSES + 1, include_dashboard=False, log_to_driver=False)
-        # Rounds of three workers a second, about, on two cores.
-        a_minute = 60 * rounds * PERIOD * BATCH * PROCESSES
+        settings: Any = {"include_dashboard": False, "log_to_driver": False}
+        session = ray.init(num_cpus=PROCESSES + 1, **settings).address_info[
+            "session_dir"
+        ]
         if "seconds" in options.only:
-            seconds(page, deaths, int(a_minute * 0.5 * deaths))
+            seconds(page, session, deaths, int(A_SECOND * (10 + 15 * deaths)))
         if "schedules" in options.only:
-            schedules(page, number, minutes, int(a_minute * minutes * 0.4))
+            schedules(page, number, minutes, int(A_SECOND * 60 * minutes))
         ray.shutdown()
     if "saves" in options.only:
         saves(page, sizes)

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 # How often Ray Train asks whether its processes live; 2 s by default.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -56,7 +57,7 @@ def loop(config):
     images = np.asarray(images / 16, np.float32)
     order = np.random.default_rng(SEED).permutation(len(labels))
     test, train = order[:360], order[360:]
-    network = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+    network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
     tx = oxs.diloco(optax.adam(1e-3), "workers", communication_period=PERIOD)
 
     def loss_of(params, images, labels):

@@ -17,7 +17,7 @@ example, folder = runpy.run_path(sys.argv[1]), Path(sys.argv[2])
 log = folder / "log"
 config = {"folder": str(folder / "run"), "log": str(log)}
 began = time.time()
-for rounds in (8, 30):
+for rounds in (5, 20):
     examples = rounds * example["PERIOD"] * example["BATCH"] * 2
     example["loop"]({**config, "examples": examples})
 with log.open("a") as file:
@@ -35,8 +35,8 @@ example["draw"](rounds, happened, began, folder / "elastic.png")
 def test_the_loop_goes_on_where_it_was_saved(tmp_path):
     printed = scripts.run(TWICE, EXAMPLE, tmp_path)
     began, rounds, accuracy = printed.splitlines()
-    assert began == f"[0, {8 * 20 * 16 * 2}]"
-    assert rounds == f"{list(range(1, 31))} 2"
+    assert began == f"[0, {5 * 20 * 16 * 2}]"
+    assert rounds == f"{list(range(1, 21))} 2"
     first, last = map(float, re.findall(r"[\d.]+", accuracy))
     assert last > 0.9 > first
     assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")
