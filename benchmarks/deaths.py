@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("NPROC", "4")  # XLA's threads: two for each of two devices
 # How often Ray Train asks whether its processes live; 2 s by default.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 
