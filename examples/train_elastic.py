@@ -176,6 +176,15 @@ def main(options):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+    class Backend(JaxConfig(use_gpu=True).backend_cls):
+        def on_shutdown(self, worker_group, backend_config):
+            """Who is about to be killed need not agree on the end with the dead."""
+
+    class Config(JaxConfig):
+        @property
+        def backend_cls(self):
+            return Backend
+
     folder = Path(tempfile.mkdtemp())
     log, machines, done = folder / "log", Machines(), threading.Event()
     log.touch()
@@ -187,7 +196,7 @@ def main(options):
             "log": str(log),
             "examples": examples,
         },
-        jax_config=JaxConfig(use_gpu=True),  # it calls jax.distributed.initialize
+        jax_config=Config(use_gpu=True),  # it calls jax.distributed.initialize
         scaling_config=ScalingConfig(
             num_workers=(LEAST, MOST),
             resources_per_worker={"CPU": 1},
