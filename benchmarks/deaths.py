@@ -318,9 +318,8 @@ def main():
         import ray
 
         settings: Any = {"include_dashboard": False, "log_to_driver": False}
-        session = ray.init(num_cpus=PROCESSES + 1, **settings).address_info[
-            "session_dir"
-        ]
+        context: dict[str, Any] = vars(ray.init(num_cpus=PROCESSES + 1, **settings))
+        session = context["address_info"]["session_dir"]
         if "seconds" in options.only:
             seconds(page, session, deaths, int(A_SECOND * (10 + 15 * deaths)))
         if "schedules" in options.only:
