@@ -1293,6 +1293,24 @@ MUTANTS: dict[str, list[Mutant]] = {
             ("tests/runtime/test_shared.py",),
         ),
         Mutant(
+            "runtime/server.py",
+            "if push.state:  # A copy",
+            "if False:  # A copy",
+            ("tests/runtime/test_worker.py",),
+        ),
+        Mutant(
+            "runtime/server.py",
+            "added = [new] * (self.num_workers - len(of_workers))",
+            "added = []",
+            SERVER,
+        ),
+        Mutant(
+            "runtime/server.py",
+            "self._heard[request.worker] = time.time()",
+            "pass",
+            SERVER,
+        ),
+        Mutant(
             "runtime/shared.py",
             "self._others is None or self._others[0] != address",
             "self._others is None",

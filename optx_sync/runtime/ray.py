@@ -182,11 +182,7 @@ def run(
     )
     way = way_of(agreement, settings)
     check_period(communication_period)
-    integer("max_failures", max_failures, "Pass how many, or 0.", 0)
-    if total_steps is not None:
-        integer("total_steps", total_steps, "Pass each worker's steps, or None.")
-    if worker_timeout is not None:
-        interval("worker_timeout", worker_timeout, "Pass seconds, or None.", 1e-3)
+    limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
     turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
@@ -224,7 +220,6 @@ def run(
             "synchronous": synchronous,
             "keep_state": keep_state,
         }
-        limits = _Limits(max_failures, worker_timeout, total_steps)
         start = worker_fn, connection, shapes, inner, agreement, options
         return _supervised(ray, start, num_workers, connection, params, limits)
     finally:
@@ -240,6 +235,16 @@ class _Limits(NamedTuple):
     max_failures: int
     worker_timeout: float | None
     total_steps: int | None
+
+
+def _checked(limits: _Limits) -> _Limits:
+    integer("max_failures", limits.max_failures, "Pass how many, or 0.", 0)
+    if limits.total_steps is not None:
+        integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
+    if limits.worker_timeout is not None:
+        mend = "Pass seconds, or None."
+        interval("worker_timeout", limits.worker_timeout, mend, 1e-3)
+    return limits
 
 
 def _supervised(

@@ -642,6 +642,10 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3)
     with pytest.raises(TypeError, match="worker_fn must be a function"):
         runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
+    for name in ("max_failures", "worker_timeout", "total_steps"):
+        wrong: dict[str, Any] = {"num_workers": 1, name: -1}
+        with pytest.raises(ValueError, match=f"{name} must "):
+            runtime.run(train, PARAMS, ONE, COUNT, **wrong)
     with pytest.raises(ValueError, match="num_workers must be 1 or more"):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
     with pytest.raises(ValueError, match=r"address='10.0.0.1:6379' would have no"):
