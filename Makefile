@@ -85,6 +85,7 @@ reproduce: $(VENV)/demo-installed
 # Kills workers and servers: the better part of an hour; FAULTS=--resume goes on with a table.
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
+	$(RUN)/python benchmarks/recovery.py $(QUICK)
 
 # Kills processes of a lockstep run on Ray Train: an hour.
 deaths: $(VENV)/bench-installed
