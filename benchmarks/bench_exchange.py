@@ -26,7 +26,7 @@ jax.config.update("jax_platforms", "cpu")
 
 FULL = {"sizes": (1 << 20, 1 << 22, 1 << 24), "turns": 30}
 SHORT = {"sizes": (1 << 14, 1 << 16), "turns": 3}
-LIMIT, WAYS = 6, ("coding", "decoding")  # passes, both ways
+WAYS = "coding", "decoding"
 CODES = {
     "8 bit": oxs.exchange.quantized(bits=8),
     "4 bit": oxs.exchange.quantized(bits=4),
@@ -46,8 +46,8 @@ def loops(function: Any, args: Any, numbers: int) -> int:
     return found
 
 
-def one_size(page: Any, numbers: int, turns: int) -> tuple[dict, dict]:
-    """Passes over the data of each code, and loops: [coding, decoding]."""
+def one_size(page: Any, numbers: int, turns: int) -> dict[str, list[float]]:
+    """Passes over the data of each code: [coding, decoding]."""
     x = jax.random.normal(jax.random.key(0), (numbers,))
     scale = jax.jit(lambda x: x * 1.000001)
     calls, counts, sizes = {"copy": lambda: scale(x)}, {}, {}
@@ -69,23 +69,17 @@ def one_size(page: Any, numbers: int, turns: int) -> tuple[dict, dict]:
     rows = [[n, sizes[n], *passes[n], sum(passes[n]), *counts[n]] for n in CODES]
     page.table("passes", rows, numbers=numbers)
     page.data(**{f"{numbers} numbers": times})
-    for name, of in passes.items():
-        where = {"name": name, "numbers": numbers}
-        page.criterion("passes", sum(of) <= LIMIT, f"{sum(of):.1f}", **where)
-    return passes, counts
+    return passes
 
 
 def study(page: Any, settings: Any) -> None:
-    """Measure all sizes; loops are judged in the largest."""
+    """Measure all sizes."""
     sizes = settings["sizes"]
     found = {n: one_size(page, n, settings["turns"]) for n in sizes}
-    for name, of in found[sizes[-1]][1].items():
-        said = "{} to code, {} to decode".format(*of)
-        page.criterion("loops", of == [1, 1], said, name=name)
-    passes = {name: [sum(found[n][0][name]) for n in sizes] for name in CODES}
+    passes = {name: [sum(found[n][name]) for n in sizes] for name in CODES}
     lines = [Line(name, of, sizes) for name, of in passes.items()]
     page.picture([Panel("passes over the data", "numbers", lines)])
 
 
 if __name__ == "__main__":
-    reproduce("bench_exchange", __doc__, study, FULL, SHORT, limit=LIMIT)
+    reproduce("bench_exchange", __doc__, study, FULL, SHORT)

@@ -1,11 +1,10 @@
 """What the benchmarks and reproductions share: how to time, and what to write down.
 
-    python benchmarks/report.py      # the summary of all results, benchmarks/results
+    python benchmarks/report.py      # all pages anew from their JSON files
 
-A script makes a `Report`, adds tables, criteria and pictures to it, which are printed
-as they come, and saves it: NAME.json with everything, NAME.md and NAME.png to look at.
-What its page says in words, and what is to be thought of a target that is not met,
-stands in `pages.toml`. Nothing here decides whether a test passes.
+A script makes a `Report`, adds tables and pictures to it, which are printed as they
+come, and saves it: NAME.json with everything, NAME.md and NAME.png to look at. What its
+page says in words, what follows and what others published, stands in `pages.toml`.
 """
 
 import argparse
@@ -35,6 +34,9 @@ HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
 PACKAGES = """jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 optax numpy tensorflow-cpu torch drjax ray""".split()
+SUMMARY = """What was measured, a page each: what was done, beside what, and on what
+machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
+checked anywhere, is no page but a test."""
 STAGES = ("trace", "lower", "compile")
 COLOURS = "#4477AA #EE6677 #228833 #CCBB44 #AA3377 #66CCEE #222222 #AAAAAA".split()
 
@@ -207,33 +209,33 @@ def figure_of(panels: Sequence[Panel], columns: int = 0) -> Figure:
 
 
 class Report:
-    """What one script found out; its words are those of its part of `pages.toml`.
+    """What one script found out: printed as it comes, then a JSON file and its page.
 
     Args:
         name: Of the files, such as "bench_dense", and in `pages.toml`.
         options: The parsed `arguments`.
-        values: For the places in the page's introduction that wait for them.
+        values: For the places in the page's `about` that wait for them.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, **values: Any) -> None:
         self.words, self.folder = PAGES[name], folder_of(options)
         self.quick: bool = options.quick
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._name, self._start = name, time.perf_counter()
-        self._console = Console()
+        self._start, self._console = time.perf_counter(), Console()
         if not self._console.is_terminal:
             self._console.width = 120
-        title, found = self.words["title"], {"tables": [], "criteria": [], "data": {}}
-        known = {"name": name, "title": title, "quick": self.quick}
-        self._found: dict[str, Any] = {**known, "machine": machine(), **found}
-        self._page = [f"# {title}", self.words["about"].format(**values).strip()]
-        self._console.rule(title)
+        about = self.words["about"].format(**values).strip()
+        known = {"name": name, "title": self.words["title"], "quick": self.quick}
+        empty = {key: [] for key in ("texts", "tables", "pictures", "findings")}
+        known |= {"machine": machine(), "about": about}
+        self._found: dict[str, Any] = {**known, **empty, "data": {}}
+        self._console.rule(self.words["title"])
 
     def text(self, key: str, **values: Any) -> None:
         """Add a paragraph."""
         paragraph = self.words["texts"][key].format(**values)
         self._console.print(paragraph, markup=False)
-        self._page.append(paragraph)
+        self._found["texts"].append(paragraph)
 
     def table(self, key: str, rows: Iterable[Sequence[Any]], **values: Any) -> None:
         """Add a table, its cells as they shall show."""
@@ -245,26 +247,17 @@ class Report:
         self._console.print(shown)
         kept = {"title": title, "columns": columns, "rows": rows}
         self._found["tables"].append(kept)
-        aligned = ["---", *["---:"] * (len(columns) - 1)]
-        lines = [columns, aligned, *(map(_cell, row) for row in rows)]
-        self._page += [f"## {title}", "\n".join(map(_row, lines))]
 
-    def criterion(
-        self, key: str, met: bool, found: str, why_not: str = "", **values: Any
-    ) -> None:
-        """Print one criterion as met or not, with what was found, and why it is not."""
+    def criterion(self, key: str, met: bool, found: str, *_: str, **values) -> None:
+        """Add a line of what was looked for and what was found; `met` is not shown."""
         what = self.words["criteria"][key].format(**values)
-        one = {"criterion": what, "met": bool(met), "found": found}
-        self._found["criteria"].append({**one, "why_not": "" if met else why_not})
-        word = "met:" if met else "NOT met:"
-        self._console.print(
-            word, f"{what}: {found}. {why_not * (not met)}", markup=False
-        )
+        self._console.print(f"{what}: {found}", markup=False)
+        self._found["findings"].append([what, found])
 
     def nowhere(
         self, key: str, found: Sequence[str], else_: str, **values: Any
     ) -> None:
-        """A criterion that is met where nothing was found against it."""
+        """The same, of exceptions; without one it says the last."""
         self.criterion(key, not found, ", ".join(found) or else_, **values)
 
     def data(self, **named: Any) -> None:
@@ -273,34 +266,56 @@ class Report:
 
     def picture(self, panels: Any, key: str = "", columns: int = 0, **values) -> None:
         """Write a picture beside the page, and show it there."""
-        file = f"{self._name}{'_' if key else ''}{key}.png"
+        file = f"{self._found['name']}{'_' if key else ''}{key}.png"
         caption = self.words["pictures"][key or "picture"].format(**values)
         with warnings.catch_warnings():
             # The best place for a legend takes a second to find on a busy machine.
             warnings.filterwarnings("ignore", "Creating legend", UserWarning)
             figure_of(panels, columns).savefig(self.folder / file, dpi=110)
-        self._page.append(f"![{caption}]({file})\n\n*{caption}*")
+        self._found["pictures"].append([file, caption])
 
     def save(self) -> None:
         """Write the files, and say where."""
-        found, page, where = self._found, self._page, self._found["machine"]
+        found, name = self._found, self._found["name"]
         found["seconds"] = round(time.perf_counter() - self._start, 1)
-        page[2:2] = ["## Criteria", _criteria(self._name, found["criteria"])]
-        versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
-        page += [
-            "## Where it was measured",
-            f"{where['device']}; {where['processor']}, {where['cores']} cores; "
-            f"{versions}. {found['seconds']:.0f} seconds in all."
-            + " A short run, which shows only that it runs."
-            * found["quick"],
-        ]
-        (self.folder / f"{self._name}.md").write_text("\n\n".join(page) + "\n")
         lines = [
             f"{json.dumps(k)}: {json.dumps(_rounded(v))}" for k, v in found.items()
         ]
         text = "{\n" + ",\n".join(lines) + "\n}\n"
-        (self.folder / f"{self._name}.json").write_text(text)
-        print(f"{found['seconds']:.0f} s; wrote {self._name}.* into {self.folder}")
+        (self.folder / f"{name}.json").write_text(text)
+        (self.folder / f"{name}.md").write_text(page_of(json.loads(text)))
+        print(f"{found['seconds']:.0f} s; wrote {name}.* into {self.folder}")
+
+
+def page_of(found: Mapping[str, Any]) -> str:
+    """The page of a JSON file, in Markdown: what follows, picture and table first."""
+    words, where = PAGES[found["name"]], found["machine"]
+    page = [f"# {words['title']}"]
+    if found["quick"]:
+        page += [
+            "A short run, which shows only that it runs; the words are the full run's."
+        ]
+    page += [words["did"].strip(), f"**{words['follows'].strip()}**"]
+    pictures = [
+        f"[![{says}]({at})]({at})\n\n*{says}*" for at, says in found["pictures"]
+    ]
+    tables = [f"## {of['title']}\n\n{_table(**of)}" for of in found["tables"]]
+    page += [*pictures[:1], *tables[:1]]
+    if "claims" in words:
+        claims = _table(["published", "here"], words["claims"])
+        page += ["## What others published", claims]
+    page += [*tables[1:], *pictures[1:]]
+    if found["findings"]:
+        page += ["## Looked for, and found", _table(["", ""], found["findings"])]
+    versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
+    page += [
+        "## How it was done",
+        found["about"],
+        *found["texts"],
+        f"Measured on {where['device']}; {where['processor']}, {where['cores']} cores; "
+        f"{versions}. {found['seconds']:.0f} seconds in all.",
+    ]
+    return "\n\n".join(page) + "\n"
 
 
 def reproduce(
@@ -341,43 +356,29 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _criteria(name: str, criteria: Iterable[Mapping[str, Any]]) -> str:
-    """A table of them, in Markdown, with what is to be thought of those not met."""
-    lines = ["| criterion | | found |", "|---|---|---|"]
-    for one in criteria:
-        what, found, word = one["criterion"], [one["found"], one["why_not"]], "met"
-        if not one["met"]:
-            judged = PAGES[name].get("judged", ())
-            those = [j for j in judged if any(part in what for part in j["of"])]
-            word = f"**not met**: {those[0]['verdict'] if those else 'not judged'}"
-            found += [j["why"] for j in those[:1]]
-        found = ". ".join(part.rstrip(".") for part in found if part)
-        lines.append(_row([what, word, found]))
-    return "\n".join(lines)
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = ""
+) -> str:
+    """A table in Markdown; its title is for the page."""
+    aligned = ["---", *["---:"] * (len(columns) - 1)]
+    if columns[1] in ("", "here"):  # words, no numbers
+        aligned = ["---"] * len(columns)
+    return "\n".join(map(_row, [columns, aligned, *(map(_cell, row) for row in rows)]))
 
 
 def summarise(folder: Path) -> str:
-    """A page in Markdown: the numbers that matter, what is met, and what is not."""
-    paths = sorted(folder.glob("*.json"))
-    pages = {path.stem: json.loads(path.read_text()) for path in paths}
-    links = {name: f"[{of['title']}]({name}.md)" for name, of in pages.items()}
-    every = [one for found in pages.values() for one in found["criteria"]]
-    rows = [("what", "found", "page"), ["---"] * 3]
-    for one in PAGES["numbers"]:
-        of_page = pages.get(one["page"], {"criteria": ()})["criteria"]
-        found = [c["found"] for c in of_page if c["criterion"].startswith(one["of"])]
-        rows += [(one["what"], f, links[one["page"]]) for f in found]
-    text = ["# Measured", PAGES["summary"].strip(), "\n".join(map(_row, rows))]
-    for met, word in ((True, "met"), (False, "not met")):
-        number = sum(one["met"] == met for one in every)
-        text.append(f"## {number} {word} of {len(every)} criteria")
-        for name, found in pages.items():
-            if some := [one for one in found["criteria"] if one["met"] == met]:
-                text += [f"### {links[name]}", _criteria(name, some)]
-    return "\n\n".join(text) + "\n"
+    """A page in Markdown: what follows from each page, in the order of `pages.toml`."""
+    rows = [
+        (f"[{of['title']}]({name}.md)", " ".join(of["follows"].split()))
+        for name, of in PAGES.items()
+        if (folder / f"{name}.json").exists()
+    ]
+    return f"# Measured\n\n{SUMMARY}\n\n{_table(['page', 'here'], rows)}\n"
 
 
 if __name__ == "__main__":
     folder = folder_of(arguments(__doc__).parse_args())
+    for path in folder.glob("*.json"):
+        path.with_suffix(".md").write_text(page_of(json.loads(path.read_text())))
     (folder / "README.md").write_text(summarise(folder))
-    print(f"wrote {folder / 'README.md'}")
+    print(f"wrote the pages in {folder}")

@@ -105,30 +105,6 @@ def against_commits(commits, curves):
     return np.stack([np.interp(over, *pair) for pair in flat]).reshape(curves.shape)
 
 
-def judge(page, workers, periods, train, test):
-    """The criteria; the arrays are those of commits in random order."""
-    few, many = workers[0], workers[-1]
-    gaps = test[:, :, AGN, :, -1] - test[:, :, AEASGD, :, -1]
-    for period, gap in zip(periods, np.swapaxes(gaps, 0, 1), strict=True):
-        if period > 20:  # Short runs undertrain with AGN, whose commits are / lambda.
-            continue
-        means, each_n = gap.mean(-1), [percent(of_n, 2) for of_n in gap]
-        found = f"points: {listed(workers, each_n, '{1} at n = {0}')}"
-        met = means[-1] >= 0.01 and all(np.diff(means) > 0)
-        page.criterion("ahead", met, found, period=period, many=many)
-    falls = train[0, 0, :, :, -1] - train[-1, 0, :, :, -1]
-    met = falls[AEASGD].mean() >= 0.02 and falls[AGN].mean() < 0.01
-    found = f"points: AEASGD {percent(falls[AEASGD], 2)}, AGN {percent(falls[AGN], 2)}"
-    page.criterion("falls", met, found, period=periods[0], few=few, many=many)
-    of_train, of_test = (
-        areas_of(curves[-1, -1, DOWNPOUR]) / areas_of(curves[-1, -1, AGN])
-        for curves in (train, test)
-    )
-    found = f"train {of_seeds(of_train, '.3f')}, test {of_seeds(of_test, '.3f')}"
-    met = max(of_train.mean(), of_test.mean()) < 0.9
-    page.criterion("area", met, found, period=periods[-1], many=many)
-
-
 def tabulate_accuracies(page, workers, periods, batches, both):
     """Accuracies at the end: [order, n, period, train or test, method, seed, point]."""
     last = both[..., -1]
@@ -188,7 +164,6 @@ def study(page, sizes):
         title = f"n = {workers[w]}, lambda = {periods[p]}"
         curves.append(Panel(x, unit, lines, title, ylim=(50, 100)))
     page.picture(ends, columns=len(periods))
-    judge(page, workers, periods, train[0], test[0])
     tabulate_accuracies(page, workers, periods, batches, np.stack([train, test], 3))
     tabulate_efficiencies(page, workers, periods, commits[0], train[0], test[0])
     page.picture(curves, "curves", len(periods))

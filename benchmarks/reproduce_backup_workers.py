@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import LABELS, TEST, accuracy_of, initial, loss_of
-from report import Line, Panel, grid, listed, of_seeds, reproduce
+from report import Line, Panel, grid, of_seeds, reproduce
 
 import optx_sync as oxs
 
@@ -74,14 +74,7 @@ def step_times(page, draws, seeds):
         return of_b.mean(1), carried, (of_b > without).sum()
 
     means, carried, longer = grid("drawing times", one, (LAWS, range(seeds)))
-    of = f"{longer.sum():.0f} of {longer.size * ALL * draws:,} draws, b = 0 to 20"
-    page.criterion("longer", not longer.any(), f"longer in {of}")
-    gains = means[:, :, 0] / means[:, :, 4]
-    kept_on = means[:, :, 0] / carried[:, :, SHOWN.index(4)]
-    pairs = zip(map(shown, gains), map(shown, kept_on), strict=True)
-    both = [f"{a}, or {b} if late machines end their batch" for a, b in pairs]
-    faster = bool((gains.mean(1) >= 1.25).all())
-    page.criterion("faster", faster, listed(LAWS, both, "{} {}"))
+    page.text("longer", longer=f"{longer.sum():.0f}", of=longer.size * ALL * draws)
     rows = []
     for (i, law), (k, b) in product(enumerate(LAWS), enumerate(SHOWN)):
         seconds = means[i, :, b]
@@ -149,34 +142,22 @@ def training(page, seeds, spares, updates, target):
 
     # [law, b, seed, validation or test, time or count, rate]
     found, wrong = grid("training", one, (LAWS, spares, range(seeds)))
-    of = f"{wrong.sum()} of {wrong.size * updates * MACHINES:,} gradients"
-    page.criterion("first", not wrong.any(), f"{of} otherwise")
+    page.text("first", wrong=wrong.sum(), of=wrong.size * updates * MACHINES)
     validation, test = np.moveaxis(found, (3, 4), (0, 1))
     best = validation[0].mean(2).argmin(-1)  # one rate for all seeds
     on_test = np.take_along_axis(test, best[None, :, :, None, None], -1)[..., 0]
     return *on_test, np.asarray(RATES)[best]
 
 
-def judge_training(page, spares, target, times, counts, rates):
-    """The optimum in b, and the table."""
-    middle = times.mean(-1)
-    best = middle.argmin(1)
-    found, rows = [], []
+def show_training(page, spares, target, times, counts, rates):
+    """The table of times to the target."""
+    rows = []
     for i, law in enumerate(LAWS):
-        least = times[i, best[i]]
-        ends = [f"{middle[i, k]:.0f} at b = {spares[k]}" for k in (0, -1)]
-        won = int((least < np.minimum(times[i, 0], times[i, -1])).sum())
-        ends.append(f"less than at both ends in {won} of {least.size} seeds")
-        at = f"{law} {shown(least, 0)} at b = {spares[best[i]]}"
-        found.append(f"{at}, {', '.join(ends)}")
         for k, b in enumerate(spares):
             with np.errstate(invalid="ignore"):  # where neither is reached
                 gain = times[i, 0] / times[i, k]
             of = shown(counts[i, k], 0), shown(times[i, k], 0), shown(gain)
             rows.append([law, b, str(rates[i, k]), *of])
-    between = bool(((best > 0) & (best < len(spares) - 1)).all())
-    found = f"simulated seconds: {'; '.join(found)}"
-    page.criterion("between", between, found, target=target)
     page.table("training", rows, target=target)
 
 
@@ -191,7 +172,7 @@ def study(page, sizes):
     page.text("seeds", **sizes)
     means, carried = step_times(page, sizes["draws"], seeds)
     times, counts, rates = training(page, seeds, spares, sizes["updates"], target)
-    judge_training(page, spares, target, times, counts, rates)
+    show_training(page, spares, target, times, counts, rates)
     b, x = f"b, spare ones of {MACHINES} simulated machines", np.arange(ALL)
     seconds = of_laws(x, means, "-")
     seconds += of_laws(SHOWN, carried, "o:", "{}, late ones end")

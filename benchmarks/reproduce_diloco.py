@@ -15,7 +15,6 @@ from report import Line, each, of_seeds, processes
 
 import optx_sync as oxs
 
-ENOUGH_ROUNDS = 50  # fewer are over before an outer momentum of 0.9 pays
 SYNC, ONE = "data parallel", "1 worker"
 MILDER = "DiLoCo 1.0/0.5"  # with another outer optimizer
 FULL = {"steps": 5000, "evaluations": 50, "periods": (10, 50, 100), "seeds": 4}
@@ -91,44 +90,6 @@ def picture(page, studies, sent, settings):
     characters.picture(page, settings, shown, look_of, (low, high), ends)
 
 
-def judge(page, settings, studies, bytes_of):
-    """Print each criterion as met or not."""
-
-    def compare(key, period, other, allowed, rounds=0):
-        """DiLoCo with another method; if it is no better, what else was tried."""
-        diloco, milder = (studies[f"{n}, H={period}"] for n in ("DiLoCo", MILDER))
-        beside = studies[other]
-        worse, found = percent(diloco["iid"], beside["iid"])
-        because = (
-            "With the milder outer optimizer it is "
-            f"{percent(milder['iid'], beside['iid'])[1]}. With the learning "
-            f"rate {COMMON_RATE} for both it is "
-            f"{percent(diloco['common'], beside['common'])[1]}; "
-            f"{diloco['rate']:g} and {beside['rate']:g} were chosen."
-        )
-        where = {"period": period, "allowed": allowed, "rounds": rounds}
-        page.criterion(key, worse < allowed, found, because, **where)
-
-    for period, allowed in ((10, 1), (50, 3)):
-        if period in settings["periods"]:
-            compare("data parallel", period, SYNC, allowed)
-    for period in settings["periods"]:
-        diloco = studies[f"DiLoCo, H={period}"]
-        if diloco["rounds"] >= ENOUGH_ROUNDS:
-            other = f"averaging, H={period}"
-            compare("averaging", period, other, 0, diloco["rounds"])
-        worse, found = percent(diloco["non-iid"], diloco["iid"])
-        page.criterion("non-iid", worse <= 2, found, period=period)
-    steps, (in_step, in_round) = settings["steps"], bytes_of[SYNC]
-    exact = in_round == 0
-    for name, (_, period, _) in methods(settings["periods"]).items():
-        if period:
-            total = np.dot(bytes_of[name], (steps, studies[name]["rounds"]))
-            exact &= bool(period * total == in_step * steps)
-    found = f"{in_step:,} in every step, as many in a round inside of a conditional"
-    page.criterion("bytes", exact, found)
-
-
 def study(page, settings):
     """Train everything, a core a program, and write down what was found."""
     steps, periods = settings["steps"], settings["periods"]
@@ -150,12 +111,20 @@ def study(page, settings):
         of_rate = (f"{tried[r]:.3f}" if r in tried else "" for r in rates)
         sweeps.append((name, *of_rate, of_seeds(found["common"], ".3f")))
     page.table("losses", losses)
-    judge(page, settings, studies, bytes_of)
+    for period in periods:
+        of = {n: studies[f"{n}, H={period}"] for n in ("DiLoCo", MILDER, "averaging")}
+        own, (milder, mean) = of["DiLoCo"], (of[n] for n in (MILDER, "averaging"))
+        pairs = {
+            "averaging": (own["iid"], mean["iid"]),
+            "milder": (milder["iid"], mean["iid"]),
+        }
+        pairs |= {
+            "common": (own["common"], mean["common"]),
+            "parts": (own["non-iid"], own["iid"]),
+        }
+        over = {what: percent(*pair)[1] for what, pair in pairs.items()}
+        page.text("beside", period=period, rate=COMMON_RATE, **over)
     page.table("rates", sweeps, rates=" | ".join(f"{r:g}" for r in rates))
-    often, rare = periods[0], periods[-1]
-    ends = (studies[f"DiLoCo, H={period}"]["iid"] for period in (rare, often))
-    cost = of_seeds(100 * np.expm1(np.subtract(*ends)), "+.2f", " %")
-    page.text("published", often=often, rare=rare, times=rare // often, cost=cost)
     page.data(**characters.about(), settings=settings, studies=studies, bytes=bytes_of)
     picture(page, studies, sent, settings)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import DOWNPOUR, LABELS, TEST, accuracy_of, loss_of
-from report import Line, Panel, grid, listed, reproduce, threads
+from report import Line, Panel, grid, reproduce, threads
 
 import optx_sync as oxs
 
@@ -159,49 +159,6 @@ def tables(page, found, numbers, periods, rates):
     page.data(rates=rates, test=test, validation=validation)
 
 
-def criteria(page, found, numbers, periods, rates):
-    """What the paper found, as conditions on the numbers."""
-    errors = found.errors.mean(-1).astype(float)
-    error = {name: errors[:, m] for m, name in enumerate(METHODS)}  # [p, tau]
-
-    def shown(values, unit):
-        return listed(numbers, values, f"p = {{}}: {{:.2f}} {unit}")
-
-    for k, factor in ((-2, 2), (-1, 5)):
-        grown = error["DOWNPOUR"][:, k] / error["DOWNPOUR"][:, 0]
-        where = {"period": periods[k], "factor": factor}
-        page.criterion("longer", min(grown) >= factor, shown(grown, "times"), **where)
-    if {4, 16} <= set(numbers):
-        for name, least, most in (("DOWNPOUR", 30, np.inf), ("EASGD", 0, 3)):
-            of_name = found.stable[:, METHODS.index(name)]
-            far = of_name[numbers.index(4), periods.index(1)]
-            near = of_name[numbers.index(16), periods.index(16)]
-            fall = far / near if near else np.inf
-            bound = f"at least {least}" if least else f"at most {most}"
-            met = least * 0.999 <= fall <= most * 1.001
-            said = f"from {far:g} to {near:g}, {fall:.3g} times"
-            page.criterion("fall", met, said, name=name, bound=bound)
-    # Rounded, as errors are multiples of one image and may lie on a bound.
-    grown = np.round(error["EAMSGD"][:, -1] - error["EAMSGD"][:, 0], 4)
-    met = max(grown) <= 0.5
-    page.criterion("EAMSGD", met, shown(grown, "points"), long=periods[-1])
-    behind = np.round(error["EAMSGD"] - errors.min(1), 4)
-    cells = zip(product(numbers, periods), behind.flat, strict=True)
-    far = [f"p = {p}, tau = {t}: {x:.2f}" for (p, t), x in cells if x > 0.5]
-    said = f"at most {behind.max():.2f} points behind"
-    said += f" ({'; '.join(far)})" if far else ""
-    page.criterion("best", not far, said, cells=behind.size)
-    spreads = np.round(np.ptp(error["EASGD"], axis=1), 4)
-    page.criterion("EASGD", max(spreads) <= 0.6, shown(spreads, "points"))
-    at_edges = sorted(
-        (METHODS[m], numbers[i], periods[j], rates[best])
-        for (i, m, j), best in np.ndenumerate(found.rates)
-        if METHODS[m] != "EAMSGD" and best in (0, len(rates) - 1)
-    )
-    edges = [f"{m}, p = {p}, tau = {tau}: {rate:g}" for m, p, tau, rate in at_edges]
-    page.nowhere("edges", edges, f"all within {rates[0]:g} ... {rates[-1]:g}")
-
-
 def study(page, settings):
     """Train, print, draw."""
     numbers, periods, rates = (settings[k] for k in ("numbers", "periods", "rates"))
@@ -209,7 +166,6 @@ def study(page, settings):
     page.text("settings", **{**settings, "rates": shown})
     found = find(**settings)
     tables(page, found, numbers, periods, rates)
-    criteria(page, found, numbers, periods, rates)
     unit, panels = "test error of the center, %", []
     for p, of in zip(numbers, found.errors, strict=True):
         lines = [Line(m, periods, y.T) for m, y in zip(METHODS, of, strict=True)]

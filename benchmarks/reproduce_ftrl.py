@@ -179,24 +179,6 @@ def compare(page, curves, best_global):
     published = page.words["published"].items()
     rows = ([*pair, here] for pair, here in zip(published, found, strict=True))
     page.table("published", rows)
-    page.text("published")
-    at = L1.index(0.25)
-    (_, near, many), (_, far, few) = middle["FTRL"][at - 1 : at + 1]
-    worth = np.log(many / few) / np.log(far / near)
-    ours, its = (curves[name][:, at, 1] for name in ("FTRL", "RDA"))
-    because = (
-        "It hangs on the order of the lines, most of all where few weights are zero: "
-        f"both with l1 = 0.25, RDA's AucLoss differs from FTRL's by "
-        f"{shown(list(100 * (its / ours - 1)), 1)}, and there 1 % of AucLoss is worth "
-        f"{worth:.0f} % of the weights."
-    )
-    by_rda, by_fobos, counted, by_gain = found
-    page.criterion("count", min(map(np.median, count.values())) >= 80, counted)
-    page.criterion("fobos", bool(np.median(fobos[0.25]) >= 15), by_fobos)
-    met = all(0 <= np.median(more) <= 8 for more in rda.values())
-    page.criterion("rda", met, by_rda, because)
-    met = bool(np.median(gains) <= -8)
-    page.criterion("rates", met, f"{by_gain}, without l1")
     page.data(curves=curves, fobos=fobos[0.25], rda=rda, ogd_count=count, gains=gains)
     lines = [Line(name, of.T[2], of.T[1]) for name, of in middle.items()]
     _, losses, sizes = best_global.T

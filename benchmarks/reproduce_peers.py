@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from digits import BATCH, PARTS, WORKERS, curves, initial, loss_of, panels_of, train_all
-from report import listed, of_seeds, percent, reproduce
+from report import of_seeds, percent, reproduce
 from training import AXIS, collectives_of, on_a_ring
 
 import optx_sync as oxs
@@ -44,7 +44,6 @@ METHODS = {
     ),
     "noloco": Method(oxs.noloco(SGD, AXIS, communication_period=EVERY), EVERY, PAIRS),
 }
-GRAPHS = ("ring", "exponential", "random_pairs")
 
 
 def bytes_of_round(method: Method) -> float:
@@ -54,27 +53,6 @@ def bytes_of_round(method: Method) -> float:
     # The program holds a branch for each round of the graph.
     rounds = len(method.graph.rounds(WORKERS)) if method.graph else 1
     return on_a_ring(found, WORKERS) / rounds
-
-
-def judge(page, last, parts):
-    """The criteria; `last(name, by_label)` is what is at the end: [3, seed]."""
-    behind = [100 * (last("all-reduce")[0] - last(n)[0]).mean() for n in GRAPHS]
-    said = listed(GRAPHS, behind, "{} {:+.2f} points")
-    page.criterion("as good", max(behind) <= 0.6, said)
-    apart = {n: last(n, True)[2].mean() for n in GRAPHS}
-    said = listed(apart, apart.values(), "{} {:.3f}")
-    page.criterion("apart", apart["exponential"] < apart["ring"], said)
-    shown = {n: parts[n] for n in (*GRAPHS, "noloco", "all-reduce")}
-    exact = parts["exponential"] == parts["noloco"] == parts["random_pairs"] == 1
-    said = listed(shown, shown.values(), "{} {:.3f}")
-    page.criterion("bytes", exact and parts["ring"] == 2, said)
-    close = 100 * (last("diloco")[0] - last("noloco")[0]).mean()
-    page.criterion("noloco", abs(close) <= 1, f"{close:.2f} points behind DiLoCo")
-    mean, single, _ = last("noloco", True)
-    lost = 100 * (mean - single).mean()
-    behind_center = 100 * (last("diloco", True)[0] - mean).mean()
-    said = f"by {lost:.1f} points, and by {behind_center:.1f}"
-    page.criterion("single", min(lost, behind_center) > 0, said)
 
 
 def study(page, settings):
@@ -92,10 +70,6 @@ def study(page, settings):
         rows.append([f"{name}, {PARTS[by_label]}", every, *cells, part])
     page.table("accuracy", rows)
 
-    def last(name, by_label=False):
-        return found[name, by_label][:, -1].T
-
-    judge(page, last, {name: of / size for name, of in sent.items()})
     names = [name for name in METHODS if name != "nobody"]
     single, apart = (
         panels_of(found, steps, place, what, names)

@@ -54,18 +54,11 @@ def study(page, settings):
         cells = tried[name][1], percent(curve[:, -1]), ahead
         rows.append([f"{name}, {PARTS[by_label]}", *cells])
     page.table("accuracy", rows, base=BASE)
-    fewer = f"{tried[grows][1]} instead of {tried[often][1]} rounds"
-    for key, other, by_label in (
-        ("often", often, False),
-        ("same", same, False),
-        ("sorted", same, True),
-    ):
+    for other, by_label in ((often, False), (same, False), (same, True)):
         points = over(grows, other, by_label)
         error = points.std(ddof=1) / len(points) ** 0.5
-        said = f"{points.mean():+.2f} points in the mean, standard error {error:.2f}"
-        said = f"{fewer}, {said}" if key == "often" else said
-        met = points.mean() >= 0 and tried[grows][1] < tried[often][1]
-        page.criterion(key, met, said, other=other)
+        beside = {"other": other, "mean": points.mean(), "error": error}
+        page.text("beside", parts=PARTS[by_label], **beside)
     page.picture(panels_of(found, steps, 0, "accuracy of the mean", tried))
     page.data(accuracy={f"{n}, {b}": of for (n, b), of in accuracy.items()})
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from by_hand import update
 from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
-from report import Line, Panel, listed, percent, reproduce
+from report import Line, Panel, percent, reproduce
 from training import AXIS, workers_step
 
 import optx_sync as oxs
@@ -79,27 +79,6 @@ def study(page, settings):
         kinds = of[:, NONE].max(1), of[:, ONE, 0], of[:, ONE, 1:].max(1)
         rows.append([name, *map(percent, (*kinds, of[:, SPIKE, 0]))])
     page.table("outliers", rows)
-    robust = [name for name in rules if name != "mean"]
-    points = {cell: 100 * accuracy.mean(0) for cell, accuracy in found.items()}
-
-    def said(values):
-        return listed(robust, values, "{} {:.1f}")
-
-    of_mean = points["mean", False]
-    one, spike = of_mean[[ONE, SPIKE]]
-    page.criterion("mean", max(one, spike) < 25, f"{one:.1f} and {spike:.1f} %")
-    worst = [min(points[name, False][[ONE, SPIKE]]) for name in robust]
-    lost = [points[n, False][NONE] - w for n, w in zip(robust, worst, strict=True)]
-    page.criterion("stands", max(lost) <= 2, f"points lost: {said(lost)}")
-    cost = [of_mean[NONE] - points[n, False][NONE] for n in robust]
-    page.criterion("free", max(cost) <= 1, f"points lost: {said(cost)}")
-    price = [points["mean", True][NONE] - points[n, True][NONE] for n in robust]
-    priced = dict(zip(robust, price, strict=True))
-    page.criterion("norm", priced['clipped("median")'] <= 1.5, f"lost: {said(price)}")
-    page.criterion("coordinate", priced["median()"] >= 10, f"lost: {said(price)}")
-    named = [name for name in counts if name != "sign_majority()"]
-    spikes = [100 * counted[name][:, SPIKE, 0].min() for name in named]
-    page.criterion("found", min(spikes) == 100, f"in {min(spikes):.1f} % at least")
     panels, many = [], "replicas of 8 that send -10 g"
     for by_label, title in PARTS.items():
         lines = [Line(n, (0, 1, 2), found[n, by_label][:, :3]) for n in rules[:6]]

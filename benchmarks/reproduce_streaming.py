@@ -8,7 +8,6 @@ import functools
 from typing import Any, NamedTuple
 
 import characters
-import jax
 import numpy as np
 import optax
 from report import each, of_seeds, processes
@@ -22,16 +21,16 @@ FULL["kinds"], SHORT["kinds"] = KINDS, ("streaming", "in line")
 
 
 class Variant(NamedTuple):
-    """Keywords of `oxs.diloco`, what it is compared with, and by which criterion."""
+    """Keywords of `oxs.diloco`, what it is compared with, and its kind."""
 
     period: int
     keywords: dict[str, Any]
     other: str
-    criterion: str = ""
+    kind: str = ""
 
 
 def variants(often, rare, kinds):
-    """By name those of some criteria, with what they are compared with."""
+    """By name those of some kinds, with what they are compared with."""
     half_way, mean = {"delay": 1, "keep_local": 0.5}, {"outer": optax.sgd(1.0)}
     parts = {"fragments": PARTS}
     streaming, in_line = {**parts, **half_way}, {"fragments": often, **half_way}
@@ -53,8 +52,8 @@ def variants(often, rare, kinds):
             often, in_line | mean, means_soon, "mean in line"
         ),
     }
-    others = {of.other for of in every.values() if of.criterion in kinds}
-    return {n: of for n, of in every.items() if of.criterion in kinds or n in others}
+    others = {of.other for of in every.values() if of.kind in kinds}
+    return {n: of for n, of in every.items() if of.kind in kinds or n in others}
 
 
 def study_of(name, steps, evaluations, seeds, **which):
@@ -82,34 +81,18 @@ def look_of(name):
 def study(page, settings):
     """Train all variants, a core a program, and read what they send."""
     every = variants(*(settings[key] for key in ("often", "rare", "kinds")))
-    named = {of.criterion: name for name, of in every.items()}
     of_name = functools.partial(study_of, **settings)
     studies = each("Training", of_name, every, processes(page.quick))
     loss = {name: of["test"] for name, of in studies.items()}
     sent = {name: sent_by(*variant) for name, variant in every.items()}
     rows = []
-    for name, (period, _, other, key) in every.items():
+    for name, (_, _, other, key) in every.items():
         mean, most, _ = sent[name]
-        worse, text = characters.percent(loss[name], loss[other])
+        text = characters.percent(loss[name], loss[other])[1]
         found, rounds = of_seeds(loss[name], ".3f"), studies[name]["rounds"]
         beside = text if key else ""
         rows.append((name, found, beside, rounds, round(mean), most))
-        if key == "late":
-            page.criterion(key, not np.isfinite(worse) or worse >= 2, text)
-        elif key:
-            page.criterion(key, worse <= 0.5, text, period=period)
     page.table("losses", rows)
-    leaves = jax.tree.leaves(characters.initial(0))
-    whole = sum(leaf.nbytes for leaf in leaves)
-    row = 4 * max(leaf.shape[-1] for leaf in leaves)
-    mean, most, _ = sent[named["streaming"]]
-    exact = mean * settings["rare"] == whole and most <= whole / PARTS + row
-    at_once, *_ = sent[every[named["streaming"]].other]
-    text = f"{mean:,.0f} of {at_once:,.0f} in the mean, {most:,} at most"
-    page.criterion("bytes", exact, text, parts=PARTS)
-    _, most, alone = sent[named["in line"]]
-    exact = alone and most <= whole / settings["often"] + row
-    page.criterion("no conditional", exact, f"{most:,} bytes in each step")
     low = min(np.nanmin(of["curve"]) for of in studies.values())
     ylim = low - 0.1, low + 1.5
     characters.picture(page, settings, studies, look_of, ylim)

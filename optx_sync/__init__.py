@@ -58,6 +58,7 @@ from optx_sync.placement.resize import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
+    from optx_sync import elastic as elastic
     from optx_sync import flax as flax
     from optx_sync import optimizers as optimizers
     from optx_sync import runtime as runtime
@@ -72,8 +73,8 @@ if TYPE_CHECKING:
     from optx_sync.peers.gossip import noloco as noloco
 
 # Imported when they are asked for: modules that a program may not need, of which
-# `flax` and `runtime` need a library that may not be installed.
-_MODULES = ("audit", "flax", "optimizers", "runtime", "simulate")
+# `elastic`, `flax` and `runtime` need a library that may not be installed.
+_MODULES = ("audit", "elastic", "flax", "optimizers", "runtime", "simulate")
 _ELSEWHERE = {
     "Workers": "optx_sync.front.workers",
     "delayed_nesterov": "optx_sync.outer.delayed_nesterov",
@@ -102,6 +103,7 @@ __all__ = [
     "diloco",
     "diloco_rule",
     "due",
+    "elastic",
     "elastic_average",
     "elastic_rule",
     "exchange",

@@ -11,6 +11,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
     check_axis_name,
@@ -173,6 +174,9 @@ def norm_axes(
     """
     if shard_axes is not None:
         return check_axis_name(shard_axes) if shard_axes else ()
+    inside = shards.axes_inside()
+    if inside:
+        return inside
     unclear = axes_of_shards(tree, axis_name)
     if unclear:
         raise ValueError(

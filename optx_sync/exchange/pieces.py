@@ -88,7 +88,8 @@ def scatter(
     """The mean over the replicas of this replica's piece, cut as `cut` does it.
 
     The arrays of one dtype that fill a bucket travel in one reduce-scatter, half of an
-    all-reduce; those that are half precision in float32. `weight` and `dtype` are those of `reduce`.
+    all-reduce; those that are half precision in float32. `weight` and `dtype` are those
+    of `reduce`.
     """
     divisor = replicas = axis_size(axis_name)
     require_local(tree, axis_name)

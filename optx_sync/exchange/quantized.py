@@ -46,8 +46,8 @@ def quantized(
     and at the piece that i owns `lost` has besides what the second coding loses, times
     the sum of the weights.
 
-    All replicas decode the same bits, so their means are equal. All leaves of a
-    bucket travel in two collectives, codes, scales and weights together as bytes: per replica
+    All replicas decode the same bits, so their means are equal. All leaves of a bucket
+    travel in two collectives, codes, scales and weights together as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D of an all-reduce of float32. The
     blocks of small trees are shorter, so that little is padding.
 
@@ -67,9 +67,9 @@ def quantized(
 
     Raises:
         ValueError: `bits` is neither 8 nor 4, `block` or `bucket_bytes` is below 1; at
-            the call, a leaf
-            that is row-sparse or does not vary over the axis.
-        TypeError: `block` or `bucket_bytes` is no integer; at the call, a leaf that is not floating.
+            the call, a leaf that is row-sparse or does not vary over the axis.
+        TypeError: `block` or `bucket_bytes` is no integer; at the call, a leaf that is
+            not floating.
 
     Example:
         >>> import jax, jax.numpy as jnp

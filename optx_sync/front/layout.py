@@ -17,10 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
-from optx_sync.front.held import names_of
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
-from optx_sync.trees import at_least_float32, first_worker, is_inexact, path_name
+from optx_sync.trees import (
+    at_least_float32,
+    first_worker,
+    is_inexact,
+    names_of,
+    path_name,
+)
 
 Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
 One = Literal["mean", "first"]

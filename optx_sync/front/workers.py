@@ -23,7 +23,7 @@ from optx_sync.placement import fields
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import is_key, tree_axes
 from optx_sync.placement.resize import resize_tree
-from optx_sync.trees import Tree, is_inexact, path_name
+from optx_sync.trees import Tree, is_inexact, names_of, path_name
 
 
 class Workers:
@@ -451,7 +451,7 @@ class Workers:
             )
         form, arrays = started
         saved, treedef = held.saved(manager, step)
-        names = [held.names_of(path) for path in form.paths()]
+        names = [names_of(path) for path in form.paths()]
         for name in names:
             if name not in saved:
                 raise ValueError(
@@ -555,7 +555,7 @@ def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -
     differ = [
         bool((x != placing.first(x)).any())
         for path, x in zip(form.paths(), arrays, strict=True)
-        if is_inexact(x.dtype) and held.names_of(path)[: len(start)] == start
+        if is_inexact(x.dtype) and names_of(path)[: len(start)] == start
     ]
     if differ and all(differ):
         warnings.warn(

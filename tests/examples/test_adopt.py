@@ -59,38 +59,56 @@ def test_the_page_shows_these_changes(style):
         assert sorted(x for x in block.splitlines() if x[0] in "+-") == sorted(said)
 
 
-def trained(style, name, folder, steps):
-    """What a program prints: its losses by step, and what it measures at the end."""
+# How each is called: its name, the folder of its checkpoints, and up to which step.
+RUNS = [
+    *(("plain", "plain", 20), ("replicas", "replicas", 20), ("diloco", "diloco", 20)),
+    *(("six_workers", "diloco", 31), ("pods", "pods", 20)),
+]
+TWO_LINES = ("pmap", "two_lines", "two_lines", 20)
+# One after another in one process, whose small programs compile once.
+ALL = """
+import runpy, sys
+for script, *sys.argv[1:] in {}:
+    print("====", flush=True)
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What programs print: losses by step, and what they measure at the end."""
+    folder = tmp_path_factory.mktemp("adopt")
+    runs = [*((style, *run) for style in STYLES for run in RUNS), TWO_LINES]
+    asked = [
+        [str(ADOPT / style / f"{name}.py"), str(folder / style / place), str(steps)]
+        for style, name, place, steps in runs
+    ]
     printed = scripts.run(
-        ADOPT / style / f"{name}.py",
-        *(folder, steps),
-        JAX_PLATFORMS="cpu",
-        JAX_NUM_CPU_DEVICES=8,
-        NPROC=16,
+        ALL.format(asked), JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=8, NPROC=16
     )
-    losses = re.findall(r"step (\d+): loss (\d\.\d{3})", printed)
-    end, is_good = ENDS.get(style, OTHERS)
-    (found,) = re.findall(end, printed)
-    assert is_good(float(found)), printed
-    return {int(step): float(loss) for step, loss in losses}
+    found = {}
+    for (style, name, *_), said in zip(runs, printed.split("====\n")[1:], strict=True):
+        losses = re.findall(r"step (\d+): loss (\d\.\d{3})", said)
+        end, is_good = ENDS.get(style, OTHERS)
+        (measured,) = re.findall(end, said)
+        assert is_good(float(measured)), said
+        found[style, name] = {int(step): float(loss) for step, loss in losses}
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_they_train(style, tmp_path):
+def test_they_train(style, trained):
     """Also from a checkpoint: the same program, and with six workers in its place."""
-    alone = trained(style, "plain", tmp_path / "plain", 20)
-    replicas = trained(style, "replicas", tmp_path / "replicas", 20)
+    alone, replicas = trained[style, "plain"], trained[style, "replicas"]
     assert alone.keys() == replicas.keys() == {0, 10}
     # Replicas make the update of one device, with other dropout masks.
     assert replicas[10] == pytest.approx(alone[10], rel=0.05)
-    assert trained(style, "diloco", tmp_path / "diloco", 20).keys() == {0, 10}
-    assert trained(style, "six_workers", tmp_path / "diloco", 31).keys() == {20, 30}
-    trained(style, "pods", tmp_path / "pods", 20)
+    assert trained[style, "diloco"].keys() == trained[style, "pods"].keys() == {0, 10}
+    assert trained[style, "six_workers"].keys() == {20, 30}
 
 
-def test_two_lines_train(tmp_path):
-    two, plain = (
-        trained("pmap", name, tmp_path / name, 11) for name in ("two_lines", "plain")
+def test_two_lines_train(trained):
+    assert trained["pmap", "two_lines"] == pytest.approx(
+        trained["pmap", "plain"], rel=1e-2
     )
-    assert two == pytest.approx(plain, rel=1e-2)

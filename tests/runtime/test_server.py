@@ -981,13 +981,14 @@ def test_ten_thousand_pushes_leave_nothing_behind():
     assert sizes[1] - sizes[0] < 50_000, sizes
 
 
-def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
-    """Nobody waits to see whether small pushes overflow; the next push looks."""
+def test_small_push_that_a_rule_amplifies_into_an_overflow_is_refused():
     server = Server(PARAMS, oxs.diloco_rule(optax.sgd(1e38)), num_workers=1)
     server.push(Push(0, 1, moves(0.0)))
-    server.push(Push(0, 2, moves(100.0)))
-    with pytest.raises(RuntimeError, match="amplifies too much"):
-        server.push(Push(0, 3, moves(0.0)))
+    before = server.center()
+    with pytest.raises(PushRefused, match="the center would overflow"):
+        server.push(Push(0, 2, moves(100.0)))
+    jax.tree.map(np.testing.assert_array_equal, server.center(), before)
+    server.push(Push(0, 2, moves(0.0)))
 
 
 def converse(server, client, goal, serial=0, arrays: Any = None):

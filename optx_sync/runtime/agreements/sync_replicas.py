@@ -180,6 +180,8 @@ class Updates:
                 self.accumulator, self.inner_state, self.params, self.averages = after
             else:
                 self.accumulator = self._add(self.accumulator, grads)
+                # What was sent may be overwritten once it is answered.
+                jax.block_until_ready(self.accumulator)
             self.count += 1
             self.accepted_at[worker] = self.global_step
             if completes:
