@@ -62,6 +62,7 @@ LARGE_CASES = (
     "diloco, 8 bits",
     "diloco, 4 bits with feedback",
     "diloco, top-k",
+    *MEETS,
 )
 # The public figures of an H200, as XLA writes down what it compiles for.
 H200 = """
