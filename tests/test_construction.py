@@ -106,7 +106,7 @@ others = {
     *("CenterRule", "IndexedSlices", "agn_rule", "diloco_rule", "elastic_rule"),
     *("local_sgd_rule", "qsr", "strided", "delayed_nesterov", "exchange", "graphs"),
     *("map_workers", "value_and_grad", "audit", "elastic", "optimizers"),
-    "simulate",
+    *("simulate", "next_batch_size"),
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),
