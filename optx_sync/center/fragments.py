@@ -391,7 +391,7 @@ class Buffer:
                 if not is_masked(like)
             )
         flat = [jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like]
-        joint = Joint(flat, attrgetter("dtype"))
+        joint = Joint(flat, attrgetter("dtype"), math.inf)
         held = dict(zip(self._sizes, values, strict=True))
         found = joint.cut([held[dtype] for dtype in joint.kinds])
         return treedef.unflatten(map(shaped, found, like))

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from optx_sync.comm import shards
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
@@ -107,6 +108,7 @@ class Exchange(NamedTuple):
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
             mean of this replica's piece of every array, for a state in pieces; `None`
             where the exchange cannot be halved.
+        bucket_bytes: How many bytes of a state in pieces one collective brings back.
 
     Example:
         The mean, written by hand:
@@ -133,6 +135,7 @@ class Exchange(NamedTuple):
     ) = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
+    bucket_bytes: int = BUCKET_BYTES
 
 
 def remembers(exchange: Exchange) -> bool:

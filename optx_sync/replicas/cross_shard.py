@@ -465,7 +465,8 @@ class _InPieces(NamedTuple):
         pieces = whole.as_asked(pieces, axis_size(axis_name))
         own = None if params is None else cut(params, axis_name)
         new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
-        new = gather(varying.localize(new, axis_name), like, axis_name)
+        buckets = whole.exchange.bucket_bytes
+        new = gather(varying.localize(new, axis_name), like, axis_name, buckets)
         inner = varying.vary_like(trees.cast_like(inner, state.tree), state.tree)
         return checks.fill_missing(new, params), fields.InPieces(inner)
 
