@@ -20,6 +20,7 @@ from optx_sync.forms import Form
 from optx_sync.front.held import names_of
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
+from optx_sync.placement.fields import Cut
 from optx_sync.trees import at_least_float32, first_worker, is_inexact, path_name
 
 Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
@@ -119,6 +120,12 @@ class Layout(NamedTuple):
         }
         cut = form.pick(in_pieces(form.bare(arrays)))
         for place, name in enumerate(names):
+            if cut[place] == Cut.LEAVES and shapes[place]:
+                raise ValueError(
+                    "This state has whole leaves on their owners (shard_state="
+                    "'leaves'), of which only the transformation knows how many there "
+                    "are. Cut it anew with oxs.resize(tx, params, state, n)."
+                )
             if cut[place] and shapes[place]:
                 ends = (name[start:] for start in range(len(name) + 1))
                 shapes[place] = (next(sizes[end] for end in ends if end in sizes),)
