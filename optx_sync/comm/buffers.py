@@ -135,8 +135,9 @@ def shaped(x: jax.Array, like: Like) -> jax.Array:
 
 
 def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
-    """A flat array, padded, as a piece for each of n replicas."""
-    return jnp.pad(x, (0, -x.size % n)).reshape(n, -1)
+    """A flat array, padded, as a piece for each of n replicas; of others the rows."""
+    spare = [(0, -x.shape[0] % n)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])
 
 
 def one_behind_the_other(

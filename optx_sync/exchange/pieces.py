@@ -151,7 +151,10 @@ def gather(
 
 
 def own_pieces(
-    init: Callable[[Tree], Tree], tree: Tree, axis_name: AxisName
+    init: Callable[[Tree], Tree],
+    tree: Tree,
+    axis_name: AxisName,
+    cut: Callable[[Tree, AxisName | None], Tree] = cut,
 ) -> InPieces:
     """`init` of this replica's pieces of a tree; of all of it where no axis is mapped.
 
@@ -166,7 +169,11 @@ def own_pieces(
 
 
 def check_pieces(
-    state: InPieces, init: Callable[[Tree], Tree], like: Tree, axis_name: AxisName
+    state: InPieces,
+    init: Callable[[Tree], Tree],
+    like: Tree,
+    axis_name: AxisName,
+    cut: Callable[[Tree, AxisName | None], Tree] = cut,
 ) -> None:
     """Refuse a state in pieces that are not those of this number of replicas."""
     replicas = axis_size(axis_name)

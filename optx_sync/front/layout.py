@@ -21,6 +21,7 @@ from optx_sync.forms import Form
 from optx_sync.front import held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
+from optx_sync.placement.fields import Cut
 from optx_sync.trees import (
     at_least_float32,
     first_worker,
@@ -163,6 +164,12 @@ class Layout(NamedTuple):
         }
         cut = form.pick(in_pieces(form.bare(arrays)))
         for place, name in enumerate(names):
+            if cut[place] == Cut.LEAVES and shapes[place]:
+                raise ValueError(
+                    "This state has whole leaves on their owners (shard_state="
+                    "'leaves'), of which only the transformation knows how many there "
+                    "are. Cut it anew with oxs.resize(tx, params, state, n)."
+                )
             if cut[place] and shapes[place]:
                 ends = (name[start:] for start in range(len(name) + 1))
                 shapes[place] = (next(sizes[end] for end in ends if end in sizes),)

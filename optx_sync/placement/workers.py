@@ -26,6 +26,7 @@ from optx_sync.placement.axes import (
     state_axes,
     state_specs,
 )
+from optx_sync.placement.fields import Cut
 from optx_sync.trees import Tree, check_arrays, first_worker, path_name
 
 
@@ -291,8 +292,10 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
-    def cut(x):
-        if jnp.ndim(x) > 1:  # it is stacked on levels inside of this one
+    def cut(x, how):
+        if (
+            jnp.ndim(x) > 1 and how == Cut.NUMBERS
+        ):  # it is stacked on levels inside of this one
             return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
