@@ -48,6 +48,7 @@ from optx_sync.placement.workers import state_shardings as state_shardings
 from optx_sync.metrics import averaged_params as averaged_params
 from optx_sync.metrics import center_params as center_params
 from optx_sync.metrics import metrics as metrics
+from optx_sync.fingerprints import fingerprint as fingerprint
 from optx_sync.metrics import slot as slot
 from optx_sync.metrics import slot_names as slot_names
 from optx_sync.placement.workers import replicate as replicate
@@ -109,6 +110,7 @@ __all__ = [
     "elastic_average",
     "elastic_rule",
     "exchange",
+    "fingerprint",
     "first",
     "gossip",
     "graphs",

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from typing import Annotated as Num
     from typing import Annotated as Shaped
     from typing import Annotated as UInt8
+    from typing import Annotated as UInt32
 elif "jaxtyping" in sys.modules:
-    from jaxtyping import Bool, Float, Inexact, Int32, Key, Num, Shaped, UInt8
+    from jaxtyping import Bool, Float, Inexact, Int32, Key, Num, Shaped, UInt8, UInt32
 else:
 
     class _Unchecked:
@@ -30,7 +31,7 @@ else:
         def __getitem__(self, kind_and_shape: tuple[Any, str]) -> Any:
             return kind_and_shape[0]
 
-    Bool = Float = Inexact = Int32 = Key = Num = Shaped = UInt8 = _Unchecked()
+    Bool = Float = Inexact = Int32 = Key = Num = Shaped = UInt8 = UInt32 = _Unchecked()
 
 __all__ = (
     "Array",
@@ -42,4 +43,5 @@ __all__ = (
     "Num",
     "Shaped",
     "UInt8",
+    "UInt32",
 )

@@ -15,7 +15,7 @@ A sum is the mean times the sum of the weights, which comes back with it.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +235,7 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
         if found is None:
             return meet(tree, state, axis_name, weight=weight, also=also)
         specs, memory = found.of(tree), shards.like(state, tree, found)
-        whole = PartitionSpec()
+        whole: Any = PartitionSpec()
 
         def inside(tree, state, weight, also):
             met = meet(tree, state, axis_name, weight=weight, also=also)

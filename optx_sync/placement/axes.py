@@ -66,6 +66,15 @@ def tree_axes(tree: Tree, level: int) -> Tree:
     return _axes(tree, False, level)
 
 
+def equal_on_replicas(tree: Tree) -> list[bool]:
+    """Whether each leaf of a tree with states in it is equal on all replicas.
+
+    So is what no state holds; in a state it is what its table says.
+    """
+    marks = jax.tree.structure(tree).flatten_up_to(_axes(tree, True, 0))
+    return [mark is None for mark in marks]
+
+
 def state_specs(
     tx: optax.GradientTransformation,
     params: Tree,

@@ -106,7 +106,7 @@ def map_workers(
     size_along(mesh, axes)
     check_threads(mesh)
     if specs is not None:
-        fun = _with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
+        fun = with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
     run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
@@ -381,7 +381,9 @@ def _simulated(
     return simulated
 
 
-def _with_specs(fun: Callable[..., Any], specs: shards.Specs) -> Callable[..., Any]:
+def with_specs(
+    fun: Callable[..., Any], specs: shards.Specs | None
+) -> Callable[..., Any]:
     """The function, in which exchanges know how a worker is sharded."""
 
     @functools.wraps(fun)

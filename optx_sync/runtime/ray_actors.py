@@ -212,7 +212,7 @@ class RayConnection:
             self._lines[worker, server] = Line(near=True)
         client = protocol.begin(Client(worker, self._replay), "enter")
         client, joined = self._converse(0, client)
-        clients, parts, step = {0: client}, {}, 0
+        clients, parts, state, step, place = {0: client}, {}, {}, 0, ""
         entered = protocol.begin(client, "enter")  # At the others, under this number.
         asked = {
             server: self._ask(server, entered)
@@ -226,12 +226,14 @@ class RayConnection:
         for one in clients.values():
             if one.phase != "idle":
                 raise ValueError(one.message)
-        for one in found:
+        found.sort(key=lambda one: one.local_step)
+        for one in found:  # The newest of what its predecessor has left.
             parts |= one.parts
-            step = max(step, one.local_step)
+            step, place = one.local_step, one.place
+            state = one.state or state
         for server, one in clients.items():
             self._clients[worker, server], self._pushes[worker, server] = one, {}
-        return joined._replace(parts=parts, local_step=step)
+        return joined._replace(parts=parts, local_step=step, state=state, place=place)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""

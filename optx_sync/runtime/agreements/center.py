@@ -358,6 +358,18 @@ class OfCenter:
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
 
+    def state(self) -> Arrays:
+        """See `Own`."""
+        return numbered(self.inner_state)
+
+    def go_on(self, state: Arrays) -> None:
+        """See `Own`."""
+        self.inner_state = jax.tree.map(
+            lambda x, fresh: jax.device_put(x, fresh.sharding),
+            like(self.inner_state, state),
+            self.inner_state,
+        )
+
     def step(self, grads: Tree, step: int) -> bool:
         """One step; whether a part is due to set out."""
         self.steps += 1

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replica differs from the others, and in which leaf: two words a leaf say it.
+
+With w_k the bits of number k of a leaf, all modulo 2^32:
+
+    h_1 = sum_k w_k (2 k + 1)        h_2 = sum_k (w_k xor 0x9E3779B9) (4 k + 3)
+
+All multipliers are odd, so that a leaf in which one number differs has another h_1 with
+certainty, and another h_2, too.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optx_sync.comm import collectives
+from optx_sync.comm.collectives import AxisName
+from optx_sync.placement import axes
+from optx_sync.shapes import Array, Bool, Int32, UInt32
+from optx_sync.trees import Tree, path_name, pure
+
+_MIX = 0x9E3779B9
+
+
+class Fingerprint(NamedTuple):
+    """Which of N replicas differ from what most of them have, equal on all of them."""
+
+    words: UInt32[Array, "leaves 2"]  # this replica's own
+    differs: Bool[Array, " replicas"]  # whether it has a leaf that most have not
+    leaf: Int32[Array, " replicas"]  # the first such leaf's number; -1: there is none
+
+    def where(self, tree: Tree) -> dict[int, str]:
+        """The replicas that differ and, for each, the path of the first leaf.
+
+        Args:
+            tree: The tree that was given, or its shapes.
+        """
+        paths = jax.tree_util.tree_leaves_with_path(pure(tree))
+        # Equal on all replicas, and stacked where each of them has returned it.
+        shape = np.shape(self.leaf)
+        leaf = np.asarray(jax.device_get(self.leaf)).reshape(-1, shape[-1])[0]
+        return {
+            replica: path_name(paths[place][0])
+            for replica, place in enumerate(leaf.tolist())
+            if place >= 0
+        }
+
+
+def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
+    r"""Compare what should be equal on all replicas, and name who differs, and where.
+
+    A bit that flipped in one replica's memory stays there: its parameters, and what is
+    computed from them, differ from the others' for good, and nothing raises. For every
+    leaf with the numbers of bits w_k
+
+    .. math::
+
+        h_1 = \sum_k w_k (2 k + 1), \quad
+        h_2 = \sum_k (w_k \oplus c) (4 k + 3) \mod 2^{32}
+
+    travel to all replicas, and what more than half of them have is right. One number
+    that differs is always found; several in a leaf cancel out by chance, one time in
+    about 2^64. It reads the tree once, sends 8 bytes for each leaf, and changes
+    nothing: run it every some hundred steps, after a restore, and when a worker joins.
+
+    States in the tree say what they hold that is a replica's own (`inner` of a center
+    rule, what an exchange remembers, arrays in pieces): it is left out. So pass
+
+    - `(params, state)` of `cross_shard`, and of any optimizer on equal gradients;
+    - `state` alone of a center rule, for center, outer state and counters; its workers'
+      parameters are equal after a round with `local_sgd` or `diloco`.
+
+    Without a majority, as of two replicas that differ, all of them differ. Over other
+    mesh axes that are mapped here nothing is compared: each position along them has its
+    own answer. Copies of an array that `jax.jit` takes for one are told apart within
+    `jax.shard_map`, where each device reads its own.
+
+    Args:
+        tree: Tree of arrays of any dtype, random keys included.
+        axis_name: The mapped axis, or a tuple of them. `None`: only the words, for
+            example to store them with a checkpoint; nothing needs to be mapped.
+
+    Returns:
+        A `Fingerprint`. `where(tree)` of it, outside of compiled functions, names
+        replicas and leaves.
+
+    Raises:
+        TypeError: A bad axis name.
+        ValueError: The axis is not mapped here.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import optx_sync as oxs
+        >>> params = {"b": jnp.zeros((4, 3)), "w": jnp.ones((4, 5)).at[2, 1].set(7)}
+        >>> def compare(params):
+        ...     return oxs.fingerprint(params, "data")
+        >>> jax.vmap(compare, axis_name="data")(params).where(params)
+        {2: "['w']"}
+    """
+    tree = pure(tree)
+    leaves = jax.tree.leaves(tree)
+    nothing = jnp.zeros(2, jnp.uint32)
+    words = [
+        _words(jnp.asarray(x)) if equal else nothing
+        for x, equal in zip(leaves, axes.equal_on_replicas(tree), strict=True)
+    ]
+    own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)
+    if axis_name is None:
+        return Fingerprint(own, jnp.zeros(1, bool), jnp.full(1, -1, jnp.int32))
+    replicas = collectives.axis_size(axis_name)
+    everyone = collectives.gather(own[None], axis_name)
+    # What more than half of them have stands in the middle.
+    usual = jnp.sort(everyone, axis=0)[replicas // 2][None]
+    differs = jnp.any(everyone != usual, axis=-1)
+    alike = jnp.sum(~differs, axis=0, dtype=jnp.int32)
+    differs = differs | (2 * alike <= replicas)[None]
+    if not words:
+        return Fingerprint(
+            own, jnp.zeros(replicas, bool), jnp.full(replicas, -1, jnp.int32)
+        )
+    found = jnp.any(differs, axis=1)
+    first = jnp.argmax(differs, axis=1).astype(jnp.int32)
+    return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
+
+
+def _words(x: jax.Array) -> UInt32[Array, " 2"]:
+    """The two words of an array, in one pass over it."""
+    bits = _bits(x)
+    # The number of each along all axes: a flat array would be gathered from its shards.
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(bits.ndim)):
+        along = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        place = place + along * jnp.uint32(stride % 2**32)
+        stride *= bits.shape[axis]
+    both = (
+        bits * (2 * place + 1),
+        (bits ^ jnp.uint32(_MIX)) * (4 * place + 3),
+    )
+    zero = jnp.uint32(0)
+
+    def add(one, two):
+        return one[0] + two[0], one[1] + two[1]
+
+    return jnp.stack(lax.reduce(both, (zero, zero), add, tuple(range(bits.ndim))))
+
+
+def _bits(x: jax.Array) -> UInt32[Array, "..."]:
+    """The bits of each number, of wide ones as several along a last axis."""
+    if axes.is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        return jnp.stack([_bits(x.real), _bits(x.imag)], axis=-1)
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        x = x.astype(jnp.int8)
+    words = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    return lax.bitcast_convert_type(x, words).astype(jnp.uint32)

@@ -1,0 +1,217 @@
+"""`oxs.fingerprint`: any bit that flipped in any replica is found and named."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+from tests import contexts
+
+AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
+CASES = 1000
+# Sizes in bytes that divide nothing, kinds of all widths, and nothing at all.
+TREE: Any = {
+    "bfloat16": np.linspace(-3, 3, 7).astype(ml_dtypes.bfloat16),
+    "bool": np.array([True, False, True]),
+    "complex": np.linspace(-1, 1, 3).astype(np.complex64),
+    "empty": np.zeros((0, 3), np.float32),
+    "float8": np.linspace(-1, 1, 5).astype(ml_dtypes.float8_e4m3fn),
+    "int8": np.arange(-2, 3, dtype=np.int8),
+    "matrix": np.linspace(-2, 2, 33, dtype=np.float32).reshape(11, 3),
+    "nan": np.array([np.nan, -0.0, np.inf], np.float16),
+    "scalar": np.float32(0.5),
+    "uint32": np.arange(6, dtype=np.uint32).reshape(1, 2, 3),
+}
+
+
+def compare(tree):
+    return oxs.fingerprint(tree, AXIS)
+
+
+@functools.cache
+def comparison(context):
+    """A stacked tree to a `Fingerprint`; in `pmap`, `vmap` that of every replica."""
+    if context == "pmap":
+        return jax.pmap(compare, AXIS, devices=jax.devices()[:REPLICAS])
+    if context == "vmap":
+        return jax.jit(jax.vmap(compare, axis_name=AXIS))
+
+    def local(tree):
+        found = compare(jax.tree.map(lambda x: x[0], tree))
+        return found._replace(words=found.words[None])
+
+    own: Any = oxs.fingerprint(TREE, None)
+    out = own._replace(words=P(AXIS), differs=P(), leaf=P())
+    return jax.jit(
+        jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=out)
+    )
+
+
+def flip(leaf, replica, bit):
+    """The stacked leaf with one bit of one replica flipped."""
+    shape, dtype = leaf.shape, leaf.dtype
+    octets = np.frombuffer(np.ascontiguousarray(leaf).tobytes(), np.uint8)
+    octets = octets.reshape(shape[0], -1).copy()
+    octets[replica, bit // 8] ^= np.uint8(1 << bit % 8)
+    return np.frombuffer(octets.tobytes(), dtype).reshape(shape)
+
+
+def stacked(tree=None):
+    tree = TREE if tree is None else tree
+    return jax.tree.map(lambda x: np.stack([x] * REPLICAS), tree)
+
+
+@functools.cache
+def drawn():
+    """1,000 cases: (replica, leaf, the stacked leaf with one bit flipped)."""
+    rng = np.random.default_rng(0)
+    whole, cases = stacked(), []
+    names = [name for name in TREE if TREE[name].size]
+    for _ in range(CASES):
+        name, replica = str(rng.choice(names)), int(rng.integers(REPLICAS))
+        bits = 8 * TREE[name].nbytes
+        # A bool has one bit that it may differ in.
+        bit = int(rng.integers(bits))
+        bit = bit - bit % 8 if name == "bool" else bit
+        cases.append((replica, name, flip(whole[name], replica, bit)))
+    return cases
+
+
+def test_1000_drawn_bits_are_found_and_named():
+    whole, cases = stacked(), drawn()
+    many = {
+        name: np.stack([new if own == name else leaf for _, own, new in cases])
+        for name, leaf in whole.items()
+    }
+    each = jax.vmap(compare, axis_name=AXIS)
+    found = jax.jit(jax.vmap(lambda tree: jax.tree.map(lambda x: x[0], each(tree))))(
+        many
+    )
+    replicas = np.array([replica for replica, _, _ in cases])
+    leaves = np.array([list(TREE).index(name) for _, name, _ in cases])
+    expected = np.full((CASES, REPLICAS), -1)
+    expected[np.arange(CASES), replicas] = leaves
+    assert np.array_equal(found.leaf, expected)
+    assert np.array_equal(found.differs, expected >= 0)
+
+
+@pytest.mark.parametrize(
+    "context", ["vmap", "shard_map", "shard_map_unchecked", "pmap"]
+)
+def test_all_contexts_and_no_false_alarm(context):
+    whole = stacked()
+    found = comparison(context)(whole)
+    assert found.where(TREE) == {}
+    assert not np.any(found.differs)
+    # The words are those of the formula, and the same everywhere.
+    words = np.asarray(found.words)
+    assert np.array_equal(words, np.broadcast_to(formula(TREE), words.shape))
+    replica, name, leaf = drawn()[0]
+    wrong = comparison(context)({**whole, name: leaf})
+    assert wrong.where(TREE) == {replica: f"['{name}']"}
+
+
+def formula(tree):
+    words = []
+    for x in jax.tree.leaves(tree):
+        kind = {1: np.uint8, 2: np.uint16}.get(x.itemsize, np.uint32)
+        w = np.frombuffer(np.ascontiguousarray(x).tobytes(), kind).astype(object)
+        k = np.arange(w.size).astype(object)
+        one = sum(w * (2 * k + 1)) % 2**32
+        two = sum((w ^ 0x9E3779B9) * (4 * k + 3)) % 2**32
+        words.append((one, two))
+    return np.array(words, np.uint32)
+
+
+def test_copies_that_jax_takes_for_one_array():
+    """A device's memory is at fault: the array is still replicated to JAX."""
+    mesh = contexts.mesh()
+    where = NamedSharding(mesh, P())
+    x = np.arange(6, dtype=np.float32)
+    copies = [x, x, np.where(x == 3, np.float32(7), x), x]
+    array = jax.make_array_from_single_device_arrays(
+        x.shape,
+        where,
+        [jax.device_put(c, d) for c, d in zip(copies, mesh.devices.flat, strict=True)],
+    )
+    tree = {"a": jax.device_put(jnp.ones(3), where), "w": array}
+    checked = jax.jit(
+        jax.shard_map(
+            lambda tree: compare(tree)[1:], mesh=mesh, in_specs=P(), out_specs=P()
+        )
+    )
+    differs, leaf = checked(tree)
+    assert leaf.tolist() == [-1, -1, 1, -1] and differs.tolist() == [0, 0, 1, 0]
+
+
+MAJORITIES = {
+    (1.0, 2.0): [0, 0],
+    (1.0, 2.0, 1.0): [-1, 0, -1],
+    (1.0, 2.0, 3.0, 4.0): [0, 0, 0, 0],
+    (1.0, 2.0, 1.0, 2.0): [0, 0, 0, 0],
+    (9.0, 9.0, 1.0, 1.0, 1.0): [0, 0, -1, -1, -1],
+}
+
+
+def test_a_majority_is_more_than_half():
+    @jax.jit
+    def leaf(cases):
+        return [jax.vmap(compare, axis_name=AXIS)(x).leaf[0] for x in cases]
+
+    found = leaf([jnp.array(values) for values in MAJORITIES])
+    assert [x.tolist() for x in found] == list(MAJORITIES.values())
+
+
+def test_of_states_what_is_a_replicas_own_is_left_out():
+    params = {"w": jnp.arange(4.0)}
+    center = oxs.diloco(optax.adam(0.1), AXIS)
+    pieces = oxs.cross_shard(optax.adam(0.1), AXIS, shard_state=True)
+    plain = oxs.cross_shard(optax.adam(0.1), AXIS)
+    states = {"center": center, "pieces": pieces, "plain": plain}
+    whole = {name: stacked(tx.init(params)) for name, tx in states.items()}
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(whole)
+    ]
+    leaves, treedef = jax.tree.flatten(whole)
+    run = jax.jit(jax.vmap(compare, axis_name=AXIS))
+    seen = set()
+    for number, path in enumerate(paths):
+        wrong = [
+            flip(x, 1, 0) if place == number else x for place, x in enumerate(leaves)
+        ]
+        found = run(treedef.unflatten(wrong)).where(whole)
+        assert found in ({}, {1: path})
+        seen |= {path} if found else set()
+    # Of a center rule each worker's own, and the arrays that lie in pieces.
+    for path in paths:
+        center, pieces = "'center'" in path, "'pieces'" in path
+        own = center and (".inner" in path or ".info" in path)
+        own = own or (pieces and not path.endswith("count"))
+        assert (path not in seen) == own, path
+    assert any(".center" in path for path in seen)
+
+
+def test_one_pass_over_the_data():
+    """Bytes that the compiled program reads, over those of the tree."""
+    tree = {
+        "f": jnp.ones((512, 300)),
+        "h": jnp.ones((300, 100), jnp.bfloat16),
+        "i": jnp.ones((1000,), jnp.int8),
+    }
+    size = sum(x.nbytes for x in jax.tree.leaves(tree))
+    compiled: Any = (
+        jax.jit(lambda tree: oxs.fingerprint(tree, None).words)
+        .lower(tree)
+        .compile(compiler_options=contexts.AS_USERS_COMPILE)
+    )
+    assert compiled.cost_analysis()["bytes accessed"] < 1.001 * size
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * size
