@@ -517,10 +517,10 @@ class _InLeaves(NamedTuple):
         """The state of this replica's leaves and pieces."""
         checks.check_params(params)
         if trees.is_placeholder(params):
-            params = trees.shapes_of(params)
-            if params is None:
+            shapes: Any = trees.shapes_of(params)
+            if shapes is None:
                 return fields.InPieces(self.whole.inner.init(params))
-            return jax.eval_shape(self.init, params)
+            return jax.eval_shape(self.init, shapes)
         plan = self.leaves.plan(params)
         tree = plan.cut(params)
         own = own_pieces(

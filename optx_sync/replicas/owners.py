@@ -35,7 +35,7 @@ class Group(NamedTuple):
 class Plan(NamedTuple):
     """Which leaves are owned whole, and which lie in pieces."""
 
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     groups: tuple[Group, ...]
 
     def cut(self, tree: Tree) -> tuple[Tree, list[jax.Array]]:
@@ -332,14 +332,13 @@ def _only(treedef, place: int, x: Any) -> Tree:
 def _of_one(inner, treedef, place: int) -> optax.GradientTransformationExtraArgs:
     """`inner` of one leaf, which is given as an array."""
 
-    def init(x):
-        return inner.init(_only(treedef, place, x))
+    def init(params):
+        return inner.init(_only(treedef, place, params))
 
-    def update(grads, state, params=None, **extra_args):
+    def update(updates, state, params=None, **extra_args):
         params = None if params is None else _only(treedef, place, params)
-        new, state = inner.update(
-            _only(treedef, place, grads), state, params, **extra_args
-        )
+        updates = _only(treedef, place, updates)
+        new, state = inner.update(updates, state, params, **extra_args)
         return treedef.flatten_up_to(new)[place], state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -85,7 +85,7 @@ def whole():
             params, state = carry
             now = jax.tree.map(lambda x: x.mean(0), grads)
             updates, state = tx.update(now, state, params)
-            params = optax.apply_updates(params, updates)
+            params: Any = optax.apply_updates(params, updates)
             half = params["half"].astype(jnp.bfloat16).astype(jnp.float32)
             return ({**params, "half": half}, state), None
 
@@ -152,7 +152,7 @@ def test_one_scatter_one_gather_and_memory():
     )
     grads = jax.tree.map(lambda x: x[0], GRADS)
     compiled = step.lower(grads, state).compile()
-    text = compiled.as_text()
+    text: Any = compiled.as_text()
     # None in a loop, of Newton and Schulz or another: all stand in the entry.
     names = "reduce-scatter(", "all-gather(", "all-reduce(", "all-to-all("
     entry = text[text.index("ENTRY") :]
