@@ -3,13 +3,13 @@
 
 import math
 
-from jax.typing import ArrayLike
+import jax
 
 from optx_sync.checks import integer, interval
 
 
 def next_batch_size(
-    noise_scale: ArrayLike | None,
+    noise_scale: float | jax.Array | None,
     batch_size: int,
     *,
     noise: float = 1.0,
