@@ -232,7 +232,7 @@ def schedules(page, number, minutes, examples):
     rows, lost, apart_by = [], [], []
     for seed in range(number):
         draw, times, now = random.Random(seed), [], 0.0
-        while (now := now + draw.expovariate(1 / 25.0)) < 60 * minutes:
+        while (now := now + draw.expovariate((2 + 2 * minutes) / 60 / minutes)) < 60 * minutes:
             times.append(now)
         lines, deaths = train(examples, times)
         rounds = [x for x in lines if x["what"] == "round"]
@@ -261,8 +261,8 @@ def saves(page, sizes):
     tx = oxs.diloco(optax.sgd(0.1), "workers", communication_period=1)
     for megabytes in sizes:
         params = {f"{i}": jnp.zeros(megabytes * 250_000 // 8) for i in range(8)}
-        for where in ("/tmp", "/dev/shm"):
-            folder = tempfile.TemporaryDirectory(dir=where)
+        for where, place in (("disk", None), ("memory", "/dev/shm")):
+            folder = tempfile.TemporaryDirectory(dir=place)
             with folder as path, oxs.elastic.Group(path, "workers", keep=1) as group:
                 state = group.restore_or_start((params, tx.init(params)))
 
@@ -286,7 +286,7 @@ def saves(page, sizes):
                     writes.append(time.perf_counter() - met)
                 nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
             meet, hold, write = (np.median(x[1:]) for x in (meets, holds, writes))
-            ratios.append((hold / meet, f"{megabytes:,} MB in {where}"))
+            ratios.append((hold / meet, f"{megabytes:,} MB, {where}"))
             shown = [f"{1e3 * x:,.0f}" for x in (meet, hold, write)]
             load = f"{os.getloadavg()[0]:.1f}"
             name, mb = f"{megabytes:,} MB, {where}", f"{nbytes / 1e6:,.0f}"
@@ -318,6 +318,7 @@ def main():
         import ray
 
         settings: Any = {"include_dashboard": False, "log_to_driver": False}
+        settings["address"] = "local"  # and not of another run that is here
         context: dict[str, Any] = vars(ray.init(num_cpus=PROCESSES + 1, **settings))
         session = context["address_info"]["session_dir"]
         if "seconds" in options.only:

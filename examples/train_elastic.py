@@ -159,13 +159,8 @@ def draw(rounds, happened, began, path):
     for when, event in happened:
         for axes in (loss, number):
             axes.axvline(when - began, color=COLOURS.get(event, "#f2b134"), ls="--")
-        loss.text(
-            when - began,
-            0.98,
-            f" {event}",
-            transform=loss.get_xaxis_transform(),
-            va="top",
-        )
+        above = {"transform": loss.get_xaxis_transform(), "va": "top"}
+        loss.text(when - began, 0.98, f" {event}", rotation=90, **above)
     loss.set(yscale="log", ylabel="test loss of the center")
     number.set(xlabel="seconds", ylabel="workers", ylim=(0, MOST + 0.5))
     figure.savefig(path, dpi=150)
