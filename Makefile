@@ -18,7 +18,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce faults tpu gpu docs constraints clean
+.PHONY: demo test fuzz mutants lint format bench reproduce faults deaths tpu gpu docs constraints clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -86,6 +86,10 @@ reproduce: $(VENV)/demo-installed
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
 	$(RUN)/python benchmarks/recovery.py $(QUICK)
+
+# Kills processes of a lockstep run on Ray Train: an hour.
+deaths: $(VENV)/bench-installed
+	$(RUN)/python benchmarks/deaths.py $(QUICK) $(DEATHS)
 
 # Every wrapper compiled ahead of time for TPUs and for GPUs, each in an environment of its
 # own: JAX looks for chips wherever it finds libtpu. None of it needs a chip or a driver.

@@ -42,8 +42,13 @@ PERIOD = 4
 LAYERS, WIDTH, EXAMPLES = 4, 512, 256
 # What a loop on the host says of a step, for a program of its own.
 MEETS = {
-    "diloco, a program that meets": {"meet": True},
-    "diloco, one that does not": {"meet": False},
+    "diloco, a program that meets": ("diloco", True),
+    "diloco, one that does not": ("diloco", False),
+    "diloco, 8 bits, a program that meets": ("diloco, 8 bits", True),
+    "diloco, 4 bits with feedback, a program that meets": (
+        "diloco, 4 bits with feedback",
+        True,
+    ),
 }
 # Of the model of real size: above what XLA joins into one all-reduce by itself.
 LARGE = {"layers": 12, "width": 4096, "examples": 4096}
@@ -57,6 +62,7 @@ LARGE_CASES = (
     "diloco, 8 bits",
     "diloco, 4 bits with feedback",
     "diloco, top-k",
+    *MEETS,
 )
 # The public figures of an H200, as XLA writes down what it compiles for.
 H200 = """
@@ -168,7 +174,7 @@ def cases() -> dict[str, Callable[[int], Any]]:
     }
     for name, one in exchanges.items():
         every[f"diloco, {name}"] = meeting(oxs.diloco, exchange=one)
-    return every | dict.fromkeys(MEETS, every["diloco"])
+    return every | {name: every[of] for name, (of, _) in MEETS.items()}
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -180,7 +186,8 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
 
 def compile_case(case: str, mesh: Mesh, dtype: Any, **size: int) -> jax.stages.Compiled:
     """The step of a case."""
-    apply = functools.partial(oxs.apply_gradients, **MEETS.get(case, {}))
+    more = {"meet": MEETS[case][1]} if case in MEETS else {}
+    apply = functools.partial(oxs.apply_gradients, **more)
     return compile_step(cases()[case](mesh.size), mesh, dtype, apply, **size)
 
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from optx_sync import optimizers as optimizers
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
+    from optx_sync.outer.batch_size import next_batch_size as next_batch_size
     from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
     from optx_sync.outer.qsr import qsr as qsr
     from optx_sync.flax import swap_center as swap_center
@@ -82,6 +83,7 @@ _ELSEWHERE = {
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
     "mean_params": "optx_sync.peers.gossip",
+    "next_batch_size": "optx_sync.outer.batch_size",
     "noloco": "optx_sync.peers.gossip",
     "qsr": "optx_sync.outer.qsr",
     "swap_center": "optx_sync.flax",
@@ -118,6 +120,7 @@ __all__ = [
     "map_workers",
     "mean_params",
     "metrics",
+    "next_batch_size",
     "noloco",
     "on_values",
     "optimizers",

@@ -144,7 +144,8 @@ class Group:
         step = self.manager.latest_step()
         if step is None:
             return started
-        restored = self.workers.restore(self.manager, step, like=started)
+        del started  # its shapes are known, and its memory is needed
+        restored = self.workers.restore(self.manager, step)
         notes = self.manager.metadata(step).custom_metadata[_NOTES]
         self._saved, self.position, self.notes = step, step, notes
         return restored

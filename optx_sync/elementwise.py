@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a transformation may work on pieces of arrays: it is tried, whole and cut."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import jax
@@ -22,7 +23,7 @@ _EXAMPLE = {
 _SCALES = (1e-6, 1.0, 1e6, np.nan)
 _STEPS = 2
 # What a transformation raises that does not work on other parameters than its own.
-_FAILURES = (TypeError, ValueError, KeyError, AttributeError)
+FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 
 
 class Elementwise:
@@ -76,7 +77,7 @@ class Elementwise:
             )
             try:
                 agrees = self._agrees(small)
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise ValueError(
                     f"{self._option} needs to try {self._who} on small arrays, and "
                     f"that failed: {error} Leave {self._option} out."
@@ -84,13 +85,20 @@ class Elementwise:
         if not agrees:
             self._refuse("it does not act on each number alone")
 
+    def holds_for(self, x: jax.ShapeDtypeStruct) -> bool:
+        """Whether it is elementwise on an array, which is small."""
+        try:
+            return self._fits_pieces(x, constants=True) and self._agrees(x)
+        except FAILURES:
+            return False  # It works on arrays of some shapes alone.
+
     @functools.cached_property
     def _on_example(self) -> bool | None:
         """Whether the example says that it is elementwise, `None` if it cannot say."""
         try:
             agrees = self._agrees(_EXAMPLE)
             return None if agrees and self._names_leaves() else agrees
-        except _FAILURES:
+        except FAILURES:
             return None
 
     def _names_leaves(self) -> bool:
@@ -102,8 +110,11 @@ class Elementwise:
         state = jax.eval_shape(self._inner.init, _EXAMPLE)
         return any(map(picks, jax.tree.leaves(state, is_leaf=picks)))
 
-    def _fits_pieces(self, shapes: Tree) -> bool:
-        """Whether the arrays of its state are cut where the parameters are."""
+    def _fits_pieces(self, shapes: Tree, constants: bool = False) -> bool:
+        """Whether the arrays of its state are cut where the parameters are.
+
+        With `constants` there may be some whose shapes are always the same.
+        """
         flat, halves = (
             jax.tree.map(
                 lambda x, parts=parts: jax.ShapeDtypeStruct(
@@ -123,18 +134,14 @@ class Elementwise:
             whole_number = two.ndim == 0 and one.ndim == 0
             piece = two.ndim == 1 and two.size == one.size
             piece = piece and half.shape == (-(-one.size // 2),)
-            same = same and (whole_number or piece)
+            constant = constants and one.shape == two.shape == half.shape
+            same = same and (whole_number or piece or constant)
         return same
 
     def _agrees(self, shapes: Tree) -> bool:
         """Whether the steps agree, whole and cut."""
-        with (
-            # Outside of what is traced and mapped here, and as Optax expects it.
-            jax.core.eval_context(),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
-            params, grads = _draw(shapes)
+        with eager():
+            params, grads = draw(shapes)
             halves = (
                 jax.tree.map(lambda x: _halves(x, 0), params),
                 jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), grads),
@@ -162,7 +169,7 @@ class Elementwise:
         # All replicas along the first axis, one along each of the others.
         one = jax.vmap(self._case, in_axes=(None, 0))
         for axis in self._axes[1:]:
-            one = _along(one, axis)
+            one = along(one, axis)
         return jax.vmap(one, axis_name=self._axes[0])(params, grads)
 
     def _case(self, params: Tree, grads: Tree) -> Tree:
@@ -187,7 +194,24 @@ class Elementwise:
         )
 
 
-def _draw(shapes: Tree) -> tuple[Tree, Tree]:
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Outside of what is traced and mapped here, and as Optax expects it."""
+    with jax.core.eval_context(), as_optax_expects():
+        yield
+
+
+@contextlib.contextmanager
+def as_optax_expects() -> Iterator[None]:
+    """Where dtypes and shapes are promoted, whatever the user has set."""
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def draw(shapes: Tree) -> tuple[Tree, Tree]:
     """Parameters, and gradients [cases, steps, ...] of all sizes."""
     numbers = np.random.default_rng(0)
 
@@ -211,7 +235,7 @@ def _draw(shapes: Tree) -> tuple[Tree, Tree]:
     return jax.tree.map(lambda x: x.astype(np.float32), (params, grads))
 
 
-def _along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
+def along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
     """The function where an axis of size 1 is mapped."""
     mapped = jax.vmap(function, axis_name=axis)
 

@@ -37,6 +37,7 @@ class Expected(NamedTuple):
     kinds: tuple[str, ...]
     bytes: int
     behind: int | None = None  # kernels behind each collective, at least
+    temporary: int | None = None  # bytes, at most; then the model is of real size
 
 
 # A mean travels in float32, a code with a float32 scale for every 256 numbers: once
@@ -64,6 +65,30 @@ EXPECTED = [
 ]
 
 
+# Twelve matrices, above what XLA joins by itself: what is joined is joined in buckets,
+# and each travels behind something. In one buffer the first held 1.21 GB.
+LARGE = 12 * 4096 * 4096
+PIECES = ("all-gather",) * 12 + ("reduce-scatter",) * 4
+EXPECTED += [
+    Expected(
+        ONE,
+        "cross_shard, state in pieces",
+        PIECES,
+        4 * LARGE + 2 * LARGE // 8,
+        1,
+        850_000_000,
+    ),
+    Expected(
+        ONE,
+        "diloco, 8 bits, a program that meets",
+        ("all-gather",) * 12 + ("all-to-all",) * 12,
+        (LARGE + LARGE // 256 * 4) * 9 // 8,
+        1,
+        900_000_000,
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """`(machine, case) -> program` of a small model; machines differ by platform."""
@@ -72,11 +97,13 @@ def compiled():
         patch.syspath_prepend(BENCHMARKS)
         ahead = importlib.import_module("compile_ahead")
 
-        def compile_case(machine, case):
-            if (machine, case) not in found:
+        def compile_case(machine, case, large=False):
+            if (machine, case, large) not in found:
                 mesh = ahead.PLATFORM.mesh_of(machine)
-                found[machine, case] = ahead.compile_case(case, mesh, jnp.bfloat16)
-            return found[machine, case]
+                size = ahead.LARGE if large else {}
+                step = ahead.compile_case(case, mesh, jnp.bfloat16, **size)
+                found[machine, case, large] = step
+            return found[machine, case, large]
 
         yield compile_case
 
@@ -139,12 +166,16 @@ def test_a_round_in_a_conditional_is_waited_for(machine, compiled):
 @on_gpus
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda one: f"{one[1]}, {one[0]}")
 def test_what_a_step_on_gpus_sends_and_what_hides_it(expected, compiled):
-    rows = audit.collectives(compiled(expected.machine, expected.case))
+    large = expected.temporary is not None
+    step = compiled(expected.machine, expected.case, large)
+    rows = audit.collectives(step)
     assert tuple(sorted(row.kind for row in rows)) == expected.kinds
     assert sum(row.bytes for row in rows) <= expected.bytes
     if expected.behind is not None:
         assert all((row.behind or 0) >= expected.behind for row in rows)
         assert not any(row.conditional for row in rows)
+    if expected.temporary is not None:
+        assert step.memory_analysis().temp_size_in_bytes <= expected.temporary
 
 
 @on_gpus

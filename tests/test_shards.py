@@ -153,3 +153,68 @@ def test_each_device_sends_its_shards(group, which, kind):
                 sent = 2 * np.sum(grads[key], 0)
                 owed = np.sum(memory.error[key], 0)
                 np.testing.assert_allclose(sent - owed, -2 * arrived[0], atol=1e-4)
+
+
+def fragments(path, leaf):
+    """Layers by turns; of what is no layer, one part has it all."""
+    return [0, 1, 0, 1] if leaf.ndim == 3 else 1
+
+
+@pytest.mark.parametrize("period", [4, 2])
+def test_workers_stay_as_they_lie(period):
+    """One compilation, shards kept in all of the state, nothing inside in a round."""
+    mesh = jax.make_mesh((2, 4), ("pods", "a"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"layers": P(None, None, "a"), "head": {"w": P(None, "a"), "b": P()}}
+    shapes = {"layers": (4, 6, 32), "head": {"w": (6, 16), "b": (3,)}}
+    params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    bits4 = fed(exchange.quantized(bits=4))
+    stream: Any = {"fragments": fragments, "delay": 1, "communication_period": period}
+    tx = oxs.diloco(optax.sgd(0.1, 0.9), "pods", exchange=bits4, **stream)
+    workers = oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        mean = x.mean()
+        grads = jax.tree.map(lambda p: p - mean, params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    now = workers.start((params, tx.init(params)))
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P(("pods", "a"))))
+    rows = oxs.audit.collectives(step.lower(*now, x).compile())
+    near = [row.bytes for row in rows if not is_far(row)]
+    assert near == [4]  # the mean of the batch
+    places = jax.tree.map(lambda x: x.sharding, now)
+    state: Any = now[1]
+    assert state.inner[0].trace["head"]["w"].sharding.spec == P("pods", None, "a")
+    on_its_way = [x.sharding.spec for x in state.pending.values]
+    assert all("a" in spec or spec in (P(), P("pods")) for spec in on_its_way)
+    assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
+    for _ in range(3):
+        now = step(*now, x)
+        for x, place in zip(jax.tree.leaves(now), jax.tree.leaves(places), strict=True):
+            assert x.sharding == place
+    assert step.program._cache_size() == 1
+
+
+def test_specs_that_do_not_fit():
+    mesh = jax.make_mesh((2, 4), ("pods", "a"), axis_types=(AxisType.Auto,) * 2)
+    for specs, message in (
+        ({"w": P("pods")}, "'pods' is no axis of the mesh along which"),
+        ({"w": P("b")}, "'b' is no axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+    with pytest.raises(TypeError, match="specs is a tree of"):
+        oxs.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
+    tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())
+    x = {"w": jnp.ones((2, 4))}
+
+    def mean(x):
+        return tx.update(x, tx.init(x))[0]
+
+    for specs, message in (
+        ({"v": P("a")}, r"array at \['w'\], of shape \(4,\), is to be sent"),
+        (P("a", None), "has shape .4,., and specs has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            oxs.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)

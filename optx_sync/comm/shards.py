@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.trees import Tree, names_of, path_name
@@ -107,11 +107,13 @@ def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if typed:
         found = [jax.typeof(x).sharding.spec for _, x in leaves]
+        if not any(map(_is_cut, found)):
+            return None
     elif specs is None:
         return None
     else:
-        found = [_asked(specs, path, x, mesh) for path, x in leaves]
-    return Shards(rest, found) if any(map(_is_cut, found)) else None
+        found = [_asked(specs, path, x, mesh.shape) for path, x in leaves]
+    return Shards(rest, found)
 
 
 def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
@@ -128,15 +130,24 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
         for (path, x), spec in zip(leaves, shards.specs, strict=True)
     }
 
-    def spec_of(path, x):
-        names = names_of(path)
-        ends = (names[start:] for start in range(len(names) + 1))
-        found = next((named[end] for end in ends if end in named), None)
-        if found is None:
-            return PartitionSpec()
-        return spec_of_kept_axes(x, found[1], found[0])
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: spec_like(names_of(path), x, named), memory
+    )
 
-    return jax.tree_util.tree_map_with_path(spec_of, memory)
+
+def beside(arrays: Tree, params: Tree) -> Any:
+    """A context in which arrays without names are sharded as parameters like them."""
+    mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
+    if specs is None:
+        return told(None)
+    named = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        named[names_of(path)] = x, _asked(specs, path, x, mesh.shape)
+    found = [
+        (names_of(path), spec_like((), x, named))
+        for path, x in jax.tree_util.tree_leaves_with_path(arrays)
+    ]
+    return told(tuple(found))
 
 
 def in_shards(
@@ -174,26 +185,72 @@ def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSp
     return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
 
 
-def _asked(specs: Specs, path: Any, x: Any, mesh: AbstractMesh) -> PartitionSpec:
-    """The spec of a leaf by its name: of the longest beginning that has one."""
-    names = names_of(path)
-    found = [spec for start, spec in specs if names[: len(start)] == start]
-    if not found or len(found[-1]) > jnp.ndim(x):
-        said = f"is {found[-1]}" if found else "says nothing"
+def spec_of(
+    specs: Specs,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> PartitionSpec | None:
+    """The spec of a parameter, of the longest beginning of its name that has one.
+
+    `sizes` are those of the mesh's axes. What an axis does not divide is whole along
+    it: of the rows that make a part some devices might have none.
+    """
+    starts = [
+        (len(start), spec) for start, spec in specs if names[: len(start)] == start
+    ]
+    _, found = max(starts, key=lambda start: start[0], default=(0, None))
+    if found is None:
+        return None
+    if len(found) > len(shape):
         raise ValueError(
-            f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be sent, "
-            f"and specs {said} of it. specs= of map_workers and Workers is a tree like "
-            "one worker's parameters, or like its first levels, of their "
-            "PartitionSpecs."
+            f"The parameter {'.'.join(names)} has shape {shape}, and specs has {found} "
+            "for it. Give one entry for each of its axes at most, none for the workers."
         )
 
     def fits(entry, size):
-        # Of rows that make a part some devices may have none.
-        pieces = math.prod(mesh.shape[axis] for axis in axes_in(entry))
+        pieces = math.prod(sizes[axis] for axis in axes_in(entry))
         return entry if size % pieces == 0 else None
 
-    sizes = jnp.shape(x)[: len(found[-1])]
-    return PartitionSpec(*map(fits, found[-1], sizes))
+    return PartitionSpec(*map(fits, found, shape))
+
+
+def spec_like(
+    names: tuple[str, ...],
+    leaf: Any,
+    params: Mapping[tuple[str, ...], tuple[Any, PartitionSpec]],
+) -> PartitionSpec:
+    """The spec of an array beside parameters: of that whose name its own ends with.
+
+    What has the name of none, as what is on its way, lies as all those do that have its
+    shape but for the number of rows; and so does a stack of such.
+    """
+    ends = (names[start:] for start in range(len(names) + 1))
+    found = next((params[end] for end in ends if end in params), None)
+    if found is not None:
+        return spec_of_kept_axes(leaf, found[1], found[0])
+    for rows in (0, 1):
+        row = jax.ShapeDtypeStruct(leaf.shape[rows:], leaf.dtype)
+        like = {
+            PartitionSpec(*[None] * rows, *spec_of_kept_axes(row, spec, param))
+            for param, spec in params.values()
+            if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
+        }
+        if like:
+            return like.pop() if len(like) == 1 else PartitionSpec()
+    return PartitionSpec()
+
+
+def _asked(specs: Specs, path: Any, x: Any, sizes: Mapping[str, int]) -> PartitionSpec:
+    spec = spec_of(specs, names_of(path), jnp.shape(x), sizes)
+    if spec is None:
+        raise ValueError(
+            f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be sent, "
+            "and specs says nothing of it. specs= of map_workers and Workers is a tree "
+            "like one worker's parameters, or like its first levels, of their "
+            "PartitionSpecs."
+        )
+    return spec
 
 
 def _is_cut(spec: PartitionSpec) -> bool:

@@ -15,7 +15,7 @@ A sum is the mean times the sum of the weights, which comes back with it.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from optx_sync.comm import shards
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
@@ -107,6 +108,7 @@ class Exchange(NamedTuple):
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
             mean of this replica's piece of every array, for a state in pieces; `None`
             where the exchange cannot be halved.
+        bucket_bytes: How many bytes of a state in pieces one collective brings back.
 
     Example:
         The mean, written by hand:
@@ -133,6 +135,7 @@ class Exchange(NamedTuple):
     ) = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
+    bucket_bytes: int = BUCKET_BYTES
 
 
 def remembers(exchange: Exchange) -> bool:
@@ -232,7 +235,7 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
         if found is None:
             return meet(tree, state, axis_name, weight=weight, also=also)
         specs, memory = found.of(tree), shards.like(state, tree, found)
-        whole = PartitionSpec()
+        whole: Any = PartitionSpec()
 
         def inside(tree, state, weight, also):
             met = meet(tree, state, axis_name, weight=weight, also=also)

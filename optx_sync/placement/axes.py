@@ -165,29 +165,36 @@ def map_marked(
 ) -> Tree:
     """`function` of the leaves that are per worker, `shared` of those that are not.
 
-    `pieces`, where given, is for those that are in pieces on this level.
+    `pieces`, where given, is for those that are in pieces on this level; it is also
+    given their `fields.Cut`.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
     cut = jax.tree.leaves(in_pieces(tree, level)) if pieces else [False] * len(leaves)
-    return treedef.unflatten(
-        shared(leaf)
-        if mark is None
-        else (pieces if flag and pieces else function)(leaf)
-        for leaf, mark, flag in zip(leaves, marks, cut, strict=True)
-    )
+
+    def placed(leaf, mark, flag):
+        if mark is None:
+            return shared(leaf)
+        return pieces(leaf, flag) if flag and pieces else function(leaf)
+
+    return treedef.unflatten(map(placed, leaves, marks, cut))
 
 
 def in_pieces(tree: Tree, level: int = 0) -> Tree:
-    """Whether each leaf is in pieces over the workers of a level, 0 the outermost."""
+    """The `fields.Cut` of each leaf over the workers of a level, 0 the outermost."""
 
     def visit(node):
         if fields.is_level(node):
             return fields.map_fields(
                 lambda _, kind, x: in_pieces(x, level - (not kind.is_shared)), node
             )
-        cut = level == 0 and fields.is_in_pieces(node)
-        return jax.tree.map(lambda _: cut, node)
+        if level or not fields.is_in_pieces(node):
+            return jax.tree.map(lambda _: fields.Cut.NOT, node)
+        marks = jax.tree.map(lambda _: fields.Cut.NUMBERS, node)
+        if not isinstance(node.tree, fields.Owned):
+            return marks
+        whole = jax.tree.map(lambda _: fields.Cut.LEAVES, node.tree.leaves)
+        return fields.InPieces(marks.tree._replace(leaves=whole))
 
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
 

@@ -18,6 +18,7 @@ step needs. What these are says the `Info`'s own table, as if they were the stat
 fields.
 """
 
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -189,6 +190,14 @@ def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
     )
 
 
+class Cut(enum.IntEnum):
+    """How an array lies on the workers of a level."""
+
+    NOT = 0
+    NUMBERS = 1  # flat, so many numbers on each
+    LEAVES = 2  # stacked leaves, so many on each
+
+
 class InPieces(NamedTuple):
     """A tree whose arrays lie in pieces, one on each worker; its scalars do not.
 
@@ -198,6 +207,24 @@ class InPieces(NamedTuple):
     """
 
     tree: Any
+
+
+class Owned(NamedTuple):
+    """What lies in an `InPieces` where whole leaves have owners.
+
+    Leaves that are alike are stacked, `[K, ...]`: N workers have ceil(K / N) of them
+    each, the last ones padding. Scalars are for all.
+    """
+
+    pieces: Any  # of leaves of which each number is treated alone, as ever
+    leaves: dict[str, Any]  # of each group, by its first leaf's path
+
+
+class OwnedState(NamedTuple):
+    """State of `cross_shard(..., shard_state="leaves")`."""
+
+    own: InPieces  # of an `Owned`
+    constants: list[Any]  # arrays that stand in the state of pieces and are not cut
 
 
 def is_in_pieces(x: Any) -> bool:

@@ -348,9 +348,9 @@ class _Leaf(NamedTuple):
     cut: bool  # whether it lies in pieces
 
     def of_all(self, workers: int) -> np.ndarray:
-        """`[workers, ...]`; what lies in pieces is put together, flat, and shared."""
+        """`[workers, ...]`; what lies in pieces is put together and shared."""
         x = _on_host(self.x)
-        x = x.reshape(-1)[: self.one.size] if self.cut else x
+        x = x.reshape(-1, *x.shape[2:])[: self.one.shape[0]] if self.cut else x
         return x if self.own else _repeat(x, workers)
 
 
@@ -367,12 +367,13 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
         jax.tree.leaves(in_pieces(like)),
         strict=True,
     ):
-        shape, cut = jnp.shape(x), pieces and one.ndim > 0
+        shape, cut = jnp.shape(x), bool(pieces) and one.ndim > 0
         own = not cut and (stacked or mark is not None)
         more = len(shape) - one.ndim
         fits = own <= more < own + most and shape[more:] == one.shape
         if cut:
-            fits = len(shape) == 2 and shape[1] == -(-one.size // shape[0])
+            own_rows = -(-one.shape[0] // shape[0]) if shape else 0
+            fits = shape[1:] == (own_rows, *one.shape[1:])
         if not fits:
             what = "it has no worker axis" if more < own else "it is of another run"
             raise ValueError(

@@ -26,6 +26,7 @@ from optx_sync.placement.axes import (
     state_axes,
     state_specs,
 )
+from optx_sync.placement.fields import Cut
 from optx_sync.trees import Tree, check_arrays, first_worker, path_name
 
 
@@ -106,7 +107,7 @@ def map_workers(
     size_along(mesh, axes)
     check_threads(mesh)
     if specs is not None:
-        fun = _with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
+        fun = with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
     run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
@@ -291,8 +292,10 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
     def repeat(x):
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
-    def cut(x):
-        if jnp.ndim(x) > 1:  # it is stacked on levels inside of this one
+    def cut(x, how):
+        if (
+            jnp.ndim(x) > 1 and how == Cut.NUMBERS
+        ):  # it is stacked on levels inside of this one
             return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
@@ -381,7 +384,9 @@ def _simulated(
     return simulated
 
 
-def _with_specs(fun: Callable[..., Any], specs: shards.Specs) -> Callable[..., Any]:
+def with_specs(
+    fun: Callable[..., Any], specs: shards.Specs | None
+) -> Callable[..., Any]:
     """The function, in which exchanges know how a worker is sharded."""
 
     @functools.wraps(fun)

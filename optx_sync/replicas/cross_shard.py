@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync import checks, trees
-from optx_sync.comm import reduce, varying
+from optx_sync.comm import buffers, reduce, varying
 from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
@@ -34,6 +34,7 @@ from optx_sync.metrics import (
     told,
 )
 from optx_sync.placement import fields
+from optx_sync.replicas import owners
 from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged"]
@@ -93,7 +94,7 @@ def cross_shard(
     group_assignment: GroupAssignment | None = None,
     grads: Grads = "local",
     exchange: Exchange | None = None,
-    shard_state: bool = False,
+    shard_state: bool | Literal["leaves"] = False,
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -150,6 +151,15 @@ def cross_shard(
     numbers. `init` where the axis is mapped gives a replica its piece; outside it gives
     whole arrays, flat, which `oxs.replicate` and `oxs.start_workers` cut.
 
+    With `shard_state="leaves"` an `inner` that needs whole matrices, such as
+    `optax.contrib.muon`, is divided among owners. Leaves that it treats alike, of one
+    shape and dtype, are a group: K of them are stacked, and replica i works on its
+    ceil(K / N) whole ones. Leaves that it treats number by number (Adam's, in
+    `optax.contrib.muon` and `optax.partition`) lie in pieces as above. What travels is
+    the same, in one reduce-scatter and one all-gather for each dtype of all groups. The
+    last owners of a group hold padding where N does not divide K: a matrix that is
+    alone in its group saves nothing.
+
     Args:
         inner: The transformation that gets the reduced gradient.
         axis_name: The mapped axis, or a tuple of them.
@@ -167,9 +177,11 @@ def cross_shard(
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
             how often a replica was an outlier. Gradients that are reduced already
             (`grads`) take none.
-        shard_state: Keep `inner`'s state in pieces, one on each replica. `inner` must
-            act on each number alone, as `optax.adam` does; what does not is found out
-            by trying it. One that needs a norm may add it up itself, over `axis_name`.
+        shard_state: `True`: keep `inner`'s state in pieces, one on each replica.
+            `inner` must act on each number alone, as `optax.adam` does; what does not
+            is found out by trying it. One that needs a norm may add it up itself, over
+            `axis_name`. `"leaves"`: whole leaves on their owners. `inner` must act on
+            each leaf alone, as `optax.contrib.muon` does, which is tried, too.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -191,7 +203,7 @@ def cross_shard(
             gradients.
         ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that the
             exchange does not take; `shard_state` with groups, with an exchange that
-            cannot be halved, or with an `inner` that needs whole arrays;
+            cannot be halved, or with an `inner` that needs whole arrays or trees;
             at the call, a state of pieces for another number of replicas, a gradient
             that has been reduced already, a weight that has no meaning, an axis that is
             not mapped, gradients that do not match the parameters.
@@ -244,8 +256,20 @@ def cross_shard(
         measure,
         state_of,
     )
+    if shard_state not in (False, True, "leaves"):
+        raise ValueError(
+            "shard_state must be False, True (pieces of arrays) or 'leaves' (whole "
+            f"ones); got {shard_state!r}."
+        )
     if not shard_state:
         return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
+    if shard_state == "leaves":
+        owned = _InLeaves(
+            replicas,
+            _check_pieces(replicas),
+            owners.Leaves(inner, check_axis_name(axis_name)),
+        )
+        return optax.GradientTransformationExtraArgs(owned.init, owned.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
     pieces = _InPieces(replicas, _check_pieces(replicas), elementwise)
     return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
@@ -465,9 +489,93 @@ class _InPieces(NamedTuple):
         pieces = whole.as_asked(pieces, axis_size(axis_name))
         own = None if params is None else cut(params, axis_name)
         new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
-        new = gather(varying.localize(new, axis_name), like, axis_name)
+        buckets = whole.exchange.bucket_bytes
+        new = gather(varying.localize(new, axis_name), like, axis_name, buckets)
         inner = varying.vary_like(trees.cast_like(inner, state.tree), state.tree)
         return checks.fill_missing(new, params), fields.InPieces(inner)
+
+
+class _InLeaves(NamedTuple):
+    """`init` and `update` of `cross_shard(..., shard_state="leaves")`."""
+
+    whole: _CrossShard
+    scatter: Callable[..., Tree]
+    leaves: owners.Leaves
+
+    def init(self, params):
+        """The state of this replica's leaves and pieces."""
+        checks.check_params(params)
+        if trees.is_placeholder(params):
+            params = trees.shapes_of(params)
+            if params is None:
+                return fields.InPieces(self.whole.inner.init(params))
+            return jax.eval_shape(self.init, params)
+        plan = self.leaves.plan(params)
+        tree = plan.cut(params)
+        own = own_pieces(
+            lambda own: self.leaves.init(plan, *own),
+            tree,
+            self.whole.axis_name,
+            self._cut,
+        )
+        return fields.OwnedState(own, self.leaves.constants(cut(tree[0], None)))
+
+    def update(self, updates, state, params=None, *, weight=None, **extra_args):
+        """The updates, gathered from those of their owners, and the state."""
+        whole, axis_name = self.whole, self.whole.axis_name
+        extra_args = whole.check(updates, params, weight, extra_args)
+        contract.require_dense(updates, 'shard_state="leaves"')
+        like = updates if params is None else params
+        _require_floating(updates, like)
+        plan = self.leaves.plan(like, set(state.own.tree.leaves))
+        replicas = axis_size(axis_name)
+        check_pieces(
+            state.own,
+            lambda own: self.leaves.init(plan, *own),
+            plan.cut(like),
+            axis_name,
+            self._cut,
+        )
+        grads = self._padded(plan.cut(updates), replicas)
+        full = self._padded(plan.cut(like), replicas)
+        if whole.grads == "local":
+            pieces = self.scatter(grads, axis_name, weight=weight)
+        else:
+            pieces = cut(grads, axis_name)
+        pieces = whole.as_asked(pieces, replicas)
+        own = None
+        if params is not None:
+            own = self._in_rows(cut(full, axis_name), full)
+        new, inner, constants = self.leaves.update(
+            plan, self._in_rows(pieces, full), state, own, extra_args
+        )
+        new = new[0], buffers.flat(new[1])
+        rest, stacks = gather(varying.localize(new, axis_name), full, axis_name)
+        after = fields.OwnedState(fields.InPieces(inner), constants)
+        after = varying.vary_like(trees.cast_like(after, state), state)
+        return checks.fill_missing(plan.join(rest, stacks), params), after
+
+    def _cut(self, tree, axis_name):
+        """This replica's pieces and whole rows of padded stacks."""
+        if axis_name is None:
+            rest, stacks = tree
+            wide = [x.astype(trees.at_least_float32(x.dtype)) for x in stacks]
+            return cut(rest, None), wide
+        tree = self._padded(tree, axis_size(axis_name))
+        return self._in_rows(cut(tree, axis_name), tree)
+
+    def _padded(self, tree, replicas):
+        rest, stacks = tree
+        return rest, [owners.padded(x, replicas) for x in stacks]
+
+    def _in_rows(self, pieces, full):
+        """The flat pieces of stacks as the leaves that they hold."""
+        rest, stacks = pieces
+        rows = [
+            owners.reshaped(x, whole.shape[1:])
+            for x, whole in zip(stacks, full[1], strict=True)
+        ]
+        return rest, rows
 
 
 def _require_own(grads: Grads, what: str) -> None:

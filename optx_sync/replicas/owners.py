@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole leaves per owner: `cross_shard(..., shard_state="leaves")`.
+
+Leaves that `inner` treats alike, of one shape and dtype, are a group. Its K leaves are
+stacked, `[K, ...]`, and padded to N rows of J = ceil(K / N): replica i owns leaves
+i J, ..., and `inner` works on each of them whole. A leaf of which `inner` treats each
+number alone lies in pieces instead, as with `shard_state=True`.
+"""
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optx_sync import elementwise
+from optx_sync.elementwise import FAILURES, Elementwise
+from optx_sync.placement.fields import Owned, OwnedState
+from optx_sync.trees import Tree, cast_like, path_name
+
+_MASKED = optax.MaskedNode()
+
+
+class Group(NamedTuple):
+    """Leaves that are owned whole, by their numbers in the tree."""
+
+    name: str  # the path of the first one
+    members: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """Which leaves are owned whole, and which lie in pieces."""
+
+    treedef: jax.tree_util.PyTreeDef
+    groups: tuple[Group, ...]
+
+    def cut(self, tree: Tree) -> tuple[Tree, list[jax.Array]]:
+        """(the tree without what is owned whole, a stack `[K, ...]` of each group)."""
+        leaves = self.treedef.flatten_up_to(tree)
+        stacks = [_stack([leaves[k] for k in group.members]) for group in self.groups]
+        owned = {k for group in self.groups for k in group.members}
+        rest = [_MASKED if k in owned else x for k, x in enumerate(leaves)]
+        return self.treedef.unflatten(rest), stacks
+
+    def join(self, rest: Tree, stacks: list[jax.Array]) -> Tree:
+        """What `cut` has cut; rows of padding are left out."""
+        leaves = self.treedef.flatten_up_to(rest)
+        for group, stack in zip(self.groups, stacks, strict=True):
+            for row, place in enumerate(group.members):
+                leaves[place] = stack[row]
+        return self.treedef.unflatten(leaves)
+
+
+class Leaves:
+    """`inner` on whole leaves and on pieces, and the trials that say which are which.
+
+    Args:
+        inner: The transformation.
+        axes: The axes along which the owners lie.
+    """
+
+    def __init__(
+        self, inner: optax.GradientTransformationExtraArgs, axes: tuple[str, ...]
+    ):
+        self.inner, self.axes = inner, axes
+
+    def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
+        """Which leaves are owned whole: what is not elementwise, or those of `names`.
+
+        Raises:
+            ValueError: What `inner` does to a leaf depends on other leaves, or it
+                cannot be tried.
+        """
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in pairs]
+        alike: dict[Any, list[int]] = {}
+        for place, x in enumerate(shapes):
+            if x.size:
+                label = x.shape, x.dtype, self._program(treedef, shapes, place)
+                alike.setdefault(label, []).append(place)
+        groups = [
+            Group(path_name(pairs[found[0]][0]), tuple(found))
+            for found in alike.values()
+        ]
+        if names is None:
+            whole = self._whole(treedef, shapes, groups)
+            names = {group.name for group in whole}
+        return Plan(treedef, tuple(group for group in groups if group.name in names))
+
+    def init(self, plan: Plan, rest: Tree, stacks: list[Any]) -> Owned:
+        """The state of pieces, and of the leaves of stacks `[J, ...]`."""
+        found = {
+            group.name: self._init(plan, group, stack)
+            for group, stack in zip(plan.groups, stacks, strict=True)
+        }
+        return Owned(self._split(self.inner.init(rest), rest)[0], found)
+
+    def constants(self, rest: Tree) -> list[jax.Array]:
+        """Arrays in the state of pieces that are the same whatever the pieces hold."""
+        return self._split(self.inner.init(rest), rest)[1]
+
+    def update(
+        self,
+        plan: Plan,
+        grads: tuple[Tree, list[Any]],
+        state: OwnedState,
+        params: tuple[Tree, list[Any]] | None,
+        extra: dict[str, Any],
+    ) -> tuple[tuple[Tree, list[jax.Array]], Owned, list[jax.Array]]:
+        """The updates of pieces and of stacks, and the state."""
+        own: Owned = state.own.tree
+        rest, stacks = (None, [None] * len(grads[1])) if params is None else params
+        whole = self._merged(own.pieces, state.constants, grads[0])
+        new, now = self.inner.update(grads[0], whole, rest, **extra)
+        pieces, constants = self._split(now, grads[0])
+        updates, found = [], {}
+        for group, grad, param in zip(plan.groups, grads[1], stacks, strict=True):
+            before = own.leaves[group.name]
+            update, after = self._update(plan, group, grad, before, param, extra)
+            updates.append(update)
+            found[group.name] = after
+        return (new, updates), Owned(pieces, found), constants
+
+    def _constant(self, rest: Tree) -> list[bool]:
+        """Of each leaf of the state of pieces, whether it is a constant array."""
+        sizes = (
+            jax.tree.map(
+                lambda x, more=more: (
+                    jax.ShapeDtypeStruct((2 * x.size + more,), x.dtype)
+                    if more
+                    else jax.ShapeDtypeStruct(x.shape, x.dtype)
+                ),
+                rest,
+            )
+            for more in (0, 1)
+        )
+        one, other = (
+            jax.tree.leaves(jax.eval_shape(self.inner.init, t)) for t in sizes
+        )
+        return [
+            x.ndim > 0 and x.shape == y.shape for x, y in zip(one, other, strict=True)
+        ]
+
+    def _split(self, state: Tree, rest: Tree) -> tuple[Tree, list[Any]]:
+        """The state with `None` for its constant arrays, and these."""
+        leaves, treedef = jax.tree.flatten(state)
+        flags = self._constant(rest)
+        kept = [None if f else x for x, f in zip(leaves, flags, strict=True)]
+        return treedef.unflatten(kept), [
+            x for x, f in zip(leaves, flags, strict=True) if f
+        ]
+
+    def _merged(self, state: Tree, constants: list[Any], rest: Tree) -> Tree:
+        """What `_split` has split."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rest)
+        treedef = jax.tree.structure(jax.eval_shape(self.inner.init, shapes))
+        found, left = iter(jax.tree.leaves(state)), iter(constants)
+        return treedef.unflatten(
+            next(left) if flag else next(found) for flag in self._constant(rest)
+        )
+
+    def _init(self, plan: Plan, group: Group, stack: Any) -> Tree:
+        """The state of `inner` for the leaves of a stack `[J, ...]`."""
+
+        def one(x):
+            return self.inner.init(_only(plan.treedef, group.members[0], x))
+
+        return jax.vmap(one, out_axes=self._axes(plan, group, stack))(stack)
+
+    def _update(
+        self, plan: Plan, group: Group, grads: Any, state: Tree, params: Any, extra: Any
+    ) -> tuple[jax.Array, Tree]:
+        """The updates `[J, ...]` for the leaves of a stack, and the state."""
+        place = group.members[0]
+
+        def one(grads, state, params):
+            params = None if params is None else _only(plan.treedef, place, params)
+            tree = _only(plan.treedef, place, grads)
+            new, now = self.inner.update(tree, state, params, **extra)
+            return plan.treedef.flatten_up_to(new)[place], cast_like(now, state)
+
+        axes = self._axes(plan, group, grads)
+        return jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes))(
+            grads, state, params
+        )
+
+    def _axes(self, plan: Plan, group: Group, stack: Any) -> Tree:
+        """0 for the arrays of a state, of one for each leaf; scalars are for all."""
+        one = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+        tree = _only(plan.treedef, group.members[0], one)
+        state = jax.eval_shape(self.inner.init, tree)
+        return jax.tree.map(lambda x: 0 if x.ndim else None, state)
+
+    def _program(self, treedef, shapes, place: int) -> str:
+        """What `inner` does to one leaf alone, as text: leaves that agree are alike."""
+        own = _only(treedef, place, shapes[place])
+        try:
+            state = jax.eval_shape(self.inner.init, own)
+            with elementwise.as_optax_expects():
+                made = jax.make_jaxpr(
+                    lambda grads, state, params: self.inner.update(
+                        grads, state, params, value=jnp.float32(1)
+                    )[0]
+                )(own, state, own)
+        except FAILURES as error:
+            raise ValueError(
+                "shard_state='leaves' needs to try inner on each leaf alone, and that "
+                f"failed: {error} Leave shard_state out."
+            ) from error
+        # Functions of JAX's own may stand in it with their addresses.
+        return re.sub(r"0x[0-9a-f]+", "", str(made))
+
+    def _whole(self, treedef, shapes, groups: list[Group]) -> list[Group]:
+        """The groups of which leaves must be whole; their trial."""
+        # Of each way to treat a leaf one is enough, whatever its size.
+        small = [
+            jax.ShapeDtypeStruct(
+                tuple(min(2 if axis else 3, n) for axis, n in enumerate(x.shape)),
+                np.float32,
+            )
+            for x in shapes
+        ]
+        kinds: dict[str, int] = {}
+        kind_of = {}
+        for group in groups:
+            place = group.members[0]
+            kind_of[group] = self._program(treedef, small, place)
+            kinds.setdefault(kind_of[group], place)
+        alone = {
+            kind: Elementwise(
+                _of_one(self.inner, treedef, place), self.axes, "shard_state='leaves'"
+            ).holds_for(small[place])
+            for kind, place in kinds.items()
+        }
+        whole = [group for group in groups if not alone[kind_of[group]]]
+        if not whole:
+            return []
+        # Three leaves, of which one is whole for certain, and not all are alike.
+        tried = [whole[0].members[0], *whole[0].members[1:2]]
+        others = [g.members[0] for g in groups if g.members[0] not in tried]
+        self._try(treedef, small, [*tried, *others][:3])
+        return whole
+
+    def _try(self, treedef, small, places: list[int]) -> None:
+        """Refuse an `inner` by which a leaf's update depends on other leaves."""
+
+        def tree_of(some, found):
+            leaves: list[Any] = [_MASKED] * len(small)
+            for place in some:
+                leaves[place] = found[str(place)]
+            return treedef.unflatten(leaves)
+
+        def steps(some, params, grads):
+            params, grads = tree_of(some, params), tree_of(some, grads)
+
+            def case(grads):
+                def step(state, grads):
+                    new, now = self.inner.update(
+                        grads, state, params, value=jnp.float32(1)
+                    )
+                    return cast_like(now, state), new
+
+                state = self.inner.init(params)
+                _, new = jax.lax.scan(step, state, grads)
+                leaves = treedef.flatten_up_to(new)
+                return {str(place): leaves[place] for place in some}
+
+            one = jax.vmap(case)
+            for axis in self.axes:
+                one = elementwise.along(one, axis)
+            return one(grads)
+
+        with elementwise.eager():
+            drawn = elementwise.draw({str(place): small[place] for place in places})
+            run = jax.jit(
+                lambda drawn: [
+                    steps(some, *drawn) for some in (places, *([p] for p in places))
+                ],
+                compiler_options={"xla_backend_optimization_level": 0},
+            )
+            together, *alone = run(drawn)
+        for place, own in zip(places, alone, strict=True):
+            one, two = together[str(place)], own[str(place)]
+            # A NaN in one leaf must not reach the others either.
+            if not np.allclose(one, two, rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    "shard_state='leaves' gives inner each leaf where it is owned, "
+                    "but with this inner the update of a leaf depends on the others, "
+                    "as with clip_by_global_norm. Leave shard_state out, or put what "
+                    "needs all leaves into a chain around it: optax.chain("
+                    "oxs.all_reduce_grads('data'), optax.clip_by_global_norm(1.0), "
+                    "oxs.cross_shard(inner, 'data', grads='averaged', "
+                    "shard_state='leaves'))."
+                )
+
+
+def padded(stack: Any, replicas: int) -> Any:
+    """The stack with rows of zeros, up to a multiple of the number of replicas."""
+    missing = -stack.shape[0] % replicas
+    shape = stack.shape[0] + missing, *stack.shape[1:]
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, stack.dtype)
+    return jnp.pad(stack, [(0, missing)] + [(0, 0)] * (stack.ndim - 1))
+
+
+def reshaped(flat: Any, shape: tuple[int, ...]) -> Any:
+    """Numbers of whole leaves as `[J, ...]`."""
+    rows = flat.size // math.prod(shape), *shape
+    if isinstance(flat, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(rows, flat.dtype)
+    return flat.reshape(rows)
+
+
+def _stack(leaves: list[Any]) -> Any:
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        shape = len(leaves), *leaves[0].shape
+        return jax.ShapeDtypeStruct(shape, leaves[0].dtype)
+    return jnp.stack(leaves)
+
+
+def _only(treedef, place: int, x: Any) -> Tree:
+    """A tree that has this leaf alone; what else there is Optax takes for masked."""
+    leaves: list[Any] = [_MASKED] * treedef.num_leaves
+    leaves[place] = x
+    return treedef.unflatten(leaves)
+
+
+def _of_one(inner, treedef, place: int) -> optax.GradientTransformationExtraArgs:
+    """`inner` of one leaf, which is given as an array."""
+
+    def init(x):
+        return inner.init(_only(treedef, place, x))
+
+    def update(grads, state, params=None, **extra_args):
+        params = None if params is None else _only(treedef, place, params)
+        new, state = inner.update(
+            _only(treedef, place, grads), state, params, **extra_args
+        )
+        return treedef.flatten_up_to(new)[place], state
+
+    return optax.GradientTransformationExtraArgs(init, update)

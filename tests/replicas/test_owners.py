@@ -1,0 +1,216 @@
+"""`cross_shard(..., shard_state="leaves")`: whole leaves on owners, numbers of all."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from benchmarks import by_hand
+from tests import contexts
+
+cross_shard: Any = oxs.cross_shard
+AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
+RNG = np.random.default_rng(0)
+
+
+def drawn(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+# Five alike and one alone: neither divides by four. What is no matrix is Adam's.
+PARAMS: Any = {
+    "alone": drawn(3, 8),
+    "bias": drawn(5),
+    "blocks": [drawn(6, 4) for _ in range(5)],
+    "empty": drawn(0),
+    "half": drawn(6, 4).astype(jnp.bfloat16),
+    "scalar": drawn(),
+}
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Muon's own arithmetic."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+GRADS = jax.tree.map(lambda x: drawn(STEPS, REPLICAS, *x.shape), PARAMS)
+GRADS["half"] = RNG.integers(-4, 5, GRADS["half"].shape).astype(jnp.bfloat16)
+
+
+def inner():
+    return optax.contrib.muon(0.1, ns_steps=2, weight_decay=0.01)
+
+
+@functools.cache
+def transformation():
+    return cross_shard(inner(), AXIS, shard_state="leaves")
+
+
+@functools.cache
+def started():
+    """The state of all, [N, ...] where it lies on owners, and its axes."""
+    tx = transformation()
+    axes = oxs.state_axes(tx, PARAMS, replicated=True)
+    return oxs.replicate(tx.init(PARAMS), REPLICAS, axes), axes
+
+
+def body(params, state, grads):
+    tx = transformation()
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (params, state), grads)[0]
+
+
+@functools.cache
+def whole():
+    """Of `inner` on the mean, of half precision in float32, as owners compute."""
+    tx = inner()
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), PARAMS)
+
+    @jax.jit
+    def run(params, state, grads):
+        def step(carry, grads):
+            params, state = carry
+            now = jax.tree.map(lambda x: x.mean(0), grads)
+            updates, state = tx.update(now, state, params)
+            params = optax.apply_updates(params, updates)
+            half = params["half"].astype(jnp.bfloat16).astype(jnp.float32)
+            return ({**params, "half": half}, state), None
+
+        return jax.lax.scan(step, (params, state), grads)[0][0]
+
+    grads = jax.tree.map(lambda x: np.asarray(x, np.float32), GRADS)
+    return run(wide, jax.jit(tx.init)(wide), grads)
+
+
+def program(context):
+    state, axes = started()
+    grads = jax.tree.map(lambda x: x.swapaxes(0, 1), GRADS)
+    inputs = PARAMS, state, grads
+    if context == "shard_map":
+        axes = (None, axes, 0), (None, axes)
+        run = oxs.map_workers(
+            body, AXIS, mesh=contexts.mesh(), in_axes=axes[0], out_axes=axes[1]
+        )
+        return jax.jit(run), inputs
+    run = functools.partial(
+        jax.pmap if context == "pmap" else jax.vmap,
+        in_axes=(None, axes, 0),
+        out_axes=(0, axes),
+        axis_name=AXIS,
+    )
+    if context == "pmap":
+        return run(body, devices=jax.devices()[:REPLICAS]), inputs
+    return jax.jit(run(body)), inputs
+
+
+def momentum(state):
+    return state.inner_states["muon"].inner_state[0].mu["blocks"][0]
+
+
+@pytest.mark.parametrize("context", ["vmap", "pmap", "shard_map"])
+def test_the_numbers_are_those_of_muon_on_the_mean(context):
+    run, inputs = program(context)
+    params, state = run(*inputs)
+    for (path, ours), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        jax.tree.leaves(whole()),
+        strict=True,
+    ):
+        ours = np.asarray(ours, np.float32)
+        tolerance = 2e-2 if "half" in str(path) else 1e-6
+        expected = np.broadcast_to(theirs, ours.shape)
+        assert np.allclose(ours, expected, rtol=0, atol=tolerance), path
+    owned = state.own.tree.leaves["['blocks'][0]"]
+    assert momentum(owned).shape == (REPLICAS, 2, 6, 4)
+
+
+def test_one_scatter_one_gather_and_memory():
+    state, axes = started()
+    tx = transformation()
+    step = jax.jit(
+        oxs.map_workers(
+            lambda grads, state: tx.update(grads, state, PARAMS),
+            AXIS,
+            mesh=contexts.mesh(),
+            in_axes=(0, axes),
+            out_axes=(None, axes),
+        ),
+        donate_argnums=1,
+    )
+    grads = jax.tree.map(lambda x: x[0], GRADS)
+    compiled = step.lower(grads, state).compile()
+    text = compiled.as_text()
+    # None in a loop, of Newton and Schulz or another: all stand in the entry.
+    names = "reduce-scatter(", "all-gather(", "all-reduce(", "all-to-all("
+    entry = text[text.index("ENTRY") :]
+    assert [text.count(name) for name in names] == [entry.count(n) for n in names]
+    rows = oxs.audit.collectives(compiled)
+    kinds = [row.kind for row in rows]
+    # One for each dtype of all groups together.
+    assert kinds.count("reduce-scatter") == 1
+    assert 1 <= kinds.count("all-gather") <= 2
+    assert set(kinds) == {"reduce-scatter", "all-gather"}
+    gradients = sum(x.nbytes // REPLICAS for x in jax.tree.leaves(grads))
+    held = by_hand.memory(compiled).arguments - gradients
+    sizes = [x.nbytes // REPLICAS if x.ndim else 4 for x in jax.tree.leaves(state.own)]
+    assert held <= sum(sizes) + 256  # numbers that are for all
+
+
+def test_another_number_of_replicas():
+    """The state of four cut for three and for eight has the same rows."""
+    state, axes = started()
+    tx = transformation()
+    numbered = jax.tree.map(
+        lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), state
+    )
+    back = numbered
+    for n in (3, REPLICAS):
+        _, back = oxs.resize(tx, PARAMS, back, n, replicated=True)
+        mu = momentum(back.own.tree.leaves["['blocks'][0]"])
+        assert mu.shape == (n, 2, 6, 4)
+        rows = np.asarray(mu).reshape(-1, 6, 4)[:5]
+        assert np.array_equal(rows.ravel(), np.arange(5 * 24))
+    with pytest.raises(ValueError, match="for one of 2 replicas"):
+        two = oxs.first(numbered, axes)
+        jax.vmap(lambda g: tx.update(g, two, PARAMS), axis_name=AXIS)(
+            jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
+        )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), inner()),
+        optax.normalize_by_update_norm(),
+    ],
+)
+def test_what_mixes_leaves_is_refused(bad):
+    with pytest.raises(ValueError, match="depends on the others"):
+        cross_shard(bad, AXIS, shard_state="leaves").init(
+            {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+        )
+
+
+def test_leaves_that_differ_by_name_alone_are_no_group():
+    """A mask of which the state says nothing: weight decay of one of two."""
+    mask = {"a": True, "b": False}
+    tx = cross_shard(
+        optax.contrib.muon(0.1, weight_decay=0.5, weight_decay_mask=mask),
+        AXIS,
+        shard_state="leaves",
+    )
+    state = tx.init({"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))})
+    assert set(state.own.tree.leaves) == {"['a']", "['b']"}
