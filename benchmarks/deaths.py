@@ -232,7 +232,8 @@ def schedules(page, number, minutes, examples):
     rows, lost, apart_by = [], [], []
     for seed in range(number):
         draw, times, now = random.Random(seed), [], 0.0
-        while (now := now + draw.expovariate((2 + 2 * minutes) / 60 / minutes)) < 60 * minutes:
+        a_second = (2 + 2 * minutes) / (60 * minutes)  # some also in short schedules
+        while (now := now + draw.expovariate(a_second)) < 60 * minutes:
             times.append(now)
         lines, deaths = train(examples, times)
         rounds = [x for x in lines if x["what"] == "round"]

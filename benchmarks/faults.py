@@ -254,9 +254,6 @@ def shoot(
     return shots
 
 
-KINDS = (int, int, float, int, float)  # of what stands in an `Ack`
-
-
 class Ack(NamedTuple):
     """A step that has returned."""
 
@@ -302,8 +299,8 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
         for line in log.read_text().splitlines() if log.exists() else []:
             kind, *rest = line.split()
             if kind == "ack" and len(rest) == 5:
-                numbers = (f(x) for f, x in zip(KINDS, rest, strict=True))
-                ack = Ack(*numbers)
+                place, mine, step = (int(rest[k]) for k in (0, 1, 3))
+                ack = Ack(place, mine, float(rest[2]), step, float(rest[4]))
                 acks[ack.incarnation].append(ack)
             elif kind == "told" and len(rest) == 3:
                 told[int(rest[1])] += int(rest[0])
