@@ -282,8 +282,7 @@ def study(page: Any, settings: Any) -> None:
             failed.append(f"{what}: {moved:,} bytes")
     page.nowhere("whole", failed, f"{len(programs)} programs")
     if PLATFORM is GPU and not page.quick:
-        for machine in ("one host of 8", "two hosts of 8"):
-            study_large(page, machine)
+        study_large(page, "one host of 8")
 
 
 def study_large(page: Any, machine: str) -> None:

@@ -28,6 +28,7 @@ FLOORS = {
     "step": 5,
     "exchange": 5,
     "optimizers": 5,
+    "fingerprints": 5,
     "gradients": 5,
     "metrics": 5,
     "replicas": 6,
@@ -88,7 +89,7 @@ GROUND = {
         "center/rules/local_sgd",
         "center/rules/diloco",
     },
-    "replicas": {"replicas/accumulator", "replicas/averages"},
+    "replicas": {"replicas/accumulator", "replicas/averages", "replicas/owners"},
     "front": {"front/held", "front/layout", "front/step"},
     "simulate": {"simulate/replay"},
     "runtime": {

@@ -45,6 +45,8 @@ def test_what_is_near_costs_nothing():
     inside, between = row(groups=((0, 1), (2, 3))), row(groups=((0, 2), (1, 3)))
     assert once(inside, between, near=2).sent == 1.0
     assert once(inside, near=2) == (0.0, 0.0, 1.0)
+    # A ring over two hosts waits for the pairs that lie between them.
+    assert once(row("collective-permute", groups=PAIRS), near=2).sent == 1.0
 
 
 def test_a_step_hides_what_is_overlapped_up_to_its_share():
