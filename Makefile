@@ -18,7 +18,7 @@ TRIED := $(if $(NEWEST),,$(wildcard $(VERSIONS)))
 # it does not. XLA reads the size of its pool from NPROC.
 export NPROC := 16
 
-.PHONY: demo test fuzz mutants lint format bench reproduce faults tpu docs constraints clean
+.PHONY: demo test fuzz mutants lint format bench reproduce faults deaths tpu gpu docs constraints clean
 .DEFAULT_GOAL := test
 
 $(VENV)/bin/python:
@@ -85,17 +85,22 @@ reproduce: $(VENV)/demo-installed
 # Kills workers and servers: the better part of an hour; FAULTS=--resume goes on with a table.
 faults: $(VENV)/bench-installed
 	$(RUN)/python benchmarks/faults.py $(QUICK) $(FAULTS)
+	$(RUN)/python benchmarks/recovery.py $(QUICK)
 
-# Every wrapper compiled ahead of time for TPUs, in an environment of its own: JAX looks
-# for chips wherever it finds libtpu.
-.venv-tpu/installed: pyproject.toml
-	$(PYTHON) -m venv .venv-tpu
-	.venv-tpu/bin/python -m pip install --quiet --editable '.[tpu]'
+# Kills processes of a lockstep run on Ray Train: an hour.
+deaths: $(VENV)/bench-installed
+	$(RUN)/python benchmarks/deaths.py $(QUICK) $(DEATHS)
+
+# Every wrapper compiled ahead of time for TPUs and for GPUs, each in an environment of its
+# own: JAX looks for chips wherever it finds libtpu. None of it needs a chip or a driver.
+.venv-%/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
-tpu: .venv-tpu/installed
-	.venv-tpu/bin/python -m pytest -p no:cacheprovider tests/test_tpu.py
-	.venv-tpu/bin/python benchmarks/compile_for_tpu.py $(QUICK)
+tpu gpu: %: .venv-%/installed
+	.venv-$@/bin/python -m pytest -p no:cacheprovider tests/test_ahead.py
+	.venv-$@/bin/python benchmarks/compile_ahead.py $(QUICK)
 
 docs: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict

@@ -30,6 +30,7 @@ from rich.progress import track
 import optx_sync as oxs
 from optx_sync import runtime
 from optx_sync.runtime import Push
+from optx_sync.runtime.agreements.contract import arrays_of
 
 WORKERS, VARIABLES = 2, 8
 # Floats in the variables: how many times faster than the naive actor it should be.
@@ -69,7 +70,7 @@ class _Worker:
     """A process that exchanges again and again."""
 
     def __init__(self, index, size):
-        self.index, self.rounds = index, {}
+        self.index, self.rounds, self.kept = index, {}, {}
         self.arrays, self.there, self.back = make(size), make(size), make(size)
 
     def call(self, name, target):
@@ -90,14 +91,16 @@ class _Worker:
         else:
             what = "params" if name.startswith("elastic") else "contribution"
             number = self.rounds[name] = self.rounds.get(name, 0) + 1
-            answers = []
-            for part in range(len(target.layout.owners)):
-                picked = jax.tree.leaves_with_path(
-                    target.layout.pick(self.arrays, part)
-                )
-                arrays = {f"['{path[0].key}']": np.asarray(x) for path, x in picked}
-                push = Push(self.index, number, {what: arrays}, part=part)
-                answers.append(target.send(push))
+            if number == 1:  # As `Worker` does, whose compiled step cuts.
+                parts = range(len(target.layout.owners))
+                cut = [arrays_of(target.layout.pick(self.arrays, p)) for p in parts]
+                self.kept[name] = target, target.join(self.index).incarnation, cut
+            target, mine, cut = self.kept[name]
+            pushes = [
+                Push(self.index, number, {what: arrays}, incarnation=mine, part=part)
+                for part, arrays in enumerate(cut)
+            ]
+            answers = [target.send(push) for push in pushes]
             for answer in answers:
                 answer()
 

@@ -163,6 +163,16 @@ def penalised(params, inner, shared, due, grads):
     return elastic(params, inner, shared, due, rounded(penalty, grads))
 
 
+def sync_replicas(gradients: int) -> Callable[[int], Any]:
+    """The library's, which waits for so many gradients of each worker."""
+    return lambda workers: oxs.sync_replicas(INNER, AXIS, gradients * workers)
+
+
+def with_sums(params: Tree) -> tuple[Tree, Tree]:
+    """Sums of a worker's own, and the inner optimizer's state."""
+    return zeros(params), INNER.init(params)
+
+
 def inner_alone(params: Tree) -> tuple[Tree, Tree]:
     """Nothing of a worker's own, and the inner optimizer's state."""
     return (), INNER.init(params)
@@ -193,25 +203,12 @@ CASES = {
     "cross_shard": Case(
         lambda workers: oxs.cross_shard(INNER, AXIS), inner_alone, reduced, True, 1
     ),
-    "sync_replicas": Case(
-        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
-        inner_alone,
-        reduced,
-        True,
-        1,
-    ),
+    "sync_replicas": Case(sync_replicas(1), inner_alone, reduced, True, 1),
     "sync_replicas, with sums by hand": Case(
-        lambda workers: oxs.sync_replicas(INNER, AXIS, workers),
-        lambda params: (zeros(params), INNER.init(params)),
-        summed,
-        True,
-        1,
+        sync_replicas(1), with_sums, summed, True, 1
     ),
     "sync_replicas, accumulating": Case(
-        lambda workers: oxs.sync_replicas(INNER, AXIS, PERIOD * workers),
-        lambda params: (zeros(params), INNER.init(params)),
-        accumulated,
-        True,
+        sync_replicas(PERIOD), with_sums, accumulated, True
     ),
     "local_sgd": Case(wrapped(oxs.local_sgd), with_center(), local_sgd),
     "diloco": Case(wrapped(oxs.diloco, outer=OUTER), with_center(OUTER.init), diloco),
@@ -389,9 +386,7 @@ def with_library(
         params = carry[0] if one else params
         known = {} if meet is None else {"meet": meet}
         params, state = apply(tx, grads, oxs.first(state, axes), params, **known)
-        return params if one else oxs.replicate(params, 1), oxs.replicate(
-            state, 1, axes
-        )
+        return params if one else kept(params), oxs.replicate(state, 1, axes)
 
     specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
     program = whole_round(step, case.period) if whole else step

@@ -15,6 +15,7 @@ A step pushes a part to each server, and each counts. Then what workers learn me
 runs without faults for their memory, and every order of the protocol's events.
 """
 
+import bisect
 import collections
 import itertools
 import json
@@ -83,10 +84,16 @@ class Cell(NamedTuple):
     size: str
     servers: int
     replay: bool = False
+    fragments: int = 0  # parts that meet one after the other; 0: a part each server
+
+    @property
+    def parts(self) -> int:
+        """The parts that a step pushes."""
+        return self.fragments or self.servers
 
 
 # Every fault with every agreement, every fault with every size, every size with one
-# and with two servers; then `replay`.
+# and with two servers; then `replay`; then three servers, and parts.
 CELLS = [
     Cell("local_sgd", "workers", "1 kB", 2),
     Cell("local_sgd", "servers", "150 kB", 2),
@@ -109,6 +116,15 @@ CELLS = [
     Cell("local_sgd", "servers", "150 kB", 2, True),
     Cell("diloco", "servers", "1.2 MB", 1, True),
     Cell("agn", "both", "1 kB", 2, True),
+    Cell("local_sgd", "workers", "1.2 MB", 3),
+    Cell("diloco", "servers", "150 kB", 3),
+    Cell("elastic", "both", "150 kB", 3),
+    Cell("agn", "servers", "1 kB", 3, True),
+    Cell("local_sgd", "workers", "150 kB", 1, False, 3),
+    Cell("diloco", "servers", "1.2 MB", 2, False, 3),
+    Cell("agn", "both", "150 kB", 2, False, 3),
+    Cell("local_sgd", "servers", "1 kB", 3, False, 4),
+    Cell("diloco", "servers", "150 kB", 2, True, 3),
 ]
 SHORT = [CELLS[3], CELLS[18], CELLS[13]]
 
@@ -120,7 +136,7 @@ def every_cell() -> list[Cell]:
     return [
         Cell(*cell)
         for cell in product
-        if cell[0] not in ("3 of 4", "6 of 4") or cell[3:] == (1, False)
+        if cell[0] not in ("3 of 4", "6 of 4") or cell[3:5] == (1, False)
     ]
 
 
@@ -155,8 +171,8 @@ class Ledger:
 
 
 def start_of(cell: Cell) -> dict[str, Any]:
-    """Two variables for each server, which go to servers in their order."""
-    names = [f"{half}_{k}" for half in "ab" for k in range(cell.servers)]
+    """Two variables for each part, which go to servers in their order."""
+    names = [f"{half}_{k}" for half in "ab" for k in range(cell.parts)]
     return {name: np.zeros(SIZES[cell.size] // 2, np.float32) for name in names}
 
 
@@ -179,10 +195,13 @@ def program(folder: pathlib.Path, seconds: float, cell: Cell):
                 for grad in grads.values():
                     grad[where] = mark
                 out.write(f"try {place}\n")
+                begin = time.time()
                 worker.step(grads)
+                if cell.fragments:
+                    worker.flush()  # All parts meet.
                 now = f"{worker.incarnation} {time.time()}"
                 if worker.used:
-                    out.write(f"ack {place} {now} {worker.global_step}\n")
+                    out.write(f"ack {place} {now} {worker.global_step} {begin}\n")
                 if worker.lost > told:
                     out.write(f"told {worker.lost - told} {now}\n")
                     told = worker.lost
@@ -242,27 +261,46 @@ class Ack(NamedTuple):
     incarnation: int
     time: float
     step: int  # the server's, as the worker heard it
+    begin: float  # until it returned it may have been applied, and lost already
 
 
 def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[int]:
     """Acked, lost, beyond, untold, twice and torn."""
     ledger = Ledger(cell)
     halves = [
-        [ledger.read(center[f"{half}_{k}"], cell) for k in range(cell.servers)]
+        [ledger.read(center[f"{half}_{k}"], cell) for k in range(cell.parts)]
         for half in "ab"
     ]
     parts = halves[0]
     back = [e for e in history.events if e.kind == "restored"]
     waits = cell.rule in ("3 of 4", "6 of 4")
     acked, lost, beyond, untold = 0, 0, 0, 0
-    for index in range(WORKERS):
-        log = folder / f"worker_{index}.log"
+    logs = [folder / f"worker_{index}.log" for index in range(WORKERS)]
+    times = sorted(
+        float(line.split()[3])
+        for log in logs
+        for line in (log.read_text().splitlines() if log.exists() else [])
+        if line.startswith("ack") and len(line.split()) == 6
+    )
+
+    def explains(event: Any, ack: Ack) -> bool:
+        """Whether a server that came back had no checkpoint of it."""
+        if event.time <= (ack.time if cell.parts == 1 else ack.begin):
+            return False
+        if cell.parts > 1:  # Each is at a step of its own: by the acks between.
+            between = bisect.bisect(times, event.time) - bisect.bisect(times, ack.time)
+            return between <= EVERY + 2 * WORKERS
+        first = event.global_step - waits
+        return first < ack.step <= event.global_step + EVERY + 2 * WORKERS
+
+    for index, log in enumerate(logs):
         acks: dict[int, list[Ack]] = collections.defaultdict(list)
         told: collections.Counter[int] = collections.Counter()
         for line in log.read_text().splitlines() if log.exists() else []:
             kind, *rest = line.split()
-            if kind == "ack" and len(rest) == 4:
-                ack = Ack(int(rest[0]), int(rest[1]), float(rest[2]), int(rest[3]))
+            if kind == "ack" and len(rest) == 5:
+                place, mine, step = (int(rest[k]) for k in (0, 1, 3))
+                ack = Ack(place, mine, float(rest[2]), step, float(rest[4]))
                 acks[ack.incarnation].append(ack)
             elif kind == "told" and len(rest) == 3:
                 told[int(rest[1])] += int(rest[0])
@@ -274,15 +312,11 @@ def judge(cell: Cell, folder: pathlib.Path, center: Any, history: Any) -> list[i
                     continue
                 lost += 1
                 # A gradient of SyncReplicas may be of the update after this step.
-                why = [
-                    e.time
-                    for e in back
-                    if e.time > ack.time
-                    and e.global_step - waits < ack.step
-                    and ack.step <= e.global_step + EVERY + 2 * WORKERS
-                ]
+                why = [e.time for e in back if explains(e, ack)]
                 beyond += not why
-                should += any(own[-1].time > when for when in why[:1])
+                # A step that began after that has spoken with each server.
+                last = own[-1].time if cell.parts == 1 else own[-1].begin
+                should += any(last > when for when in why[:1])
             untold += max(should - told[incarnation], 0)
     # At the end so many gradients wait for an update that does not come.
     waiting = min(beyond, required(cell.rule) - 1)
@@ -343,9 +377,13 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         cell.faults, seconds, folder,
         lambda: runtime.run(
             program(folder, seconds, cell), params, optax.sgd(1.0), RULES[cell.rule],
-            num_workers=WORKERS, num_servers=cell.servers, communication_period=1,
+            num_workers=WORKERS, num_servers=cell.servers,
+            communication_period=cell.fragments or 1,
             checkpoint_dir=folder / "saved", checkpoint_every=EVERY,
             replay=cell.replay,
+            fragments=(lambda path, leaf: int(str(path[0].key)[2:]))
+            if cell.fragments
+            else None,
         ),
     )  # fmt: skip
     found: list[Any] = [""] * 6
@@ -353,7 +391,8 @@ def run_cell(cell: Cell, seconds: float) -> list[Any]:
         found = judge(cell, folder, outcome.center, outcome.history)
     shutil.rmtree(folder, ignore_errors=True)
     return [
-        cell.rule, cell.faults, cell.size, cell.servers, "yes" if cell.replay else "",
+        cell.rule, cell.faults, cell.size, cell.servers, cell.fragments or "",
+        "yes" if cell.replay else "",
         *outcome.shots.values(), *found, outcome.ended, round(time.time() - begin),
     ]  # fmt: skip
 

@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 HERE = Path(__file__).parent
 PAGES = tomllib.loads((HERE / "pages.toml").read_text())
-PACKAGES = "jax jaxlib libtpu optax numpy tensorflow-cpu torch drjax ray".split()
+PACKAGES = """jax jaxlib libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+optax numpy tensorflow-cpu torch drjax ray""".split()
 SUMMARY = """What was measured, a page each: what was done, beside what, and on what
 machine. `make bench` and `make reproduce` make them anew. What is exact, and can be
 checked anywhere, is no page but a test."""
@@ -220,37 +219,32 @@ class Report:
         self.words, self.folder = PAGES[name], folder_of(options)
         self.quick: bool = options.quick
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._start, self._console = time.perf_counter(), Console()
-        if not self._console.is_terminal:
-            self._console.width = 120
+        self._start = time.perf_counter()
         about = self.words["about"].format(**values).strip()
         known = {"name": name, "title": self.words["title"], "quick": self.quick}
         empty = {key: [] for key in ("texts", "tables", "pictures", "findings")}
         known |= {"machine": machine(), "about": about}
         self._found: dict[str, Any] = {**known, **empty, "data": {}}
-        self._console.rule(self.words["title"])
+        print(f"# {self.words['title']}")
 
     def text(self, key: str, **values: Any) -> None:
         """Add a paragraph."""
         paragraph = self.words["texts"][key].format(**values)
-        self._console.print(paragraph, markup=False)
+        print(paragraph)
         self._found["texts"].append(paragraph)
 
     def table(self, key: str, rows: Iterable[Sequence[Any]], **values: Any) -> None:
         """Add a table, its cells as they shall show."""
         title, columns = (x.format(**values) for x in self.words["tables"][key])
         rows, columns = [list(row) for row in rows], columns.split(" | ")
-        shown = Table(*columns, title=title)
-        for row in rows:
-            shown.add_row(*map(_cell, row))
-        self._console.print(shown)
         kept = {"title": title, "columns": columns, "rows": rows}
         self._found["tables"].append(kept)
+        print(f"\n{title}\n\n{_table(**kept)}\n")
 
     def criterion(self, key: str, met: bool, found: str, *_: str, **values) -> None:
         """Add a line of what was looked for and what was found; `met` is not shown."""
         what = self.words["criteria"][key].format(**values)
-        self._console.print(f"{what}: {found}", markup=False)
+        print(f"{what}: {found}")
         self._found["findings"].append([what, found])
 
     def nowhere(

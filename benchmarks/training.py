@@ -41,7 +41,12 @@ def workers_step(
 
 
 def compiled_step(
-    tx: Any, params: Any, grad_of: Callable[[Any, Any], Any], batch: Any, mesh: Any
+    tx: Any,
+    params: Any,
+    grad_of: Callable[[Any, Any], Any],
+    batch: Any,
+    mesh: Any,
+    apply: Callable = oxs.apply_gradients,
 ) -> jax.stages.Compiled:
     """The same, compiled for a mesh, where each device is a worker; nothing is run.
 
@@ -60,7 +65,7 @@ def compiled_step(
     with warnings.catch_warnings():
         # Of threads, which are for programs that run.
         warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)
-        step = workers_step(tx, params, grad_of, mesh=mesh)
+        step = workers_step(tx, params, grad_of, apply, mesh)
     program = jax.jit(step, donate_argnums=(0, 1), out_shardings=places)
     return program.lower(*carry, batch).compile()
 

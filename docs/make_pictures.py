@@ -166,7 +166,45 @@ def draw_robust():
     figure.savefig(IMAGES / "robust.png", dpi=130)
 
 
+def draw_links():
+    """Utilisation against bandwidth, of each strategy, with what has been published."""
+    pair = ((0, 1),)
+    whole = oxs.audit.Collective("all-reduce", 2 * 10**10, 1, pair, False, True)
+    part = whole._replace(bytes=whole.bytes // 10)
+    codes = [
+        oxs.audit.Collective(kind, 33 * 10**7 * of, 1, pair, False, True)
+        for kind, of in (("all-to-all", 2), ("all-gather", 1))
+    ]
+    backwards = {"quiet": (), "overlap": 2 / 3}
+    strategies = {
+        "every step": oxs.audit.Strategy([whole], **backwards),
+        "H = 10": oxs.audit.Strategy([whole], 10, **backwards),
+        "H = 100": oxs.audit.Strategy([whole], 100, **backwards),
+        "H = 300": oxs.audit.Strategy([whole], 300, **backwards),
+        "H = 100, in 10 parts, a step later": oxs.audit.Strategy([part], 10, quiet=()),
+        "the same, 4 bits": oxs.audit.Strategy(codes, 10, quiet=()),
+    }
+    published = {"every step": 184, "H = 10": 49, "H = 100": 6.2, "H = 300": 2.0}
+    gbits = np.geomspace(0.05, 1000, 200)
+    plan = oxs.audit.plan(strategies, gbits=gbits, step_seconds=1.01)
+    for goal in (0.8, 0.99):
+        print(oxs.audit.plan(strategies, gbits=(), step_seconds=1.01, goal=goal))
+    figure, axis = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+    colors = [*COLORS, "#AA3377", "#66CCEE"]
+    for (name, found), color in zip(plan.utilisation.items(), colors, strict=True):
+        axis.semilogx(gbits, found, color=color, label=name)
+        if name in published:
+            axis.plot(published[name], 0.8, "o", color=color, ms=7)
+    axis.plot([], [], "o", color="0.45", label="published: 80 % from here on")
+    axis.set(xlabel="Gbit/s of the link", ylabel="share of the time that computes")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=9)
+    figure.savefig(IMAGES / "links.png", dpi=130)
+
+
 if __name__ == "__main__":
+    draw_links()
     draw_trajectories()
     draw_stragglers()
     draw_robust()

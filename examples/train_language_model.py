@@ -9,7 +9,7 @@ that comes with Python on 2 pods x 2 data x 2 shards, eight forced CPU devices. 
 """
 
 import argparse
-from os.path import abspath
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -78,6 +78,9 @@ def run(name, seed, options):
     """Train under one strategy: losses, and bytes near, far and at once."""
     graph, start = nnx.split(_Transformer(nnx.Rngs(seed)))
     tx, place = STRATEGIES[name], jax.lax.with_sharding_constraint
+    start = nnx.as_pure(start)
+    spec = jax.tree.map(lambda x: P(*[None] * x.shape.index(WIDTH), "shards"), start)
+    workers = oxs.Workers((2, 2), ("pods", "data"), mesh=mesh, specs=spec)
     unseen = codes[: options.unseen * (CONTEXT + 1)].reshape(-1, CONTEXT + 1)
 
     def loss_of(params, text):  # XLA gathers parameters and cuts the batch
@@ -85,38 +88,32 @@ def run(name, seed, options):
         entropy = optax.softmax_cross_entropy_with_integer_labels
         return entropy(nnx.merge(graph, params)(text[:, :-1]), text[:, 1:]).mean()
 
+    @workers.step(state=2)
     def step(params, state, text):
-        _, grads = oxs.value_and_grad(loss_of, axis_name="data")(params, text)
+        grads = jax.grad(loss_of)(params, text)
         return oxs.apply_gradients(tx, grads, state, params)
 
     def batch(number):
         rng = np.random.default_rng((seed, number))
-        at = rng.integers(unseen.size, len(codes) - CONTEXT, (2, 2, BATCH, 1))
-        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(*NAMES))
+        at = rng.integers(unseen.size, len(codes) - CONTEXT, (4 * BATCH, 1))
+        return jax.device_put(codes[at + np.arange(CONTEXT + 1)], P(NAMES))
 
-    spec = jax.tree.map(lambda x: P(*[None] * x.shape.index(WIDTH), "shards"), start)
-    start = nnx.as_pure(jax.device_put(start, spec))
-    *now, axes = oxs.start_workers(tx, start, 2, mesh=mesh, axis_name="pods")
-    places = tuple(jax.tree.map(lambda x: x.sharding, now))
-    own: Any = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    equal: Any = {"in_axes": (None, None, 0), "out_axes": None}  # over "data"
-    pod = oxs.map_workers(step, "data", mesh=mesh, **equal)
-    pods: Any = oxs.map_workers(pod, "pods", mesh=mesh, **own)
-    pods = jax.jit(pods, donate_argnums=(0, 1), out_shardings=places)
-    pods, sent = pods.lower(*now, batch(0)).compile(), [[0, 0], [0, 0]]
-    for row in oxs.audit.collectives(pods):
+    now, sent = workers.start((start, tx.init(start))), [[0, 0], [0, 0]]
+    for row in oxs.audit.collectives(step, *now, batch(0)):
         far = any(len({chip // 4 for chip in group}) > 1 for group in row.groups)
         sent[far][row.conditional] += 4 * row.bytes
-    with ocp.CheckpointManager(f"{options.out}/{name} {seed}") as manager:
+    folder = Path(options.out).resolve() / f"{name} {seed}"
+    with ocp.CheckpointManager(folder) as manager:
         done, losses = manager.latest_step() or 0, []
         if done:
             like = ocp.args.StandardRestore((now, [0.0] * (done // options.every)))
             now, losses = manager.restore(done, args=like)
         title = f"{name} {seed}, from step {done}"
         for number in track(range(done + 1, options.steps + 1), title):
-            now = list(jax.block_until_ready(pods(*now, batch(number))))
+            now = jax.block_until_ready(step(*now, batch(number)))
             if number % options.every == 0:
-                losses.append(float(jax.jit(loss_of)(oxs.mean_params(now[0]), unseen)))
+                mean = oxs.mean_params(oxs.mean_params(now[0]))  # of pods, of equals
+                losses.append(float(jax.jit(loss_of)(mean, unseen)))
                 manager.save(number, args=ocp.args.StandardSave((now, losses)))
     near, far = (always + seldom / PERIOD for always, seldom in sent)
     parts = LAYERS if name == "streaming" else 1  # one of them meets at a time
@@ -130,7 +127,7 @@ if __name__ == "__main__":
     parser.add_argument("--unseen", type=int, default=300, help="sequences held out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--out", type=abspath, default="language_model")
+    parser.add_argument("--out", default="language_model", help="a folder")
     options, figure = parser.parse_args(), Figure((7, 4.2), layout="constrained")
     titles = ("loss", "in a pod", "between pods", "at once", "1 Gbit/s", "100 Gbit/s")
     table = Table("pods agree by", *titles, caption="of a pod and step; ± half range")

@@ -59,10 +59,12 @@ from optx_sync.placement.resize import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
+    from optx_sync import elastic as elastic
     from optx_sync import flax as flax
     from optx_sync import optimizers as optimizers
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
+    from optx_sync.outer.batch_size import next_batch_size as next_batch_size
     from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
     from optx_sync.outer.qsr import qsr as qsr
     from optx_sync.flax import swap_center as swap_center
@@ -73,14 +75,15 @@ if TYPE_CHECKING:
     from optx_sync.peers.gossip import noloco as noloco
 
 # Imported when they are asked for: modules that a program may not need, of which
-# `flax` and `runtime` need a library that may not be installed.
-_MODULES = ("audit", "flax", "optimizers", "runtime", "simulate")
+# `elastic`, `flax` and `runtime` need a library that may not be installed.
+_MODULES = ("audit", "elastic", "flax", "optimizers", "runtime", "simulate")
 _ELSEWHERE = {
     "Workers": "optx_sync.front.workers",
     "delayed_nesterov": "optx_sync.outer.delayed_nesterov",
     "gossip": "optx_sync.peers.gossip",
     "graphs": "optx_sync.peers",
     "mean_params": "optx_sync.peers.gossip",
+    "next_batch_size": "optx_sync.outer.batch_size",
     "noloco": "optx_sync.peers.gossip",
     "qsr": "optx_sync.outer.qsr",
     "swap_center": "optx_sync.flax",
@@ -103,6 +106,7 @@ __all__ = [
     "diloco",
     "diloco_rule",
     "due",
+    "elastic",
     "elastic_average",
     "elastic_rule",
     "exchange",
@@ -116,6 +120,7 @@ __all__ = [
     "map_workers",
     "mean_params",
     "metrics",
+    "next_batch_size",
     "noloco",
     "on_values",
     "optimizers",

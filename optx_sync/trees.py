@@ -158,6 +158,13 @@ def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
     return jax.tree_util.keystr(path) or root
 
 
+def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names in a path, the same for attributes, keys and places."""
+    kinds = "name", "key", "idx"
+    found = (next(getattr(k, x) for x in kinds if hasattr(k, x)) for k in path)
+    return tuple(map(str, found))
+
+
 def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
     """(path, leaf) for each leaf of a gradient tree, `None` and slices included."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_gradient_leaf)

@@ -67,15 +67,16 @@ CENTER = (
 )
 SHARD, SYNC = "replicas/test_cross_shard.py", "replicas/test_sync_replicas.py"
 ARGUMENTS = "optimizers/test_arguments.py"
-LAWS = "optimizers/test_laws.py"
+ALL, LAWS = "test_laws.py", "optimizers/test_laws.py"
 TESTS: dict[str, tuple[str, ...]] = {
-    "trees": ("test_rows.py", "test_state.py", *CENTER, SYNC),
+    "trees": ("test_rows.py", "test_state.py", *CENTER, SYNC, ALL),
     "checks": (
         f"{SHARD}::test_refused_at_construction",
         f"{SHARD}::test_refused_at_the_call",
         f"{SHARD}::test_no_gradient",
         ARGUMENTS,
         SHARD,
+        ALL,
     ),
     "rows": ("test_rows.py", LAWS),
     "comm": ("test_collectives.py", SHARD),
@@ -84,6 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "exchange/test_few_bytes.py",
         SHARD,
         *CENTER,
+        ALL,
     ),
     "robust": ("exchange/test_robust.py",),
     "pieces": (
@@ -92,12 +94,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "runtime/test_coded.py",
     ),
     "optimizers": (ARGUMENTS, LAWS, "optimizers/test_golden.py"),
-    "replicas": (SHARD, SYNC),
-    "center": CENTER,
-    "peers": ("peers/test_gossip.py", "test_simulate_gossip.py"),
+    "replicas": (SHARD, SYNC, ALL),
+    "center": (*CENTER, ALL),
+    "peers": ("peers/test_gossip.py", "test_simulate_gossip.py", ALL),
     "step": ("test_step.py", *CENTER),
     "state": ("test_state.py", "test_slots.py"),
-    "placement": ("test_sharding.py", "test_state.py", *CENTER, SYNC),
+    "placement": ("test_sharding.py", "test_state.py", *CENTER, SYNC, ALL),
     "simulate": ("test_simulate_sync_replicas.py", "test_simulate_asynchronous.py"),
     "runtime": (
         "runtime/test_protocol.py",
@@ -106,6 +108,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "audit": ("test_hlo.py", "test_audit.py"),
     "front": ("test_mistakes.py", "test_front_door.py"),
+    "elastic": ("test_elastic.py",),
 }
 
 

@@ -14,47 +14,16 @@ with jaxtyping.install_import_hook("optx_sync", "tests.typechecker.check"):
     from optx_sync.exchange.robust import norms
 
 import jax.numpy as jnp
-import optax
 
-N, AXIS = 8, "workers"
-coded = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
-EXCHANGES = [
-    oxs.exchange.all_reduce(),
-    oxs.exchange.quantized(),
-    coded,
-    oxs.exchange.error_feedback(oxs.exchange.top_k(2)),
-    oxs.exchange.error_feedback(oxs.exchange.power_sgd(2)),
-    oxs.exchange.sign_majority(),
-    oxs.exchange.adasum(),
-    oxs.exchange.median(),
-    oxs.exchange.trimmed_mean(1),
-    oxs.exchange.krum(1),
-    oxs.exchange.geometric_median(),
-    oxs.exchange.clipped("median"),
-]
-ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
-WRAPPERS = [
-    *(oxs.cross_shard(ADAM, AXIS, exchange=x) for x in EXCHANGES),
-    *(oxs.diloco(ADAM, AXIS, communication_period=2, exchange=x) for x in EXCHANGES),
-    oxs.cross_shard(ADAM, AXIS, shard_state=True),
-    oxs.cross_shard(ADAM, AXIS, group_assignment=[[0, 1, 2, 3], [4, 5, 6, 7]]),
-    oxs.cross_shard(ADAM, AXIS, measure=True),
-    oxs.sync_replicas(ADAM, AXIS, 3, drop_nonfinite=True),
-    oxs.sync_replicas(ADAM, AXIS, 3, exchange=coded),
-    oxs.elastic_average(SGD, AXIS, learning_rate=0.1, drop_nonfinite=True),
-    oxs.agn(SGD, AXIS, exchange=coded),
-    oxs.local_sgd(SGD, AXIS, shard_center=True),
-    oxs.diloco(ADAM, AXIS, measure=True, drop_nonfinite=True),
-    oxs.diloco(ADAM, AXIS, communication_period=8, fragments=2, delay=1),
-    oxs.diloco(ADAM, AXIS, communication_period=2, fragments=2, delay=1),
-    oxs.diloco(
-        ADAM, AXIS, communication_period=4, fragments=2, delay=1, exchange=coded
-    ),
-    oxs.diloco(oxs.local_sgd(SGD, None), AXIS),
-    oxs.gossip(SGD, AXIS),
-    oxs.noloco(ADAM, AXIS),
-]
-PARAMS = {"w": jnp.ones((5, 3)), "b": jnp.ones(3, jnp.bfloat16), "scalar": jnp.ones(())}
+from tests.transformations import AXIS, N, made
+
+WRAPPERS = made(oxs.optimizers.adam(0.1)).values()
+PARAMS = {
+    "w": jnp.ones((5, 3)),
+    "b": jnp.ones(3, jnp.bfloat16),
+    "c": jnp.ones(4),
+    "scalar": jnp.ones(()),
+}
 
 
 def traced(tx):

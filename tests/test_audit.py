@@ -396,10 +396,10 @@ def test_asynchronous_pairs_count_once_in_gpu_spelling():
     }
     """)  # noqa: E501
     assert rows == [
-        Collective("reduce-scatter", 128, 1, EVERYONE, False, False),
-        Collective("all-reduce", 24, 2, ((0, 2, 4, 6), (1, 3, 5, 7)), False, False),
-        Collective("all-gather", 16, 1, EVERYONE, False, False),
-        Collective("collective-permute", 8, 1, ((0, 1), (1, 0)), False, False),
+        Collective("reduce-scatter", 128, 1, EVERYONE, False, False, 0),
+        Collective("all-reduce", 24, 2, ((0, 2, 4, 6), (1, 3, 5, 7)), False, False, 0),
+        Collective("all-gather", 16, 1, EVERYONE, False, False, 0),
+        Collective("collective-permute", 8, 1, ((0, 1), (1, 0)), False, False, 0),
     ]
 
 
@@ -447,7 +447,7 @@ def test_branches_fusions_and_tiled_layouts_in_tpu_spelling():
     assert rows == [
         Collective("all-reduce", 2 * 8 * 128, 1, ((0, 1), (2, 3)), True),
         Collective("collective-broadcast", 4, 1, everyone, False),
-        Collective("all-to-all", 9, 1, everyone, True, False),
+        Collective("all-to-all", 9, 1, everyone, True, False, 0),
         Collective("all-reduce", 15, 1, everyone, False),
     ]
 
@@ -496,7 +496,7 @@ def test_an_asynchronous_wrapper_printed_beside_its_computation_counts_once():
       ROOT d = f32[6] all-to-all-done(s)
     }
     """)
-    assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False, False)]
+    assert rows == [Collective("all-to-all", 24, 1, ((0, 1),), False, False, 0)]
 
 
 def test_groups_of_meshes_over_permuted_devices_are_those_of_the_arrays():

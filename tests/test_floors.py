@@ -37,12 +37,19 @@ FLOORS = {
     "runtime": 7,
     "flax": 8,
     "front": 8,
-    "__init__": 9,
+    "elastic": 9,
+    "__init__": 10,
 }
 # What files of the same room may stand on: its contract or mechanism.
 GROUND = {
+    "audit": {"audit/programs"},
     "rows": {"rows/slices"},
-    "comm": {"comm/collectives", "comm/varying", "comm/buffers"},
+    "comm": {
+        "comm/collectives",
+        "comm/varying",
+        "comm/buffers",
+        "comm/shards",
+    },
     "placement": {"placement/fields", "placement/axes"},
     "exchange": {
         "exchange/contract",
@@ -99,6 +106,7 @@ GROUND = {
             "worker",
             "display",
             "metrics",
+            "shared",
             "ray_actors",
         )
     },
@@ -108,7 +116,7 @@ GUESTS = {
     "flax": {"flax"},
     "keras": {"optimizers/keras"},
     "ray": {"runtime/ray", "runtime/ray_actors", "runtime/metrics"},
-    "orbax": {"runtime", "front"},
+    "orbax": {"runtime", "front", "elastic"},
     "matplotlib": set(),
     "rich": {"runtime/display"},
     "sklearn": set(),

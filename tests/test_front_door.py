@@ -136,11 +136,20 @@ class Noisy(nnx.Module):
         return self.out(x) + self.again(x)
 
 
-@where
-@pytest.mark.parametrize("optimizer_of", [nnx.Optimizer, SyncOptimizer])
-@pytest.mark.parametrize("returns", [False, True])
-def test_an_nnx_step_works_in_place(mesh, optimizer_of, returns):
-    tx = RULES["chain"]
+# Every mesh, and every optimizer and way to return, meet once.
+@pytest.mark.parametrize(
+    "where, optimizer_of, returns",
+    [
+        ("simulated", nnx.Optimizer, False),
+        ("simulated", SyncOptimizer, True),
+        ("auto", nnx.Optimizer, True),
+        ("auto", SyncOptimizer, False),
+        ("explicit", nnx.Optimizer, False),
+        ("explicit", SyncOptimizer, True),
+    ],
+)
+def test_an_nnx_step_works_in_place(where, optimizer_of, returns):
+    tx, mesh = RULES["chain"], MESHES[where]
     workers = oxs.Workers(8, AXIS, mesh=mesh)
     model = Noisy(nnx.Rngs(0))
     optimizer = optimizer_of(model, tx, wrt=nnx.Param)
@@ -464,8 +473,17 @@ def test_results_and_how_batches_are_split():
     assert shapes[2][0].tolist() == [1] * 4  # what has a keyword is split
 
 
-@pytest.mark.parametrize("mesh", [None, True])
-@pytest.mark.parametrize("style", ["tuple", "train_state", "nnx", "equinox"])
+@pytest.mark.parametrize(
+    "style, mesh",
+    [
+        ("tuple", None),
+        ("tuple", True),
+        ("train_state", None),
+        ("nnx", True),
+        ("nnx", None),
+        ("equinox", True),
+    ],
+)
 def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
     """In the middle of a period to the bit; eight on a mesh go on as six."""
     tx = RULES["chain"]

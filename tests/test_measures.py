@@ -421,3 +421,27 @@ def test_shards_of_a_replica_are_one():
     assert outliers is None
     expected = np.array([*expected, 4])
     np.testing.assert_allclose(np.array(measured), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "options", "expected"),
+    [
+        (900.0, {}, 900),
+        (900.1, {}, 901),
+        (900.0, {"multiple": 64}, 960),
+        (100.0, {"multiple": 64}, 256),
+        (100.0, {"noise": 0.5}, 400),
+        (900.0, {"largest": 900, "multiple": 64}, 896),
+        (900.0, {"largest": 128}, 256),
+        *((unknown, {}, 256) for unknown in (None, 0.0, -3.0, np.nan, np.inf)),
+    ],
+)
+def test_the_batch_that_the_noise_asks_for(scale, options, expected):
+    assert oxs.next_batch_size(scale, 256, **options) == expected
+
+
+def test_a_batch_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="batch_size must be a multiple of"):
+        oxs.next_batch_size(1.0, 250, multiple=64)
+    with pytest.raises(ValueError, match="noise"):
+        oxs.next_batch_size(1.0, 256, noise=0.0)

@@ -21,9 +21,9 @@ import optax
 from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
-from optx_sync.comm.varying import vary_like
+from optx_sync.comm.varying import vary_like, vary_with
 from optx_sync.shapes import Array, Int32
-from optx_sync.trees import Tree, is_nothing, path_name
+from optx_sync.trees import Tree, is_masked, is_nothing, path_name
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
@@ -334,8 +334,10 @@ def split(fragments: Fragments, tree: Tree) -> Whole:
 class Buffer:
     """Arrays that hold any one part of a tree, of the size of the largest.
 
-    Where all parts have the same shapes they are the part's own arrays; else one flat
-    array for each dtype.
+    Where all parts have the same shapes they are the part's own arrays. Where some part
+    has the most rows of each leaf, as with `strided`, they are an array for each leaf,
+    which keeps its other axes, and with them the shards. Else they are one flat array
+    for each dtype.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
@@ -346,15 +348,17 @@ class Buffer:
         self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
         for part in self._parts:
-            own: Counter[np.dtype] = Counter()
-            for x in jax.tree.leaves(part):
-                own[x.dtype] += x.size
-            self._sizes |= own  # the larger number of each dtype
-        self._form = (
-            forms[0]
-            if self._alike
-            else [((size,), dtype) for dtype, size in self._sizes.items()]
-        )
+            self._sizes |= _sizes_of(part)  # the larger number of each dtype
+        by_leaf = zip(*map(_with_masked, self._parts), strict=True)
+        largest = [max(x, key=_rows) for x in by_leaf]
+        whole = not any(map(is_masked, largest))  # else it has no elements
+        self._by_leaf = whole and not self._alike and _sizes_of(largest) == self._sizes
+        if self._alike:
+            self._form = forms[0]
+        elif self._by_leaf:
+            self._form = [(x.shape, x.dtype) for x in largest]
+        else:
+            self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
 
     def zeros(self) -> tuple[jax.Array, ...]:
         """An empty buffer."""
@@ -365,6 +369,10 @@ class Buffer:
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
+        if self._by_leaf:
+            pairs = zip(_with_masked(part), self._form, strict=True)
+            filled = (_with_rows(x, *form, like=leaves) for x, form in pairs)
+            return tuple(filled)
         return tuple(
             one_behind_the_other([x for x in leaves if x.dtype == dtype], size, dtype)
             for dtype, size in self._sizes.items()
@@ -375,11 +383,46 @@ class Buffer:
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)
+        if self._by_leaf:
+            pairs = zip(values, _with_masked(self._parts[part]), strict=True)
+            return treedef.unflatten(
+                x if x.shape == like.shape else x[: like.shape[0]]
+                for x, like in pairs
+                if not is_masked(like)
+            )
         flat = [jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like]
-        joint = Joint(flat, attrgetter("dtype"))
+        joint = Joint(flat, attrgetter("dtype"), math.inf)
         held = dict(zip(self._sizes, values, strict=True))
         found = joint.cut([held[dtype] for dtype in joint.kinds])
         return treedef.unflatten(map(shaped, found, like))
+
+
+def _sizes_of(tree: Tree) -> Counter[np.dtype]:
+    """How many numbers there are of each dtype."""
+    sizes: Counter[np.dtype] = Counter()
+    for x in jax.tree.leaves(tree):
+        sizes[x.dtype] += x.size
+    return sizes
+
+
+def _with_masked(part: Tree) -> list[Any]:
+    """The leaves of a part, `optax.MaskedNode` for those of which it has nothing."""
+    return jax.tree.leaves(part, is_leaf=is_masked)
+
+
+def _rows(x: Any) -> int:
+    """How many rows of a leaf are in a part; a scalar is one."""
+    return 0 if is_masked(x) else (*x.shape, 1)[0]
+
+
+def _with_rows(
+    x: Any, shape: tuple[int, ...], dtype: np.dtype, like: Sequence[jax.Array]
+) -> jax.Array:
+    """Rows of a leaf, and zeros to the shape; they vary as all of the part does."""
+    if is_masked(x):
+        return vary_with(jnp.zeros(shape, dtype), like)
+    missing = shape[0] - x.shape[0] if shape else 0
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def _asked(

@@ -23,6 +23,9 @@ from optx_sync.trees import at_least_float32
 Octets: TypeAlias = UInt8[Array, "... bytes"]
 # An array, or a `jax.ShapeDtypeStruct`, whose parameters of type nobody knows.
 Like: TypeAlias = Any
+# What is joined, unless a user says otherwise: enough to fill a link, and more than XLA
+# joins again by itself (30 MiB on GPUs), but little beside a large model.
+BUCKET_BYTES = 2**25
 
 
 def alike(x: Like) -> Any:
@@ -48,21 +51,38 @@ def joinable() -> Callable[[Like], Any]:
 class Joint:
     """Which arrays lie side by side in one, along their last axis.
 
+    Arrays are joined until they fill a bucket, so that the first bucket travels while
+    the next one is computed; none is cut.
+
     Attributes:
         kinds: The kind of each joined array.
         places: For each of the joined arrays, which ones are in it. What has no
             elements is in none: none is empty.
     """
 
-    def __init__(self, arrays: Sequence[Like], kind: Callable[[Like], Any] = alike):
+    def __init__(
+        self,
+        arrays: Sequence[Like],
+        kind: Callable[[Like], Any] = alike,
+        bucket_bytes: float = BUCKET_BYTES,
+    ):
         """Those of one kind; of arrays or `jax.ShapeDtypeStruct`."""
-        found: dict[Any, list[int]] = {}
-        for place, x in enumerate(arrays):
-            if math.prod(x.shape):
-                found.setdefault(kind(x), []).append(place)
-        self.kinds: list[Any] = list(found)
-        self.places: list[list[int]] = list(found.values())
+        self.kinds: list[Any] = []
+        self.places: list[list[int]] = []
         self._like = list(arrays)
+        # Of each kind, which joined array is being filled, and the bytes in it.
+        filling: dict[Any, tuple[int, int]] = {}
+        for place, x in enumerate(arrays):
+            size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            if not size:
+                continue
+            number, before = filling.get(kind(x), (-1, 0))
+            if number < 0 or before + size > bucket_bytes:
+                number, before = len(self.places), 0
+                self.kinds.append(kind(x))
+                self.places.append([])
+            self.places[number].append(place)
+            filling[kind(x)] = number, before + size
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The joined arrays."""
@@ -92,9 +112,10 @@ def through(
     send: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
     kind: Callable[[Like], Any] = alike,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> list[jax.Array]:
     """`send` of arrays [..., numbers] that are joined, and cut again."""
-    joint = Joint(arrays, kind)
+    joint = Joint(arrays, kind, bucket_bytes)
     return joint.cut([send(x) for x in joint.join(arrays)])
 
 

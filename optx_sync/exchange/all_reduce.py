@@ -5,12 +5,16 @@ import functools
 
 from jax.typing import DTypeLike
 
+from optx_sync.checks import integer
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.reduce import check_sum_dtype, reduce_and_sum
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 
 
-def all_reduce(dtype: DTypeLike | None = None) -> Exchange:
+def all_reduce(
+    dtype: DTypeLike | None = None, *, bucket_bytes: int = BUCKET_BYTES
+) -> Exchange:
     r"""The mean over all replicas by an all-reduce of everything.
 
     With x_i the array of replica i and w_i its weight:
@@ -26,12 +30,17 @@ def all_reduce(dtype: DTypeLike | None = None) -> Exchange:
     Args:
         dtype: The floating dtype in which leaves travel and are summed, of 16 bits or
             more. `None`: float32 for half precision leaves, else their own.
+        bucket_bytes: For a state or a center in pieces: leaves are joined until they
+            fill so many bytes, a larger one is by itself, and each bucket travels in a
+            reduce-scatter and an all-gather of its own. An all-reduce XLA joins itself.
 
     Returns:
         The exchange.
 
     Raises:
-        ValueError: `dtype` is not floating, or narrower than 16 bits.
+        ValueError: `dtype` is not floating, or narrower than 16 bits; `bucket_bytes` is
+            below 1.
+        TypeError: `bucket_bytes` is no integer.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -43,6 +52,7 @@ def all_reduce(dtype: DTypeLike | None = None) -> Exchange:
         Array([2.5, 2.5], dtype=float32)
     """
     dtype = check_sum_dtype(dtype)
+    bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
 
     def meet(tree, state, axis_name, *, weight=None, also=None, group_assignment=None):
         mean, also, total = reduce_and_sum(
@@ -63,6 +73,7 @@ def all_reduce(dtype: DTypeLike | None = None) -> Exchange:
         lambda tree: (),
         meet,
         exact=True,
-        scatter=functools.partial(scatter, dtype=dtype),
+        scatter=functools.partial(scatter, dtype=dtype, bucket_bytes=bucket_bytes),
+        bucket_bytes=bucket_bytes,
         code=Code(encode, lambda message, like: message.astype(like.dtype)),
     )

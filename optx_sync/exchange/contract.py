@@ -15,13 +15,16 @@ A sum is the mean times the sum of the weights, which comes back with it.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from optx_sync.comm import shards
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
@@ -105,6 +108,7 @@ class Exchange(NamedTuple):
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
             mean of this replica's piece of every array, for a state in pieces; `None`
             where the exchange cannot be halved.
+        bucket_bytes: How many bytes of a state in pieces one collective brings back.
 
     Example:
         The mean, written by hand:
@@ -131,6 +135,7 @@ class Exchange(NamedTuple):
     ) = None
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
+    bucket_bytes: int = BUCKET_BYTES
 
 
 def remembers(exchange: Exchange) -> bool:
@@ -206,7 +211,7 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
             f"own; got {exchange!r} of type {type(exchange).__name__}. Write for "
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
-    return exchange._replace(meet=_complete(exchange.meet))
+    return exchange._replace(meet=_on_shards(exchange, _complete(exchange.meet)))
 
 
 def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
@@ -214,6 +219,36 @@ def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
     if also is None:
         return None
     return reduce(localize(also, axis_name), axis_name, reduction="sum")
+
+
+def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Met]:
+    """A `meet` of each device's shards, where a worker is known to be sharded.
+
+    What is lost stays inside. A plain mean XLA takes of shards by itself.
+    """
+    if exchange.exact:
+        return meet
+
+    @functools.wraps(meet)
+    def of_shards(tree, state, axis_name, *, weight=None, also=None):
+        found = shards.shards_of(tree, axis_name)
+        if found is None:
+            return meet(tree, state, axis_name, weight=weight, also=also)
+        specs, memory = found.of(tree), shards.like(state, tree, found)
+        whole: Any = PartitionSpec()
+
+        def inside(tree, state, weight, also):
+            met = meet(tree, state, axis_name, weight=weight, also=also)
+            return met._replace(weight=jnp.asarray(met.weight), lost=None)
+
+        return shards.in_shards(
+            inside,
+            found,
+            (specs, memory, whole, whole),
+            Met(specs, whole, None, memory, whole),
+        )(tree, state, weight, also)
+
+    return of_shards
 
 
 def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:

@@ -36,8 +36,10 @@ MeetBuffers: TypeAlias = Callable[
 ]
 
 
-def joined(who: str, meet_buffers: MeetBuffers, code: Code) -> Exchange:
-    """An exchange that remembers nothing, of all leaves as one buffer for each dtype.
+def joined(
+    who: str, meet_buffers: MeetBuffers, code: Code, bucket_bytes: int
+) -> Exchange:
+    """An exchange that remembers nothing, of all leaves in buckets for each dtype.
 
     Half precision leaves travel as float32.
     """
@@ -46,7 +48,7 @@ def joined(who: str, meet_buffers: MeetBuffers, code: Code) -> Exchange:
         require_meetable(tree, axis_name, who)
         weight = own_weight(weight, axis_name)
         leaves = [buffers.wide(x).reshape(-1) for x in jax.tree.leaves(tree)]
-        joint = buffers.Joint(leaves)
+        joint = buffers.Joint(leaves, bucket_bytes=bucket_bytes)
         own = [weigh(x, weight) for x in joint.join(leaves)]
         means, lost, total = meet_buffers(own, weight, axis_name)
         mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
@@ -81,11 +83,13 @@ def scatter(
     *,
     weight: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
+    bucket_bytes: int = buffers.BUCKET_BYTES,
 ) -> Tree:
     """The mean over the replicas of this replica's piece, cut as `cut` does it.
 
-    All arrays of one dtype travel in one reduce-scatter, half of an all-reduce; those
-    that are half precision in float32. `weight` and `dtype` are those of `reduce`.
+    The arrays of one dtype that fill a bucket travel in one reduce-scatter, half of an
+    all-reduce; those that are half precision in float32. `weight` and `dtype` are those
+    of `reduce`.
     """
     divisor = replicas = axis_size(axis_name)
     require_local(tree, axis_name)
@@ -104,20 +108,26 @@ def scatter(
 
     leaves, treedef = jax.tree.flatten(tree)
     rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
-    sent = buffers.through(send, rows, buffers.joinable())
+    sent = buffers.through(send, rows, buffers.joinable(), bucket_bytes)
     return treedef.unflatten(buffers.flat(sent))
 
 
-def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
+def gather(
+    pieces: Tree,
+    like: Tree,
+    axis_name: AxisName,
+    bucket_bytes: int = buffers.BUCKET_BYTES,
+) -> Tree:
     """The arrays of which all replicas have pieces, equal on all of them.
 
-    All pieces of one dtype travel in one all-gather.
+    The pieces of one dtype whose arrays fill a bucket travel in one all-gather.
 
     Args:
         pieces: A tree of pieces as `cut` makes them; `None` where there is none.
         like: A tree of the arrays whose shapes and dtypes they get, `None` where these
             are the piece's own.
         axis_name: The mapped axis.
+        bucket_bytes: What one collective brings.
     """
     replicas = axis_size(axis_name)
 
@@ -134,7 +144,8 @@ def gather(pieces: Tree, like: Tree, axis_name: AxisName) -> Tree:
     pairs = zip(leaves, treedef.flatten_up_to(like), strict=True)
     pairs = [(piece, whole) for piece, whole in pairs if piece is not None]
     rows = [round_to(x, whole.dtype).astype(whole.dtype)[None] for x, whole in pairs]
-    found = buffers.through(send, rows, buffers.joinable())
+    # What arrives fills a bucket, not what is sent.
+    found = buffers.through(send, rows, buffers.joinable(), bucket_bytes / replicas)
     full = (buffers.shaped(x, like) for x, (_, like) in zip(found, pairs, strict=True))
     return treedef.unflatten(None if x is None else next(full) for x in leaves)
 
@@ -187,6 +198,7 @@ def travel(
     messages: Sequence[UInt8[Array, "rows _"]],
     weight: Float[Array, ""] | None,
     axis_name: AxisName,
+    bucket_bytes: int,
     rows: int = 1,
 ) -> tuple[list[UInt8[Array, "replicas _"]], Float[Array, ""]]:
     """Messages of bytes together; and the sum of the weights.
@@ -196,7 +208,11 @@ def travel(
     if weight is not None:
         share = buffers.to_bytes(weight[None])
         messages = [*messages, jnp.broadcast_to(share, (rows, share.size))]
-    arrived = buffers.through(lambda x: collective(x, axis_name), messages)
+    # The codes of a full bucket, at 4 bits; of which replicas send a row each, or all.
+    full = bucket_bytes / 8 * rows / axis_size(axis_name)
+    arrived = buffers.through(
+        lambda x: collective(x, axis_name), messages, bucket_bytes=full
+    )
     if weight is None:
         return arrived, jnp.float32(axis_size(axis_name))
     return arrived, jnp.sum(buffers.from_bytes(arrived.pop(), weight.dtype))

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from optx_sync.checks import integer
 from optx_sync.comm import buffers
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import all_to_all, axis_index, axis_size, gather
 from optx_sync.comm.reduce import or_one
 from optx_sync.exchange.contract import Code, Exchange
@@ -21,7 +22,9 @@ Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 
 
-def quantized(bits: int = 8, block: int = 256) -> Exchange:
+def quantized(
+    bits: int = 8, block: int = 256, *, bucket_bytes: int = BUCKET_BYTES
+) -> Exchange:
     r"""The mean over all replicas of codes of 8 or 4 bits: few bytes, in two hops.
 
     A buffer x of D numbers is cut into a piece for each of the N replicas and coded in
@@ -43,8 +46,8 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
     and at the piece that i owns `lost` has besides what the second coding loses, times
     the sum of the weights.
 
-    All replicas decode the same bits, so their means are equal. All leaves travel in
-    two collectives, codes, scales and weights together as bytes: per replica
+    All replicas decode the same bits, so their means are equal. All leaves of a bucket
+    travel in two collectives, codes, scales and weights together as bytes: per replica
     2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D of an all-reduce of float32. The
     blocks of small trees are shorter, so that little is padding.
 
@@ -56,14 +59,17 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
     Args:
         bits: Bits of a code, 8 or 4.
         block: Numbers that share a scale, 1 or more.
+        bucket_bytes: Leaves are joined until they fill so many bytes; a larger one is
+            by itself. Each bucket travels as soon as it is coded.
 
     Returns:
         A linear exchange that remembers nothing, of dense real floating leaves.
 
     Raises:
-        ValueError: `bits` is neither 8 nor 4, `block` is below 1; at the call, a leaf
-            that is row-sparse or does not vary over the axis.
-        TypeError: `block` is no integer; at the call, a leaf that is not floating.
+        ValueError: `bits` is neither 8 nor 4, `block` or `bucket_bytes` is below 1; at
+            the call, a leaf that is row-sparse or does not vary over the axis.
+        TypeError: `block` or `bucket_bytes` is no integer; at the call, a leaf that is
+            not floating.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -83,13 +89,16 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             f"bits must be 8 or 4; got {bits!r}. For 2 bits see top_k(bits=2)."
         )
     block = integer("block", block, "The default is 256.")
+    bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
     coder = _Coder(bits, block)
 
     def meet_buffers(whole, weight, axis_name):
         replicas = axis_size(axis_name)
         own = [coder.code(coder.in_blocks(x, replicas)) for x in whole]
         sent = [coder.message(x) for x in own]
-        received, total = travel(all_to_all, sent, weight, axis_name, replicas)
+        received, total = travel(
+            all_to_all, sent, weight, axis_name, bucket_bytes, replicas
+        )
         divisor = or_one(total)
         # The mean of the piece that is mine, and its codes.
         means = []
@@ -98,7 +107,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
             means.append(coder.code(piece / divisor.astype(x.dtype)))
         back = [coder.message(mean) for mean in means]
         # Weights once more: what is gathered is known to be equal on all replicas.
-        gathered, known = travel(gather, back, weight, axis_name)
+        gathered, known = travel(gather, back, weight, axis_name, bucket_bytes)
         mine = jnp.arange(replicas)[:, None, None] == axis_index(axis_name)
         read, lost = [], []
         for row, first, second in zip(gathered, own, means, strict=True):
@@ -116,7 +125,7 @@ def quantized(bits: int = 8, block: int = 256) -> Exchange:
         shape = coder.blocks(math.prod(like.shape), 1)
         return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
-    return joined("quantized", meet_buffers, Code(encode, decode))
+    return joined("quantized", meet_buffers, Code(encode, decode), bucket_bytes)
 
 
 class _Codes(NamedTuple):

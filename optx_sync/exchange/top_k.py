@@ -10,6 +10,7 @@ import numpy as np
 
 from optx_sync.checks import integer
 from optx_sync.comm import buffers
+from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import gather
 from optx_sync.comm.reduce import or_one
 from optx_sync.comm.varying import vary_with
@@ -103,7 +104,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             sent.append(_encode(x, k, bits))
             positions, values = _decode(sent[-1], x, k, bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
-        gathered, total = travel(gather, sent, weight, axis_name)
+        gathered, total = travel(gather, sent, weight, axis_name, BUCKET_BYTES)
         divisor = or_one(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
@@ -127,7 +128,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         positions, values = _decode(message[None], rows, k, bits)
         return buffers.shaped(_add(rows, positions[0], values[0]), like)
 
-    return joined("top_k", meet_buffers, Code(encode, decode))
+    return joined("top_k", meet_buffers, Code(encode, decode), BUCKET_BYTES)
 
 
 def _in_chunks(buffer: Float[Array, " numbers"], chunk: int) -> Chunks:

@@ -10,7 +10,7 @@ import optax
 
 from optx_sync.forms import Form, is_variable
 from optx_sync.placement import fields
-from optx_sync.trees import Tree, is_masked, path_name
+from optx_sync.trees import Tree, is_masked, names_of, path_name
 
 Names = tuple[str, ...]  # of a path, the same for attributes, keys and places
 
@@ -89,13 +89,6 @@ def prefix(state: Tree) -> Names:
     else:
         state = vars(state) if hasattr(state, "opt_state") else {}
     return (*names, *[name for name in ("params", "model") if name in state][:1])
-
-
-def names_of(path: tuple[Any, ...]) -> Names:
-    """The names in a path."""
-    kinds = "name", "key", "idx"
-    found = (next(getattr(k, x) for x in kinds if hasattr(k, x)) for k in path)
-    return tuple(map(str, found))
 
 
 def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:

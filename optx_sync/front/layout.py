@@ -15,13 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
-from optx_sync.front.held import names_of
+from optx_sync.front import held
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
 from optx_sync.placement.fields import Cut
-from optx_sync.trees import at_least_float32, first_worker, is_inexact, path_name
+from optx_sync.trees import (
+    at_least_float32,
+    first_worker,
+    is_inexact,
+    names_of,
+    path_name,
+)
 
 Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
 One = Literal["mean", "first"]
@@ -33,6 +40,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]
     axes: tuple[AxisName, ...]  # the outermost first
     mesh: Mesh | None
+    specs: shards.Specs | None = None  # of one worker's parameters, where they are told
 
     @property
     def number(self) -> int:
@@ -88,15 +96,51 @@ class Layout(NamedTuple):
         if mesh is None:
             return None
         used = tuple(name for axis in self.axes for name in check_axis_name(axis))
-        marks = self.marks(form, arrays)
-        for path, x, marked in zip(form.paths(), arrays, marks, strict=True):
-            own = placing.spec_of(path, x, mesh, used)
+        marks, told = self.marks(form, arrays), self.specs_of(form, arrays)
+        for place, (path, x, marked) in enumerate(
+            zip(form.paths(), arrays, marks, strict=True)
+        ):
+            own = told[place] if told else placing.spec_of(path, x, mesh, used)
             pairs = zip(self.axes, marked, strict=True)
             front = [axis for axis, mark in pairs if mark is not None]
             in_full = placing.are_explicit(mesh, used)
             missing = jnp.ndim(x) - len(own) if in_full else 0
             places.append(self.place(*front, *own, *[None] * missing))
         return places
+
+    def specs_of(self, form: Form, arrays: Sequence[Any]) -> list[PartitionSpec] | None:
+        """The specs of one worker's arrays, where they are told."""
+        if self.specs is None or self.mesh is None:
+            return None
+        tree = form.bare(arrays)
+        start, cut = held.prefix(tree), form.pick(in_pieces(tree))
+        paths, sizes = list(form.paths()), self.mesh.shape
+        params = {}
+        for path, x in zip(paths, arrays, strict=True):
+            names, many = names_of(path), len(start)
+            spec = shards.spec_of(self.specs, names[many:], jnp.shape(x), sizes)
+            if names[:many] == start and spec is not None:
+                params[names[many:]] = x, spec
+        return [
+            PartitionSpec() if flag else shards.spec_like(names_of(path), x, params)
+            for path, x, flag in zip(paths, arrays, cut, strict=True)
+        ]
+
+    def pinned(
+        self, form: Form, arrays: list[jax.Array], marks: Marks
+    ) -> list[jax.Array]:
+        """All workers' arrays, where they belong if it is told how they are sharded.
+
+        The compiler would choose, and compile once more for what it chose.
+        """
+        mesh = self.mesh
+        if self.specs is None or mesh is None or mesh.explicit_axes:
+            return arrays
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape[sum(m is not None for m in marked) :], x.dtype)
+            for x, marked in zip(arrays, marks, strict=True)
+        ]
+        return jax.lax.with_sharding_constraint(arrays, self.places(form, shapes))
 
     def of_one(
         self, arrays: Sequence[Any], marks: Marks, how: One, outermost: int = 0

@@ -13,7 +13,7 @@ from optx_sync import forms
 from optx_sync.front import held
 from optx_sync.front.layout import Layout, strong
 from optx_sync.placement.axes import is_key
-from optx_sync.placement.workers import map_workers
+from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
 # How a step handed its state back: as all that it returned, in front of other results,
@@ -125,7 +125,7 @@ class Step:
             )
         ]
         batch_marks = [[mark for _, mark in batch] for batch in laid]
-        fun = functools.partial(self._one_worker, call)
+        fun = with_specs(functools.partial(self._one_worker, call), layout.specs)
         for level in reversed(range(len(layout.sizes))):
             own = [marked[level] for marked in marks]
             fun = map_workers(
@@ -136,7 +136,7 @@ class Step:
                 out_axes=(own, 0),
             )
         try:
-            return fun(arrays, [[x for x, _ in batch] for batch in laid])
+            new, results = fun(arrays, [[x for x, _ in batch] for batch in laid])
         except ValueError as error:
             if not any(words in str(error) for words in _NOT_SHARED):
                 raise
@@ -147,6 +147,7 @@ class Step:
                 "for an optimizer as oxs.diloco(oxs.cross_shard(tx, "
                 f"{layout.axes[-1]!r}), {layout.axes[0]!r})."
             ) from error
+        return layout.pinned(call.state, new, marks), results
 
     def _splits(self, call: _Call) -> tuple[Any, ...]:
         """`split` of each batch."""

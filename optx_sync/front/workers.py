@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from optx_sync import forms
 from optx_sync.checks import integer, one_of
+from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import held
 from optx_sync.front.layout import Layout, One
@@ -23,7 +24,7 @@ from optx_sync.placement import fields
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import is_key, tree_axes
 from optx_sync.placement.resize import resize_tree
-from optx_sync.trees import Tree, is_inexact, path_name
+from optx_sync.trees import Tree, is_inexact, names_of, path_name
 
 
 class Workers:
@@ -44,10 +45,18 @@ class Workers:
         mesh: `None` simulates the workers on one device. On a mesh each worker has a
             position along the axis: a `jax.sharding.Mesh`, or `True` for one of the
             devices that there are.
+        specs: On a mesh with further axes, how one worker's parameters are sharded over
+            these: a tree like them, or like its first levels, of their `PartitionSpec`.
+            State that belongs to a parameter lies as that does, from `start` on, and
+            what workers send each other each device sends of its own shards, whatever
+            the exchange. `None`: shards stay as `start` finds them, the compiler lays
+            out what a step makes, and codes are sent of whole arrays by each device.
 
     Raises:
-        TypeError: A number that is none, a name that is none, or a mesh that is none.
-        ValueError: A mesh that has no such axis, or not as many positions along it.
+        TypeError: A number that is none, a name that is none, a mesh that is none, or a
+            spec that is none.
+        ValueError: A mesh that has no such axis, or not as many positions along it;
+            specs over another axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -74,6 +83,7 @@ class Workers:
         axis_name: AxisName,
         *,
         mesh: Mesh | bool | None = None,
+        specs: Tree = None,
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
         mend = "Pass the number of workers; a tuple with one for each of several axes."
@@ -84,7 +94,7 @@ class Workers:
         # An axis is one name, or several along which one number of workers lies.
         one: AxisName = placing.entry_of(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
-        self._mesh = mesh or None
+        self._mesh, self._specs = mesh or None, specs
         self._started: tuple[forms.Form, list[Any]] | None = None
         if len(self.sizes) != len(self.axes):
             raise ValueError(
@@ -94,6 +104,7 @@ class Workers:
             )
         if isinstance(mesh, Mesh):
             self._check_mesh(mesh)
+            self._layout()  # checks specs
         elif not isinstance(mesh, bool) and mesh is not None:
             raise TypeError(
                 f"mesh of Workers is a jax.sharding.Mesh, True for one of the devices "
@@ -142,7 +153,11 @@ class Workers:
         return jax.make_mesh(self.sizes, names, kinds, devices=devices[:needed])
 
     def _layout(self) -> Layout:
-        return Layout(self.sizes, self.axes, self.mesh)
+        mesh, specs = self.mesh, None
+        if self._specs is not None and mesh is not None:
+            used = tuple(name for axis in self.axes for name in check_axis_name(axis))
+            specs = shards.specs_by_name(self._specs, mesh.shape, used)
+        return Layout(self.sizes, self.axes, mesh, specs)
 
     def start(self, state: Tree) -> Tree:
         """What all workers start from: copies of one worker's state, where they live.
@@ -403,7 +418,7 @@ class Workers:
             place = mesh.axis_names.index(names[0])
             devices = mesh.devices.take(range(sizes[0]), axis=place)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return Workers(sizes, tuple(names), mesh=mesh)
+        return Workers(sizes, tuple(names), mesh=mesh, specs=self._specs)
 
     def restore(self, manager: Any, step: int | None = None, like: Tree = None) -> Tree:
         """Read a state from a checkpoint of any number of workers, as `resize` does it.
@@ -451,7 +466,7 @@ class Workers:
             )
         form, arrays = started
         saved, treedef = held.saved(manager, step)
-        names = [held.names_of(path) for path in form.paths()]
+        names = [names_of(path) for path in form.paths()]
         for name in names:
             if name not in saved:
                 raise ValueError(
@@ -555,7 +570,7 @@ def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -
     differ = [
         bool((x != placing.first(x)).any())
         for path, x in zip(form.paths(), arrays, strict=True)
-        if is_inexact(x.dtype) and held.names_of(path)[: len(start)] == start
+        if is_inexact(x.dtype) and names_of(path)[: len(start)] == start
     ]
     if differ and all(differ):
         warnings.warn(

@@ -39,8 +39,8 @@ def amsgrad(
     unless told not to, and has other defaults.
 
     It departs from the original where that one fails: with `eps=0`, the default, an
-    element that has seen no gradient so far stays where it is, instead of becoming
-    NaN. As in the original there is no row-sparse form; it is refused in so many words.
+    element that has seen no gradient so far stays where it is, instead of becoming NaN.
+    As in the original there is no row-sparse form: such a gradient is refused.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam of which only touched rows see anything, with TensorFlow's arithmetic."""
+"""Lazy Adam: only touched rows decay and move, with TensorFlow's arithmetic."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ def custom_adam(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adam on touched rows: RETURNN's CustomAdamOptimizer.
+    r"""Lazy Adam, on touched rows alone: RETURNN's CustomAdamOptimizer.
 
     Also contrib's LazyAdamOptimizer.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow the regularized leader, with TensorFlow's arithmetic."""
+"""FTRL-Proximal (follow the regularized leader), with TensorFlow's arithmetic."""
 
 from typing import NamedTuple
 

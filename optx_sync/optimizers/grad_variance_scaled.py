@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient descent, slower where a gradient is unusual, with RETURNN's arithmetic."""
+"""Gradient descent scaled by the gradient's variance, with RETURNN's arithmetic."""
 
 from typing import NamedTuple
 

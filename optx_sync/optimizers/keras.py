@@ -52,8 +52,8 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     rounded before their difference is taken. A leaf whose gradient is ``None`` keeps
     its value and its slots, the moving average included; if all are ``None``, nothing
     changes, also not ``"iteration"``, where Keras raises. Row-sparse gradients are
-    refused. What Keras reads from a variable, a parameter here does not have: no
-    ``constraint`` is applied (project the parameters after the step, or chain
+    refused. Parameters here lack what Keras reads from its variables: no ``constraint``
+    is applied (project the parameters after the step, or chain
     ``optax.keep_params_nonnegative()``), and ``overwrite_with_gradient`` overwrites
     nothing (``optx_sync.flax.SyncTrainState`` does, for Flax's collection of it).
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam with Nesterov's momentum, with the arithmetic of TensorFlow's contrib."""
+"""Nadam, Adam with Nesterov's momentum, with the arithmetic of TensorFlow's contrib."""
 
 from typing import NamedTuple
 

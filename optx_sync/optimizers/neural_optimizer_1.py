@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer found by search: slow down where gradient and momentum disagree."""
+"""NeuralOptimizer1: gradient descent, slower against the average gradient."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient descent on gradients of norm one, with RETURNN's arithmetic."""
+"""Normalized gradient descent, with RETURNN's arithmetic."""
 
 import jax.numpy as jnp
 import optax

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`from_rule`: make an Optax optimizer of a formula for one array.
+"""Optax optimizers from a formula for one array: `LeafRule` and `from_rule`.
 
-An optimizer of this room is a formula. `LeafRule` holds the formula for one array and
-says what a row without a gradient suffers; `from_rule` makes it an
-`optax.GradientTransformationExtraArgs` over whole trees. What all optimizers of the
-room have in common is therefore told, and written, here:
+A `LeafRule` holds the formula for one array and says what becomes of a row without a
+gradient; `from_rule` applies it to whole trees, as an
+`optax.GradientTransformationExtraArgs`. All of `oxs.optimizers` have this in common:
 
 * `learning_rate` is a number, a traced scalar, or an Optax schedule, which is called
   with the number of updates so far (0 at the first). It may be negative, as in the
@@ -278,7 +277,7 @@ def require(interval: str, **hyperparameters: object) -> None:
 
 
 def require_flag(**flags: object) -> None:
-    """Refuse a flag that is not True or False: it may be a number meant for another.
+    """Refuse a flag that is no bool, such as a number meant for another argument.
 
     Raises:
         TypeError: if a value is not a bool.
@@ -302,7 +301,7 @@ def bias_corrected_rate(at: Step) -> Float[Array, ""]:
 
 
 def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Where the l1 norm pulls `x` to: zero, or the threshold nearer to it."""
+    """Soft thresholding: `x` moved by the threshold towards zero, and no further."""
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - threshold, 0.0)
 
 
@@ -316,10 +315,10 @@ def _numbers(rule, rate, state, dtype):
     """The `Step` of an update, for leaves whose slots have this dtype."""
     cast = functools.partial(jnp.asarray, dtype=dtype)
     count = state.update_count
-    # A rate known to the compiler would be folded with what stands beside it, and
-    # round otherwise than a scheduled one; so it is chosen when the step runs, though
-    # the count is never negative. (Behind a barrier, or beside another constant, LLVM
-    # still drops a factor of 1.)
+    # The compiler would fold a rate that it knows with neighbouring factors, and round
+    # otherwise than with a scheduled one. So the step chooses it by the count when it
+    # runs, though the count is never negative. (Behind a barrier, or beside another
+    # constant, LLVM still drops a factor of 1.)
     chosen = jnp.where(count >= 0, cast(rate), cast(count))
     hyper = tuple(map(cast, rule.hyper))
     return Step(chosen, count, hyper, jax.tree.map(cast, state.powers))
@@ -392,7 +391,7 @@ def _cast(array, dtype):
 
 
 def _update_rows(rule, at, path, grad, slots, table):
-    """The same for a row-sparse gradient."""
+    """The update of one leaf with a row-sparse gradient, and its slots."""
     if rule.rows == "refused":
         raise TypeError(
             "This optimizer takes no row-sparse gradients; got IndexedSlices at "

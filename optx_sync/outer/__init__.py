@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a center's step, or says when, where Optax has nothing that does."""
+"""Outer optimizers and schedules of the period that Optax does not have."""

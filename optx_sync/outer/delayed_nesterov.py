@@ -29,9 +29,9 @@ def delayed_nesterov(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Nesterov momentum for asynchronous DiLoCo: the momentum waits for all workers.
 
-    Of contributions that arrive one by one Nesterov's momentum sees each of N workers
-    alone, and moves N times as often as it does of their mean. Here it moves with every
-    n-th arrival, n = `every`. With g what arrives, divided by the number of workers as
+    Where contributions arrive one by one, Nesterov's momentum sees each of N workers
+    alone and moves N times as often as with their mean. Here it moves with every n-th
+    arrival, n = `every`. With g what arrives, divided by the number of workers as
     `diloco_rule` does, m the momentum, b its factor and r the learning rate:
 
     .. math::

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QSR: the smaller the learning rate, the longer workers train on their own."""
+"""QSR (quadratic synchronization rule): periods grow as the learning rate falls."""
 
 import jax.numpy as jnp
 import optax
@@ -27,7 +27,7 @@ def qsr(
             \left\lfloor \left(\frac{\alpha}{\eta_t}\right)^{\text{power}}
             \right\rfloor\right)
 
-    steps; in the first `warmup` steps it has the length of right after them. Local
+    steps; the first `warmup` steps have the length that holds right after them. Local
     steps find flatter minima the longer workers stay alone, as long as the learning
     rate is small enough for that to be safe: in the paper's runs with ViT-B fewer
     rounds and a better validation accuracy than with a constant period.

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers with parameters of their own that meet each other, and no center."""
+"""Decentralised training: workers average with each other, without a center."""
 
 from optx_sync.peers import graphs as graphs

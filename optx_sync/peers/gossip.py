@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gossip` and `noloco`: workers that average with partners instead of at a center.
 
-Every worker has a center of its own, which takes the place of the shared one: what its
-partners and it hold in the mean, less that center, is what `outer` sees. Where the
+Every worker has a center of its own, which takes the place of the shared one: `outer`
+sees how far that center lies from the mean of the worker and its partners. Where the
 graph is complete the centers are equal and this is the exchange of `center/`.
 """
 
@@ -124,8 +124,8 @@ def gossip(
 
     one step of `outer` on s_i with that gradient.
 
-    Without `outer` that is sum_j W_ij x_j itself: D-PSGD, adapt then combine. The mean
-    of all workers stays what it is in a round, their disagreement shrinks.
+    Without `outer` that is sum_j W_ij x_j itself: D-PSGD, adapt then combine. A round
+    preserves the mean of all workers and shrinks their disagreement.
 
     A round is one `collective-permute` (a few for graphs with more partners, a grouped
     all-reduce for `grid`) of the parameters, whole trees joined per dtype, inside a
@@ -140,9 +140,9 @@ def gossip(
 
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
-    `meet` and `weight` as its do: with weights w_j the mean is sum_j W_ij w_j x_j over
-    sum_j W_ij w_j. To a worker that meets weights of 0 alone they contribute 0: without
-    `outer` it goes back to its own center.
+    `meet` and `weight` as those of `center_variable` do: with weights w_j the mean is
+    sum_j W_ij w_j x_j over sum_j W_ij w_j. A worker that meets only weights of 0 gets
+    no contribution: without `outer` it goes back to its own center.
 
     Args:
         inner: The worker's own optimizer.

@@ -6,7 +6,6 @@ of several workers are held together; all else has one in front. What is equal w
 parameters are has none where they are replicated themselves.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optx_sync.comm.shards import is_spec, spec_of_kept_axes
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, check_arrays, is_masked, is_slices, with_shapes
 
@@ -120,7 +120,7 @@ def state_specs(
         # Optax's own tree without leaves does not tell what parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
-            leaf if is_masked(leaf) else _spec_of_kept_axes(leaf, spec, param)
+            leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
         ),
         state,
         full_specs,
@@ -153,22 +153,6 @@ def state_specs(
             shared=lambda spec: spec,
         )
     return placed
-
-
-def _spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
-    """The spec of a leaf whose axes are some of its parameter's, in their order."""
-    shape = jnp.shape(param)
-    if leaf.shape == shape:
-        return spec
-    names = (*spec, *[None] * (len(shape) - len(spec)))
-    if len(leaf.shape) == len(shape) > 1 and leaf.shape[1:] == shape[1:]:
-        return PartitionSpec(None, *names[1:])  # some of its rows
-    found = {
-        tuple(names[axis] for axis in kept)
-        for kept in itertools.combinations(range(len(shape)), len(leaf.shape))
-        if leaf.shape == tuple(shape[axis] for axis in kept)
-    }
-    return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
 
 
 def map_marked(
@@ -258,11 +242,6 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
 
 def _is_optax(x: Any) -> bool:
     return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
-
-
-def is_spec(x: Any) -> bool:
-    """Whether this is a `PartitionSpec`; as `is_leaf`, it keeps one in one piece."""
-    return isinstance(x, PartitionSpec)
 
 
 def _is_level_or_pieces(x: Any) -> bool:

@@ -14,13 +14,13 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync.checks import check_no_train_state
+from optx_sync.comm import shards
 from optx_sync.comm.buffers import in_rows
 from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
 from optx_sync.placement.axes import (
     fold_keys,
     is_key,
-    is_spec,
     map_marked,
     own_keys,
     state_axes,
@@ -37,6 +37,7 @@ def map_workers(
     mesh: Mesh | None = None,
     in_axes: Tree = 0,
     out_axes: Tree = 0,
+    specs: Tree = None,
 ) -> Callable[..., Any]:
     """Run one worker's function for all workers: `jax.vmap`, or the same on a mesh.
 
@@ -64,6 +65,12 @@ def map_workers(
             have axis 0. (Only these: stack workers in front.)
         out_axes: The same for what `fun` returns. `None` is for what is equal on all
             workers by itself: counters and center of a state, what `oxs.reduce` gave.
+        specs: With a mesh, how one worker is sharded over its other axes: a tree like
+            one worker's parameters, or like its first levels, of their `PartitionSpec`.
+            What workers send each other, each device then sends of its own shards:
+            see `oxs.Workers`. `None`: the compiler decides, which for codes makes each
+            device send the whole; along axes of type `Explicit` the types tell. Inside
+            of another `map_workers`, `None` is as that one says.
 
     Returns:
         A function of all workers' arguments that returns all workers' results.
@@ -99,6 +106,8 @@ def map_workers(
         return _simulated(fun, axes, in_axes, out_axes)
     size_along(mesh, axes)
     check_threads(mesh)
+    if specs is not None:
+        fun = with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
     run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
     # Compiled also where the caller does not: JAX runs no shard_map over a part of the
     # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
@@ -228,7 +237,7 @@ def state_shardings(
     )
     front = entry_of(axes)
     stacked = jax.tree.map(
-        lambda spec: PartitionSpec(front, *spec), own, is_leaf=is_spec
+        lambda spec: PartitionSpec(front, *spec), own, is_leaf=shards.is_spec
     )
     specs = stacked, state_specs(tx, params, own, front)
     # A compiled step returns specs of explicit axes in full. With others at the start
@@ -240,7 +249,7 @@ def state_shardings(
         return NamedSharding(mesh, PartitionSpec(*spec, *[None] * missing))
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
-    return jax.tree.map(place, specs, shapes, is_leaf=is_spec)
+    return jax.tree.map(place, specs, shapes, is_leaf=shards.is_spec)
 
 
 def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
@@ -375,6 +384,19 @@ def _simulated(
     return simulated
 
 
+def with_specs(
+    fun: Callable[..., Any], specs: shards.Specs | None
+) -> Callable[..., Any]:
+    """The function, in which exchanges know how a worker is sharded."""
+
+    @functools.wraps(fun)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        with shards.told(specs):
+            return fun(*args, **kwargs)
+
+    return told
+
+
 def _run_on_mesh(
     fun: Callable[..., Any],
     mesh: Mesh,
@@ -418,11 +440,6 @@ def _is_none(mark: Any) -> bool:
 def entry_of(axes: tuple[str, ...]) -> AxisName:
     """One axis by its name, several as a tuple: an entry of a `PartitionSpec`."""
     return axes if len(axes) > 1 else "".join(axes)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The axes of an entry of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
@@ -571,7 +588,7 @@ def _lay(
 ) -> Any:
     """An array on explicit axes as `jax.shard_map` asks for: it moves none itself."""
     spec = [
-        tuple(name for name in _names(entry) if name not in axes) or None
+        tuple(name for name in shards.axes_in(entry) if name not in axes) or None
         for entry in jax.typeof(x).sharding.spec
     ]
     if mark is not None:
@@ -599,7 +616,7 @@ def spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSp
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {name for entry in spec for name in _names(entry)}
+    used = {name for entry in spec for name in shards.axes_in(entry)}
     if not used or not used <= set(mesh.shape) - set(axes):
         raise ValueError(
             f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "

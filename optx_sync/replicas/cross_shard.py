@@ -37,7 +37,7 @@ from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.trees import Tree
 
-Grads = Literal["local", "summed", "averaged"]
+Grads = Literal["local", "summed", "averaged", "unreduced"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
@@ -172,7 +172,12 @@ def cross_shard(
             `"summed"`: gradients that autodiff has summed over the axis already, as
             `jax.grad` of a replicated parameter does in
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
-            `jax.grad` of a loss under `lax.pmean`. The latter two communicate nothing.
+            `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
+            `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
+            gradient's type says that it is still to be summed over the axis; it is
+            summed here, once, after whatever loops added it up, and is the gradient of
+            the loss as written, a mean over the whole batch. Differentiate with respect
+            to `jax.reshard(params, jax.P(reduced={"data"}))`.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
             how often a replica was an outlier. Gradients that are reduced already
@@ -228,6 +233,7 @@ def cross_shard(
     check_axis_name(axis_name)
     reduce.check_reduction(reduction)
     checks.one_of("grads", grads, Grads)
+    _check_unreduced(grads, reduction, shard_state)
     if exchange is not None:
         _require_own(grads, "An exchange")
     exchange = contract.check_exchange(exchange, all_reduce())
@@ -369,6 +375,8 @@ class _CrossShard(NamedTuple):
         before = CrossShardState((), Info(), state) if self.state_of is None else state
         if self.grads == "local":
             mean, now = self.meet(updates, before, weight, batch_size)
+        elif self.grads == "unreduced":
+            mean, now = varying.summed_by_type(updates, self.axis_name), before
         else:
             mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
         with checks.explains_inner(mean):
@@ -394,6 +402,9 @@ class _CrossShard(NamedTuple):
                     "weight= makes a weighted mean and has no meaning with "
                     "reduction='sum'; leave weight out, or pass reduction='mean'."
                 )
+        if self.grads == "unreduced":
+            contract.require_dense(grads, "grads='unreduced'")
+            return extra_args
         if self.grads != "local":
             varying.require_reduced(grads, self.axis_name, self.grads)
         return reduce.mean_extra_args(
@@ -489,7 +500,8 @@ class _InPieces(NamedTuple):
         pieces = whole.as_asked(pieces, axis_size(axis_name))
         own = None if params is None else cut(params, axis_name)
         new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
-        new = gather(varying.localize(new, axis_name), like, axis_name)
+        buckets = whole.exchange.bucket_bytes
+        new = gather(varying.localize(new, axis_name), like, axis_name, buckets)
         inner = varying.vary_like(trees.cast_like(inner, state.tree), state.tree)
         return checks.fill_missing(new, params), fields.InPieces(inner)
 
@@ -575,6 +587,23 @@ class _InLeaves(NamedTuple):
             for x, whole in zip(stacks, full[1], strict=True)
         ]
         return rest, rows
+
+
+def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) -> None:
+    """Refuse what gradients that types tell of do not go with."""
+    if grads != "unreduced":
+        return
+    if reduction == "sum":
+        raise ValueError(
+            "reduction='sum' has no meaning with grads='unreduced', where the gradient "
+            "is that of the loss as written. Leave it out, and sum in the loss."
+        )
+    if shard_state:
+        raise ValueError(
+            "shard_state cannot be combined with grads='unreduced': no axis is mapped "
+            "there. Give the inner optimizer's state a sharding instead, and XLA "
+            "scatters by itself."
+        )
 
 
 def _require_own(grads: Grads, what: str) -> None:

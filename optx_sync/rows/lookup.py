@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looked-up tables: `take`, and the rows of one that a loss sees in its place."""
+"""`take`: look up rows of a table, as embeddings do, with row-sparse gradients."""
 
 import dataclasses
 from typing import NoReturn
@@ -17,9 +17,9 @@ from optx_sync.trees import Tree, at_least_float32
 def take(table: Tree, ids: slices.Numbers) -> jax.Array:
     """Rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
 
-    Departs from ``table[ids]`` in that a row out of range, a negative one included, is
-    refused where ``ids`` are known (outside of compiled code), and in compiled code
-    gives zeros and takes no gradient. It is never wrapped and never clamped.
+    Unlike ``table[ids]`` it never wraps or clamps a row out of range, a negative one
+    included: it refuses the row where ``ids`` are known (outside of compiled code);
+    compiled code gives zeros for it, and no gradient.
 
     Inside a loss under ``oxs.value_and_grad``, whose ``rows`` names this table, only
     the named rows are there. An id in range that ``rows`` did not name is an error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`IndexedSlices`: the gradient of a table, as the rows that a batch touched."""
+"""`IndexedSlices`: row-sparse gradients, the rows of a table that a batch touched."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -37,9 +37,9 @@ class IndexedSlices(SlicesLeaf):
     ones included, are dropped and never wrapped to another row; where the indices are
     known (outside of compiled code) ``table + slices`` refuses them instead.
 
-    It is a pytree of two leaves. What is not aware of slices sees the indices as an
-    array of an extended dtype, which refuses arithmetic: ``optax.scale(2.0)`` on such
-    a leaf raises a ``TypeError``, it does not move rows. Use ``oxs.on_values`` to run
+    It is a pytree of two leaves. Code that does not know slices sees the indices as an
+    array of an extended dtype, which refuses arithmetic: ``optax.scale(2.0)`` on such a
+    leaf raises a ``TypeError``, it does not move rows. Use ``oxs.on_values`` to run
     such a transformation on the values alone.
 
     Args:

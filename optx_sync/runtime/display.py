@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens in a run: its history, a table in a terminal, else lines on a log."""
 
+import datetime
 import logging
 import time
 from collections import Counter, deque
@@ -13,6 +14,8 @@ log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
 # How often a line says how all workers stand.
 LINE_SECONDS = 5.0
+# Over how long a rate is taken.
+RATE_SECONDS = 30.0
 # How many events a history holds.
 KEPT = 100_000
 # How many workers such a line names.
@@ -49,6 +52,9 @@ class Seen:
         self.last: dict[int, Event] = {}  # pushes, by worker
         self.states: dict[int, str] = {}  # of workers, by what they did last
         self.step: int = 0  # where the center is, by the servers
+        self.saved: int | None = None  # the step of the newest checkpoint
+        self.done: int = 0  # steps that workers have made since their first push
+        self._walked: deque[tuple[float, int]] = deque()  # (when, how many were done)
 
     def add(self, new: list[Event]) -> None:
         """Take what is new."""
@@ -56,11 +62,37 @@ class Seen:
             self.events.append(event)
             self.counts[event.kind, event.worker] += 1
             if event.kind in ("push", "dropped"):
+                last = self.last.get(event.worker, event)
+                self.done += max(event.local_step - last.local_step, 0)
                 self.last[event.worker] = event
+            if event.kind == "saved":
+                self.saved = event.global_step
             if event.kind in _STATES:
                 self.states[event.worker] = _STATES[event.kind]
             if event.kind != "lost":  # Which has the step of the last push.
                 self.step = event.global_step
+        self._walked.append((time.monotonic(), self.done))
+        while self._walked[-1][0] - self._walked[0][0] > RATE_SECONDS:
+            self._walked.popleft()
+
+    def rate(self) -> float:
+        """Steps a second of all workers, lately."""
+        (begin, before), (end, done) = self._walked[0], self._walked[-1]
+        return (done - before) / (end - begin) if end > begin else 0.0
+
+    def head(self, num_workers: int, total_steps: int | None) -> str:
+        """Where the center is, how fast it goes, and how far it is to the end."""
+        said, rate = f"center: step {self.step}", self.rate() if self._walked else 0.0
+        if rate:
+            said += f", {rate:.3g} steps a second"
+        if total_steps:
+            made = sum(min(e.local_step, total_steps) for e in self.last.values())
+            whole = num_workers * total_steps
+            said += f", {100 * made // whole} %"
+            if rate and made < whole:
+                left = datetime.timedelta(seconds=round((whole - made) / rate))
+                said += f", {left} left"
+        return said if self.saved is None else f"{said}, saved at step {self.saved}"
 
     def state(self, worker: int) -> str:
         """How it stands with a worker that has not pushed."""
@@ -84,6 +116,8 @@ class Seen:
             "unsaved": "checkpoints not written",
         }
         more = [f"{total[kind]} {what}" for kind, what in names.items() if total[kind]]
+        if self.saved is not None:
+            more.insert(0, f"saved at step {self.saved}")
         return ", ".join([said, f"the center at step {self.step}", *more])
 
     def history(self, averages: Tree | None) -> History:
@@ -101,8 +135,8 @@ class Display:
     go to the standard error stream while the run lasts.
     """
 
-    def __init__(self, num_workers: int):
-        self._num_workers = num_workers
+    def __init__(self, num_workers: int, total_steps: int | None = None):
+        self._workers, self._total = num_workers, total_steps
         self._live = None
         self._handler: logging.Handler | None = None
         self._next_line: float = 0.0
@@ -141,9 +175,9 @@ class Display:
             elif event.kind in ("started", "join", "left"):
                 log.info(line(event))
         if self._live is not None:
-            self._live.update(table(self._num_workers, seen), refresh=True)
+            self._live.update(table(self._workers, seen, self._total), refresh=True)
         elif time.monotonic() >= self._next_line and log.isEnabledFor(logging.INFO):
-            log.info(summary(self._num_workers, seen))
+            log.info(summary(self._workers, seen, self._total))
             self._next_line = time.monotonic() + LINE_SECONDS
 
 
@@ -164,9 +198,9 @@ def line(event: Event) -> str:
     return what + message[:500]
 
 
-def summary(num_workers: int, seen: Seen) -> str:
+def summary(num_workers: int, seen: Seen, total_steps: int | None = None) -> str:
     """How all workers stand, in a line."""
-    parts = [f"center: step {seen.step}"]
+    parts = [seen.head(num_workers, total_steps)]
     for worker in range(min(num_workers, SHOWN_WORKERS)):
         event = seen.last.get(worker)
         if event is None:
@@ -182,12 +216,12 @@ def summary(num_workers: int, seen: Seen) -> str:
     return "; ".join(parts)
 
 
-def table(num_workers: int, seen: Seen) -> Any:
+def table(num_workers: int, seen: Seen, total_steps: int | None = None) -> Any:
     """What the display shows, a Rich table."""
     from rich.table import Table
 
     names = sorted({name for event in seen.last.values() for name in event.shown})
-    shown = Table(title=f"center: step {seen.step}")
+    shown = Table(title=seen.head(num_workers, total_steps))
     for name in ("worker", "steps", "rounds", "staleness", "lost", *names):
         shown.add_column(name, justify="right")
     for worker in range(num_workers):

@@ -37,6 +37,10 @@ class Push(NamedTuple):
     bytes: int = 0  # of all that the worker sends in this round
     tokens: float = 1.0  # behind it, as the worker counts them
     part: int = 0
+    # For this worker's successor, where it has any: the leaves of its inner state, and
+    # words of its program, as JSON.
+    state: Arrays = {}  # noqa: RUF012 # only read
+    place: str = ""
 
     def problem(self) -> str:
         """What is wrong with the numbers beside the arrays, "" if nothing is."""
@@ -48,6 +52,13 @@ class Push(NamedTuple):
                 return f"{name} must be {least} or more; got {number}."
         if not isinstance(self.shown, dict):
             return f"shown must be a dict of numbers; got {self.shown!r}."
+        arrays = (np.ndarray, np.generic)
+        if not isinstance(self.state, dict) or not all(
+            isinstance(x, arrays) for x in self.state.values()
+        ):
+            return f"state must be a dict of NumPy arrays; got {type(self.state)}."
+        if not isinstance(self.place, str):
+            return f"place must be a text; got {self.place!r}."
         numbers = {"seconds": self.seconds, "tokens": self.tokens}
         for name, number in {**self.shown, **numbers}.items():
             if not isinstance(number, int | float | np.number):
@@ -89,6 +100,8 @@ class Joined(NamedTuple):
     local_step: int  # the worker's steps at its last round
     restarts: int  # how often the worker has joined before
     incarnation: int = 0  # goes into every push; a push of an older one is refused
+    state: Arrays = {}  # noqa: RUF012 # only read: of its predecessor's inner optimizer
+    place: str = ""  # what its predecessor's program has left, as JSON
 
     @property
     def round(self) -> int:
@@ -99,8 +112,9 @@ class Joined(NamedTuple):
 class Event(NamedTuple):
     """One line of the history."""
 
-    # started, restored, damaged, unsaved, join, left, push, dropped, retry, refused,
-    # rolled_back (pushes of a worker went with a server); lost (a worker, by `run`)
+    # started, restored, saved, damaged, unsaved, join, left, push, dropped, retry,
+    # refused, rolled_back (pushes of a worker went with a server); lost (a worker, by
+    # `run`)
     kind: str
     worker: int  # its number, from 0; -1 for the server's own
     round: int  # the worker's, 1 for its first push; 0 before it, and for the server

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
@@ -21,7 +21,7 @@ from optx_sync.center.contract import (
     weighed,
 )
 from optx_sync.center.fragments import Fragments, steps_between
-from optx_sync.checks import check_inner
+from optx_sync.checks import check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
@@ -73,7 +73,11 @@ def run(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | None = None,
+    keep_state: int = 0,
     resume: bool = True,
+    max_failures: int = 0,
+    worker_timeout: float | None = None,
+    total_steps: int | None = None,
 ) -> tuple[Tree, History]:
     """Train with workers that do not wait for each other, on this machine or a cluster.
 
@@ -85,10 +89,10 @@ def run(
     `PushRefused`, is replaced: `worker_fn` starts again, with the center for
     parameters, a fresh optimizer state, and `worker.local_step` as of its last round;
     so write `while worker.local_step < steps:`. The others go on meanwhile. Any other
-    exception in `worker_fn` ends the run. A server that dies comes back from its own
-    last checkpoint, if there is a `checkpoint_dir`; workers try again until then. What
-    was pushed to it since is lost, and each worker is told how many pushes
-    (`worker.lost`), unless there is `replay`.
+    exception in `worker_fn` ends the run, unless there are `max_failures`. A server
+    that dies comes back from its own last checkpoint, if there is a `checkpoint_dir`;
+    workers try again until then. What was pushed to it since is lost, and each worker
+    is told how many pushes (`worker.lost`), unless there is `replay`.
 
     Where Rich is installed and there is a terminal, a table shows the workers;
     otherwise there are lines on the log `optx_sync.runtime`, which also says what the
@@ -140,8 +144,21 @@ def run(
             rules only.
         keep_local: The share of its own parameters that a worker keeps where the rule
             takes the center. With center rules only.
+        keep_state: A worker's inner state goes with every so many-th of its rounds, to
+            the server and into its checkpoints, and its successor goes on with it; 0:
+            a successor's is fresh. `worker.place`, a few words of the program's own,
+            goes with each round.
         resume: Go on from what lies in `checkpoint_dir`; what these servers cannot go
-            on from is refused. `False`: start afresh, and put aside what is there.
+            on from is refused. `False`: start afresh, and put aside what is there. The
+            number of workers may be another one, but for `SyncReplicas`.
+        max_failures: So many exceptions of `worker_fn`, of all workers together, are
+            told, and the worker is replaced; the next one ends the run.
+        worker_timeout: A worker of which no server has heard for so many seconds is
+            told of, killed and replaced. Choose more than it takes from its start to
+            its first round, and from one round to the next. `None`: it may take any
+            time.
+        total_steps: The steps that each worker is going to make, for the display: how
+            much is done, and how long the rest takes. Nothing ends by it.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
@@ -165,6 +182,7 @@ def run(
     )
     way = way_of(agreement, settings)
     check_period(communication_period)
+    limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
     turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
@@ -200,9 +218,10 @@ def run(
             **settings._asdict(),
             "num_servers": num_servers,
             "synchronous": synchronous,
+            "keep_state": keep_state,
         }
         start = worker_fn, connection, shapes, inner, agreement, options
-        return _supervised(ray, start, num_workers, connection, params)
+        return _supervised(ray, start, num_workers, connection, params, limits)
     finally:
         for actor in connection.servers if connection else ():
             ray.kill(actor)
@@ -210,16 +229,43 @@ def run(
             ray.shutdown()
 
 
+class _Limits(NamedTuple):
+    """What a run bears, and how far it goes."""
+
+    max_failures: int
+    worker_timeout: float | None
+    total_steps: int | None
+
+
+def _checked(limits: _Limits) -> _Limits:
+    integer("max_failures", limits.max_failures, "Pass how many, or 0.", 0)
+    if limits.total_steps is not None:
+        integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
+    if limits.worker_timeout is not None:
+        mend = "Pass seconds, or None."
+        interval("worker_timeout", limits.worker_timeout, mend, 1e-3)
+    return limits
+
+
 def _supervised(
-    ray: Any, start: tuple, num_workers: int, connection: RayConnection, params: Tree
+    ray: Any,
+    start: tuple,
+    num_workers: int,
+    connection: RayConnection,
+    params: Tree,
+    limits: _Limits,
 ) -> tuple[Tree, History]:
     """Run the workers until all have returned, and tell of it."""
-    with Display(num_workers) as display, _sigterm_as_sigint():
+    with (
+        Display(num_workers, limits.total_steps) as display,
+        _sigterm_as_sigint(),
+    ):
         events = _Events(connection, display)
-        supervisor = _Supervisor(ray, start, num_workers, connection, events)
+        supervisor = _Supervisor(ray, start, num_workers, connection, events, limits)
         begin, ended = time.monotonic(), "has ended"
         try:
             supervisor.supervise()
+            return _saved(connection, events, params)
         except BaseException as error:
             ended = f"was ended by {type(error).__name__}"
             _carry(error, connection, events, params)
@@ -229,7 +275,6 @@ def _supervised(
             log.info(
                 "The run %s: %s", ended, events.seen.closing(time.monotonic() - begin)
             )
-        return _end(connection, events, params)
 
 
 @contextlib.contextmanager
@@ -266,14 +311,11 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
             ray.init()
 
 
-def _end(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
-    try:
-        connection.checkpoint()
-        center, averages = connection.center(params), connection.averages()
-        events.collect_the_rest()
-    except BaseException as error:
-        error.center, error.history = None, events.seen.history(None)  # type: ignore
-        raise
+def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
+    """Save the center; what `run` returns."""
+    connection.checkpoint()
+    center, averages = connection.center(params), connection.averages()
+    events.collect_the_rest()
     return center, events.seen.history(averages)
 
 
@@ -281,15 +323,13 @@ def _carry(
     error: BaseException, connection: RayConnection, events: "_Events", params: Tree
 ) -> None:
     """Whatever happened, what has been trained so far is saved, and goes along."""
-    center, averages = None, None
+    center, history = None, events.seen.history(None)
     try:
-        connection.checkpoint()
-        center, averages = connection.center(params), connection.averages()
-        events.collect_the_rest()
+        center, history = _saved(connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
     try:
-        error.center, error.history = center, events.seen.history(averages)  # type: ignore
+        error.center, error.history = center, history  # type: ignore
     except AttributeError:
         log.warning("%s takes no attributes: the center is lost.", type(error))
         return
@@ -300,11 +340,14 @@ def _carry(
 class _Supervisor:
     """Starts the workers, and replaces those that die, until all have returned."""
 
-    def __init__(self, ray, start, num_workers, connection, events):
+    def __init__(self, ray, start, num_workers, connection, events, limits):
         self.ray = ray
         self.num_workers = num_workers
         self.connection = connection
         self.events = events
+        self.limits = limits
+        self.failures = 0  # exceptions of `worker_fn`
+        self.hung: dict[int, str] = {}  # what to say of a worker that was killed
         self.start = ray.put(start)
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
@@ -331,6 +374,7 @@ class _Supervisor:
             self._tell_who_left()
             for reference in done:
                 self._over(self.running.pop(reference), reference)
+            self._kill_who_hangs()
             for index, when in list(self.later.items()):
                 if time.monotonic() >= when:
                     del self.later[index]
@@ -391,6 +435,7 @@ class _Supervisor:
         )
         self.actors[index] = actor
         self.joins[index] = self.events.joins(index)
+        self.events.launched(index)
         self.running[actor.run.remote(index, self.start)] = index
 
     def _over(self, index: int, reference: object) -> None:
@@ -403,11 +448,16 @@ class _Supervisor:
             how, what = "error", raised.as_instanceof_cause()
         except self.ray.exceptions.RayError as raised:
             # Not only of dead actors: of those killed for memory, or out of reach.
-            how, what, error = "died", str(raised), raised
+            how, what, error = "died", self.hung.pop(index, str(raised)), raised
         # Before another one starts: it may be alive, and it holds its CPU.
         self.ray.kill(self.actors.pop(index))
         if how == "error":
-            raise what
+            self.failures += 1
+            if self.failures > self.limits.max_failures:
+                raise what
+            error = what
+            what = f"{type(error).__name__}: {error} (failure {self.failures} of "
+            what += f"{self.limits.max_failures} that the run bears)"
         if how == "done":
             self.returned.add(index)
             if what:
@@ -420,7 +470,9 @@ class _Supervisor:
                 )
             return
         self.events.lost(index, str(what))
-        begun = how == "refused" or self.events.joins(index) > self.joins[index]
+        begun = (
+            how in ("refused", "error") or self.events.joins(index) > self.joins[index]
+        )
         if not begun:
             # Its program has not begun: the machine is full, or a node is gone.
             self.starts[index] += 1
@@ -440,6 +492,18 @@ class _Supervisor:
                 f"between; the last time because: {what}"
             ) from error
         self._launch(index)
+
+    def _kill_who_hangs(self) -> None:
+        limit = self.limits.worker_timeout
+        if limit is None or self.events.silent_servers():
+            return  # Who waits for a server is not to blame.
+        for index in self.running.values():
+            seconds = self.events.silence_of(index)
+            if seconds > limit and index not in self.hung:
+                self.hung[index] = (
+                    f"It was killed: no server heard of it for {limit:g} s."
+                )
+                self.ray.kill(self.actors[index])
 
     def _tell_who_left(self) -> None:
         """Each server that has started since, too."""
@@ -492,6 +556,7 @@ class _Events:
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
+        self._of_workers: dict[int, float] = {}  # when they were heard of
         self._metrics = Metrics()
         self.seen = Seen()
         self.heard = time.monotonic()
@@ -503,7 +568,7 @@ class _Events:
         for number, server in enumerate(self._servers):
             if number not in self._asked:
                 place = self._places[number]
-                self._asked[number] = server.call.remote("events", *place)
+                self._asked[number] = server.call.remote("news", *place)
                 self._since[number] = time.monotonic()
         references = list(self._asked.values())
         seconds = SILENCE_SECONDS if wait else 0.02
@@ -523,7 +588,10 @@ class _Events:
                 continue  # It is being restarted.
             if isinstance(found, Exception):
                 raise found
-            boot, events = found
+            boot, events, silent = found
+            for worker, seconds in enumerate(silent):
+                when = max(time.monotonic() - seconds, self._of_workers.get(worker, 0))
+                self._of_workers[worker] = when
             name, since = self._places[number]
             self._places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
@@ -581,6 +649,14 @@ class _Events:
     def boots(self) -> list[str]:
         """The names of the servers' processes."""
         return [boot for boot, _ in self._places]
+
+    def launched(self, worker: int) -> None:
+        """A worker's process is started."""
+        self._of_workers[worker] = time.monotonic()
+
+    def silence_of(self, worker: int) -> float:
+        """Seconds since a server has heard of a worker, or it was started."""
+        return time.monotonic() - self._of_workers[worker]
 
     def silence(self) -> float:
         """Seconds since something happened."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers and workers as Ray actors, and the way from a worker to the servers.
 
-Arrays travel through Ray's object store: whoever receives them sees the same memory.
-Ray is imported when something here is called, not before.
+Arrays travel through memory that both see (`shared`), or, to another machine, through
+Ray's object store. Ray is imported when something here is called, not before.
 """
 
+import collections
 import os
 import pathlib
 import pickle
@@ -26,16 +27,15 @@ from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
 from optx_sync.runtime.messages import Arrays, Joined, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
-from optx_sync.runtime.protocol import Client, Send
+from optx_sync.runtime.protocol import Client, Enter, Send
 from optx_sync.runtime.server import Server, refusal
+from optx_sync.runtime.shared import SHORT_BYTES, Line, Unseen
 from optx_sync.runtime.worker import Worker, log, shapes_of
 from optx_sync.trees import Tree
 
 # How long a worker waits for a server that is being restarted, and how often it looks.
 SERVER_PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 0.25
-# Messages up to here are packed into one piece.
-SHORT_BYTES = 2**16
 
 
 def start_servers(
@@ -171,7 +171,8 @@ class RayConnection:
     """The way from a worker to the servers; it can be sent to any Ray process.
 
     What it says to whom is decided in `protocol`. What meets a dead server is said
-    again until the server is back.
+    again until the server is back. The arrays of an answer may be views, which the
+    same server's next answer to the same worker overwrites.
     """
 
     def __init__(
@@ -194,10 +195,11 @@ class RayConnection:
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
+        self._lines: dict[tuple[int, int], Line] = {}
         self.layout: Layout = lay_out(self._shapes, self._fragments, len(self.servers))
 
     def __getstate__(self) -> dict[str, object]:
-        own = ("_clients", "_pushes", "layout")
+        own = ("_clients", "_pushes", "_lines", "layout")
         return {name: x for name, x in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -206,9 +208,11 @@ class RayConnection:
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
+        for server in range(len(self.servers)):
+            self._lines[worker, server] = Line(near=True)
         client = protocol.begin(Client(worker, self._replay), "enter")
         client, joined = self._converse(0, client)
-        clients, parts, step = {0: client}, {}, 0
+        clients, parts, state, step, place = {0: client}, {}, {}, 0, ""
         entered = protocol.begin(client, "enter")  # At the others, under this number.
         asked = {
             server: self._ask(server, entered)
@@ -222,12 +226,14 @@ class RayConnection:
         for one in clients.values():
             if one.phase != "idle":
                 raise ValueError(one.message)
-        for one in found:
+        found.sort(key=lambda one: one.local_step)
+        for one in found:  # The newest of what its predecessor has left.
             parts |= one.parts
-            step = max(step, one.local_step)
+            step, place = one.local_step, one.place
+            state = one.state or state
         for server, one in clients.items():
             self._clients[worker, server], self._pushes[worker, server] = one, {}
-        return joined._replace(parts=parts, local_step=step)
+        return joined._replace(parts=parts, local_step=step, state=state, place=place)
 
     def everyone_joined(self) -> bool:
         """See `Server.everyone_joined`."""
@@ -257,10 +263,14 @@ class RayConnection:
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
         self._pushes.setdefault(key, {})[position, serial] = push
-        reference = self._ask(number, client)
+        line = self._line(key)
+        line = Line() if line.busy else line  # Its memory waits to be read.
+        line.busy = True
+        reference = self._ask(number, client, line)
 
         def answer() -> Reply:
-            after, reply = self._converse(number, client, reference)
+            after, reply = self._converse(number, client, reference, line)
+            line.busy = False
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
             self._keep(key, after)
@@ -329,25 +339,39 @@ class RayConnection:
         """All servers save their parts."""
         self.call("checkpoint")
 
-    def _ask(self, server: int, client: Client) -> object:
+    def _line(self, key: tuple[int, int]) -> Line:
+        return self._lines.setdefault(key, Line())
+
+    def _ask(self, server: int, client: Client, line: Line | None = None) -> object:
         """A reference to the answer to what a client wants."""
+        line = line or self._line((client.worker, server))
         request, push = protocol.wants(client), None
         if isinstance(request, Send):
             pushes = self._pushes.get((client.worker, server), {})
             push = pushes.get((request.part, request.serial))
-        return self.servers[server].handle.remote(packed((request, push)))
+        # The first one shows whether the server sees this memory.
+        short = -1 if isinstance(request, Enter) else SHORT_BYTES
+        message = line.packed((request, push), short)
+        return self.servers[server].handle.remote(client.worker, message)
 
     def _converse(
-        self, server: int, client: Client, reference: object = None
+        self,
+        server: int,
+        client: Client,
+        reference: object = None,
+        line: Line | None = None,
     ) -> tuple[Client, Any]:
         """Do what a client has begun; what came with the last answer."""
         ray, payload = import_ray(), None
+        line = line or self._line((client.worker, server))
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         while protocol.wants(client) is not None:
             if reference is None:
-                reference = self._ask(server, client)
+                reference = self._ask(server, client, line)
             try:
-                answer, came = _unwrap(ray, reference)
+                answer, came = _raised(line.unpacked(ray.get(reference)))
+            except Unseen:  # From now on through Ray.
+                pass
             except ray.exceptions.RayActorError as error:
                 self._may_come_back(ray, error, deadline)
                 time.sleep(PAUSE_SECONDS)
@@ -387,7 +411,7 @@ class RayConnection:
             }
             for number, reference in asked.items():
                 try:
-                    answers[number] = _unwrap(ray, reference)
+                    answers[number] = _raised(ray.get(reference))
                 except ray.exceptions.RayActorError as error:
                     self._may_come_back(ray, error, deadline)
                     time.sleep(PAUSE_SECONDS)
@@ -401,6 +425,7 @@ class ServerActor:
         jax.config.update("jax_platforms", "cpu")
         self._server: Server | None = None
         self._error: Exception | None = None
+        self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
         try:
             self._server = Server(shapes, agreement, **settings)
         except Exception as error:
@@ -422,9 +447,14 @@ class ServerActor:
         except (ValueError, TypeError, RuntimeError) as error:
             return error
 
-    def handle(self, message: object) -> object:
+    def handle(self, worker: int, message: object) -> object:
         """See `Server.handle`."""
-        return packed(self.call("handle", *unpacked(message)))
+        line = self._lines[worker]
+        try:
+            request, push = line.unpacked(message)
+        except Unseen as error:
+            return line.packed(error)
+        return line.packed(self.call("handle", request, push))
 
 
 class WorkerActor:
@@ -466,29 +496,7 @@ def portable(error: Exception) -> Exception:
     return copy
 
 
-def packed(message: object) -> object:
-    """A short message as bytes, which Ray sends faster than anything else.
-
-    A long one stays what it is: Ray lays its arrays into memory that all processes see.
-    """
-    found: list[pickle.PickleBuffer] = []
-    header = pickle.dumps(message, 5, buffer_callback=found.append)
-    buffers = [buffer.raw() for buffer in found]
-    if sum(buffer.nbytes for buffer in buffers) > SHORT_BYTES:
-        return message
-    return pickle.dumps((header, [bytes(buffer) for buffer in buffers]))
-
-
-def unpacked(message: object) -> Any:
-    """What `packed` was given."""
-    if not isinstance(message, bytes):
-        return message
-    header, buffers = pickle.loads(message)
-    return pickle.loads(header, buffers=buffers)
-
-
-def _unwrap(ray: Any, reference: object) -> Any:
-    answer = unpacked(ray.get(reference))
+def _raised(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer

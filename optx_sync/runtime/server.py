@@ -134,6 +134,11 @@ class Server:
             checkpoint_every if self._checkpoints else 0,
         )
         self._local_steps: list[int] = [0] * num_workers
+        # What a worker has for its successor: its inner state, and words of its own.
+        self._states: list[Arrays] = [{}] * num_workers
+        self._places: list[str] = [""] * num_workers
+        self._heard: list[float] = [time.time()] * num_workers
+        self._resizes: bool = not way.waits
         # Workers whose programs have ended.
         self._left: set[int] = set()
         self._events: list[Event] = []
@@ -258,6 +263,11 @@ class Server:
             self._forgotten = max(self._forgotten, since)
             return self._boot, list(self._events)
 
+    def news(self, boot: str, since: int) -> tuple[str, list[Event], list[float]]:
+        """`events`, and for how long each worker has asked for nothing, in seconds."""
+        now = time.time()
+        return *self.events(boot, since), [now - when for when in self._heard]
+
     def checkpoint(self) -> Any:
         """Save the center: written aside, then renamed, in Orbax's format.
 
@@ -300,6 +310,7 @@ class Server:
             return self._refuse(push, problem), None
         if problem:
             return protocol.Refused(problem), None
+        self._heard[request.worker] = time.time()
         book, answer, action = protocol.decide(self._book, request)
         worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
@@ -335,7 +346,12 @@ class Server:
             held.join(worker)
             parts[part] = JoinedPart(held.current(), place.round, held.global_step)
         return Joined(
-            parts, self._local_steps[worker], entry.joins - 1, entry.incarnation
+            parts,
+            self._local_steps[worker],
+            entry.joins - 1,
+            entry.incarnation,
+            self._states[worker],
+            self._places[worker],
         )
 
     def _apply(
@@ -357,6 +373,9 @@ class Server:
         self._book = book
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
+        self._places[worker] = push.place
+        if push.state:  # A copy: what was sent is overwritten.
+            self._states[worker] = {k: np.array(x) for k, x in push.state.items()}
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, push.lost, message=message)
@@ -387,6 +406,7 @@ class Server:
             arrays[f"part_{part}"], more = held.save()
             made_by = held.describe(), self.layout.mark(self._like, part)
             notes.append({**more, "made_by": made_by})
+        arrays |= {f"worker_{w}": x for w, x in enumerate(self._states) if x}
         number = self._book.number + 1
         self._book = self._book._replace(number=number, since=0)
         try:
@@ -397,6 +417,7 @@ class Server:
                     "parts": notes,
                     "entries": self._book.entries,
                     "local_steps_of_workers": self._local_steps,
+                    "places_of_workers": self._places,
                 },
             )
         except Exception as error:  # A full disk: go on, and try the next one.
@@ -404,6 +425,7 @@ class Server:
             return
         old = self._book.saved
         self._book = protocol.saved(self._book, number)
+        self._note("saved", -1)
         for gone in set(old) - set(self._book.saved):
             self._checkpoints.delete(gone)
 
@@ -433,9 +455,10 @@ class Server:
                 )
                 for places, incarnation, joins in notes["entries"]
             )
+            entries = self._sized(entries, self._book.entries[0])
             saved = tuple(one for one in numbers if one <= number)
             self._book = protocol.restored(self._book, entries, saved)
-            self._note("restored", -1)
+            self._note("restored", -1, message=f"from {checkpoints.folder}/{number}")
             return True
         if damaged or checkpoints.damaged():
             those = "; ".join(str(error) for _, error in damaged)
@@ -450,11 +473,12 @@ class Server:
         self, arrays: dict[str, Arrays], notes: Notes, picked: dict[int, Tree]
     ) -> None:
         other = "Pass another checkpoint_dir, or resume=False to start afresh."
-        if len(notes["entries"]) != self.num_workers:
+        if len(notes["entries"]) != self.num_workers and not self._resizes:
             raise ValueError(
-                f"The checkpoint is of {len(notes['entries'])} workers; got "
-                f"num_workers={self.num_workers}. {other}"
+                f"The checkpoint is of {len(notes['entries'])} workers, who wait for "
+                f"each other; got num_workers={self.num_workers}. {other}"
             )
+        states = {k: arrays.pop(k) for k in [*arrays] if k.startswith("worker_")}
         names = {f"part_{part}" for part in self.parts}
         if set(arrays) != names:
             raise ValueError(
@@ -478,7 +502,15 @@ class Server:
                     "to start afresh."
                 )
             held.load(of_part, note)
-        self._local_steps = list(notes["local_steps_of_workers"])
+        self._local_steps = self._sized(notes["local_steps_of_workers"], 0)
+        self._places = self._sized(notes["places_of_workers"], "")
+        number = range(self.num_workers)
+        self._states = [states.get(f"worker_{worker}", {}) for worker in number]
+
+    def _sized(self, of_workers: Any, new: Any) -> Any:
+        """What there is of each worker, where their number has changed."""
+        added = [new] * (self.num_workers - len(of_workers))
+        return type(of_workers)([*of_workers[: self.num_workers], *added])
 
     # What is told.
 

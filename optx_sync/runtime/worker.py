@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of a worker: steps of its own, and an exchange when one is due."""
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period, check_period
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import start_center
-from optx_sync.checks import check_grads, check_inner, interval
+from optx_sync.checks import check_grads, check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Own, Settings
@@ -79,6 +80,8 @@ class Worker:
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
+        keep_state: Rounds from one that the inner state goes with to the next; see
+            `run`.
         num_servers: As that of the run.
         synchronous: Wait at the start until all workers have joined.
 
@@ -94,6 +97,9 @@ class Worker:
         used: `False` if the last gradient was stale (`SyncReplicas`).
         restarts: How many workers of this number there have been before.
         incarnation: What distinguishes it from them.
+        place: Whatever the program wants its successor to know, such as its place in
+            the data: anything that JSON holds. It goes with each push; a worker that
+            replaces this one finds here what went with the last one.
         lost: Pushes of this worker that went with a server: they were applied after
             its last checkpoint, and there was no `replay`.
         connection: As given.
@@ -127,6 +133,7 @@ class Worker:
         fragments: Fragments | None = None,
         delay: int | None = None,
         keep_local: float | None = None,
+        keep_state: int = 0,
         num_servers: int = 1,
         synchronous: bool = False,
     ):
@@ -142,6 +149,8 @@ class Worker:
         self.layout: Layout = lay_out(self._like, way.fragments, num_servers)
         self._own: Own = way.work(self._like, inner, self.layout)
         self._delay: int = way.delay
+        integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
+        self._keep_state: int = keep_state
         self._sharding: Any = None
         self.used: bool = True
         self.staleness: int = 0
@@ -224,7 +233,10 @@ class Worker:
         begin = time.perf_counter()
         numbers = {name: float(value) for name, value in shown.items()}
         outgoing = {part: self._own.outgoing(part) for part in parts}
+        every = self._keep_state
+        state = self._own.state() if every and not self.rounds % every else {}
         size = sum(bytes_of(arrays) for arrays, _ in outgoing.values())
+        size += bytes_of(state)
         answers, tokens = {}, {part: self._tokens[part] for part in parts}
         for part, (arrays, steps) in outgoing.items():
             push = Push(
@@ -240,7 +252,10 @@ class Worker:
                 bytes=size,
                 tokens=tokens[part],
                 part=part,
+                state=state,
+                place=json.dumps(self.place),
             )
+            state = {}  # It goes with one of them.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
         self._sent = _Sent(answers, tokens, begin)
@@ -294,6 +309,10 @@ class Worker:
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}
         self._own.start(arrays, self._place)
+        if self._keep_state and joined.state:
+            self._own.go_on(joined.state)
+        self._state = joined.state
+        self.place: Any = json.loads(joined.place or "null")
         return joined
 
     def shard(self, sharding: Any) -> None:
@@ -304,6 +323,8 @@ class Worker:
         """
         self._sharding = sharding
         self._own.place(self._place)
+        if self._keep_state and self._state:
+            self._own.go_on(self._state)
 
     def _place(self, tree: Tree) -> Tree:
         return tree if self._sharding is None else jax.device_put(tree, self._sharding)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that do not march in step, replayed event by event on one device.
+"""Simulate asynchronous workers on one device, event by event.
 
-At each event one worker steps, at the parameters as they are then. What the wrappers
-of this package do in lockstep is done here worker by worker, with the same code, so
-that what asynchrony does to training can be tested, studied, and scaled to thousands
-of workers without any of them running.
+At each event one worker steps, at the parameters as they are then. The code that the
+wrappers run in lockstep runs here worker by worker, to test and study what asynchrony
+does to training, with thousands of workers if need be.
 """
 
 from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRecord

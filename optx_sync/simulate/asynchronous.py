@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that meet a center one by one, each at its own pace, on one device."""
+"""Simulate asynchronous training: workers that meet a center one by one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -52,7 +52,7 @@ from optx_sync.trees import Tree, is_finite, row_of, where, with_row
 
 
 class WorkerState(NamedTuple):
-    """A worker's own; with a worker axis in front, [N, ...], those of all."""
+    """What one worker holds; with a worker axis in front, [N, ...], what all do."""
 
     params: Tree
     inner: Tree  # state of the workers' own optimizer
@@ -113,7 +113,7 @@ def asynchronous(
     weigh: Weigh | None = None,
     tokens: ArrayLike | Sequence[float] | None = None,
 ) -> AsynchronousRecord:
-    r"""Workers that meet a center one by one, each at its own pace.
+    r"""Simulate asynchronous training: workers that meet a center one by one.
 
     An event is one step of the worker w that `workers` names: `inner` turns its
     gradient into its update, and when its steps since its last round reach
@@ -125,16 +125,16 @@ def asynchronous(
         c' \leftarrow \text{absorb}(c,\; \text{contribution of } w), \qquad
         x_w \leftarrow \text{take}(x_w, c, c')
 
-    The exchange is atomic: nobody else pushes between the two. A contribution that is
-    a mean over workers is divided by N; one that is a mean over those that came
-    together, by one. All workers start at `params`, and so does the center.
+    The exchange is atomic: nobody else pushes between the two. The contribution of a
+    rule with `mean_over="workers"` is divided by N, any other's is not. All workers
+    start at `params`, and so does the center.
 
     The originals are TensorFlow's `ElasticAverageOptimizer` and `AGNOptimizer`, whose
     recorded runs it reproduces to 1e-6. In these the optimizer's running powers (Adam's
     of beta) belong to the worker, and advance in its own step and once more in its step
-    on the center. So do they here for `agn_rule(inner)` with the same `inner`, one of
-    this package's; in lockstep, and with another `outer`, the center has its own.
-    Plain asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
+    on the center. So they do here for `agn_rule(inner)` with the same `inner`, one of
+    this package's; in lockstep, and with another `outer`, the center has its own. Plain
+    asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
 
     Args:
         inner: The workers' own optimizer.
@@ -155,9 +155,9 @@ def asynchronous(
             center, as `elastic_rule` does.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part
             k mod P.
-        delay: As in `center_variable`, in steps of the worker: it decides what it
-            contributes in one step, and that many steps later the center absorbs it,
-            wherever the others have moved it meanwhile, and the worker takes.
+        delay: As in `center_variable`, in steps of the worker: that many steps after it
+            has decided what it contributes the center absorbs that, wherever others
+            have moved the center meanwhile, and the worker takes.
         keep_local: As in `center_variable`.
         drop_nonfinite: As in `center_variable`: in its next round a worker that is not
             finite contributes nothing, and starts anew from the center.

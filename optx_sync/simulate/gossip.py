@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that meet each other two by two, each at its own pace, on one device."""
+"""Simulate asynchronous gossip (AD-PSGD): workers that average in pairs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -87,10 +87,10 @@ def gossip(
         x_w \leftarrow x_w + \text{update}(\text{gradient at } y_w), \qquad
         x_w, x_p \leftarrow \frac{x_w + x_p}{2}
 
-    and begins its next step: y_w <- x_w. So y_w is what the worker held when it began,
-    and where others have met it meanwhile, its gradient is that of older parameters, as
-    it is where workers run. The partner goes on with its own step. A meeting is atomic.
-    The mean of all workers stays what it is in a meeting.
+    and begins its next step: y_w <- x_w. So y_w is what the worker held when its step
+    began: if others have met it since, its gradient is that of older parameters, as in
+    a real run. The partner goes on with its own step. A meeting is atomic and preserves
+    the mean of all workers.
 
     In lockstep this is `oxs.gossip`. Evaluate the mean of all workers, as there.
 

@@ -35,8 +35,8 @@ def replay(
     Args:
         advance: `(state, (worker, event)) -> (state, small values)`, with a row of
             `workers`.
-        view: What may be kept of a state; its first two are what a function `record`
-            is asked of, and then nothing is kept but its answer.
+        view: What may be kept of a state. A function `record` gets the first two, and
+            only its results are kept.
         state: Before the first event.
         workers: Of each event, in rows.
         record: As users give it.

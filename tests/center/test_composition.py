@@ -245,60 +245,11 @@ def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     assert values[1] == second
 
 
-def test_extra_arguments_reach_the_inner_optimizer():
-    def update(updates, state, params=None, **extra_args):
-        del params
-        factor = extra_args["factor"]
-        return jax.tree.map(lambda u: factor * u, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    tx = oxs.local_sgd(inner, AXIS)
-    params = jnp.zeros(2)
-    updates: Any
-    updates, _ = jax.vmap(
-        lambda factor: tx.update(
-            jnp.ones(2), tx.init(params), params, factor=factor, unknown=1
-        ),
-        axis_name=AXIS,
-    )(jnp.arange(3.0))
-    np.testing.assert_array_equal(updates[:, 0], [0, 1, 2])
-
-
 ALL = {
     **{name: make() for name, make in RULES.items()},
     "drop": RULES["agn"](drop_nonfinite=True),
     "schedule": RULES["elastic"](communication_period=lambda step: 3),
 }
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_state_keeps_its_form(name):
-    """From placeholders and arrays alike, and from step to step, with weak types."""
-    tx = ALL[name]
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = jax.eval_shape(tx.init, params)
-    abstract = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    direct = tx.init(abstract)
-    assert jax.tree.structure(direct) == jax.tree.structure(state)
-    for found, expected in zip(*map(jax.tree.leaves, (direct, state)), strict=True):
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-
-    def step(params, state):
-        run = jax.vmap(
-            lambda _: tx.update(params, state, params), axis_name=AXIS, out_axes=None
-        )
-        return run(jnp.arange(1))[1]
-
-    after = jax.eval_shape(step, params, state)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    for (path, new), old in zip(
-        jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(state), strict=True
-    ):
-        assert (new.shape, new.dtype, new.weak_type) == (
-            old.shape,
-            old.dtype,
-            old.weak_type,
-        ), path
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -345,22 +296,3 @@ def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():
     match = r"over the mesh axes \['inside'\], but the center .* does not.*param_specs"
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(step, jnp.zeros((WORKERS, 4)))
-
-
-def test_a_second_step_does_not_compile_again():
-    tx = RULES["diloco"](communication_period=2)
-    params = oxs.replicate(jax.tree.map(jnp.asarray, PARAMS), WORKERS)
-    axes = oxs.state_axes(tx, PARAMS)
-    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
-    traces = []
-
-    @jax.jit
-    def step(params, state):
-        traces.append(1)
-        run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-        updates, state = run(params, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(3):
-        params, state = step(params, state)
-    assert len(traces) == 1

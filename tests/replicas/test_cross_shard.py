@@ -959,25 +959,6 @@ def test_refused_at_construction(error, match, arguments):
         (ValueError, "no meaning.*reduction='sum'", {"reduction": "sum"}, TREE),
         (ValueError, "weight needs each.*'summed'", {"grads": "summed"}, TREE),
         (ValueError, "weight needs each.*'averaged'", {"grads": "averaged"}, TREE),
-        (ValueError, r"\['m'\] is missing in the gradients", {}, {"v": TREE["v"]}),
-        (
-            ValueError,
-            r"\['b'\] is missing in the parameters",
-            {},
-            {**TREE, "b": TREE["v"]},
-        ),
-        (
-            ValueError,
-            r"at \['v'\] has shape \(2, 2\).*shape \(3,\)",
-            {},
-            {"v": TREE["m"], "m": TREE["m"]},
-        ),
-        (
-            TypeError,
-            r"at \['v'\] has dtype int32.*optax.masked",
-            {},
-            {"v": np.ones(3, np.int32), "m": TREE["m"]},
-        ),
         (
             TypeError,
             r"at \['v'\] has dtype bool",

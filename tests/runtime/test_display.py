@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import time
+import types
 
 from ray.util import metrics as ray_metrics
 from rich.console import Console
@@ -81,6 +82,16 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
         "worker 1 died: killed for memory",
     ]
     assert "and 4 more" in summary(12, Seen())
+    # How fast, how much, how long, and what is safe.
+    clock, seen = types.SimpleNamespace(monotonic=lambda: 100.0), Seen()
+    monkeypatch.setattr(display, "time", clock)
+    seen.add([event("restored", -1, 40), event("push", 0, 40, 4)])
+    assert summary(2, seen, 100).startswith("center: step 40, 20 %; worker 0:")
+    clock.monotonic = lambda: 102.0
+    seen.add([event("push", 0, 41, 5), event("push", 1, 42, 5), event("saved", -1, 42)])
+    line = "center: step 42, 5 steps a second, 50 %, 0:00:20 left, saved at step 42;"
+    assert summary(2, seen, 100).startswith(line)
+    assert "the center at step 42, saved at step 42, 1 times" in seen.closing(2.0)
     # A worker that dies has not pushed for some time: the center is further on.
     late = summary(2, seen_of([*pushes.values(), event("lost", 1, 2)]))
     assert late.startswith("center: step 6;")

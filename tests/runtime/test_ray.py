@@ -497,6 +497,49 @@ def test_error_in_a_worker_ends_the_run_and_carries_the_center(tmp_path):
     assert error.history.count("lost") == 0
 
 
+def test_failures_and_workers_that_hang_are_borne(tmp_path, monkeypatch):
+    """Worker 1 is heard of no more; worker 0 raises in each of its lives."""
+    silence = on_ray._Events.silence_of
+
+    def silence_of(events, worker):
+        """Nobody waits: it has been silent for long where it says that it hangs."""
+        hangs = worker == 1 and (tmp_path / "hangs").exists()
+        return math.inf if hangs else min(silence(events, worker), 50.0)
+
+    def train(worker):
+        worker.step(DOWN)
+        if worker.index == 1 and not worker.restarts:
+            (tmp_path / "hangs").touch()
+            time.sleep(1000)
+        if worker.index == 1:
+            (tmp_path / "replaced").touch()
+            return
+        while worker.restarts and not (tmp_path / "replaced").exists():
+            time.sleep(0.02)
+        raise KeyError(f"life {worker.restarts}")
+
+    def kills(supervisor):
+        kill(supervisor)
+        if 1 in supervisor.hung:  # It has been told; its successor does not hang.
+            (tmp_path / "hangs").unlink(missing_ok=True)
+
+    kill = on_ray._Supervisor._kill_who_hangs
+    monkeypatch.setattr(on_ray._Events, "silence_of", silence_of)
+    monkeypatch.setattr(on_ray._Supervisor, "_kill_who_hangs", kills)
+    with pytest.raises(KeyError, match="life 1") as caught:
+        runtime.run(
+            train, PARAMS, ONE, COUNT, num_workers=2, communication_period=1,
+            max_failures=1, worker_timeout=100.0,
+        )  # fmt: skip
+    error: Any = caught.value
+    lost = {e.worker: e.message for e in error.history.events if e.kind == "lost"}
+    assert lost == {
+        0: "KeyError: 'life 0' (failure 1 of 1 that the run bears)",
+        1: "It was killed: no server heard of it for 100 s.",
+    }
+    assert np.all(error.center["w"] == 4)
+
+
 def test_a_run_that_is_told_to_end_saves_the_center(tmp_path, caplog):
     """SIGTERM, as a scheduler sends it, is what Control-C is; the run can go on."""
     driver = os.getpid()
@@ -523,12 +566,14 @@ def test_a_run_that_is_told_to_end_saves_the_center(tmp_path, caplog):
     center, _ = runtime.run(train, PARAMS, ONE, COUNT, **settings)
     assert np.all(center["w"] == 5)
     said = [record.getMessage() for record in caplog.records]
-    ends = [line for line in said if line.startswith("The run ")]
+    ends = [line for line in said if line.startswith("The run ") and "pushes" in line]
     assert ends[0].startswith("The run was ended by KeyboardInterrupt: 5 pushes in")
     assert "a second, the center at step 5" in ends[0]
     assert ends[1].startswith("The run has ended: 0 pushes in")
-    assert "the center at step 5, 1 times that a server came back" in ends[1]
-    assert "a server is back, at step 5" in said
+    assert "the center at step 5, saved at step 5, 1 times that a server" in ends[1]
+    (back,) = [line for line in said if line.startswith("a server is back, at step 5")]
+    assert f"from {tmp_path / 'server_0'}" in back
+    assert "saved at step 5" in ends[0]
 
 
 def test_exceptions_arrive_whatever_they_are_made_of():
@@ -597,6 +642,10 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3)
     with pytest.raises(TypeError, match="worker_fn must be a function"):
         runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
+    for name in ("max_failures", "worker_timeout", "total_steps"):
+        wrong: dict[str, Any] = {"num_workers": 1, name: -1}
+        with pytest.raises(ValueError, match=f"{name} must "):
+            runtime.run(train, PARAMS, ONE, COUNT, **wrong)
     with pytest.raises(ValueError, match="num_workers must be 1 or more"):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
     with pytest.raises(ValueError, match=r"address='10.0.0.1:6379' would have no"):

@@ -29,6 +29,7 @@ from optx_sync.runtime import (
     partition,
     protocol,
 )
+from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints
@@ -396,11 +397,47 @@ def test_checkpoint_is_what_orbax_reads(tmp_path):
 def test_checkpoint_of_other_variables_or_workers_is_refused(tmp_path):
     center_server(checkpoint_dir=tmp_path).checkpoint()
     rule = oxs.local_sgd_rule()
-    with pytest.raises(ValueError, match="of 2 workers; got num_workers=3"):
-        Server(PARAMS, rule, num_workers=3, checkpoint_dir=tmp_path)
+    waits = {"inner": optax.sgd(1.0), "checkpoint_dir": tmp_path / "waits"}
+    Server(PARAMS, SyncReplicas(1), num_workers=2, **waits).checkpoint()
+    with pytest.raises(ValueError, match=r"of 2 workers, who wait .* num_workers=3"):
+        Server(PARAMS, SyncReplicas(1), num_workers=3, **waits)
     other = {**PARAMS, "w": jnp.zeros((3, 2))}
     with pytest.raises(ValueError, match=r"\['w'\] with shape \(2, 3\)"):
         Server(other, rule, num_workers=2, checkpoint_dir=tmp_path)
+
+
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
+    """Those who stay go on where they were; a new one begins; nothing is twice."""
+    server = center_server(checkpoint_dir=tmp_path)
+    for worker, rounds in ((0, 2), (1, 1)):
+        joined = server.join(worker)
+        for number in range(1, rounds + 1):
+            mine = joined.incarnation
+            server.push(Push(worker, number, moves(), incarnation=mine, local_step=9))
+    center = bits(server.center())
+    server.checkpoint()
+    rule = oxs.local_sgd_rule()
+    more = Server(PARAMS, rule, num_workers=3, checkpoint_dir=tmp_path)
+    assert bits(more.center()) == center and more.global_step == 3
+    found = [more.join(worker) for worker in range(3)]
+    assert [(j.round, j.local_step, j.restarts) for j in found] == [
+        (2, 9, 1), (1, 9, 1), (0, 0, 0),
+    ]  # fmt: skip
+    more.push(Push(2, 1, moves(), incarnation=found[2].incarnation))
+    more.checkpoint()
+    less = Server(PARAMS, rule, num_workers=1, checkpoint_dir=tmp_path)
+    assert less.global_step == 4 and less.join(0).round == 2
+    with pytest.raises(ValueError, match="no worker 1"):
+        less.join(1)
+
+
+def test_a_worker_is_silent_from_its_last_request_on(monkeypatch):
+    monkeypatch.setattr(server_module.time, "time", lambda: 10.0)
+    server = center_server()
+    monkeypatch.setattr(server_module.time, "time", lambda: 13.0)
+    server.join(1)
+    monkeypatch.setattr(server_module.time, "time", lambda: 14.0)
+    assert server.news("", 0)[2] == [4.0, 1.0]
 
 
 def test_half_precision_center_is_float32():
@@ -981,13 +1018,14 @@ def test_ten_thousand_pushes_leave_nothing_behind():
     assert sizes[1] - sizes[0] < 50_000, sizes
 
 
-def test_rule_that_amplifies_small_pushes_into_an_overflow_does_not_go_on():
-    """Nobody waits to see whether small pushes overflow; the next push looks."""
+def test_small_push_that_a_rule_amplifies_into_an_overflow_is_refused():
     server = Server(PARAMS, oxs.diloco_rule(optax.sgd(1e38)), num_workers=1)
     server.push(Push(0, 1, moves(0.0)))
-    server.push(Push(0, 2, moves(100.0)))
-    with pytest.raises(RuntimeError, match="amplifies too much"):
-        server.push(Push(0, 3, moves(0.0)))
+    before = server.center()
+    with pytest.raises(PushRefused, match="the center would overflow"):
+        server.push(Push(0, 2, moves(100.0)))
+    jax.tree.map(np.testing.assert_array_equal, server.center(), before)
+    server.push(Push(0, 2, moves(0.0)))
 
 
 def converse(server, client, goal, serial=0, arrays: Any = None):

@@ -93,6 +93,40 @@ def test_replacement_goes_on_from_the_last_round():
     np.testing.assert_array_equal(new.params["w"], center["w"] + 1)
 
 
+def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_path):
+    """Of the last round that they went with; also after the server has died."""
+    inner = optax.sgd(1.0, momentum=0.5)
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
+
+    def server():
+        return Server(PARAMS, COUNT, checkpoint_dir=tmp_path, **settings)
+
+    def start(keep_state, inner=inner):
+        keep = {"index": 0, "keep_state": keep_state, **settings}
+        return Worker(alive, PARAMS, inner, COUNT, **keep)
+
+    alive = server()
+    worker = start(2)
+    assert worker.place is None
+    for step in range(3):  # The state goes with the first and the third.
+        worker.place = {"epoch": 1, "batch": step}
+        worker.step(DOWN)
+    alive.checkpoint()
+    for alive in (alive, server()):  # noqa: B020 # what `start` sees
+        for keep_state, added in ((2, 1.875), (0, 1.0)):
+            before = alive.center()["w"]
+            again = start(keep_state)
+            assert again.place == {"epoch": 1, "batch": 2} and again.local_step == 3
+            again._own.step(DOWN, 3)
+            np.testing.assert_array_equal(again.params["w"] - before, added)
+    with pytest.raises(ValueError, match="the state of another optimizer"):
+        start(1, optax.adam(1.0))
+    worker = start(0)
+    worker.place = {1, 2}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        worker.step(DOWN)
+
+
 def test_half_precision_lands_on_the_rounded_center():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     server, workers = party(oxs.local_sgd_rule(), 2, 1, params, optax.sgd(1e-3))

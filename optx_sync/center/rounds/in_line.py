@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Outgoing, Pending, Whole
 from optx_sync.center.rounds.later import arrive
 from optx_sync.center.rounds.meeting import Meeting, Now, OnItsWay, Step, either
+from optx_sync.comm import shards
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.trees import Tree, row_of, where, with_row
 
@@ -57,9 +58,10 @@ class InLine(NamedTuple):
         )
         # Other weights may have been given a step before than are given now.
         alike = not self.meeting.drop_nonfinite
-        after, total, pushed = self.meeting.agree(
-            before, step._replace(alike=alike), values
-        )
+        with shards.beside(values, now.center.value):
+            after, total, pushed = self.meeting.agree(
+                before, step._replace(alike=alike), values
+            )
         # Before the first round nothing is pending.
         exchange, info = where(
             lands, (after.exchange, after.info), (before.exchange, before.info)

@@ -100,7 +100,8 @@ class Pieces(NamedTuple):
                 counts.astype(jnp.float32), meeting.axis_name, reduction="sum"
             )
         center = self._absorbed(now, step, sent, pushed)
-        params = gather(center.value.tree, walked, meeting.axis_name)
+        buckets = meeting.exchange.bucket_bytes
+        params = gather(center.value.tree, walked, meeting.axis_name, buckets)
         worker = now.worker._replace(
             params=params, accumulated=zeros_like(now.worker.accumulated)
         )

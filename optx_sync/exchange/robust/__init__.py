@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges that stand up to replicas that are wrong: a broken memory cell, bad data.
+"""Robust aggregation: exchanges that stand up to replicas that send wrong numbers.
 
 The mean follows one replica anywhere. Here no minority can take the result further than
 the others reach.

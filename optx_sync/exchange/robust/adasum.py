@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adasum`: what is orthogonal is added, what is parallel is averaged."""
+"""`adasum`: add what is orthogonal, average what is parallel."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def adasum(*, shard_axes: AxisName | None = None) -> Exchange:
     with those of i xor 2, and so on. It does not stand up to replicas that are wrong: a
     NaN travels. A replica that is left out counts as zero, which changes nothing.
 
-    Horovod, where it comes from, reports of users whom it has cost convergence: compare
-    it with the mean. Its scale grows with the number of replicas, up to a sum.
+    Horovod, where it comes from, reports that it has cost users convergence: compare it
+    with the mean. Its scale grows with the number of replicas, up to a sum.
 
     Args:
         shard_axes: See `geometric_median`.

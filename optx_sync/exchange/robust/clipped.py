@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`clipped`: what a replica sends is cut to a norm, of which it needs only its own."""
+"""`clipped`: clip what each replica sends to a norm."""
 
 from typing import Literal
 
@@ -24,13 +24,13 @@ def clipped(
     *,
     shard_axes: AxisName | None = None,
 ) -> Exchange:
-    """Cut what each replica sends to a norm, then let them meet as `exchange` says.
+    """Clip what each replica sends to a norm, then exchange it as `exchange` says.
 
         v_i  ->  v_i min(1, to / |v_i|)
 
     with |v_i| the norm over all leaves of what replica i sends. No replica adds more
     than `to / N` to the mean. `"median"` needs no number to tune: `to` is the median of
-    all norms, N numbers more on the wire. A NaN is not cut and travels.
+    all norms, N numbers more on the wire. A NaN passes unclipped.
 
     Clipping each replica's gradient is not clipping the mean: it takes away more. In a
     wrapper with a center, what is cut is what the worker moved since the last round.

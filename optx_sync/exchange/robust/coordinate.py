@@ -45,7 +45,7 @@ def median() -> Exchange:
 
 
 def trimmed_mean(f: int) -> Exchange:
-    """The mean of what is left without the `f` lowest and highest, by coordinate.
+    """The mean without the `f` lowest and `f` highest values, coordinate by coordinate.
 
     It stands up to f replicas, whatever they send: a NaN counts as high. Where n, the
     number of replicas that count, is small, (n - 1) // 2 of each side are left out at

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of what replicas send, medians over the replicas, and who is an outlier.
 
-An outlier, which `oxs.metrics` counts, is a replica that sent what lies more than three
-times as far from the result as the median of the distances of those that count, in the
-norm over all leaves; or what is not finite. It costs one more number from each replica.
+`oxs.metrics` counts outliers: a replica is one when what it sent is not finite, or lies
+more than three times as far from the result as the median of the distances of all that
+count, in the norm over all leaves. That costs one more number from each replica.
 """
 
 import functools

@@ -35,9 +35,6 @@ from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Layout, Variables
 from optx_sync.trees import Tree, is_finite
 
-# Pushes and centers below this do not overflow, unless a rule multiplies by 1e20.
-SMALL = 1e15
-
 
 class Traffic(NamedTuple):
     """Which arrays travel: no more than the rule's formulas read."""
@@ -147,9 +144,6 @@ class Center:
     def _begin(self, center: Arrays) -> None:
         """Hold this center; what it was computed from is not needed any more."""
         self.spare: list[Arrays] = []  # centers that may be written over
-        # The squares of the center, summed: as a number, and not yet looked at.
-        self.squares: float = float("inf")
-        self.pending: Any = None
         self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
         if self.adds:
             self.center: Arrays = {
@@ -190,7 +184,6 @@ class Center:
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """The next center, and what the worker gets back."""
-        self._look_back()
         before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
@@ -206,13 +199,8 @@ class Center:
                 before, self.outer, spare, self.spare_outer, sent, known
             )
             self.spare_outer = outer
-            # Where all is small nobody waits for this: the answer may be the center
-            # before, and the next step, or `save`, looks at it.
-            small = max(sizes.values(), default=0.0) < SMALL and self.squares < SMALL**2
-            self.squares = 0.0 if small else float(squares)
-            self.pending = squares if small else None
             # Squares of finite terms may overflow.
-            if not small and not np.isfinite(squares) and not is_finite(center):
+            if not np.isfinite(squares) and not is_finite(center):
                 self.spare.append(center)
                 return None
             self.spare_outer, self.outer = self.outer, outer
@@ -229,17 +217,6 @@ class Center:
         self.global_step += 1
         self.seen[worker] = self.global_step
         return self._reply(before)
-
-    def _look_back(self) -> None:
-        """See that the last center is finite, where nobody has waited for that."""
-        if self.pending is None:
-            return
-        self.squares, self.pending = float(self.pending), None
-        if not np.isfinite(self.squares) and not is_finite(self.center):
-            raise RuntimeError(
-                f"The rule has made the center overflow, of pushes below {SMALL:g}: it "
-                "amplifies too much. Lower the rate of its outer optimizer."
-            )
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
         """Whether no sum overflows."""
@@ -307,7 +284,6 @@ class Center:
 
     def save(self) -> tuple[dict[str, Arrays], Notes]:
         """What a checkpoint holds."""
-        self._look_back()
         center = {path: np.asarray(array) for path, array in self.center.items()}
         arrays = {"center": center, "outer": numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
@@ -381,6 +357,18 @@ class OfCenter:
         """Lay everything out over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
+
+    def state(self) -> Arrays:
+        """See `Own`."""
+        return numbered(self.inner_state)
+
+    def go_on(self, state: Arrays) -> None:
+        """See `Own`."""
+        self.inner_state = jax.tree.map(
+            lambda x, fresh: jax.device_put(x, fresh.sharding),
+            like(self.inner_state, state),
+            self.inner_state,
+        )
 
     def step(self, grads: Tree, step: int) -> bool:
         """One step; whether a part is due to set out."""

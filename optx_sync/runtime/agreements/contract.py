@@ -93,6 +93,14 @@ class Own(Protocol):
         """Lay everything out over devices."""
         ...
 
+    def state(self) -> Arrays:
+        """The leaves of the inner state, for a successor."""
+        ...
+
+    def go_on(self, state: Arrays) -> None:
+        """Go on from a predecessor's inner state."""
+        ...
+
     def step(self, grads: Tree, step: int) -> bool:
         """One step; whether a part is due to set out."""
         ...
@@ -289,6 +297,15 @@ def numbered(tree: Tree) -> dict[str, np.ndarray]:
 def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """A state from what `numbered` made of it."""
     old, treedef = jax.tree.flatten(tree)
+    shapes = {str(i): jnp.shape(x) for i, x in enumerate(old)}
+    found = {name: jnp.shape(x) for name, x in leaves.items()}
+    if shapes != found:
+        raise ValueError(
+            "What was saved is the state of another optimizer: its arrays have the "
+            f"shapes {some([*map(str, found.values())])}, not "
+            f"{some([*map(str, shapes.values())])}. Pass the optimizer of before, or "
+            "resume=False to start afresh."
+        )
     return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
 
 

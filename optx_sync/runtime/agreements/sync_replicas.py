@@ -180,6 +180,8 @@ class Updates:
                 self.accumulator, self.inner_state, self.params, self.averages = after
             else:
                 self.accumulator = self._add(self.accumulator, grads)
+                # What was sent may be overwritten once it is answered.
+                jax.block_until_ready(self.accumulator)
             self.count += 1
             self.accepted_at[worker] = self.global_step
             if completes:
@@ -312,6 +314,13 @@ class OfUpdates:
     def place(self, place: Place) -> None:
         """Lay them out over devices."""
         self.params = place(self.params)
+
+    def state(self) -> Arrays:
+        """The server has it."""
+        return {}
+
+    def go_on(self, state: Arrays) -> None:
+        """Nothing goes on."""
 
     def step(self, grads: Tree, step: int) -> bool:
         """Every gradient is pushed."""

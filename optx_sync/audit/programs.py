@@ -37,6 +37,7 @@ class Collective(NamedTuple):
     `overlapped` says of an asynchronous collective whether anything is computed between
     its start and where the program waits for it, in the order that it runs in. A
     synchronous one, or one that is waited for in a later round of a loop, has None.
+    `behind` counts the instructions that compute in between: on a GPU, its kernels.
     """
 
     kind: str  # "all-reduce", "all-gather", "send", ...; a pair counts once
@@ -45,6 +46,7 @@ class Collective(NamedTuple):
     groups: tuple[tuple[int, ...], ...]  # of devices, as the mesh counts them
     conditional: bool  # stands in a branch of a conditional, at whatever depth
     overlapped: bool | None = None  # with computation, between its start and its end
+    behind: int | None = None  # how many instructions that compute; None as above
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
@@ -158,7 +160,7 @@ def table(rows: Iterable[Collective]) -> str:
         groups = f"{len(row.groups)} x {len(row.groups[0]) if row.groups else 0}"
         if row.kind in _PAIRS:
             groups = f"{len(row.groups)} pairs" if row.groups else "not said"
-        flags = ("" if f is None else "yes" if f else "no" for f in row[4:])
+        flags = ("" if f is None else "yes" if f else "no" for f in row[4:6])
         lines.append((row.kind, str(row.bytes), str(row.operands), groups, *flags))
     quiet = sum(row.bytes for row in rows if row.conditional)
     hidden = sum(row.bytes for row in rows if row.overlapped)
@@ -217,7 +219,7 @@ def _rows(program: hlo.Program) -> list[Collective]:
             outside = name if instruction.opcode != kind else outside
             end = hlo.done(start, program.computations[outside])
         meanwhile = program.computations[outside][start:end][1:]
-        computes = any(_computes(other, program) for other in meanwhile)
+        computing = sum(_computes(other, program) for other in meanwhile)
         rows.append(
             Collective(
                 kind=kind,
@@ -225,7 +227,8 @@ def _rows(program: hlo.Program) -> list[Collective]:
                 operands=len(arrays),
                 groups=hlo.groups(instruction, program.devices),
                 conditional=name not in always,
-                overlapped=None if end is None else computes,
+                overlapped=None if end is None else computing > 0,
+                behind=None if end is None else computing,
             )
         )
     return rows

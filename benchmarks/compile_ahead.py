@@ -1,0 +1,311 @@
+"""What wrappers, rules and exchanges become on TPUs and GPUs, read from their programs.
+
+    make tpu    # ten minutes on two cores or more, with libtpu's compiler
+    make gpu    # the same with that of NVIDIA's GPUs
+    python benchmarks/compile_ahead.py --quick   # one machine and bfloat16 alone
+
+Neither compiler needs a device. A step of a small model is compiled ahead of time, by
+the one that is installed, for one TPU slice or GPU host of 8, for two of them, and for
+many; for GPUs, so is a step of a model of real size. The scheduled program is read.
+A schedule is an order of instructions, no time.
+"""
+
+import functools
+import importlib.util
+import itertools
+import os
+
+# What libtpu asks the host about chips, answered: there are none.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import by_hand
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from by_hand import AXIS
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+from report import each, reproduce
+from training import compiled_step
+
+import optx_sync as oxs
+from optx_sync import hlo
+
+PERIOD = 4
+LAYERS, WIDTH, EXAMPLES = 4, 512, 256
+# What a loop on the host says of a step, for a program of its own.
+MEETS = {
+    "diloco, a program that meets": ("diloco", True),
+    "diloco, one that does not": ("diloco", False),
+    "diloco, 8 bits, a program that meets": ("diloco, 8 bits", True),
+    "diloco, 4 bits with feedback, a program that meets": (
+        "diloco, 4 bits with feedback",
+        True,
+    ),
+}
+# Of the model of real size: above what XLA joins into one all-reduce by itself.
+LARGE = {"layers": 12, "width": 4096, "examples": 4096}
+LARGE_CASES = (
+    "cross_shard",
+    "cross_shard, state in pieces",
+    "local_sgd",
+    "diloco",
+    "diloco, center in pieces",
+    "diloco in 4 parts, a step later",
+    "diloco, 8 bits",
+    "diloco, 4 bits with feedback",
+    "diloco, top-k",
+    *MEETS,
+)
+# The public figures of an H200, as XLA writes down what it compiles for.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 141000000000
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+class Machine(NamedTuple):
+    """Devices that a program is compiled for.
+
+    Attributes:
+        topology: As the compiler names it.
+        slices: How many TPU slices; the topology of GPUs says so itself.
+        near: How many devices, one behind the other, share fast links.
+    """
+
+    topology: str
+    slices: int
+    near: int
+
+
+class Platform(NamedTuple):
+    """A compiler, and what its page shows."""
+
+    page: str
+    machines: dict[str, Machine]
+    short: str  # the machine of a short run, and of the tests
+
+    def mesh_of(self, machine: str) -> Mesh:
+        """All devices of a machine along the worker axis, near ones together."""
+        topology, slices, _ = self.machines[machine]
+        if self is TPU:
+            found = topologies.get_topology_desc(topology, "tpu", num_slices=slices)
+        else:
+            more = {"target_config": H200, "topology": topology}
+            found = topologies.get_topology_desc("h200", "cuda", **more)
+        return Mesh(np.array(found.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+TPU = Platform(
+    "compile_for_tpu",
+    {
+        "one slice of 8": Machine("v5e:2x4", 1, 8),
+        "two slices of 8": Machine("v5e:2x4", 2, 8),
+        "256 chips": Machine("v5e:16x16", 1, 256),
+    },
+    "two slices of 8",
+)
+# Slices x hosts x GPUs of a host; what one switch joins is a slice.
+GPU = Platform(
+    "compile_for_gpu",
+    {
+        "one host of 8": Machine("1x1x8", 1, 8),
+        "two hosts of 8": Machine("2x1x8", 2, 8),
+        "64 GPUs": Machine("8x1x8", 8, 8),
+    },
+    "two hosts of 8",
+)
+# Each has an environment of its own: JAX looks for chips wherever it finds libtpu.
+PLATFORM = TPU if importlib.util.find_spec("libtpu") else GPU
+FULL = {"machines": tuple(PLATFORM.machines), "dtypes": ("float32", "bfloat16")}
+SHORT = {"machines": (PLATFORM.short,), "dtypes": ("bfloat16",)}
+
+
+def cases() -> dict[str, Callable[[int], Any]]:
+    """What is compiled, for a number of workers."""
+    exchange, inner = oxs.exchange, optax.adamw(1e-3)
+
+    def meeting(wrap: Callable, inner: Any = inner, **more: Any) -> Callable:
+        return lambda n: wrap(inner, AXIS, communication_period=PERIOD, **more)
+
+    def reducing(**more: Any) -> Callable:
+        return lambda n: oxs.cross_shard(inner, AXIS, **more)
+
+    streaming = {"fragments": PERIOD, "delay": 1, "keep_local": 0.5}
+    every: dict[str, Callable[[int], Any]] = {
+        "cross_shard": reducing(),
+        "sync_replicas": lambda n: oxs.sync_replicas(inner, AXIS, n),
+        "sync_replicas, accumulating": lambda n: oxs.sync_replicas(inner, AXIS, 2 * n),
+        "local_sgd": meeting(oxs.local_sgd),
+        "diloco": meeting(oxs.diloco),
+        "diloco in 4 parts, a step later": meeting(oxs.diloco, **streaming),
+        "agn": meeting(oxs.agn, optax.sgd(0.1)),
+        "elastic_average": meeting(oxs.elastic_average, rho=0.0),
+        "cross_shard, state in pieces": reducing(shard_state=True),
+        "diloco, center in pieces": meeting(oxs.diloco, shard_center=True),
+        "gossip on a ring": meeting(oxs.gossip),
+        "noloco": meeting(oxs.noloco),
+    }
+    exchanges = {
+        "bfloat16 sums": exchange.all_reduce(jnp.bfloat16),
+        "8 bits": exchange.quantized(bits=8),
+        "4 bits with feedback": exchange.error_feedback(exchange.quantized(bits=4)),
+        "top-k": exchange.top_k(),
+        "PowerSGD": exchange.power_sgd(rank=2),
+        "median": exchange.median(),
+    }
+    for name, one in exchanges.items():
+        every[f"diloco, {name}"] = meeting(oxs.diloco, exchange=one)
+    return every | {name: every[of] for name, (of, _) in MEETS.items()}
+
+
+def loss(params: Any, batch: jax.Array) -> jax.Array:
+    """Of a chain of matrix products."""
+    for layer in params.values():
+        batch = jnp.tanh(batch @ layer)
+    return jnp.mean(batch.astype(jnp.float32) ** 2)
+
+
+def compile_case(case: str, mesh: Mesh, dtype: Any, **size: int) -> jax.stages.Compiled:
+    """The step of a case."""
+    more = {"meet": MEETS[case][1]} if case in MEETS else {}
+    apply = functools.partial(oxs.apply_gradients, **more)
+    return compile_step(cases()[case](mesh.size), mesh, dtype, apply, **size)
+
+
+def compile_step(
+    tx: Any,
+    mesh: Mesh,
+    dtype: Any,
+    apply: Callable = oxs.apply_gradients,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    examples: int = EXAMPLES,
+) -> jax.stages.Compiled:
+    """One training step of every worker, gradient included, for the mesh's devices."""
+    layer = jax.ShapeDtypeStruct((width, width), dtype)
+    params = {f"layer {i}": layer for i in range(layers)}
+    batch = jax.ShapeDtypeStruct((mesh.size, examples, width), dtype)
+    # Optax adds wide updates to half precision by promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return compiled_step(tx, params, jax.grad(loss), batch, mesh, apply)
+
+
+def leaves(row: oxs.audit.Collective, near: int) -> bool:
+    """Whether a collective leaves a slice or host, as far as the program says."""
+    if row.kind == "send":
+        return True
+    far = any(len({device // near for device in group}) > 1 for group in row.groups)
+    # Between TPU slices what is permuted is sent.
+    return far and (PLATFORM is GPU or row.kind != "collective-permute")
+
+
+def kernels(program: hlo.Program) -> dict[str, int]:
+    """How many kernels a program has that only move or order many numbers, by kind.
+
+    A fusion is of a kind if what is computed last in it is. Copies of counters and the
+    like, of less than 64 KiB, cost nothing.
+    """
+    found: dict[str, int] = dict.fromkeys(("sort", "transpose", "copy"), 0)
+    for name in hlo.reached(program, fused=False):
+        for one in program.computations[name]:
+            inner = [program.computations[of][-1] for of in hlo.called(one, program)]
+            last = inner[0].opcode if one.opcode == "fusion" else one.opcode
+            if last in found and sum(x.bytes for x in one.arrays) >= 2**16:
+                found[last] += 1
+    return found
+
+
+def read(compiled: jax.stages.Compiled, near: int) -> dict[str, Any]:
+    """What a program sends over which links, and what it holds."""
+    rows, memory = oxs.audit.collectives(compiled), by_hand.memory(compiled)
+    between = sum(row.bytes for row in rows if leaves(row, near))
+    behind = [row.behind for row in rows if row.behind is not None]
+    found = {
+        "collectives": kinds(rows),
+        "inside": sum(row.bytes for row in rows) - between,
+        "between": between,
+        "conditional": sum(row.bytes for row in rows if row.conditional),
+        "hidden": sum(row.bytes for row in rows if row.overlapped),
+        "memory": memory.arguments + memory.temporary,
+    }
+    if PLATFORM is GPU:
+        moves = kernels(hlo.program(compiled)).values()
+        found |= {
+            "behind": ", ".join(map(str, behind)),
+            "moves": " / ".join(map(str, moves)),
+        }
+    return found
+
+
+def kinds(rows: list[oxs.audit.Collective]) -> str:
+    """The kinds of collectives, and how many there are of each."""
+    every = [row.kind for row in rows]
+    return ", ".join(f"{every.count(kind)} {kind}" for kind in sorted(set(every)))
+
+
+def study(page: Any, settings: Any) -> None:
+    """A table of each machine and dtype."""
+    programs = list(itertools.product(*settings.values()))
+    failed: list[str] = []
+    for machine, dtype in programs:
+        mesh = PLATFORM.mesh_of(machine)
+        near = PLATFORM.machines[machine].near
+
+        def found(case: str, mesh=mesh, dtype=dtype, near=near):
+            return read(compile_case(case, mesh, jnp.dtype(dtype)), near)
+
+        what = f"{machine}, {dtype}"
+        rows = each(what, found, cases())
+        shown = ([case, *of.values()] for case, of in rows.items())
+        page.table("programs", shown, machine=machine, dtype=dtype)
+        moved = rows["local_sgd"]["inside"] + rows["local_sgd"]["between"]
+        if moved < LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize:
+            failed.append(f"{what}: {moved:,} bytes")
+    page.nowhere("whole", failed, f"{len(programs)} programs")
+    if PLATFORM is GPU and not page.quick:
+        for machine in ("one host of 8", "two hosts of 8"):
+            study_large(page, machine)
+
+
+def study_large(page: Any, machine: str) -> None:
+    """A table of the programs of real size."""
+    mesh = PLATFORM.mesh_of(machine)
+
+    def found(case: str) -> list[Any]:
+        step = compile_case(case, mesh, jnp.bfloat16, **LARGE)
+        rows, memory = oxs.audit.collectives(step), by_hand.memory(step)
+        behind = [row.behind for row in rows if row.behind is not None]
+        hidden = sum(row.bytes for row in rows if row.overlapped)
+        sent = [kinds(rows), sum(row.bytes for row in rows), hidden]
+        held = [memory.arguments, memory.temporary]
+        return [case, *sent, ", ".join(map(str, behind)), *held]
+
+    rows = each(f"{machine}, real size", found, LARGE_CASES)
+    parameters = 2 * LARGE["layers"] * LARGE["width"] ** 2
+    more = {"machine": machine, "dtype": "bfloat16", "parameters": parameters}
+    page.table("large", rows.values(), **more)
+
+
+if __name__ == "__main__":
+    values = {"layers": LAYERS, "width": WIDTH, "period": PERIOD}
+    values |= {f"large_{name}": value for name, value in LARGE.items()}
+    reproduce(PLATFORM.page, __doc__, study, FULL, SHORT, **values)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are sharded themselves, over mesh axes that the compiler lays out.
+
+What such workers send each other is told apart by shards: in a `jax.shard_map` inside
+of the workers' each device has one shard, and sends that alone. Left to the compiler,
+a coded collective makes each device gather and send all of the worker's arrays.
+
+How a worker is sharded is told by `oxs.map_workers(specs=)` while it traces, in a
+context of JAX's that compiled programs are told apart by; along `Explicit` axes the
+types tell.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.trees import Tree, names_of, path_name
+
+# The specs of one worker's parameters by the names in their paths.
+Specs: TypeAlias = tuple[tuple[tuple[str, ...], PartitionSpec], ...]
+
+
+class _Told(NamedTuple):
+    """What is known of a worker's shards while it is traced."""
+
+    specs: Specs | None = None
+    inside: tuple[str, ...] = ()  # the axes of shards over which this runs by now
+
+
+_context = jax.make_user_context(default_value=_Told())
+
+
+def told(specs: Specs | None) -> Any:
+    """A context in which workers are sharded so; `None` leaves the one around it."""
+    now: _Told = _context.value
+    return _context(now if specs is None else _Told(specs))
+
+
+def is_spec(x: Any) -> bool:
+    """Whether this is a `PartitionSpec`; as `is_leaf`, it keeps one in one piece."""
+    return isinstance(x, PartitionSpec)
+
+
+def axes_in(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Specs:
+    """The specs of one worker's parameters, checked.
+
+    `sizes` are those of the mesh's axes, `axes` those along which the workers lie.
+    """
+    found = []
+    inner = {name: n for name, n in sizes.items() if name not in check_axis_name(axes)}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise TypeError(
+                "specs is a tree of the jax.sharding.PartitionSpec of one worker's "
+                f"parameters; at {path_name(path)} it holds a {type(spec).__name__}. "
+                "Write for example specs={'w': P('shards')}, or P() for what is whole."
+            )
+        unknown = {name for entry in spec for name in axes_in(entry)} - set(inner)
+        if unknown:
+            raise ValueError(
+                f"specs at {path_name(path)} is {spec}, and {sorted(unknown)[0]!r} is "
+                "no axis of the mesh along which a worker's parameters may be sharded; "
+                f"these are {inner}. Give the specs of one worker's parameters, "
+                "without the workers' own axis."
+            )
+        found.append((names_of(path), spec))
+    return tuple(found)
+
+
+class Shards(NamedTuple):
+    """How the arrays of a tree lie on the devices of one worker."""
+
+    axes: tuple[str, ...]
+    specs: list[PartitionSpec]  # of each leaf
+
+    def of(self, tree: Tree) -> Tree:
+        """The specs as a tree."""
+        return jax.tree.structure(tree).unflatten(self.specs)
+
+
+def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
+    """How one worker's arrays are sharded; `None` where they are not, as far as known.
+
+    Raises:
+        ValueError: A leaf of which `specs` says nothing.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    own = check_axis_name(axis_name)
+    if not own or not set(own) <= set(mesh.manual_axes):
+        return None
+    rest = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    if not rest:
+        return None
+    typed = set(rest) <= set(mesh.explicit_axes)
+    specs = _context.value.specs
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if typed:
+        found = [jax.typeof(x).sharding.spec for _, x in leaves]
+        if not any(map(_is_cut, found)):
+            return None
+    elif specs is None:
+        return None
+    else:
+        found = [_asked(specs, path, x, mesh.shape) for path, x in leaves]
+    return Shards(rest, found)
+
+
+def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
+    """The specs of a tree of which some arrays are like those of another one.
+
+    So is what an exchange remembers: what has the name and the axes of a leaf lies as
+    that does, anything else whole on each device.
+    """
+    if _is_typed(shards.axes):
+        return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, memory)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = {
+        names_of(path): (x, spec)
+        for (path, x), spec in zip(leaves, shards.specs, strict=True)
+    }
+
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: spec_like(names_of(path), x, named), memory
+    )
+
+
+def beside(arrays: Tree, params: Tree) -> Any:
+    """A context in which arrays without names are sharded as parameters like them."""
+    mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
+    if specs is None:
+        return told(None)
+    named = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        named[names_of(path)] = x, _asked(specs, path, x, mesh.shape)
+    found = [
+        (names_of(path), spec_like((), x, named))
+        for path, x in jax.tree_util.tree_leaves_with_path(arrays)
+    ]
+    return told(tuple(found))
+
+
+def in_shards(
+    fun: Callable[..., Tree], shards: Shards, in_specs: Tree, out_specs: Tree
+) -> Callable[..., Tree]:
+    """The function of each device's shards, of one worker's whole arrays."""
+
+    def inside(*args):
+        with _context(_Told(inside=shards.axes)):
+            return fun(*args)
+
+    return jax.shard_map(
+        inside, in_specs=in_specs, out_specs=out_specs, axis_names=set(shards.axes)
+    )
+
+
+def axes_inside() -> tuple[str, ...]:
+    """The axes along which shards lie, where a function of `in_shards` runs."""
+    return _context.value.inside
+
+
+def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
+    """The spec of a leaf whose axes are some of its parameter's, in their order."""
+    shape = jnp.shape(param)
+    if leaf.shape == shape:
+        return spec
+    names = (*spec, *[None] * (len(shape) - len(spec)))
+    if len(leaf.shape) == len(shape) > 1 and leaf.shape[1:] == shape[1:]:
+        return PartitionSpec(None, *names[1:])  # some of its rows
+    found = {
+        tuple(names[axis] for axis in kept)
+        for kept in itertools.combinations(range(len(shape)), len(leaf.shape))
+        if leaf.shape == tuple(shape[axis] for axis in kept)
+    }
+    return PartitionSpec(*found.pop()) if len(found) == 1 else PartitionSpec()
+
+
+def spec_of(
+    specs: Specs,
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> PartitionSpec | None:
+    """The spec of a parameter, of the longest beginning of its name that has one.
+
+    `sizes` are those of the mesh's axes. What an axis does not divide is whole along
+    it: of the rows that make a part some devices might have none.
+    """
+    starts = [
+        (len(start), spec) for start, spec in specs if names[: len(start)] == start
+    ]
+    _, found = max(starts, key=lambda start: start[0], default=(0, None))
+    if found is None:
+        return None
+    if len(found) > len(shape):
+        raise ValueError(
+            f"The parameter {'.'.join(names)} has shape {shape}, and specs has {found} "
+            "for it. Give one entry for each of its axes at most, none for the workers."
+        )
+
+    def fits(entry, size):
+        pieces = math.prod(sizes[axis] for axis in axes_in(entry))
+        return entry if size % pieces == 0 else None
+
+    return PartitionSpec(*map(fits, found, shape))
+
+
+def spec_like(
+    names: tuple[str, ...],
+    leaf: Any,
+    params: Mapping[tuple[str, ...], tuple[Any, PartitionSpec]],
+) -> PartitionSpec:
+    """The spec of an array beside parameters: of that whose name its own ends with.
+
+    What has the name of none, as what is on its way, lies as all those do that have its
+    shape but for the number of rows; and so does a stack of such.
+    """
+    ends = (names[start:] for start in range(len(names) + 1))
+    found = next((params[end] for end in ends if end in params), None)
+    if found is not None:
+        return spec_of_kept_axes(leaf, found[1], found[0])
+    for rows in (0, 1):
+        row = jax.ShapeDtypeStruct(leaf.shape[rows:], leaf.dtype)
+        like = {
+            PartitionSpec(*[None] * rows, *spec_of_kept_axes(row, spec, param))
+            for param, spec in params.values()
+            if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
+        }
+        if like:
+            return like.pop() if len(like) == 1 else PartitionSpec()
+    return PartitionSpec()
+
+
+def _asked(specs: Specs, path: Any, x: Any, sizes: Mapping[str, int]) -> PartitionSpec:
+    spec = spec_of(specs, names_of(path), jnp.shape(x), sizes)
+    if spec is None:
+        raise ValueError(
+            f"The array at {path_name(path)}, of shape {jnp.shape(x)}, is to be sent, "
+            "and specs says nothing of it. specs= of map_workers and Workers is a tree "
+            "like one worker's parameters, or like its first levels, of their "
+            "PartitionSpecs."
+        )
+    return spec
+
+
+def _is_cut(spec: PartitionSpec) -> bool:
+    return any(entry is not None for entry in spec)
+
+
+def _is_typed(axes: tuple[str, ...]) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return all(types[axis] == AxisType.Explicit for axis in axes)

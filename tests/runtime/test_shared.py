@@ -1,0 +1,67 @@
+"""Messages through memory that a worker and a server on one machine both see."""
+
+import os
+
+import numpy as np
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import Push, protocol, shared
+from optx_sync.runtime.ray_actors import ServerActor
+from optx_sync.runtime.shared import SHORT_BYTES, Line, Unseen
+
+LARGE = np.arange(SHORT_BYTES, dtype=np.float32)
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="this system has no memory without a name"
+)
+
+
+def test_large_arrays_lie_in_memory_and_short_messages_do_not():
+    worker, server, found, answer = Line(near=True), Line(), {}, ()
+    for number in range(1, 4):
+        arrays = {"a": LARGE * number, "b": LARGE[:3], "none": LARGE[:0]}
+        message = worker.packed(("push", arrays))
+        assert len(message) < 1000
+        _, found = server.unpacked(message)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array)
+            assert found[name].ctypes.data % 64 == 0
+        answer = worker.unpacked(server.packed(("reply", found["a"] + 1)))
+        np.testing.assert_array_equal(answer[1], LARGE * number + 1)
+    del found, answer
+    files = len(os.listdir("/proc/self/fd"))
+    short = worker.packed(("push", LARGE[:3]))
+    np.testing.assert_array_equal(server.unpacked(short)[1], LARGE[:3])
+    assert server.near and len(short) < 1000
+    # A longer message has memory of its own, and the old one goes with who reads it.
+    for number in range(2, 5):
+        server.unpacked(worker.packed(np.tile(LARGE, number)))
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
+    """Another machine has another process of that number, or none."""
+    actor = ServerActor(
+        {"w": LARGE}, oxs.local_sgd_rule(), {"num_workers": 1, "copy_replies": False}
+    )
+    line = Line(near=True)
+    seen = shared.seen
+    elsewhere = [(2**30, 0), (os.getpid(), 1)]
+    for place in elsewhere:
+        monkeypatch.setattr(shared, "seen", lambda a, place=place: seen((*place, a[2])))
+        line = Line(near=True)
+        enter = line.packed((protocol.Enter(0, 0), None), short=-1)
+        assert isinstance(line.unpacked(actor.handle(0, enter)), Unseen)
+        assert not line.near
+    answer, joined = line.unpacked(
+        actor.handle(0, line.packed((protocol.Enter(0, 0), None), short=-1))
+    )
+    assert joined.restarts == 0  # What was not seen has done nothing.
+    mine = joined.incarnation
+    push = Push(0, 1, {"contribution": {"['w']": LARGE}}, incarnation=mine)
+    send = protocol.Send(answer.epoch, 0, mine, 0, 0, 1, 1)
+    message = line.packed((send, push))
+    assert not isinstance(message, bytes)  # Ray has arrays to lay down.
+    answer, reply = Line().unpacked(actor.handle(0, message))
+    assert isinstance(answer, protocol.Standing) and reply.global_step == 1

@@ -1,0 +1,192 @@
+"""A run whose processes come and go is the run of the workers that there were."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optx_sync as oxs
+from tests.elastic_run import (
+    AXIS,
+    BATCH,
+    DILOCO,
+    FEATURES,
+    ONE,
+    PERIOD,
+    SIZE,
+    TARGETS,
+    live,
+    start,
+    step_of,
+)
+
+# Lives of a group: its workers, the rounds that it saved, and the steps that it made of
+# the next one before some of it died.
+LIVES = ((4, 2, 0), (2, 1, 2), (3, 2, 1), (1, 1, 0))
+RULES = {
+    "diloco": DILOCO,
+    "elastic average": oxs.elastic_average(
+        optax.sgd(0.1, 0.9), AXIS, communication_period=PERIOD, moving_rate=0.2, rho=0.0
+    ),
+    "gossip": oxs.gossip(optax.sgd(0.1, 0.9), AXIS, communication_period=PERIOD),
+    "sync_replicas": oxs.sync_replicas(oxs.optimizers.adam(0.1), AXIS, 12),
+    "cross_shard": oxs.cross_shard(oxs.optimizers.adam(0.1), AXIS),
+}
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = map(jax.random.key_data, (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+def uninterrupted(tx, lives, mesh=None):
+    """The same membership in one process that saves nothing and never ends."""
+    state, position = None, 0
+    for n, rounds, _ in lives:
+        workers = oxs.Workers(n, AXIS, mesh=mesh)
+        started = workers.start(start(tx))
+        state = started if state is None else workers.resize(state)
+        step = step_of(workers, tx)
+        for _ in range(rounds * PERIOD):
+            places = np.arange(position, position + n * BATCH)
+            orders = [
+                np.random.default_rng((0, epoch)).permutation(SIZE)
+                for epoch in range(places[-1] // SIZE + 1)
+            ]
+            rows = np.concatenate(orders)[places]
+            state = step(*state, FEATURES[rows], TARGETS[rows])
+            position += n * BATCH
+    return state, position
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_deaths_the_run_is_that_of_the_workers_left(rule, tmp_path):
+    tx, mesh = RULES[rule], rule == "diloco" or None
+    lives = LIVES if rule == "diloco" else LIVES[:2]
+    state, directory = None, None
+    for n, rounds, steps in lives:
+        # A save that a death cut short is none.
+        (tmp_path / "99999.orbax-checkpoint-tmp").mkdir(exist_ok=True)
+        group = oxs.elastic.Group(tmp_path, oxs.Workers(n, AXIS, mesh=mesh))
+        state = live(group, tx, rounds, steps)
+        directory = group.manager.directory
+        group.manager.close()  # what was done since the last save is dropped
+    expected, position = uninterrupted(tx, lives, mesh)
+    equal(state, expected)
+    assert directory == tmp_path
+    assert oxs.elastic.Group(tmp_path, AXIS).manager.latest_step() == position
+
+
+def test_a_joiner_is_as_resize_makes_it(tmp_path):
+    with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+        state = live(group, DILOCO, rounds=1)
+        saved = group.position
+    three = oxs.elastic.Group(tmp_path, oxs.Workers(3, AXIS))
+    restored = three.restore_or_start(start(DILOCO))
+    assert (three.position, three.notes) == (saved, {"rounds": 1})
+    equal(restored, group.workers.resize(state, 3))
+    draws = jax.vmap(jax.random.uniform)(restored[2])
+    assert len(set(draws.tolist())) == 3
+    with pytest.raises(ValueError, match=f"saved at position {saved} already"):
+        three.save(restored)
+    three.rows(SIZE, BATCH)
+    three.save(restored)  # and now it is another
+
+
+def test_each_example_comes_once_in_an_epoch(tmp_path):
+    taken, position = [], 0
+    for n, steps in ((3, 2), (2, 3), (5, 1), (1, 3)):
+        group = oxs.elastic.Group(tmp_path, oxs.Workers(n, AXIS))
+        group.position = position  # as a save would say
+        for _ in range(steps):
+            taken += group.rows(10, 1).tolist()
+        position = group.position
+    assert position == len(taken) == 20
+    first, second = taken[:10], taken[10:]
+    assert sorted(first) == sorted(second) == list(range(10)) != first != second
+    assert group.rows(10, 4, seed=1).tolist() != group.rows(10, 4).tolist()
+    for size, batch, message in ((0, 1, "number of examples"), (1, 0, "each worker")):
+        with pytest.raises(ValueError, match=message):
+            group.rows(size, batch)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="how many saves are kept"):
+        oxs.elastic.Group(tmp_path, AXIS, keep=0)
+    with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+        state = group.restore_or_start((ONE, DILOCO.init(ONE)))
+        group.position += 1
+        group.save(state)
+    with pytest.raises(ValueError, match=r"holds no 1\.0"):
+        oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)).restore_or_start(
+            (ONE, optax.chain(DILOCO).init(ONE), ONE)
+        )
+
+
+def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
+    closed = []
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
+    monkeypatch.setattr(group, "close", lambda: closed.append(True))
+    with pytest.raises(RuntimeError, match="broken"), group:
+        raise RuntimeError("broken")
+    assert not closed
+    with group:
+        pass
+    assert closed
+
+
+def launch(folder, processes, rounds, steps):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[1]
+    children = []
+    for number in range(processes):
+        arguments = map(str, (folder, processes, number, port, rounds, steps))
+        with (folder / f"{processes}_{number}.log").open("w") as output:
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.elastic_run", *arguments],
+                    cwd=root,
+                    env={**os.environ, "PYTHONPATH": str(root)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return children
+
+
+def test_a_process_is_killed_and_the_other_goes_on(tmp_path):
+    """Two processes; one killed in a round, and the next group is one process."""
+    children = launch(tmp_path, 2, rounds=2, steps=1)
+    marks = [tmp_path / f"in_a_round_{number}" for number in range(2)]
+    try:
+        end = time.monotonic() + 120
+        while not all(mark.exists() for mark in marks):
+            codes = [child.poll() for child in children]
+            logs = "\n".join(log.read_text() for log in tmp_path.glob("*.log"))
+            assert codes == [None, None] and time.monotonic() < end, logs
+            time.sleep(0.05)
+    finally:
+        # Who starts the next group ends what is left of this one.
+        for child in reversed(children):
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    (last,) = launch(tmp_path, 1, rounds=1, steps=0)
+    assert last.wait(120) == 0, (tmp_path / "1_0.log").read_text()
+    lives = ((2, 2, 1), (1, 1, 0))
+    state: Any = uninterrupted(DILOCO, lives, mesh=True)[0]
+    center = np.load(tmp_path / "center.npy")
+    np.testing.assert_array_equal(center, state[1].center["w"])

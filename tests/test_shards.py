@@ -1,0 +1,220 @@
+"""Exchanges of workers that are sharded: each device sends of its own shards alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optx_sync as oxs
+
+exchange = oxs.exchange
+fed = exchange.error_feedback
+# Each with how far its numbers may be from those of an unsharded worker, as a share of
+# the largest. `None`: another matrix or other chunks; then a law is what is tried.
+CODES = {
+    "all_reduce": (exchange.all_reduce(), 1e-6),
+    "4 bits, fed back": (fed(exchange.quantized(bits=4)), 0.35),
+    "8 bits": (exchange.quantized(), 0.02),
+    "top_k": (fed(exchange.top_k(8, 16)), None),
+    "top_k in 2 bits": (exchange.top_k(8, 16, bits=2), None),
+    "power_sgd": (fed(exchange.power_sgd(4)), None),
+    "clipped to 1, 8 bits": (exchange.clipped(1.0, exchange.quantized()), 0.02),
+}
+ROBUST = {
+    "median": exchange.median(),
+    "trimmed_mean": exchange.trimmed_mean(0),
+    "sign_majority": exchange.sign_majority(),
+    "clipped": exchange.clipped("median"),
+    "geometric_median": exchange.geometric_median(),
+    "krum": exchange.krum(0),
+    "adasum": exchange.adasum(),
+}
+GROUPS = {"codes": CODES, "robust": {name: (x, 1e-5) for name, x in ROBUST.items()}}
+MESHES = {
+    "2 x 4": ((2, 4), {"rows": P("a"), "columns": P(None, "a"), "whole": P()}),
+    "2 x 2 x 2": ((2, 2, 2), {"rows": P("a"), "columns": P("b", "a"), "whole": P()}),
+}
+SHAPES = {"rows": (64, 24), "columns": (24, 64), "whole": (16,)}
+
+
+def txs_of(group):
+    return {
+        name: oxs.cross_shard(optax.sgd(1.0), "pods", exchange=x)
+        for name, (x, _) in GROUPS[group].items()
+    }
+
+
+def meet_all(txs, grads, states, due):
+    """All exchanges of the same gradients, in a conditional as a round is."""
+
+    def met(states):
+        found = {name: tx.update(grads, states[name]) for name, tx in txs.items()}
+        means = {name: oxs.localize(u, "pods") for name, (u, _) in found.items()}
+        return means, {name: state for name, (_, state) in found.items()}
+
+    def waits(states):
+        return {name: jax.tree.map(jnp.zeros_like, grads) for name in txs}, states
+
+    return jax.lax.cond(due, met, waits, states)
+
+
+def gradients(shapes=SHAPES):
+    numbers = np.random.default_rng(0)
+    return {
+        name: numbers.normal(size=(2, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def is_far(row):
+    """Whether a collective crosses between pods, of four devices each."""
+    return any(len({device // 4 for device in group}) > 1 for group in row.groups)
+
+
+@functools.cache
+def simulated(group):
+    """The means without shards, of two rounds."""
+    txs, grads = txs_of(group), gradients()
+    one = jax.tree.map(lambda x: x[0], grads)
+    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
+    meet = functools.partial(meet_all, txs)
+    step = jax.jit(oxs.map_workers(meet, "pods", in_axes=(0, 0, None)))
+    _, states = step(grads, states, True)
+    return step(grads, states, True)[0]
+
+
+@functools.cache
+def message(group, shapes):
+    """What a worker of these shapes sends that is not sharded: of each kind, bytes."""
+    txs, grads = txs_of(group), gradients(dict(shapes))
+    mesh = jax.make_mesh((2,), ("pods",), (AxisType.Auto,), devices=jax.devices()[:2])
+    one = jax.tree.map(lambda x: x[0], grads)
+    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
+    meet = functools.partial(meet_all, txs)
+    step = oxs.map_workers(meet, "pods", mesh=mesh, in_axes=(0, 0, None))
+    rows = oxs.audit.collectives(jax.jit(step), grads, states, True)
+    return sum(row.bytes for row in rows)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("which", MESHES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_device_sends_its_shards(group, which, kind):
+    """The bytes of a shard's message between pods, and inside of them sums alone."""
+    shape, specs = MESHES[which]
+    names = ("pods", "a", "b")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+    txs, grads = txs_of(group), gradients()
+    one = jax.tree.map(lambda x: x[0], grads)
+    states: Any = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
+
+    def lies(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, P("pods", *spec)))
+
+    grads = {name: lies(x, specs[name]) for name, x in grads.items()}
+    for name, tx in txs.items():
+        places = oxs.state_specs(tx, one, specs, None)
+        states[name] = jax.tree.map(lies, states[name], places)
+    meet = functools.partial(meet_all, txs)
+    step = oxs.map_workers(
+        meet,
+        "pods",
+        mesh=mesh,
+        in_axes=(0, 0, None),
+        specs=specs if kind == AxisType.Auto else None,
+    )
+    compiled = jax.jit(step).lower(grads, states, True).compile()
+    rows = [row for row in oxs.audit.collectives(compiled) if row.conditional]
+    near = [row for row in rows if not is_far(row)]
+    far = sum(row.bytes for row in rows if is_far(row))
+    shards = {name: x.addressable_shards[0].data.shape[1:] for name, x in grads.items()}
+    expected = message(group, tuple(shards.items()))
+    assert abs(far - expected) <= 0.02 * expected
+    # What is summed over the shards: norms, matrices of products, PowerSGD's factor.
+    assert {row.kind for row in near} <= {"all-reduce"}
+    assert max((row.bytes for row in near), default=0) <= 600
+    first, states = compiled(grads, states, True)
+    found = *compiled(grads, states, True), first, grads
+    means, states, first, grads = jax.tree.map(np.asarray, found)
+    for name, (_, error) in GROUPS[group].items():
+        memory = getattr(states[name], "exchange", ())
+        for key, x in simulated(group)[name].items():
+            if error is not None or (key == "rows" and name == "top_k in 2 bits"):
+                atol = (error or 1e-5) * np.abs(x).max()
+                np.testing.assert_allclose(means[name][key], x, atol=atol)
+            if hasattr(memory, "error"):  # What did not arrive is owed.
+                arrived = first[name][key] + means[name][key]  # minus the means
+                sent = 2 * np.sum(grads[key], 0)
+                owed = np.sum(memory.error[key], 0)
+                np.testing.assert_allclose(sent - owed, -2 * arrived[0], atol=1e-4)
+
+
+def fragments(path, leaf):
+    """Layers by turns; of what is no layer, one part has it all."""
+    return [0, 1, 0, 1] if leaf.ndim == 3 else 1
+
+
+@pytest.mark.parametrize("period", [4, 2])
+def test_workers_stay_as_they_lie(period):
+    """One compilation, shards kept in all of the state, nothing inside in a round."""
+    mesh = jax.make_mesh((2, 4), ("pods", "a"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"layers": P(None, None, "a"), "head": {"w": P(None, "a"), "b": P()}}
+    shapes = {"layers": (4, 6, 32), "head": {"w": (6, 16), "b": (3,)}}
+    params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    bits4 = fed(exchange.quantized(bits=4))
+    stream: Any = {"fragments": fragments, "delay": 1, "communication_period": period}
+    tx = oxs.diloco(optax.sgd(0.1, 0.9), "pods", exchange=bits4, **stream)
+    workers = oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        mean = x.mean()
+        grads = jax.tree.map(lambda p: p - mean, params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    now = workers.start((params, tx.init(params)))
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P(("pods", "a"))))
+    rows = oxs.audit.collectives(step.lower(*now, x).compile())
+    near = [row.bytes for row in rows if not is_far(row)]
+    assert near == [4]  # the mean of the batch
+    places = jax.tree.map(lambda x: x.sharding, now)
+    state: Any = now[1]
+    assert state.inner[0].trace["head"]["w"].sharding.spec == P("pods", None, "a")
+    on_its_way = [x.sharding.spec for x in state.pending.values]
+    assert all("a" in spec or spec in (P(), P("pods")) for spec in on_its_way)
+    assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
+    for _ in range(3):
+        now = step(*now, x)
+        for x, place in zip(jax.tree.leaves(now), jax.tree.leaves(places), strict=True):
+            assert x.sharding == place
+    assert step.program._cache_size() == 1
+
+
+def test_specs_that_do_not_fit():
+    mesh = jax.make_mesh((2, 4), ("pods", "a"), axis_types=(AxisType.Auto,) * 2)
+    for specs, message in (
+        ({"w": P("pods")}, "'pods' is no axis of the mesh along which"),
+        ({"w": P("b")}, "'b' is no axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+    with pytest.raises(TypeError, match="specs is a tree of"):
+        oxs.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
+    tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())
+    x = {"w": jnp.ones((2, 4))}
+
+    def mean(x):
+        return tx.update(x, tx.init(x))[0]
+
+    for specs, message in (
+        ({"v": P("a")}, r"array at \['w'\], of shape \(4,\), is to be sent"),
+        (P("a", None), "has shape .4,., and specs has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            oxs.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)
