@@ -220,6 +220,7 @@ class Owned(NamedTuple):
     leaves: dict[str, Any]  # of each group, by its first leaf's path
 
 
+@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS)
 class OwnedState(NamedTuple):
     """State of `cross_shard(..., shard_state="leaves")`."""
 
