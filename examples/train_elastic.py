@@ -1,6 +1,6 @@
 """DiLoCo on machines that come and go: Ray Train restarts it, `oxs.elastic` goes on.
 
-    pip install 'optx-sync[elastic]'
+    pip install '.[elastic,examples]'  # in the checkout
     python examples/train_elastic.py
     python examples/train_elastic.py --rounds 40
     python examples/train_elastic.py --rounds 40 --undisturbed
