@@ -1,15 +1,16 @@
 """DiLoCo on machines that come and go: Ray Train restarts it, `oxs.elastic` goes on.
 
-    pip install 'optx-sync[elastic]'
+    pip install '.[elastic,examples]'  # in the checkout
     python examples/train_elastic.py
-    python examples/train_elastic.py --rounds 30 --undisturbed
+    python examples/train_elastic.py --rounds 40
+    python examples/train_elastic.py --rounds 40 --undisturbed
 
 Two nodes of Ray on this machine have room for two processes each, and a run of two to
 four processes learns the digits. One process is killed (SIGKILL), then a node is lost
 with both of its processes, and later a node comes back. It draws the loss against time,
 with the deaths in it; the last lines are like
 
-    165 s, 252 rounds of 2 to 4 workers, 1 made again: test accuracy 97.2%
+    302 s, 60 rounds of 2 to 4 workers, 1 made again: test accuracy 98.1%
     wrote elastic.png
 
 On a real cluster leave out `Cluster`, and take a folder that all machines share.
