@@ -191,8 +191,10 @@ def test_workers_stay_as_they_lie(period):
     assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
     for _ in range(3):
         now = jax.block_until_ready(step(*now, x))
-        for x, place in zip(jax.tree.leaves(now), jax.tree.leaves(places), strict=True):
-            assert x.sharding.is_equivalent_to(place, x.ndim)
+        for leaf, place in zip(
+            jax.tree.leaves(now), jax.tree.leaves(places), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
     assert step.program._cache_size() == 1
 
 
