@@ -350,6 +350,8 @@ def test_pods_of_chips(mesh):
     assert one["w"].shape == (1, 4, 3, 1)
     with pytest.raises(ValueError, match="first number alone"):
         workers.resize((params, state), (2, 2))
+    with pytest.raises(ValueError, match=r"Workers \(2, 4\) changes .* got \(2, 2\)"):
+        oxs.Workers((2, 2), ("pods", "chips")).resize((params, state))
 
 
 def test_pieces_on_the_level_that_they_are_for():

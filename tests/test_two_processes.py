@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from tests import contexts, two_processes
@@ -29,6 +30,14 @@ def test_two_processes_agree_with_one(histories, name, style):
     expected = in_one_process(name)
     structure = jax.tree.structure(expected)
     contexts.assert_close(structure.unflatten(histories[name, style]), expected)
+
+
+def test_workers_over_two_processes(histories):
+    """Each worker's own keys and part of a batch, the center and measures: as one."""
+    for name, expected in two_processes.front_door(None).items():
+        (found,) = histories["Workers", name]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(np.unique(histories["Workers", "own keys"][0], axis=0)) == 4
 
 
 def test_failure_of_a_process_is_shown_and_ends_the_other(monkeypatch, tmp_path):

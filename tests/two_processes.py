@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,6 +73,45 @@ def replicated(tx, over, axis_name=contexts.AXIS):
             out_specs=P(),
         )
     )
+
+
+def front_door(mesh):
+    """A run by `Workers`, with keys, batches and measures; what it gives, by names."""
+    workers = oxs.Workers(contexts.REPLICAS, contexts.AXIS, mesh=mesh)
+    tx = oxs.diloco(
+        optax.sgd(0.1, 0.9), contexts.AXIS, communication_period=2, measure=True
+    )
+
+    @workers.step(state=3)
+    def step(params, state, key, x, noise):
+        key, now = jax.random.split(key)
+        kept = jax.random.bernoulli(now, 0.5, x.shape)
+        x = x + jax.random.normal(noise, x.shape)
+
+        def loss_of(params):
+            return jnp.mean((jnp.where(kept, x, 0.0) @ params["w"] - 1.0) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return *oxs.apply_gradients(tx, grads, state, params), key, loss
+
+    params, key = {"w": np.ones(3, np.float32)}, jax.random.key(7)
+    now, losses = workers.start((params, tx.init(params), key)), []
+    x = np.linspace(-1, 1, 8 * 3, dtype=np.float32).reshape(8, 3)
+    for _ in range(5):
+        *now, loss = step(*now, x, key)
+        losses.append(loss)
+    now = tuple(now)
+    found = {
+        "params": now[0]["w"],
+        "losses": jnp.stack(losses),
+        "center": workers.center(now)["w"],
+        "first": workers.first(now)[0]["w"],
+        "distance": workers.metrics(now).distance,
+        "keys": jax.random.key_data(workers.keys(key)),
+        "own keys": jax.random.key_data(now[2]),
+    }
+    found = multihost_utils.process_allgather(found, tiled=True)
+    return {name: np.asarray(x) for name, x in found.items()}
 
 
 def replay_all():
@@ -140,6 +181,8 @@ def _child(number, port, result):
             history = jax.tree.leaves(_replay(style, *case[:4]))
             for leaf, value in enumerate(history):
                 arrays[f"{name}|{style}|{leaf}"] = value
+    for name, x in front_door(contexts.mesh()).items():
+        arrays[f"Workers|{name}|0"] = x
     if number == 0:
         np.savez(result, **arrays)
 

@@ -237,7 +237,8 @@ def spec_like(
             if row.ndim == len(param.shape) and row.shape[1:] == param.shape[1:]
         }
         if like:
-            return like.pop() if len(like) == 1 else PartitionSpec()
+            own = like.pop() if len(like) == 1 else PartitionSpec()
+            return own if _is_cut(own) else PartitionSpec()
     return PartitionSpec()
 
 

@@ -54,6 +54,15 @@ class Layout(NamedTuple):
         of_levels = (form.pick(tree_axes(tree, level)) for level in levels)
         return list(zip(*of_levels, strict=True))
 
+    def numbers(self, form: Form, arrays: Sequence[Any]) -> tuple[int, ...]:
+        """Of how many workers along each axis arrays are; as here where none tells."""
+        found = list(self.sizes)
+        for x, marked in zip(arrays, self.marks(form, arrays), strict=True):
+            lies = [level for level, mark in enumerate(marked) if mark is not None]
+            for place, level in enumerate(lies):
+                found[level] = x.shape[place]
+        return tuple(found)
+
     def check(
         self, form: Form, arrays: Sequence[Any], marks: Marks, whose: str
     ) -> None:

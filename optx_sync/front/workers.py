@@ -379,6 +379,11 @@ class Workers:
         form, arrays = forms.split(state)
         tree, found = form.bare(arrays), held.held(state, form)
         one = self._layout().shapes_of_one(form, arrays, held.prefix(state))
+        inside = to._layout().numbers(form, arrays)[1:]
+        if inside != to.sizes[1:]:
+            raise ValueError(
+                _one_number_only((_number(form, arrays), *inside), to.sizes)
+            )
         if _number(form, arrays) != to.sizes[0]:
             params, tree = resize_tree(
                 found[0].tree(arrays) if found else (),
@@ -402,10 +407,7 @@ class Workers:
         """Workers of another number along the first axis, and of its mesh."""
         sizes = (n, *self.sizes[1:]) if isinstance(n, int) else tuple(n)
         if sizes[1:] != self.sizes[1:]:
-            raise ValueError(
-                f"resize of Workers {self.sizes} changes the first number alone; got "
-                f"{sizes}. Start anew from workers.center(state)."
-            )
+            raise ValueError(_one_number_only(self.sizes, sizes))
         names = [axis for axis in self.axes if isinstance(axis, str)]
         mesh = self._mesh
         if isinstance(mesh, Mesh):
@@ -540,6 +542,13 @@ def _center(
     for node, params in zip(centers, held.held(state, form), strict=True):
         params.put(one, node.center_params(params.tree(one)))
     return [one[place] for place in places]
+
+
+def _one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    return (
+        f"resize of Workers {before} changes the first number alone; got {after}. "
+        "Start anew from workers.center(state)."
+    )
 
 
 def _number(form: forms.Form, arrays: Sequence[Any]) -> int:
