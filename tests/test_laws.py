@@ -144,7 +144,7 @@ def test_what_is_held_is_at_least_float32(dtype, held):
     """Also where JAX has double precision, and the counters remain."""
     params: Any = {name: np.ones((4, 2), jnp.dtype(dtype)) for name in "abcd"}
     seen = set()
-    with jax.enable_x64(dtype == "f8"), jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(dtype == "f8"):
         for name, tx in FEW.items():
             before, updates, after = traced(tx, params, params)
             assert dtype != "f8" or {x.dtype.name for x in updates.values()} == {

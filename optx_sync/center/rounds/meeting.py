@@ -89,7 +89,7 @@ class Step(NamedTuple):
         due = jnp.asarray(self.due)
         if self.parts.number == 1:
             return due
-        return due & (jnp.arange(self.parts.number) == self.part())
+        return due & (jnp.arange(self.parts.number, dtype=jnp.int32) == self.part())
 
 
 class Phases(Protocol):

@@ -83,7 +83,7 @@ def trimmed_mean(f: int) -> Exchange:
         check_enough(replicas, 2 * f + 1, f"trimmed_mean({f})")
         n = norms.number_of(everyone.counts)
         cut = jnp.minimum(f, jnp.maximum(n - 1, 0) // 2)
-        ranks = jnp.arange(replicas)[:, None]
+        ranks = jnp.arange(replicas, dtype=jnp.int32)[:, None]
         kept = (ranks >= cut) & (ranks < n - cut)
         means = []
         for block in everyone.blocks:

@@ -152,7 +152,7 @@ def krum(
         squares = jnp.where(others, jnp.maximum(squares, 0), jnp.inf)
         n = norms.number_of(counts)
         wrong = jnp.clip((n - 3) // 2, 0, f)
-        nearest = jnp.arange(replicas) < n - wrong - 2
+        nearest = jnp.arange(replicas, dtype=jnp.int32) < n - wrong - 2
         squares = jnp.where(nearest, jnp.sort(squares, axis=1), 0)
         score = jnp.where(counts, jnp.sum(squares, axis=1), jnp.inf)
         taken = n - wrong if m is None else jnp.minimum(m, n)
