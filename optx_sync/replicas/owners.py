@@ -66,7 +66,8 @@ class Leaves:
     def __init__(
         self, inner: optax.GradientTransformationExtraArgs, axes: tuple[str, ...]
     ):
-        self.inner, self.axes = inner, axes
+        self.inner: optax.GradientTransformationExtraArgs = inner
+        self.axes: tuple[str, ...] = axes
 
     def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
         """Which leaves are owned whole: what is not elementwise, or those of `names`.
