@@ -9,9 +9,9 @@ os.environ.setdefault("NPROC", "16")
 
 # A program of a test runs for milliseconds: XLA:CPU's older emitters, where there are
 # any, without LLVM's optimisation compile it in less than half the time (BUILD_NOTES).
-# `XLA_FLAGS= make test` compiles as users do. In one piece, because a product and a sum
-# that land in different pieces are rounded twice, and elsewhere once: two programs of the
-# same arithmetic would differ in the last bit, which is what some tests compare.
+# `XLA_FLAGS= make test` compiles as users do. In one piece, as a product and a sum that
+# land in two pieces are rounded twice, and once otherwise: programs of the same
+# arithmetic would differ in the last bit, which is what some tests compare.
 FLAGS = "--xla_backend_optimization_level=0"
 FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):

@@ -108,7 +108,8 @@ def quantized(
         back = [coder.message(mean) for mean in means]
         # Weights once more: what is gathered is known to be equal on all replicas.
         gathered, known = travel(gather, back, weight, axis_name, bucket_bytes)
-        mine = jnp.arange(replicas, dtype=jnp.int32)[:, None, None] == axis_index(axis_name)
+        owners = jnp.arange(replicas, dtype=jnp.int32)[:, None, None]
+        mine = owners == axis_index(axis_name)
         read, lost = [], []
         for row, first, second in zip(gathered, own, means, strict=True):
             x = first.x
