@@ -2,7 +2,8 @@
 """Servers and workers as Ray actors, and the way from a worker to the servers.
 
 On one machine they speak through pipes and memory that both see (`shared`), else, and
-at the beginning, by calls of Ray's. Ray is imported when something here is called, not before.
+at the beginning, by calls of Ray's. Ray is imported when something here is called, not
+before.
 """
 
 import collections

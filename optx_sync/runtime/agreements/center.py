@@ -330,8 +330,9 @@ class Center:
 
     def release(self, left: set[int]) -> None:
         """Workers have left: nobody waits for them, or tells them more."""
-        for worker in left if self.told is not None else ():
-            self.told.known.pop(worker, None)
+        if self.told is not None:
+            for worker in left:
+                self.told.known.pop(worker, None)
 
     def current(self) -> Arrays:
         """What a worker that starts gets."""
