@@ -265,7 +265,6 @@ def kinds(rows: list[oxs.audit.Collective]) -> str:
 def study(page: Any, settings: Any) -> None:
     """A table of each machine and dtype."""
     programs = list(itertools.product(*settings.values()))
-    failed: list[str] = []
     for machine, dtype in programs:
         mesh = PLATFORM.mesh_of(machine)
         near = PLATFORM.machines[machine].near
@@ -277,10 +276,6 @@ def study(page: Any, settings: Any) -> None:
         rows = each(what, found, cases())
         shown = ([case, *of.values()] for case, of in rows.items())
         page.table("programs", shown, machine=machine, dtype=dtype)
-        moved = rows["local_sgd"]["inside"] + rows["local_sgd"]["between"]
-        if moved < LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize:
-            failed.append(f"{what}: {moved:,} bytes")
-    page.nowhere("whole", failed, f"{len(programs)} programs")
     if PLATFORM is GPU and not page.quick:
         study_large(page, "one host of 8")
 
