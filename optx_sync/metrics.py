@@ -446,12 +446,11 @@ def measure_in_pieces(
         batch_size: As for `to_sum`.
     """
     own, piece = squares
-    scalars = to_sum(
-        own, axis_name, weight=weight, alike=alike, batch_size=batch_size
-    )
+    scalars = to_sum(own, axis_name, weight=weight, alike=alike, batch_size=batch_size)
     scalars |= localize({"mean": piece}, axis_name)
-    if weight is not None:
-        scalars["weight"] = own_weight(weight, axis_name).astype(jnp.float32)
+    counted = own_weight(weight, axis_name)
+    if counted is not None:
+        scalars["weight"] = counted.astype(jnp.float32)
     sums = reduce(scalars, axis_name, reduction="sum")
     total = sums.get("weight", axis_size(axis_name))
     return measure_of(before, sums, total, sums["mean"], batch_size)

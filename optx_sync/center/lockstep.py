@@ -163,8 +163,12 @@ def center_variable(
             instead of all of both. What the workers have is added up where it is
             owned, and the new center is gathered: as many bytes as the all-reduce, and
             fewer for half precision parameters. For rules whose workers take the
-            center, an `outer` that acts on each number alone, and the exchange
-            `all_reduce`. Center and outer state are `InPieces`, as in `cross_shard(...,
+            center, an `outer` that acts on each number alone, and the exchanges
+            `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With codes
+            workers keep the center as they decoded it, all the same to the bit; what
+            the owners' pieces are ahead of it is what they code next. With `measure`
+            and without codes the old center is gathered, too: half as many bytes again
+            in a round. Center and outer state are `InPieces`, as in `cross_shard(...,
             shard_state=True)`; `oxs.center_params` of all workers' state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for

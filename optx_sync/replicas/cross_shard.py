@@ -300,7 +300,7 @@ def cross_shard(
         )
         return optax.GradientTransformationExtraArgs(owned.init, owned.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
-    _check_pieces(replicas, exchange.halves is not None)
+    _check_pieces(replicas, "True", exchange.halves is not None)
     pieces = _InPieces(replicas, elementwise)
     return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
 
@@ -533,7 +533,7 @@ class _InPieces(NamedTuple):
         like = updates if params is None else params
         _require_floating(updates, like)
         before = CrossShardState((), Info(), state) if whole.state_of is None else state
-        held = before.inner
+        held: Any = before.inner  # an `InPieces`
         check_pieces(held, whole.inner.init, like, axis_name)
         if whole.grads == "local":
             pieces, now = self.meet(updates, before, weight, batch_size)
@@ -680,26 +680,27 @@ def _require_own(grads: Grads, what: str) -> None:
         )
 
 
-def _check_pieces(replicas: _CrossShard, coded: bool = False) -> None:
+def _check_pieces(replicas: _CrossShard, option: str, coded: bool) -> None:
     """Refuse what a state in pieces does not go with."""
     if replicas.group_assignment is not None:
         raise ValueError(
-            "shard_state=True cuts the state over all replicas of the axis and takes "
-            "no group_assignment. Use a mesh with an axis per group, and name that of "
-            "the replicas inside a group."
+            f"shard_state={option} cuts the state over all replicas of the axis and "
+            "takes no group_assignment. Use a mesh with an axis per group, and name "
+            "that of the replicas inside a group."
         )
     if replicas.exchange.scatter is None and not coded:
+        others = ", quantized() or error_feedback(quantized())"
+        others = others if option == "True" else ""
         raise ValueError(
-            "shard_state=True needs an exchange that can stop half way, where each "
-            "replica has the sum of its piece; this one cannot. Use "
-            "oxs.exchange.all_reduce(), quantized() or error_feedback(quantized()), or "
-            "leave shard_state=True out."
+            f"shard_state={option} needs an exchange that can stop half way, where "
+            "each replica has the sum of its piece; this one cannot. Use "
+            f"oxs.exchange.all_reduce(){others}, or leave shard_state={option} out."
         )
 
 
 def _check_leaves(replicas: _CrossShard) -> Callable[..., Tree]:
     """What scatters gradients to the owners of leaves; refuse what they do not take."""
-    _check_pieces(replicas)
+    _check_pieces(replicas, "'leaves'", coded=False)
     if replicas.measure:
         raise ValueError(
             "shard_state='leaves' cannot be combined with measure=True. Leave one of "
