@@ -100,10 +100,6 @@ class Phases(Protocol):
         """Whether a worker that is not finite is left out."""
         ...
 
-    def start_center(self, parts: Whole, center: Tree) -> Center:
-        """The center as workers hold it, with an outer state for each part."""
-        ...
-
     def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
         ...
