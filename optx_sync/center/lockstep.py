@@ -13,6 +13,7 @@ from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
+    CenterMemory,
     CenterRule,
     InnerState,
     Period,
@@ -44,6 +45,7 @@ from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
+from optx_sync.placement import memory
 from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import Tree
@@ -65,6 +67,7 @@ def center_variable(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
+    center_memory: CenterMemory = "device",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Workers that train on their own and meet at a center every few steps.
 
@@ -176,6 +179,12 @@ def center_variable(
         keep_local: The share of its own parameters that a worker keeps where `rule`
             takes the center, in [0, 1]; other rules take what their formula says.
             Above 0 the workers never agree: evaluate the center. `None`: 0.
+        center_memory: Where center and outer state live, which only rounds read:
+            `"device"`, or `"pinned_host"`, the memory of the device's host. They are
+            copied to the device by the program that meets, so there are two programs:
+            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not look
+            at the center between rounds, without `delay`. JAX's CPU device has one
+            memory, in which this changes nothing but the arrays' kind.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -210,6 +219,7 @@ def center_variable(
     between = None if known is None else steps_between(period, known, delay)
     if shard_center:
         checks.check_whole_center(streams, measure, keep_local)
+    on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
         rule,
@@ -228,8 +238,9 @@ def center_variable(
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period),
         nests=True,
-        state=state_class(rule),
+        state=state_class(rule, on_host),
         round=pieces(meeting, period) if shard_center else None,
+        on_host=on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -260,6 +271,7 @@ class Lockstep(NamedTuple):
     nests: bool  # whether `inner` may be a center rule, which is told of every round
     state: type[CenterState]
     round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
+    on_host: bool = False  # whether center and outer state live in the host's memory
 
     @property
     def sharded(self) -> Pieces | None:
@@ -329,6 +341,12 @@ class Lockstep(NamedTuple):
             map_but_counters,
             lambda x: varying.localize_where_mapped(x, meeting.axis_name),
         )
+        outer = held.outer
+        if self.sharded is None:
+            outer = varying.vary_with(outer, center)
+        if self.on_host:
+            held = held._replace(value=memory.on_host(held.value))
+            outer = memory.on_host(outer)
         return self.state(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
@@ -336,9 +354,7 @@ class Lockstep(NamedTuple):
             ages=ages,
             center=held.value,
             taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
-            outer=varying.vary_with(held.outer, center)
-            if self.sharded is None
-            else held.outer,
+            outer=outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
             else varying.vary_with(pending, center),
@@ -369,6 +385,8 @@ class Lockstep(NamedTuple):
         num_workers = self.check_step(grads, state, params)
         plan = self.plan(state.center)
         self.check_stream(plan, state, meet, extra_args)
+        if self.on_host:
+            checks.check_meet(meet)
         steps = state.steps_since_round + 1
         before = Worker(params, state.inner, state.taken, state.accumulated)
         worker = work.walk(
@@ -401,10 +419,12 @@ class Lockstep(NamedTuple):
         well = None if broken is None else ~broken
         weight, alike = self.own_weight(plan, weight)
         step = step._replace(alike=alike)
+        moves = self.on_host and meet is True
+        center = Center(state.center, state.outer)
         now = plan.round.step(
             Now(
                 worker=worker,
-                center=Center(state.center, state.outer),
+                center=memory.on_device(center) if moves else center,
                 pending=state.pending,
                 exchange=state.exchange,
                 info=state.info,
@@ -413,6 +433,8 @@ class Lockstep(NamedTuple):
             ),
             step,
         )
+        if moves:
+            now = now._replace(center=memory.on_host(now.center))
         return now.worker.params, self.next_state(state, now, step, broken)
 
     def next_state(
