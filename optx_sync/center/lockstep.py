@@ -419,7 +419,8 @@ class Lockstep(NamedTuple):
         well = None if broken is None else ~broken
         weight, alike = self.own_weight(plan, weight)
         step = step._replace(alike=alike)
-        moves = self.on_host and meet is True
+        # Pieces are moved together, what is whole where a part of it meets.
+        moves = self.on_host and self.sharded is not None and meet is True
         center = Center(state.center, state.outer)
         now = plan.round.step(
             Now(

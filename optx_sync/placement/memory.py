@@ -19,6 +19,11 @@ HOST = "pinned_host"
 _SPACES = jax.memory.Space
 
 
+def is_on_host(tree: Tree) -> bool:
+    """Whether any array of a tree is on the host."""
+    return any(map(_on_host, jax.tree.leaves(tree)))
+
+
 def on_device(tree: Tree) -> Tree:
     """The tree, what is on the host moved to its device."""
     return jax.tree.map(lambda x: _moved(x, _SPACES.Device) if _on_host(x) else x, tree)
@@ -27,6 +32,15 @@ def on_device(tree: Tree) -> Tree:
 def on_host(tree: Tree) -> Tree:
     """The tree, all arrays but its scalars moved to the host of their device."""
     return jax.tree.map(lambda x: _moved(x, _SPACES.Host) if jnp.ndim(x) else x, tree)
+
+
+def like(tree: Tree, reference: Tree) -> Tree:
+    """The tree, each array in the memory of its counterpart."""
+    return jax.tree.map(
+        lambda x, there: _moved(x, _SPACES.Host) if _on_host(there) else x,
+        tree,
+        reference,
+    )
 
 
 def copy(x: Any) -> jax.Array:

@@ -302,7 +302,9 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
             return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
-    stacked = map_marked(repeat, tree, axes, shared=memory.copy, pieces=cut, level=level)
+    stacked = map_marked(
+        repeat, tree, axes, shared=memory.copy, pieces=cut, level=level
+    )
     if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
         return stacked
     workers = jnp.arange(n, dtype=jnp.uint32)
