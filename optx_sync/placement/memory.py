@@ -66,9 +66,9 @@ def kinds(tree: Tree) -> Tree:
 
 
 def _on_host(x: Any) -> bool:
-    return not isinstance(x, jax.ShapeDtypeStruct) and (
-        jax.typeof(x).memory_space == _SPACES.Host
-    )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return getattr(x.sharding, "memory_kind", None) == HOST
+    return jax.typeof(x).memory_space == _SPACES.Host
 
 
 def _moved(x: Any, space: Any) -> Any:
