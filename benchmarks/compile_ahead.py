@@ -245,13 +245,8 @@ def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
 
 def shapes_of(workers: oxs.Workers, state: Any) -> Any:
     """What `workers.start` makes of a state of shapes, by shapes and places."""
-    layout, (form, arrays) = workers._layout(), forms.split(state)
-    every = jax.eval_shape(functools.partial(layout.of_all, form), arrays)
-    places: Any = layout.places(form, arrays)
-    return form.merge(
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for x, place in zip(every, places, strict=True)
-    )
+    form, arrays = forms.split(state)
+    return form.merge(workers._layout().shapes(form, arrays))
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
@@ -342,7 +337,6 @@ def kinds(rows: list[oxs.audit.Collective]) -> str:
 def study(page: Any, settings: Any) -> None:
     """A table of each machine and dtype."""
     programs = list(itertools.product(*settings.values()))
-    failed: list[str] = []
     for machine, dtype in programs:
         mesh = PLATFORM.mesh_of(machine)
         near = PLATFORM.machines[machine].near
@@ -354,10 +348,6 @@ def study(page: Any, settings: Any) -> None:
         rows = each(what, found, cases())
         shown = ([case, *of.values()] for case, of in rows.items())
         page.table("programs", shown, machine=machine, dtype=dtype)
-        moved = rows["local_sgd"]["inside"] + rows["local_sgd"]["between"]
-        if moved < LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize:
-            failed.append(f"{what}: {moved:,} bytes")
-    page.nowhere("whole", failed, f"{len(programs)} programs")
     if not page.quick:
         study_pods(page, PLATFORM.short)
     if PLATFORM is GPU and not page.quick:

@@ -42,7 +42,6 @@ STAGES = {  # what ends each of them
     "state restored": "restored",
     "compiled and met": "round",
 }
-AT_MOST = 8.0  # seconds, for three processes on an idle machine
 SIZES = (1, 10, 100, 1000)  # MB of parameters
 
 
@@ -52,7 +51,6 @@ def loop(config):
     import jax
     import numpy as np
     import optax
-    from sklearn.datasets import load_digits
 
     import optx_sync as oxs
 
@@ -63,8 +61,8 @@ def loop(config):
         with open(config["log"], "a") as log:
             log.write(json.dumps(line) + "\n")
 
-    images, labels = load_digits(return_X_y=True)
-    images = np.asarray(images / 16, np.float32)
+    digits = np.load(config["digits.npz"])
+    images, labels = digits["images"], digits["labels"]
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = order[:360], order[360:]
     network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -75,7 +73,7 @@ def loop(config):
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels
         return entropy(logits, labels).mean()
 
-    with oxs.elastic.Group(config["folder"], "workers") as group:
+    with oxs.elastic.Group(config["run"], "workers") as group:
         initial = network.init(jax.random.key(0), images[:1])
         params, state = group.restore_or_start((initial, tx.init(initial)))
         say("restored", position=group.position)
@@ -101,8 +99,10 @@ def loop(config):
 
 def trainer(folder, examples, processes, quiet_end):
     """A `JaxTrainer` of that loop; `quiet_end` leaves out JAX's own end of a group."""
+    import numpy as np
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
+    from sklearn.datasets import load_digits
 
     config = JaxConfig(use_gpu=True)
     if quiet_end:
@@ -125,7 +125,9 @@ def trainer(folder, examples, processes, quiet_end):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    where = {"folder": str(folder / "run"), "log": str(folder / "log")}
+    where = {name: str(folder / name) for name in ("run", "log", "digits.npz")}
+    images, labels = load_digits(return_X_y=True)
+    np.savez(where["digits.npz"], images=np.float32(images / 16), labels=labels)
     return JaxTrainer(
         loop,
         train_loop_config={**where, "examples": examples},
@@ -209,27 +211,25 @@ def apart(session, lines, death):
 
 def seconds(page, session, deaths, examples):
     """From SIGKILL to the next round, taken apart."""
-    rows, totals = [], {}
+    rows = []
     for name, quiet in (("as it is", False), ("without JAX's own end", True)):
         lines, died = train(examples, [4.0 + 15.0 * i for i in range(deaths)], quiet)
         each = [apart(session, lines, death) for death in died]
         middle = [statistics.median(x) for x in zip(*each, strict=True)]
-        totals[name] = statistics.median(map(sum, each))
+        in_all = statistics.median(map(sum, each))
         load = f"{os.getloadavg()[0]:.1f}"
         shown = [f"{x:.1f}" for x in middle]
-        rows.append([name, len(each), *shown, f"{totals[name]:.1f}", load])
+        rows.append([name, len(each), *shown, f"{in_all:.1f}", load])
         page.data(**{name: each})
         print(*rows[-1], flush=True)  # a run is long, and the page comes at its end
     page.table("seconds", rows)
-    best = min(totals.values())
-    page.criterion("seconds", best <= AT_MOST, f"{best:.1f} s", limit=AT_MOST)
 
 
 def schedules(page, number, minutes, examples):
     """Drawn deaths against a run that nobody disturbs."""
     whole, _ = train(examples, [])
     losses = {x["position"]: x["loss"] for x in whole if x["what"] == "round"}
-    rows, lost, apart_by = [], [], []
+    rows = []
     for seed in range(number):
         draw, times, now = random.Random(seed), [], 0.0
         a_second = (2 + 2 * minutes) / (60 * minutes)  # some also in short schedules
@@ -241,12 +241,8 @@ def schedules(page, number, minutes, examples):
         again = len(rounds) - rounds[-1]["rounds"]
         end = rounds[-1]
         off = end["loss"] / losses[end["position"]] - 1
-        lost.append(again - 2 * len(deaths))
-        apart_by.append(abs(off))
         rows.append([seed, len(deaths), end["rounds"], again, f"{off:+.3%}"])
     page.table("schedules", rows, examples=examples)
-    page.criterion("lost", max(lost) <= 0, f"{max(lost)} more, in the worst run")
-    page.criterion("loss", max(apart_by) <= 0.01, f"{max(apart_by):.2%}")
 
 
 def saves(page, sizes):

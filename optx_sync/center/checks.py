@@ -128,16 +128,12 @@ def check_streams(
         )
 
 
-def check_whole_center(
-    streams: bool, measure: bool, keep_local: float | jax.Array
-) -> None:
-    """Refuse beside `shard_center` what needs the whole center between rounds."""
-    keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
-    if streams or measure or keeps:
-        got = "measure=True" if measure else "fragments, delay or keep_local"
+def check_whole_center(parts: bool) -> None:
+    """Refuse beside `shard_center` what cuts the center in another way."""
+    if parts:
         raise ValueError(
-            f"shard_center=True cannot be combined with {got}: between rounds no "
-            "worker holds more than its piece of the center. Leave one of them out."
+            "shard_center=True cannot be combined with fragments: a part would have to "
+            "be cut in pieces of its own. Leave one of them out; delay goes with both."
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes in few bytes, where workers meet the center one by one."""
+"""Pushes and answers in few bytes, where workers meet the center one by one."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule, Period, reads
-from optx_sync.exchange.contract import Code, Exchange, check_exchange
+from optx_sync.exchange.contract import Code, Exchange, check_exchange, remembers
 from optx_sync.trees import Tree, is_floating, leaves_with_names
 
 
@@ -29,6 +29,21 @@ def check_code(
             "exchange= codes what a worker contributes, but the contribution of this "
             "rule reads the center as it is when the push arrives, which the worker "
             "does not know. Leave exchange out, or write the rule with own.taken."
+        )
+    return exchange
+
+
+def check_pull_code(exchange: Exchange | None) -> Exchange | None:
+    """`pull_exchange=`: refuse what has no meaning for what a worker lacks."""
+    if exchange is None:
+        return None
+    check_exchange(exchange)
+    if exchange.code is None or remembers(exchange):
+        raise ValueError(
+            "pull_exchange= codes what a worker lacks of the center, one array alone. "
+            "What a code loses is lacking the next time, so nothing is remembered. "
+            "Pass an exchange that has a code and no memory, such as "
+            "oxs.exchange.quantized() or top_k(), without error_feedback."
         )
     return exchange
 
@@ -71,6 +86,15 @@ def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
         like,
         messages,
     )
+
+
+def told(exchange: Exchange, messages: Tree, known: Tree) -> Tree:
+    """What is known after messages of what was lacking; on both sides the same bits.
+
+    The barrier keeps XLA from rounding the sum and the decoding's product at once.
+    """
+    change = jax.lax.optimization_barrier(decoded(exchange, messages, known))
+    return jax.tree.map(jnp.add, known, change)
 
 
 def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:

@@ -23,6 +23,7 @@ from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
 from optx_sync.placement import memory
+from optx_sync.placement.fields import InPieces, is_in_pieces
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_masked, is_nothing, path_name
 
@@ -44,7 +45,8 @@ MENDS = frozenset({"params", "accumulated", "inner"})
 class Pending(NamedTuple):
     """The mean or sum of a part that the center has not absorbed yet: equal on all."""
 
-    values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
+    # Of arrays, of the size of the largest part; of a center in pieces `InPieces`.
+    values: Tree
     steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
@@ -356,11 +358,12 @@ class Buffer:
     Where all parts have the same shapes they are the part's own arrays. Where some part
     has the most rows of each leaf, as with `strided`, they are an array for each leaf,
     which keeps its other axes, and with them the shards. Else they are one flat array
-    for each dtype.
+    for each dtype. Those of pieces are pieces.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
         """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+        self._pieces = tree if is_in_pieces(tree) else None
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
@@ -379,12 +382,19 @@ class Buffer:
         else:
             self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
 
-    def zeros(self) -> tuple[jax.Array, ...]:
+    def zeros(self) -> Tree:
         """An empty buffer."""
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
+        zeros = tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
+        if self._pieces is None:
+            return zeros
+        return InPieces(vary_with(zeros, self._pieces))
 
-    def pack(self, part: Tree) -> tuple[jax.Array, ...]:
+    def pack(self, part: Tree) -> Tree:
         """A part in the form of the buffer, the rest zeros."""
+        values = self._packed(part)
+        return values if self._pieces is None else InPieces(values)
+
+    def _packed(self, part: Tree) -> tuple[jax.Array, ...]:
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
@@ -397,8 +407,9 @@ class Buffer:
             for dtype, size in self._sizes.items()
         )
 
-    def unpack(self, values: Sequence[jax.Array], part: int) -> Tree:
+    def unpack(self, values: Tree, part: int) -> Tree:
         """The part that a buffer holds, whose number the caller knows."""
+        values = values.tree if is_in_pieces(values) else values
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)

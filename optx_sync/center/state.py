@@ -14,7 +14,7 @@ from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import Tree, first_worker, is_masked
+from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
 
 
 class CenterMetrics(NamedTuple):
@@ -50,13 +50,24 @@ def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
 
 
+def _is_decoded(state: "CenterState") -> bool:
+    """Whether workers hold the center as they decoded it, and its owners the exact."""
+    return fields.is_in_pieces(state.center) and not is_nothing(state.taken)
+
+
 def _kind_of_center(state: "CenterState") -> fields.Kind:
+    if _is_decoded(state):
+        return fields.SHARED
     # Of several parts most are on their way at any time, and go on.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
 
 
 def _kind_of_center_on_host(state: "CenterState") -> fields.Kind:
     return _kind_of_center(state).on_host
+
+
+def _kind_of_taken(state: "CenterState") -> fields.Kind:
+    return fields.TAKEN_CENTER if _is_decoded(state) else fields.SHARED
 
 
 def _kind_of_pending(state: "CenterState") -> fields.Kind:
@@ -73,7 +84,7 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
     global_step=fields.COUNTER,
     ages=fields.COUNTER,
     center=_kind_of_center,
-    taken=fields.SHARED,
+    taken=_kind_of_taken,
     outer=fields.SHARED,
     pending=_kind_of_pending,
     accumulated=_kind_of_accumulated,
@@ -91,7 +102,9 @@ class CenterState(NamedTuple):
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
     center: Tree
-    taken: Tree  # the center before the last round, or () where no formula reads it
+    # The center before the last round, or () where no formula reads it; of a center in
+    # pieces that is coded, the whole as workers have decoded it.
+    taken: Tree
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()

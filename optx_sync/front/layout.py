@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
@@ -95,6 +95,18 @@ class Layout(NamedTuple):
             arrays = [placing.onto(self.mesh, x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
+
+    def shapes(self, form: Form, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """What `start` would give: shapes, dtypes and places."""
+        of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
+        places = self.places(form, arrays) or [
+            SingleDeviceSharding(jax.devices()[0], memory_kind=kind or None)
+            for kind in form.pick(memory.kinds(form.bare(arrays)))
+        ]
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(of_all, places, strict=True)
+        ]
 
     def place(self, *spec: Any, kind: str = "") -> NamedSharding | None:
         """A place on the mesh, in the memory of this kind if one is named."""

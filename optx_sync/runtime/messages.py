@@ -41,6 +41,7 @@ class Push(NamedTuple):
     # words of its program, as JSON.
     state: Arrays = {}  # noqa: RUF012 # only read
     place: str = ""
+    told: int = 0  # of the answer that it took last, see `Reply`; 0: whole arrays
 
     def problem(self) -> str:
         """What is wrong with the numbers beside the arrays, "" if nothing is."""
@@ -70,19 +71,22 @@ class Push(NamedTuple):
 
 # Those of a push, and the least that each may be; of others the server says more.
 _INTEGERS: dict[str, int] = {"steps": 1, "local_step": 0, "incarnation": 0}
-_INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62)}
+_INTEGERS |= {"lost": 0, "bytes": 0, "round": -(2**62), "part": -(2**62), "told": 0}
 
 
 class Reply(NamedTuple):
     """What a worker gets back."""
 
-    arrays: dict[str, Arrays]  # "before", "after"; or "params": of the part
+    # "before", "after", or "params": of the part. "change": what the worker lacks of
+    # these, as messages of `pull_exchange`.
+    arrays: dict[str, Arrays]
     global_step: int  # rounds of the part
     staleness: int  # the other workers' rounds since this worker's last one
     used: bool = True  # False for a stale gradient, which left no trace
     waiting: bool = False  # whether the worker must wait for a token: ask `wait`
     round: int = 0  # the number of this push
     lost: int = 0  # earlier pushes of this worker that went with the server
+    told: int = 0  # which answer this is; the next push says whether it arrived
 
 
 class JoinedPart(NamedTuple):
@@ -129,3 +133,4 @@ class Event(NamedTuple):
     seconds: float = 0.0  # the worker's exchange before this one
     bytes: int = 0  # of all that the worker sent in this round
     part: int = 0  # that was pushed
+    pulled: int = 0  # bytes of the server's answer, of this part

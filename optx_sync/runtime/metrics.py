@@ -8,6 +8,7 @@ GAUGES = {
     "rounds": "Pushes of a worker that were applied",
     "staleness": "The other workers' rounds between its last two",
     "push_bytes": "Bytes of a worker's last push, to all servers",
+    "pull_bytes": "Bytes of this server's answer to it",
 }
 COUNTERS = {
     "refused": "Pushes that were refused",
@@ -67,5 +68,6 @@ class Metrics:
         for worker, event in last.items():
             tags = {"worker": str(worker), "server": str(server)}
             values = (event.local_step, event.round, event.staleness, event.bytes)
+            values += (event.pulled,)
             for name, value in zip(GAUGES, values, strict=True):
                 self._gauges[name].set(value, tags=tags)

@@ -64,6 +64,7 @@ def run(
     num_servers: int = 1,
     communication_period: Period = 10,
     exchange: Exchange | None = None,
+    pull_exchange: Exchange | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     synchronous: bool = False,
     address: str | None = None,
@@ -121,8 +122,14 @@ def run(
             `oxs.exchange.error_feedback(oxs.exchange.quantized(4))`: each array alone,
             as bytes that the server decodes. `None`: whole arrays. What the code still
             owes is kept by the worker, goes into no checkpoint, and is lost when the
-            worker dies or pulls. The center is taken whole. Not for `SyncReplicas`, nor
-            for rules whose contribution reads the center (elastic averaging).
+            worker dies or pulls. Not for `SyncReplicas`, nor for rules whose
+            contribution reads the center (elastic averaging).
+        pull_exchange: How the server codes what a worker takes, for example
+            `oxs.exchange.quantized(4)`: what it lacks of the center. What a code loses
+            is lacking the next time, so it must remember nothing; the server keeps for
+            each worker the center as that worker knows it. The first answer, and one
+            after a death or a lost answer, is whole. `None`: all answers are. Not for
+            `SyncReplicas`.
         checkpoint_dir: Where servers save the center, and find it when they start: a
             folder that all machines see, or an address like `gs://bucket/run`. A folder
             is locked while a run saves to it.
@@ -178,8 +185,9 @@ def run(
         check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
         agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
-        num_workers, communication_period, exchange, fragments, delay, keep_local
-    )
+        num_workers, communication_period, exchange, fragments, delay, keep_local,
+        pull_exchange,
+    )  # fmt: skip
     way = way_of(agreement, settings)
     check_period(communication_period)
     limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
@@ -208,6 +216,7 @@ def run(
             inner=inner,
             communication_period=communication_period,
             exchange=exchange,
+            pull_exchange=pull_exchange,
             fragments=fragments,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers and workers as Ray actors, and the way from a worker to the servers.
 
-Arrays travel through memory that both see (`shared`), or, to another machine, through
-Ray's object store. Ray is imported when something here is called, not before.
+On one machine they speak through pipes and memory that both see (`shared`), else, and
+at the beginning, by calls of Ray's. Ray is imported when something here is called, not
+before.
 """
 
 import collections
+import contextlib
 import os
 import pathlib
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,9 +30,9 @@ from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
 from optx_sync.runtime.messages import Arrays, Joined, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
-from optx_sync.runtime.protocol import Client, Enter, Send
+from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.server import Server, refusal
-from optx_sync.runtime.shared import SHORT_BYTES, Line, Unseen
+from optx_sync.runtime.shared import Line, Unseen
 from optx_sync.runtime.worker import Worker, log, shapes_of
 from optx_sync.trees import Tree
 
@@ -47,6 +50,7 @@ def start_servers(
     inner: optax.GradientTransformation | None = None,
     communication_period: Period = 10,
     exchange: Exchange | None = None,
+    pull_exchange: Exchange | None = None,
     fragments: Fragments | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_every: int = 100,
@@ -63,6 +67,7 @@ def start_servers(
         inner: The optimizer that `SyncReplicas` applies.
         communication_period: See `run`.
         exchange: See `run`.
+        pull_exchange: See `run`.
         fragments: See `run`.
         checkpoint_dir: See `run`.
         checkpoint_every: See `run`.
@@ -79,7 +84,10 @@ def start_servers(
     """
     ray = import_ray()
     shapes = shapes_of(params)
-    settings = Settings(num_workers, communication_period, exchange, fragments)
+    settings = Settings(
+        num_workers, communication_period, exchange, fragments,
+        pull_exchange=pull_exchange,
+    )  # fmt: skip
     way = way_of(agreement, settings)
     if num_servers != 1 and not way.splits:
         raise ValueError(
@@ -102,8 +110,7 @@ def start_servers(
     options = {
         "num_cpus": 0,
         "max_restarts": 0 if checkpoint_dir is None else -1,
-        # A worker that waits for a token must not keep others from pushing. An
-        # exchange does not wait, and answers with views: one at a time.
+        # A worker that waits for a token must not keep others from pushing.
         "max_concurrency": num_workers + 8 if way.waits else 1,
     }
     servers = []
@@ -113,6 +120,7 @@ def start_servers(
             "inner": inner if way.waits else None,
             "communication_period": communication_period,
             "exchange": exchange,
+            "pull_exchange": pull_exchange,
             "fragments": fragments,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
@@ -209,7 +217,7 @@ class RayConnection:
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
         for server in range(len(self.servers)):
-            self._lines[worker, server] = Line(near=True)
+            self._lines[worker, server] = Line(begins=True)
         client = protocol.begin(Client(worker, self._replay), "enter")
         client, joined = self._converse(0, client)
         clients, parts, state, step, place = {0: client}, {}, {}, 0, ""
@@ -263,14 +271,10 @@ class RayConnection:
             client._replace(incarnation=push.incarnation), "send", position, serial
         )
         self._pushes.setdefault(key, {})[position, serial] = push
-        line = self._line(key)
-        line = Line() if line.busy else line  # Its memory waits to be read.
-        line.busy = True
-        reference = self._ask(number, client, line)
+        asked = self._ask(number, client)
 
         def answer() -> Reply:
-            after, reply = self._converse(number, client, reference, line)
-            line.busy = False
+            after, reply = self._converse(number, client, asked)
             if after.phase == "superseded" or (stale and key in self._clients):
                 raise PushRefused(refusal(after.message))
             self._keep(key, after)
@@ -339,48 +343,56 @@ class RayConnection:
         """All servers save their parts."""
         self.call("checkpoint")
 
-    def _line(self, key: tuple[int, int]) -> Line:
-        return self._lines.setdefault(key, Line())
-
-    def _ask(self, server: int, client: Client, line: Line | None = None) -> object:
-        """A reference to the answer to what a client wants."""
-        line = line or self._line((client.worker, server))
+    def _ask(
+        self, server: int, client: Client, line: Line | None = None
+    ) -> tuple[Line, Any]:
+        """Ask what a client wants: by which line, and Ray's reference to the answer."""
+        key = client.worker, server
+        line = line or self._lines.setdefault(key, Line())
+        if line.busy:  # Its memory waits to be read.
+            line = Line()
         request, push = protocol.wants(client), None
         if isinstance(request, Send):
-            pushes = self._pushes.get((client.worker, server), {})
+            pushes = self._pushes.get(key, {})
             push = pushes.get((request.part, request.serial))
-        # The first one shows whether the server sees this memory.
-        short = -1 if isinstance(request, Enter) else SHORT_BYTES
-        message = line.packed((request, push), short)
-        return self.servers[server].handle.remote(client.worker, message)
+        message, line.busy = line.packed((request, push)), True
+        if line.is_open:
+            try:
+                line.say(message)
+                return line, None
+            except OSError:  # The server died: Ray knows what becomes of it.
+                line.hang_up()
+        return line, self.servers[server].handle.remote(client.worker, message)
 
     def _converse(
-        self,
-        server: int,
-        client: Client,
-        reference: object = None,
-        line: Line | None = None,
+        self, server: int, client: Client, asked: tuple[Line, Any] | None = None
     ) -> tuple[Client, Any]:
         """Do what a client has begun; what came with the last answer."""
-        ray, payload = import_ray(), None
-        line = line or self._line((client.worker, server))
+        ray, payload, line = import_ray(), None, asked[0] if asked else None
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         while protocol.wants(client) is not None:
-            if reference is None:
-                reference = self._ask(server, client, line)
+            line, reference = asked or self._ask(server, client, line)
+            asked, heard = None, False
             try:
-                answer, came = _raised(line.unpacked(ray.get(reference)))
+                message = line.hear() if reference is None else ray.get(reference)
+                heard = True
+                answer, came = _raised(line.unpacked(message))
             except Unseen:  # From now on through Ray.
-                pass
+                line.hang_up()
             except ray.exceptions.RayActorError as error:
                 self._may_come_back(ray, error, deadline)
                 time.sleep(PAUSE_SECONDS)
+            except (EOFError, OSError):  # The server died: Ray knows more.
+                pass
             else:
                 client = protocol.hears(client, answer)
                 payload = came if came is not None else payload
                 if client.phase == "save" and client.tries:
                     time.sleep(PAUSE_SECONDS)
-            reference = None
+            finally:
+                line.busy = False
+                if not heard:  # What is said later is no answer to what comes next.
+                    line.hang_up()
         return client, payload
 
     def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
@@ -426,6 +438,10 @@ class ServerActor:
         self._server: Server | None = None
         self._error: Exception | None = None
         self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
+        # An exchange answers with views of the center, until these have been packed.
+        views = not settings.get("copy_replies", True)
+        self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
+        self._listens: bool = False  # whether anybody pushes but through Ray
         try:
             self._server = Server(shapes, agreement, **settings)
         except Exception as error:
@@ -448,13 +464,36 @@ class ServerActor:
             return error
 
     def handle(self, worker: int, message: object) -> object:
-        """See `Server.handle`."""
+        """See `Server.handle`: what a worker says through Ray, and its answer."""
         line = self._lines[worker]
+        answer = self._answered(line, worker, message)
+        if line.is_open:
+            # The next one of this number offers pipes of its own.
+            self._lines[worker], self._listens = Line(), True
+            threading.Thread(
+                target=self._listen, args=(line, worker), daemon=True
+            ).start()
+        return answer
+
+    def _listen(self, line: Line, worker: int) -> None:
+        """Answer what a worker says through its pipes, until it is gone."""
         try:
-            request, push = line.unpacked(message)
-        except Unseen as error:
-            return line.packed(error)
-        return line.packed(self.call("handle", request, push))
+            while True:
+                line.say(self._answered(line, worker, line.hear()))
+        except (EOFError, OSError):
+            line.hang_up()
+
+    def _answered(self, line: Line, worker: int, message: object) -> Any:
+        with self._turn:
+            try:
+                request, push = line.unpacked(message)
+            except Unseen as error:
+                return line.packed(error)
+            answer = line.packed(self.call("handle", request, push))
+            if self._listens and not isinstance(answer, bytes):
+                # Ray reads it while others push.
+                answer = jax.tree.map(_copied, answer)
+            return answer
 
 
 class WorkerActor:
@@ -480,6 +519,10 @@ class WorkerActor:
             return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
+
+
+def _copied(x: Any) -> Any:
+    return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def portable(error: Exception) -> Exception:

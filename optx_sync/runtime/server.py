@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
@@ -68,6 +69,7 @@ class Server:
         inner: The optimizer that `SyncReplicas` applies; a rule has no use for it here.
         communication_period: The workers' period, which a rule may read.
         exchange: What the workers code their pushes with; see `run`.
+        pull_exchange: What the server codes its answers with; see `run`.
         fragments: The parts that meet one after the other; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
@@ -95,6 +97,7 @@ class Server:
         inner: optax.GradientTransformation | None = None,
         communication_period: Period = 10,
         exchange: Exchange | None = None,
+        pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
         checkpoint_dir: str | pathlib.Path | None = None,
         checkpoint_every: int = 100,
@@ -103,7 +106,10 @@ class Server:
         number: int = 0,
         num_servers: int = 1,
     ):
-        settings = Settings(num_workers, communication_period, exchange, fragments)
+        settings = Settings(
+            num_workers, communication_period, exchange, fragments,
+            pull_exchange=pull_exchange,
+        )  # fmt: skip
         way = way_of(agreement, settings)
         if checkpoint_every < 1:
             raise ValueError(
@@ -379,7 +385,9 @@ class Server:
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
             self._note("rolled_back", worker, push.lost, message=message)
-        self._note("push" if reply.used else "dropped", worker, staleness, push)
+        pulled = bytes_of(reply.arrays)
+        kind = "push" if reply.used else "dropped"
+        self._note(kind, worker, staleness, push, pulled=pulled)
         if protocol.is_due(book):
             self._save()
         number = book.entries[worker].places[request.part].round
@@ -547,6 +555,7 @@ class Server:
         staleness: int = 0,
         push: Push | None = None,
         message: str = "",
+        pulled: int = 0,
     ) -> None:
         part = push.part if push else self.parts[0]
         places = self._book.entries[worker].places
@@ -564,6 +573,7 @@ class Server:
                 seconds=push.seconds if push else 0.0,
                 bytes=push.bytes if push else 0,
                 part=part,
+                pulled=pulled,
             )
         )
 

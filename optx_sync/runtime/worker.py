@@ -77,6 +77,7 @@ class Worker:
         communication_period: Steps between rounds, an int or a schedule of the worker's
             step (0-based). `SyncReplicas` has no use for it.
         exchange: As the server's; what its code remembers is lost with this worker.
+        pull_exchange: As the server's.
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
@@ -130,6 +131,7 @@ class Worker:
         num_workers: int,
         communication_period: Period = 10,
         exchange: Exchange | None = None,
+        pull_exchange: Exchange | None = None,
         fragments: Fragments | None = None,
         delay: int | None = None,
         keep_local: float | None = None,
@@ -139,8 +141,9 @@ class Worker:
     ):
         check_period(communication_period)
         settings = Settings(
-            num_workers, communication_period, exchange, fragments, delay, keep_local
-        )
+            num_workers, communication_period, exchange, fragments, delay, keep_local,
+            pull_exchange,
+        )  # fmt: skip
         way = way_of(agreement, settings)
         inner = check_inner(inner, "Worker(connection, params, optax.sgd(0.1), rule)")
         self.connection = connection
@@ -151,6 +154,7 @@ class Worker:
         self._delay: int = way.delay
         integer("keep_state", keep_state, "Pass a number of rounds, or 0.", 0)
         self._keep_state: int = keep_state
+        self._decodes: bool = pull_exchange is not None
         self._sharding: Any = None
         self.used: bool = True
         self.staleness: int = 0
@@ -254,6 +258,7 @@ class Worker:
                 part=part,
                 state=state,
                 place=json.dumps(self.place),
+                told=self._told[part],
             )
             state = {}  # It goes with one of them.
             answers[part] = self.connection.send(push)
@@ -279,6 +284,7 @@ class Worker:
                 reply = self.connection.wait(self.index)
                 self._hear(part, reply)
             self._steps[part] = reply.global_step
+            self._told[part] = reply.told if self._decodes else 0
             self._own.land(part, reply.arrays, self._place)
         if refused is not None:
             raise refused
@@ -305,6 +311,7 @@ class Worker:
             part: x.global_step for part, x in joined.parts.items()
         }
         self._tokens: dict[int, float] = dict.fromkeys(joined.parts, 0.0)
+        self._told: dict[int, int] = dict.fromkeys(joined.parts, 0)
         self.local_step: int = joined.local_step
         self.incarnation: int = joined.incarnation
         arrays = {part: x.arrays for part, x in joined.parts.items()}

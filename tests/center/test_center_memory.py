@@ -28,7 +28,9 @@ INNER = optax.sgd(0.1, momentum=0.5)
 RULES: dict[str, Any] = {
     "diloco": functools.partial(oxs.diloco, drop_nonfinite=True, measure=True),
     "diloco in parts": functools.partial(oxs.diloco, fragments=2),
-    "diloco in pieces": functools.partial(oxs.diloco, shard_center=True),
+    "diloco in pieces": functools.partial(
+        oxs.diloco, shard_center=True, drop_nonfinite=True, keep_local=0.5
+    ),
     "agn": functools.partial(oxs.agn, outer=optax.sgd(0.1, momentum=0.9)),
     "elastic": functools.partial(oxs.elastic_average, rho=0.0, moving_rate=0.1),
 }
@@ -121,6 +123,9 @@ def test_a_center_is_saved_restored_resized_and_compared_where_it_is(tmp_path):
     found = jax.jit(lambda state: oxs.fingerprint(state, None).words)(pair[1])
     plain = workers.start((PARAMS, make("diloco", "device").init(PARAMS)))[1]
     assert np.array_equal(found, oxs.fingerprint(plain, None).words)
+    simulated = oxs.Workers(REPLICAS, AXIS)
+    _, state = simulated.resize(simulated.start((PARAMS, tx.init(PARAMS))), 3)
+    assert kinds((state.center, state.outer)) == {"pinned_host"}
     copied = oxs.replicate(tx.init(PARAMS), 3, oxs.state_axes(tx, PARAMS))
     assert kinds(copied.center) == {"pinned_host"}
 

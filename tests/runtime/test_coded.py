@@ -159,6 +159,92 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed():
     assert np.abs(owed).max() > 0.01
 
 
+def told_to(worker, server):
+    """(what a server takes a worker to know, what the worker knows), all parts."""
+    held = [one.told.known[worker.index][1] for one in server._held]
+    picked = [worker.layout.pick(worker._own.taken, part) for part in server.parts]
+    return jax.tree.leaves(held), jax.tree.leaves(picked)
+
+
+def lacking(worker: Any, server):
+    """How far what a worker knows is from the center."""
+    far = jax.tree.map(jnp.subtract, worker._own.taken, server.center())
+    return max(float(jnp.abs(x).max()) for x in jax.tree.leaves(far))
+
+
+@pytest.mark.parametrize("name", ["8 bit", "top-k", "2 bit"])
+def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
+    """Two workers, one of them twice as fast, in parts that travel for a step."""
+    pulls, inner = CODES[name][0], optax.sgd(0.05)
+    for rule in (oxs.diloco_rule(), oxs.elastic_rule(moving_rate=0.3, rho=0.0)):
+        settings: Any = {"num_workers": 2, "communication_period": 2, "fragments": 2}
+        settings["pull_exchange"] = pulls
+        params = {name: PARAMS[name] for name in ("matrix", "vector")}
+        server = Server(params, rule, **settings)
+        workers = [
+            Worker(server, params, inner, rule, index=i, delay=1, **settings)
+            for i in (0, 1)
+        ]
+        for event, i in enumerate([0, 0, 1] * 8):
+            workers[i].step(gradient(workers[i].params, jnp.float32(event)))
+        for worker in workers:
+            worker.flush()
+            for theirs, own in zip(*told_to(worker, server), strict=True):
+                assert np.array_equal(theirs, own)
+        pushes = [event for event in server.events()[1] if event.kind == "push"]
+        sizes = [event.pulled for event in pushes]
+        # The first answer of each part is whole, to each worker.
+        whole = 4 * (35 * 30 + 150)
+        assert sizes[:2] == [whole] * 2 and sizes.count(whole) == 4
+        assert max(sizes[-8:]) < 0.3 * whole
+        # Who moves no more comes to know the center, whatever the code loses.
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        worker, rounds = workers[0], 40 if name == "8 bit" else 200
+        if rule.take is not None:  # It moves the center by its own push.
+            continue
+        before = lacking(worker, server)
+        for _ in range(rounds):
+            worker.step(zeros)
+        worker.flush()
+        assert before > 1e-4 and lacking(worker, server) < 0.1 * before
+
+
+def test_who_did_not_hear_an_answer_is_told_whole_arrays(tmp_path):
+    rule, size = oxs.local_sgd_rule(), 4 * 40
+    settings: Any = {"num_workers": 1, "pull_exchange": exchange.quantized()}
+    params = {"w": jnp.linspace(0, 1, 40)}
+
+    def start():
+        return Server(params, rule, checkpoint_dir=tmp_path, **settings)
+
+    server, arrays = start(), {"['w']": np.linspace(-1, 2, 40, dtype=np.float32)}
+
+    def push(number, told):
+        reply = server.push(Push(0, number, {"contribution": arrays}, told=told))
+        assert set(reply.arrays) in ({"after"}, {"change"})
+        return reply, "change" in reply.arrays
+
+    first, coded = push(1, 0)
+    assert not coded
+    second, coded = push(2, first.told)
+    assert coded and bytes_of(second.arrays) < 0.4 * size
+    again, coded = push(2, first.told)  # The answer was lost.
+    assert not coded and bytes_of(again.arrays) == size
+    for heard in (second.told, 7, 0):  # Of before, of nobody, of one that decodes none.
+        reply, coded = push(server.global_step + 1, heard)
+        assert not coded
+    reply, coded = push(server.global_step + 1, reply.told)
+    assert coded
+    server.checkpoint()
+    server = start()
+    reply, coded = push(server.global_step + 1, reply.told)
+    assert not coded
+    reply, coded = push(server.global_step + 1, reply.told)
+    assert coded
+    server.leave(0)
+    assert server._held[0].told.known == {}  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_refused():
     wrong = {
         "bits of the wrong size": np.zeros(3, np.uint8),
@@ -185,6 +271,22 @@ def test_refused():
     for message, (agreement, given, params, error) in cases.items():
         with pytest.raises(error, match=message):
             start(agreement, given, params)
+    both = oxs.CenterRule(
+        contribute=lambda own, center, at: own.params - own.taken,
+        take=lambda x, before, after, at: x + after - before,
+    )
+    pulls: dict[str, tuple[Any, Any, Any, Any]] = {
+        "without error_feedback": (rule, exchange.error_feedback(code), PARAMS, None),
+        "and no memory": (rule, exchange.power_sgd(), PARAMS, None),
+        "such as": (rule, exchange.median(), PARAMS, None),
+        "before and after": (both, code, PARAMS, None),
+        "Leave pull_exchange out": (SyncReplicas(1), code, PARAMS, None),
+        "real floating": (rule, code, jnp.zeros(2, jnp.complex64), TypeError),
+        "oxs.exchange": (rule, 0.5, PARAMS, TypeError),
+    }
+    for message, (agreement, given, params, error) in pulls.items():
+        with pytest.raises(error or ValueError, match=message):
+            Server(params, agreement, num_workers=1, pull_exchange=given)
     with pytest.raises(ValueError, match="reads the center"):
         asynchronous(
             optax.sgd(0.1), elastic, PARAMS, lambda *_: PARAMS, [0], num_workers=1,

@@ -112,7 +112,7 @@ def test_metrics_tell_what_the_servers_tell(monkeypatch):
     listen(ray_metrics.Gauge, "set")
     listen(ray_metrics.Histogram, "observe")
     metrics = Metrics()
-    push = event("push", 0, 6, 3)._replace(seconds=0.25, bytes=80)
+    push = event("push", 0, 6, 3)._replace(seconds=0.25, bytes=80, pulled=40)
     counted = ("refused", "retry", "dropped", "lost", "restored", "unsaved")
     metrics.add(0, [push._replace(round=2), push, event("rolled_back", 0, 7)])
     metrics.add(1, [event(kind, 2, 0) for kind in counted])
@@ -122,6 +122,7 @@ def test_metrics_tell_what_the_servers_tell(monkeypatch):
         "optx_sync_rounds": [3],
         "optx_sync_staleness": [2],
         "optx_sync_push_bytes": [80],
+        "optx_sync_pull_bytes": [40],
         "optx_sync_exchange_seconds": [0.25, 0.25],
         "optx_sync_lost_pushes_total": [2],
     }

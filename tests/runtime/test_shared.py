@@ -1,6 +1,7 @@
 """Messages through memory that a worker and a server on one machine both see."""
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_large_arrays_lie_in_memory_and_short_messages_do_not():
-    worker, server, found, answer = Line(near=True), Line(), {}, ()
+    worker, server, found, answer = Line(begins=True), Line(), {}, ()
     for number in range(1, 4):
         arrays = {"a": LARGE * number, "b": LARGE[:3], "none": LARGE[:0]}
         message = worker.packed(("push", arrays))
@@ -45,18 +46,19 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     actor = ServerActor(
         {"w": LARGE}, oxs.local_sgd_rule(), {"num_workers": 1, "copy_replies": False}
     )
-    line = Line(near=True)
+    line = Line(begins=True)
     seen = shared.seen
     elsewhere = [(2**30, 0), (os.getpid(), 1)]
     for place in elsewhere:
         monkeypatch.setattr(shared, "seen", lambda a, place=place: seen((*place, a[2])))
-        line = Line(near=True)
-        enter = line.packed((protocol.Enter(0, 0), None), short=-1)
+        line = Line(begins=True)
+        enter = line.packed((protocol.Enter(0, 0), None))
         assert isinstance(line.unpacked(actor.handle(0, enter)), Unseen)
         assert not line.near
     answer, joined = line.unpacked(
-        actor.handle(0, line.packed((protocol.Enter(0, 0), None), short=-1))
+        actor.handle(0, line.packed((protocol.Enter(0, 0), None)))
     )
+    assert not line.is_open
     assert joined.restarts == 0  # What was not seen has done nothing.
     mine = joined.incarnation
     push = Push(0, 1, {"contribution": {"['w']": LARGE}}, incarnation=mine)
@@ -65,3 +67,61 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     assert not isinstance(message, bytes)  # Ray has arrays to lay down.
     answer, reply = Line().unpacked(actor.handle(0, message))
     assert isinstance(answer, protocol.Standing) and reply.global_step == 1
+
+
+def test_both_speak_through_pipes_once_the_server_has_opened_them():
+    """Where one of them is gone the other one is told, and speaks through Ray."""
+    settings = {"num_workers": 2, "copy_replies": False}
+    actor = ServerActor({"w": LARGE}, oxs.local_sgd_rule(), settings)
+    actor.call("begin", {0: {"w": LARGE}})
+
+    def enter(worker):
+        line = Line(begins=True)
+        message = line.packed((protocol.Enter(worker, 0), None))
+        assert not line.is_open  # Nobody has taken what is offered.
+        answer, joined = line.unpacked(actor.handle(worker, message))
+        assert line.is_open
+        return line, answer.epoch, joined.incarnation
+
+    def ask(line, epoch, worker, mine, number, array):
+        arrays = {"contribution": {"['w']": array}}
+        push = Push(worker, number, arrays, incarnation=mine)
+        send = protocol.Send(epoch, worker, mine, 0, 0, number, number)
+        line.say(line.packed((send, push)))
+
+    lines = [enter(worker) for worker in (0, 1)]
+    for number in (1, 2):  # Both at once; an answer is whole when it is read.
+        for worker, (line, epoch, mine) in enumerate(lines):
+            ask(line, epoch, worker, mine, number, LARGE)
+        for line, *_ in lines:
+            _, reply = line.unpacked(line.hear())
+            after = reply.arrays["after"]["['w']"]
+            np.testing.assert_array_equal(after, LARGE * (1 + reply.global_step))
+    (one, epoch, mine), (two, *_) = lines
+    ask(one, epoch, 0, mine, 3, np.ones(3, np.float32))  # A short one, and wrong.
+    answer, _ = one.unpacked(one.hear())
+    assert "must have shape" in answer.message
+    # One that replaces it has pipes of its own; the predecessor's end with it.
+    again, epoch, new = enter(0)
+    ask(again, epoch, 0, new, 3, LARGE)
+    ask(one, epoch, 0, mine, 3, LARGE)
+    assert isinstance(one.unpacked(one.hear())[0], protocol.Superseded)
+    assert again.unpacked(again.hear())[1].global_step == 5
+    listening = [x for x in threading.enumerate() if "_listen" in x.name]
+    assert len(listening) == 3
+    for line in (one, two, again):
+        line.hang_up()
+        with pytest.raises(EOFError):
+            line.hear()
+    for thread in listening:
+        thread.join(10)
+        assert not thread.is_alive()
+    # A server that dies is heard of at once.
+    mine, theirs = Line(begins=True), Line()
+    theirs.unpacked(mine.packed("hello"))
+    mine.unpacked(theirs.packed("hello"))
+    theirs.hang_up()
+    with pytest.raises(EOFError):
+        mine.hear()
+    with pytest.raises(OSError, match="Broken pipe"):
+        mine.say(b"to nobody")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A center under a `CenterRule`: what its server and its workers do."""
 
+import itertools
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +12,14 @@ import optax
 
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay, check_keep_local
-from optx_sync.center.coded import check_code, encoded, start_codes
+from optx_sync.center.coded import (
+    check_code,
+    check_pull_code,
+    encoded,
+    message_shapes,
+    start_codes,
+    told,
+)
 from optx_sync.center.contract import CenterRule, Period, Round, reads
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.exchange.contract import Exchange
@@ -79,10 +88,17 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
     if rule.check is not None:
         rule.check(period)
     at = round_of(num_workers, period, 1)
+    pulls = check_pull_code(settings.pull_exchange)
+    if pulls is not None and len(traffic(rule, at).replies) != 1:
+        raise ValueError(
+            "pull_exchange= codes the center as a worker takes it, and this rule takes "
+            "from the center before and after a push, or not at all. Leave "
+            "pull_exchange out."
+        )
     delay = check_delay(settings.delay)
     keep_local = check_keep_local(settings.keep_local)
     return Way(
-        serve=lambda part, inner, copy: Center(part, rule, at, copy, exchange),
+        serve=lambda part, inner, copy: Center(part, rule, at, copy, exchange, pulls),
         work=lambda shapes, inner, layout: OfCenter(
             shapes,
             inner,
@@ -90,6 +106,7 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
             rule,
             at,
             exchange,
+            pulls,
             keep_local,
             steps_between(period, len(layout.turns), delay),
         ),
@@ -98,6 +115,44 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
         splits=True,
         waits=False,
     )
+
+
+class Told:
+    """What each worker knows of a center, and what to tell it next, in few bytes.
+
+    What is lacking in an answer is part of what the next one codes, so no error grows.
+    A worker says with each push which answer it took last; one that took another, as
+    after a death or a lost answer, is told whole arrays.
+    """
+
+    def __init__(self, exchange: Exchange, variables: Variables):
+        self.exchange = exchange
+        self.variables = variables
+        self.known: dict[int, tuple[int, Tree]] = {}  # by worker: (answer, center)
+        # No two servers of a run give two answers the same number.
+        self._numbers = itertools.count(time.time_ns())
+        self._next: Any = jax.jit(self._run_next, donate_argnums=1)
+
+    def answer(self, worker: int, took: int, name: str, center: Arrays) -> Reply:
+        """What to tell a worker of the center, which it calls by this name."""
+        number, known = self.known.pop(worker, (0, ()))
+        if took and took == number:
+            messages, known = self._next(self.variables.tree(center), known)
+            name, center = "change", self.variables.arrays(messages)
+            # The center may be written over once it is answered.
+            jax.block_until_ready(known)
+        else:
+            known = self.variables.tree(center)
+            known = jax.tree.map(lambda x: jnp.array(x, copy=True), known)
+        self.known[worker] = next(self._numbers), known
+        arrays = {path: np.array(x) for path, x in center.items()}
+        return Reply({name: arrays}, 0, 0, told=self.known[worker][0])
+
+    def _run_next(self, center, known):
+        lacking = jax.tree.map(jnp.subtract, center, known)
+        nothing = start_codes(self.exchange, lacking)
+        messages, _ = encoded(self.exchange, lacking, nothing)
+        return messages, told(self.exchange, messages, known)
 
 
 class Center:
@@ -115,6 +170,7 @@ class Center:
         at: Round,
         copy_replies: bool,
         exchange: Exchange | None = None,
+        pulls: Exchange | None = None,
     ):
         center = work.start_center(params)
         self.variables: Variables = Variables(center)
@@ -126,6 +182,10 @@ class Center:
         if exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
             self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
+        self.told: Told | None = None
+        if pulls is not None:
+            message_shapes(pulls, center)  # Refuses what it cannot code.
+            self.told = Told(pulls, self.variables)
         self.global_step: int = 0
         # The center before a worker's last push, for a worker that did not hear of it.
         self.kept: dict[int, Arrays] = {}
@@ -216,7 +276,7 @@ class Center:
             self.spare.append(free)
         self.global_step += 1
         self.seen[worker] = self.global_step
-        return self._reply(before)
+        return self._reply(worker, before, push.told)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
         """Whether no sum overflows."""
@@ -238,8 +298,12 @@ class Center:
         empty = np.empty_like if self.adds else jnp.empty_like
         return {path: empty(array) for path, array in self.center.items()}
 
-    def _reply(self, before: Arrays) -> Reply:
+    def _reply(self, worker: int, before: Arrays, took: int = 0) -> Reply:
         centers = {"before": before, "after": self.center}
+        if self.told is not None:
+            (name,) = self.traffic.replies
+            reply = self.told.answer(worker, took, name, centers[name])
+            return reply._replace(global_step=self.global_step)
         arrays = {name: self._out(centers[name]) for name in self.traffic.replies}
         return Reply(arrays, self.global_step, 0)
 
@@ -250,7 +314,7 @@ class Center:
     def reply_again(self, worker: int) -> Reply:
         """What a worker gets back that did not hear the answer."""
         # After a restart nothing is kept, and the center now is as good.
-        return self._reply(self.kept.get(worker, self.center))
+        return self._reply(worker, self.kept.get(worker, self.center))
 
     def join(self, worker: int) -> None:
         """A worker starts, and takes the center."""
@@ -265,7 +329,10 @@ class Center:
         return False
 
     def release(self, left: set[int]) -> None:
-        """Workers have left: nobody waits for them anyway."""
+        """Workers have left: nobody waits for them, or tells them more."""
+        if self.told is not None:
+            for worker in left:
+                self.told.known.pop(worker, None)
 
     def current(self) -> Arrays:
         """What a worker that starts gets."""
@@ -314,6 +381,7 @@ class OfCenter:
         rule: CenterRule,
         at: Round,
         exchange: Exchange | None,
+        pulls: Exchange | None,
         keep_local: float | jax.Array,
         between: Period,
     ):
@@ -323,6 +391,7 @@ class OfCenter:
         self.rule: CenterRule = rule
         self.at: Round = at
         self.exchange: Exchange | None = exchange
+        self.pulls: Exchange | None = pulls
         self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps from one part that sets out to the next
         self.traffic: Traffic = traffic(rule, at)
@@ -441,6 +510,10 @@ class OfCenter:
     def _run_take(self, part, params, taken, centers, steps):
         pick, put = self.layout.pick, self.layout.whole.put
         x = work.as_center(pick(params, part), pick(taken, part))
+        if "change" in centers and self.pulls is not None:
+            (name,) = self.traffic.replies
+            known = pick(taken, part)
+            centers = {name: told(self.pulls, centers["change"], known)}
         # One that is not sent is not read.
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())

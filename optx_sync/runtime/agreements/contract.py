@@ -127,6 +127,7 @@ class Settings(NamedTuple):
     fragments: Fragments | None = None
     delay: int | None = None
     keep_local: float | None = None
+    pull_exchange: Exchange | None = None
 
 
 class Way(NamedTuple):
