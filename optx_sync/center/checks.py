@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.contract import CenterRule, InnerState, check_rule
+from optx_sync.center.contract import (
+    CenterMemory,
+    CenterRule,
+    InnerState,
+    check_rule,
+)
 from optx_sync.checks import (
     check_grads,
     check_one_worker,
@@ -55,6 +60,39 @@ def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
     mend = "It is the worker's own share; leave it out for 0."
     interval("keep_local", keep_local, mend, 0, 1)
     return keep_local
+
+
+def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:
+    """`center_memory=` of a center rule: whether the center lives on the host."""
+    one_of("center_memory", center_memory, CenterMemory)
+    if center_memory == "device":
+        return False
+    if rule.penalty is not None:
+        raise ValueError(
+            "center_memory='pinned_host' keeps the center away from the device between "
+            "rounds, but this rule's `penalty` reads it in every step, as that of "
+            "elastic_average with rho does. Leave one of them out (rho=0.0)."
+        )
+    if delay:
+        raise ValueError(
+            "center_memory='pinned_host' moves the center to the device where workers "
+            f"meet, but with delay={delay} it absorbs their sum in a later step. Leave "
+            "one of them out."
+        )
+    return True
+
+
+def check_meet(meet: object) -> None:
+    """Refuse to let a program decide whether it moves the center from the host."""
+    if not isinstance(meet, bool):
+        got = "no meet=" if meet is None else f"meet={meet!r}"
+        raise ValueError(
+            "center_memory='pinned_host' needs two programs, one that moves the center "
+            "to the device and one that does not: a conditional inside of one would "
+            f"hold room for it in every step. Got {got}. Pass a Python bool as a "
+            "static argument of the step, meet=oxs.due(tx, number). (A rule inside of "
+            "another one is not told: give center_memory to the outer one.)"
+        )
 
 
 def check_nested(

@@ -22,6 +22,7 @@ from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
+from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces, is_in_pieces
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_masked, is_nothing, path_name
@@ -191,8 +192,10 @@ class Whole:
         `now` is a NamedTuple with the fields `worker`, `center` and `exchange`, of
         which `change` sees what is of this part, and of all else the whole. Of what is
         of parts it changes `SETS_OUT`, `LANDS`, or both.
+
+        Center and outer state are on the device, for `change`, wherever they live.
         """
-        return change(now, 0)
+        return _with_center_here(change)(now, 0)
 
 
 class Partition(Whole):
@@ -263,7 +266,9 @@ class Partition(Whole):
         Each part has a conditional of its own, which carries what is changed of that
         part only: XLA copies what several branches of one conditional hand on. What is
         read alone is cut inside of the branch, and is no operand where nobody reads it.
+        A part of a center that lives on the host is on the device inside of it.
         """
+        change = _with_center_here(change)
         for number in range(self.number):
             fields = fields_of(now)
             nothing: dict[str, Tree] = dict.fromkeys(fields, ())
@@ -323,6 +328,20 @@ def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
         center=now.center._replace(value=fields["center"], outer=fields["outer"]),
         exchange=fields["exchange"],
     )
+
+
+def _with_center_here(
+    change: Callable[[Meeting, int], Meeting],
+) -> Callable[[Meeting, int], Meeting]:
+    """The change, of a center that is moved to the device for it and back."""
+
+    def here(now: Meeting, part: int) -> Meeting:
+        if not memory.is_on_host(now.center):
+            return change(now, part)
+        after = change(now._replace(center=memory.on_device(now.center)), part)
+        return after._replace(center=memory.like(after.center, now.center))
+
+    return here
 
 
 def split(fragments: Fragments, tree: Tree) -> Whole:

@@ -13,6 +13,7 @@ from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
+    CenterMemory,
     CenterRule,
     InnerState,
     Period,
@@ -44,6 +45,7 @@ from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
+from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces, map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import Tree
@@ -65,6 +67,7 @@ def center_variable(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
+    center_memory: CenterMemory = "device",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Workers that train on their own and meet at a center every few steps.
 
@@ -180,6 +183,12 @@ def center_variable(
         keep_local: The share of its own parameters that a worker keeps where `rule`
             takes the center, in [0, 1]; other rules take what their formula says.
             Above 0 the workers never agree: evaluate the center. `None`: 0.
+        center_memory: Where center and outer state live, which only rounds read:
+            `"device"`, or `"pinned_host"`, the memory of the device's host. They are
+            copied to the device by the program that meets, so there are two programs:
+            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not look
+            at the center between rounds, without `delay`. JAX's CPU device has one
+            memory, in which this changes nothing but the arrays' kind.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -214,6 +223,7 @@ def center_variable(
     between = None if known is None else steps_between(period, known, delay)
     if shard_center:
         checks.check_whole_center(fragments != 1)
+    on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
         rule,
@@ -233,8 +243,9 @@ def center_variable(
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period) or (sharded is not None and sharded.coded),
         nests=True,
-        state=state_class(rule),
+        state=state_class(rule, on_host),
         sharded=sharded,
+        on_host=on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -266,6 +277,7 @@ class Lockstep(NamedTuple):
     state: type[CenterState]
     round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
     sharded: Pieces | None = None  # the phases, where the center lies in pieces
+    on_host: bool = False  # whether center and outer state live in the host's memory
 
     def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
@@ -338,6 +350,8 @@ class Lockstep(NamedTuple):
             map_but_counters,
             lambda x: varying.localize_where_mapped(x, meeting.axis_name),
         )
+        if self.on_host:
+            held = memory.on_host(held)
         return self.state(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
@@ -376,6 +390,8 @@ class Lockstep(NamedTuple):
         num_workers = self.check_step(grads, state, params)
         plan = self.plan(state.center)
         self.check_stream(plan, state, params, meet, extra_args)
+        if self.on_host:
+            checks.check_meet(meet)
         steps = state.steps_since_round + 1
         before = Worker(params, state.inner, state.taken, state.accumulated)
         worker = work.walk(

@@ -12,7 +12,7 @@ from optx_sync.center.checks import holds_center
 from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
-from optx_sync.placement import fields
+from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
 
@@ -60,6 +60,10 @@ def _kind_of_center(state: "CenterState") -> fields.Kind:
         return fields.SHARED
     # Of several parts most are on their way at any time, and go on.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
+
+
+def _kind_of_center_on_host(state: "CenterState") -> fields.Kind:
+    return _kind_of_center(state).on_host
 
 
 def _kind_of_taken(state: "CenterState") -> fields.Kind:
@@ -112,7 +116,7 @@ class CenterState(NamedTuple):
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center: Tree = self.center
+        center: Tree = memory.on_device(self.center)
         if fields.is_in_pieces(center):
             center = whole_center(center, params)
         else:
@@ -138,7 +142,7 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
-            center: Tree = self.center
+            center: Tree = memory.on_device(self.center)
             if fields.is_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
@@ -177,7 +181,7 @@ class CenterState(NamedTuple):
             )
         lost = []
         state: Any = self  # to which the decorator has given a table
-        learned = fields.kind_of(state, "center") == fields.TAKEN_CENTER
+        learned = fields.kind_of(state, "center").lands == "everyone"
         if _has_parts(self):
             if fewer:
                 lost += ["what leaving workers have learned since their parts met"]
@@ -210,11 +214,49 @@ class SoftSummedCenterState(SoftCenterState):
     __slots__ = ()
 
 
-def state_class(rule: CenterRule) -> type[CenterState]:
+@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
+class HostCenterState(CenterState):
+    """A `CenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
+class HostSummedCenterState(SummedCenterState):
+    """A `SummedCenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
+class HostSoftCenterState(SoftCenterState):
+    """A `SoftCenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
+class HostSoftSummedCenterState(SoftSummedCenterState):
+    """A `SoftSummedCenterState` with both in the memory of the host."""
+
+    __slots__ = ()
+
+
+_CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
+    (False, False, False): CenterState,
+    (False, True, False): SummedCenterState,
+    (True, False, False): SoftCenterState,
+    (True, True, False): SoftSummedCenterState,
+    (False, False, True): HostCenterState,
+    (False, True, True): HostSummedCenterState,
+    (True, False, True): HostSoftCenterState,
+    (True, True, True): HostSoftSummedCenterState,
+}
+
+
+def state_class(rule: CenterRule, on_host: bool = False) -> type[CenterState]:
     """A rule's state class: `resize` needs to know the rule, and no field says it."""
-    if rule.mean_over is None:
-        return SummedCenterState if rule.take is None else SoftSummedCenterState
-    return CenterState if rule.take is None else SoftCenterState
+    return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
 
 
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:

@@ -47,6 +47,7 @@ from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.metrics import measure_in_pieces, square_sum
+from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces
 from optx_sync.trees import Tree, where, zeros_like
 
@@ -244,7 +245,8 @@ class Pieces(NamedTuple):
 
     def _whole(self, now: Now, like: Tree = None) -> Tree:
         """The center, gathered, in its own dtypes or in those of the parameters."""
-        pieces, buckets = now.center.value.tree, self.meeting.exchange.bucket_bytes
+        pieces = memory.on_device(now.center.value.tree)
+        buckets = self.meeting.exchange.bucket_bytes
         if like is None:
             like = work.as_center(now.worker.params, pieces)
         return gather(pieces, like, self.meeting.axis_name, buckets)

@@ -32,6 +32,7 @@ from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
+from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
 
@@ -247,6 +248,7 @@ class Meeting(NamedTuple):
             worker = worker._replace(inner=self.inner.init(worker.params))
         info = now.info
         if self.drop_nonfinite:
+            center = memory.on_device(center)
             worker = work.mend(self.inner, worker, center, now.well)
             dropped = info.dropped + (~now.well).astype(jnp.int32)
             info = info._replace(dropped=dropped)
