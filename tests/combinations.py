@@ -81,6 +81,9 @@ CENTER = {
     "`drop_nonfinite`": Option({"drop_nonfinite": True}),
     "`measure`": Option({"measure": True}),
     "`shard_center`": Option({"shard_center": True}),
+    '`center_memory="pinned_host"`': Option(
+        {"center_memory": "pinned_host"}, {"meet": True}
+    ),
     "`fragments`": Option({"fragments": 2}),
     "`delay`": Option({"delay": 1}),
     "`keep_local`": Option({"keep_local": 0.5}),

@@ -128,15 +128,6 @@ def check_streams(
         )
 
 
-def check_whole_center(parts: bool) -> None:
-    """Refuse beside `shard_center` what cuts the center in another way."""
-    if parts:
-        raise ValueError(
-            "shard_center=True cannot be combined with fragments: a part would have to "
-            "be cut in pieces of its own. Leave one of them out; delay goes with both."
-        )
-
-
 def check_streaming_step(
     state: Any, expected: Any, meet: bool | jax.Array | None, in_line: bool
 ) -> None:

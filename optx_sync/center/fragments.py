@@ -5,6 +5,7 @@ A part has the structure of the tree, with `optax.MaskedNode` for the leaves tha
 does not have and some rows of those that it shares with others.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -23,9 +24,9 @@ from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces, is_in_pieces
+from optx_sync.placement.fields import InParts, InPieces
 from optx_sync.shapes import Array, Int32
-from optx_sync.trees import Tree, is_masked, is_nothing, path_name
+from optx_sync.trees import Tree, is_masked, is_nothing, path_name, zeros_like
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
@@ -45,7 +46,8 @@ MENDS = frozenset({"params", "accumulated", "inner"})
 class Pending(NamedTuple):
     """The mean or sum of a part that the center has not absorbed yet: equal on all."""
 
-    # Of arrays, of the size of the largest part; of a center in pieces `InPieces`.
+    # Of arrays, of the size of the largest part; of a center in pieces an `InPieces`
+    # for each part.
     values: Tree
     steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
@@ -216,6 +218,7 @@ class Partition(Whole):
             else _balanced([leaf for _, leaf in leaves], fragments)
         )
         self._treedef = jax.tree.structure(tree)
+        self._forms = tuple((jnp.shape(leaf), leaf.dtype) for _, leaf in leaves)
         found = {int(part) for owner in owners for part in owner}
         self.number = number_of_parts(fragments) or 1 + max(found, default=0)
         missing = sorted(set(range(self.number)) - found)
@@ -229,10 +232,39 @@ class Partition(Whole):
             [_rows_of(owner, part) for owner in owners] for part in range(self.number)
         ]
 
+    @property
+    def shapes(self) -> Tree:
+        """Those of the tree that was cut."""
+        return self._treedef.unflatten(
+            jax.ShapeDtypeStruct(*form) for form in self._forms
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it cuts the same trees in the same way."""
+        if self is other:
+            return True
+        return isinstance(other, Partition) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _said(self) -> tuple[Any, ...]:
+        each = (rows for part in self._rows for rows in part)
+        rows = (x.tobytes() if isinstance(x, np.ndarray) else str(x) for x in each)
+        return self._treedef, self._forms, tuple(rows)
+
+    # Of states that are handed to a program JAX asks for it in every step.
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._said)
+
     def pick(self, tree: Tree, part: int) -> Tree:
         """A part of a tree like the one that was cut; of () it is ()."""
         if is_nothing(tree):
             return tree
+        if isinstance(tree, InParts):
+            return tree.parts[part]
         leaves = self._treedef.flatten_up_to(tree)
         return self._treedef.unflatten(
             optax.MaskedNode() if rows is None else _take_rows(x, rows)
@@ -243,12 +275,26 @@ class Partition(Whole):
         """The tree with other values of a part."""
         if is_nothing(tree):
             return tree
+        if isinstance(tree, InParts):
+            return InParts((*tree.parts[:part], values, *tree.parts[part + 1 :]), self)
         leaves = self._treedef.flatten_up_to(tree)
         values = self._treedef.flatten_up_to(values)
         return self._treedef.unflatten(
             x if rows is None else _put_rows(x, rows, value)
             for x, rows, value in zip(leaves, self._rows[part], values, strict=True)
         )
+
+    def join(self, parts: Sequence[Tree]) -> Tree:
+        """The tree of all parts, in their dtypes."""
+        leaves = map(self._treedef.flatten_up_to, parts)
+        joined = []
+        for (shape, dtype), *rows in zip(self._forms, *leaves, strict=True):
+            found = [x.dtype for x in rows if not is_masked(x)]
+            joined.append(jnp.zeros(shape, found[0] if found else dtype))
+        tree = vary_with(self._treedef.unflatten(joined), parts)
+        for number, part in enumerate(parts):
+            tree = self.put(tree, number, part)
+        return tree
 
     def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
         """A tuple of states, one for each part."""
@@ -358,12 +404,11 @@ class Buffer:
     Where all parts have the same shapes they are the part's own arrays. Where some part
     has the most rows of each leaf, as with `strided`, they are an array for each leaf,
     which keeps its other axes, and with them the shards. Else they are one flat array
-    for each dtype. Those of pieces are pieces.
+    for each dtype.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
         """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
-        self._pieces = tree if is_in_pieces(tree) else None
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
@@ -384,17 +429,10 @@ class Buffer:
 
     def zeros(self) -> Tree:
         """An empty buffer."""
-        zeros = tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
-        if self._pieces is None:
-            return zeros
-        return InPieces(vary_with(zeros, self._pieces))
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
 
-    def pack(self, part: Tree) -> Tree:
-        """A part in the form of the buffer, the rest zeros."""
-        values = self._packed(part)
-        return values if self._pieces is None else InPieces(values)
-
-    def _packed(self, part: Tree) -> tuple[jax.Array, ...]:
+    def pack(self, part: Tree, number: int) -> Tree:
+        """A part in the form of the buffer, the rest zeros; its number is not asked."""
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
@@ -409,7 +447,6 @@ class Buffer:
 
     def unpack(self, values: Tree, part: int) -> Tree:
         """The part that a buffer holds, whose number the caller knows."""
-        values = values.tree if is_in_pieces(values) else values
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)
@@ -425,6 +462,36 @@ class Buffer:
         held = dict(zip(self._sizes, values, strict=True))
         found = joint.cut([held[dtype] for dtype in joint.kinds])
         return treedef.unflatten(map(shaped, found, like))
+
+
+class BufferOfPieces(Buffer):
+    """The same of a center in pieces: arrays for each part, of which one holds any.
+
+    Joined, pieces would be those of another array, which nobody could cut anew.
+    """
+
+    def __init__(self, partition: Whole, tree: Tree):
+        """For the parts of a tree in pieces."""
+        self._parts = [partition.pick(tree, part) for part in range(partition.number)]
+
+    def zeros(self) -> Tree:
+        """An empty buffer."""
+        return tuple(vary_like(zeros_like(part), part) for part in self._parts)
+
+    def pack(self, part: Tree, number: int) -> Tree:
+        """A part in the form of the buffer, the rest zeros."""
+        zeros = self.zeros()
+        return (*zeros[:number], part, *zeros[number + 1 :])
+
+    def unpack(self, values: Tree, part: int) -> Tree:
+        """The part that a buffer holds."""
+        return values[part]
+
+
+def buffer_of(partition: Whole, center: Tree) -> Buffer:
+    """A buffer for the parts of a center, as it lies."""
+    cut = isinstance(center, InPieces | InParts)
+    return (BufferOfPieces if cut else Buffer)(partition, center)
 
 
 def _sizes_of(tree: Tree) -> Counter[np.dtype]:

@@ -172,7 +172,8 @@ def center_variable(
             the owners' pieces are ahead of it is what they code next. With `measure`
             and without codes the old center is gathered, too: half as many bytes again
             in a round. Center and outer state are `InPieces`, as in `cross_shard(...,
-            shard_state=True)`; `oxs.center_params` of all workers' state is whole.
+            shard_state=True)`, one for each part where there are `fragments`;
+            `oxs.center_params` of all workers' state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
             the leaf or a sequence of ints for its rows along axis 0, such as
@@ -221,8 +222,6 @@ def center_variable(
     exchange = exchanges.check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
-    if shard_center:
-        checks.check_whole_center(fragments != 1)
     on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
@@ -322,9 +321,11 @@ class Lockstep(NamedTuple):
 
         rule = self.meeting.rule
         held = Center(center, () if rule.outer is None else each(rule.outer.init))
-        if self.sharded is not None:
+        if self.sharded is not None and known == 1:
             outer = () if rule.outer is None else InPieces(held.outer)
             held = Center(InPieces(center), outer)
+        elif self.sharded is not None:
+            held = Center(some, () if rule.outer is None else some)
         in_line = self.delay == 1 and known == self.period and self.sharded is None
         return (
             some if known != 1 else (),
@@ -388,8 +389,11 @@ class Lockstep(NamedTuple):
         """One step that returns parameters: the driver of every center rule."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
-        plan = self.plan(state.center)
-        self.check_stream(plan, state, params, meet, extra_args)
+        center = self.whole_center(state, params)
+        plan = self.plan(center)
+        if self.sharded is not None:
+            self.sharded.check(plan.parts, state.center, center)
+        self.check_stream(plan, state, center, meet, extra_args)
         if self.on_host:
             checks.check_meet(meet)
         steps = state.steps_since_round + 1
@@ -500,9 +504,15 @@ class Lockstep(NamedTuple):
         alike = jnp.result_type(weight) == jnp.bool_
         return own_weight(weight, meeting.axis_name), alike
 
+    def whole_center(self, state: CenterState, params: Tree) -> Tree:
+        """The center, or its shapes where it lies in pieces."""
+        if self.sharded is None:
+            return state.center
+        return jax.eval_shape(lambda x: work.start_center(x, self.dtype), params)
+
     def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""
-        num_workers = checks.check_step(
+        return checks.check_step(
             grads,
             state,
             params,
@@ -510,15 +520,12 @@ class Lockstep(NamedTuple):
             self.meeting.rule,
             in_pieces=self.sharded is not None,
         )
-        if self.sharded is not None:
-            self.sharded.check(state.center, params)
-        return num_workers
 
     def check_stream(
         self,
         plan: _Plan,
         state: CenterState,
-        params: Tree,
+        center: Tree,
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
@@ -527,9 +534,6 @@ class Lockstep(NamedTuple):
             return
         if self.meeting.rule.outer is self.meeting.inner:
             checks.check_delayed_inner(self.delay, extra_args)
-        center: Tree = state.center
-        if self.sharded is not None:
-            center = jax.eval_shape(lambda x: work.start_center(x, self.dtype), params)
         checks.check_streaming_step(
             state,
             jax.eval_shape(self.start, center),
@@ -540,7 +544,7 @@ class Lockstep(NamedTuple):
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state once a rule around this one has moved the workers' parameters."""
         sharded, axis_name = self.sharded, self.meeting.axis_name
-        center: Tree = state.center if sharded is None else state.center.tree
+        center = self.whole_center(state, after)
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),

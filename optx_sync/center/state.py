@@ -52,7 +52,7 @@ def _has_parts(state: "CenterState") -> bool:
 
 def _is_decoded(state: "CenterState") -> bool:
     """Whether workers hold the center as they decoded it, and its owners the exact."""
-    return fields.is_in_pieces(state.center) and not is_nothing(state.taken)
+    return lies_in_pieces(state.center) and not is_nothing(state.taken)
 
 
 def _kind_of_center(state: "CenterState") -> fields.Kind:
@@ -117,7 +117,7 @@ class CenterState(NamedTuple):
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
         center: Tree = memory.on_device(self.center)
-        if fields.is_in_pieces(center):
+        if lies_in_pieces(center):
             center = whole_center(center, params)
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
@@ -143,7 +143,7 @@ class CenterState(NamedTuple):
                 return p.astype(c.dtype) - c
 
             center: Tree = memory.on_device(self.center)
-            if fields.is_in_pieces(center):
+            if lies_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
@@ -264,11 +264,18 @@ def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     return jnp.sqrt(square_sum(tree, like, stacked))
 
 
-def whole_center(center: fields.InPieces, params: Tree) -> Tree:
+def lies_in_pieces(center: Tree) -> bool:
+    """Whether no worker holds more than pieces of a center."""
+    return isinstance(center, fields.InPieces | fields.InParts)
+
+
+def whole_center(center: Tree, params: Tree) -> Tree:
     """The center in one piece, from the pieces of all workers or as `init` makes it.
 
     `params` are those of one worker, or of all with a worker axis in front.
     """
+    if isinstance(center, fields.InParts):
+        return center.whole()
     pairs = [
         (c, p)
         for c, p in zip(
@@ -292,11 +299,7 @@ def whole_center(center: fields.InPieces, params: Tree) -> Tree:
         if same and all(p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs):
             break
     else:
-        raise ValueError(
-            "The state holds one piece of its center, or pieces for other parameters. "
-            "Ask for the center outside of the mapped function, of the state of all "
-            "workers together."
-        )
+        raise ValueError(fields.ONE_PIECE)
 
     def join(c, p):
         if is_masked(c):

@@ -53,6 +53,8 @@ def held(state: Tree, form: Form) -> list[Held]:
     for node in centers(form.bare(range(len(names)))):
         center: Any = (fields.center_of(node) or ((), ()))[1]
         center = center.tree if fields.is_in_pieces(center) else center
+        if isinstance(center, fields.InParts):
+            center = center.partition.shapes
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             center, is_leaf=is_masked
         )

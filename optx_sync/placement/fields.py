@@ -18,7 +18,10 @@ step needs. What these are says the `Info`'s own table, as if they were the stat
 fields.
 """
 
+import dataclasses
 import enum
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -233,6 +236,45 @@ class OwnedState(NamedTuple):
 
     own: InPieces  # of an `Owned`
     constants: list[Any]  # arrays that stand in the state of pieces and are not cut
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["partition"]
+)
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """A tree of which each part lies in pieces of its own.
+
+    How it is cut in parts is no array, but belongs to the tree's structure: a
+    `Partition` of `center/fragments.py`.
+    """
+
+    parts: tuple[InPieces, ...]
+    partition: Any
+
+    def whole(self) -> Any:
+        """The tree, from the pieces of all workers or as `init` makes it."""
+        shapes = self.partition.each(lambda part: part, self.partition.shapes)
+        return self.partition.join(
+            [
+                jax.tree.map(_joined, part.tree, shape)
+                for part, shape in zip(self.parts, shapes, strict=True)
+            ]
+        )
+
+
+def _joined(pieces: Any, like: Any) -> Any:
+    """Pieces of an array `[N, k]`, or all of it, flat, in its shape."""
+    size = math.prod(like.shape)
+    if pieces.size < size:
+        raise ValueError(ONE_PIECE)
+    return pieces.reshape(-1)[:size].reshape(like.shape)
+
+
+ONE_PIECE = (
+    "The state holds one piece of its center, or pieces for other parameters. Ask for "
+    "the center outside of the mapped function, of the state of all workers together."
+)
 
 
 def is_in_pieces(x: Any) -> bool:

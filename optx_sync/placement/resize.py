@@ -407,6 +407,9 @@ def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) ->
             params,
             is_leaf=is_masked,
         )
+    elif isinstance(center, fields.InParts):
+        whole = jax.tree.map(lambda c: c[0], center).whole()
+        center = jax.tree.map(lambda c: np.asarray(c)[None], whole)
     first = 0 if kind.lands == "everyone" else min(how.before, how.after)
 
     def place(c, p):

@@ -77,7 +77,9 @@ class InLine(NamedTuple):
         def set_out(now, part):
             now, contribution = self.meeting.bring(now, step, part)
             weight = now.weight if self.meeting.drop_nonfinite else ()
-            pending = Outgoing(buffer.pack(contribution), step.at(part).steps, weight)
+            pending = Outgoing(
+                buffer.pack(contribution, part), step.at(part).steps, weight
+            )
             return now._replace(pending=pending)
 
         before = now.pending

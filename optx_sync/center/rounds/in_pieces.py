@@ -38,7 +38,7 @@ from optx_sync.center.contract import (
     reads,
     static_period,
 )
-from optx_sync.center.fragments import Whole
+from optx_sync.center.fragments import Partition, Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import check_axis_name
@@ -48,7 +48,7 @@ from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.metrics import measure_in_pieces, square_sum
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces
+from optx_sync.placement.fields import InParts, InPieces, is_in_pieces
 from optx_sync.trees import Tree, where, zeros_like
 
 _OPTION = "shard_center=True"
@@ -108,18 +108,28 @@ class Pieces(NamedTuple):
     def start_center(self, parts: Whole, center: Tree) -> Center:
         """The pieces of a whole center, and those of the outer state."""
         outer, axis_name = self.rule.outer, self.meeting.axis_name
-        held = own_pieces(lambda pieces: pieces, center, axis_name)
-        if outer is None:
-            return Center(held, ())
-        return Center(held, own_pieces(outer.init, center, axis_name))
+
+        def own(init):
+            return parts.each(lambda part: own_pieces(init, part, axis_name), center)
+
+        held = own(lambda pieces: pieces)
+        if isinstance(parts, Partition):
+            held = InParts(held, parts)
+        return Center(held, () if outer is None else own(outer.init))
 
     def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
         return self.meeting.remember(part)
 
-    def check(self, center: InPieces, params: Tree) -> None:
-        """Refuse pieces for another number of workers."""
-        check_pieces(center, lambda pieces: pieces, params, self.meeting.axis_name)
+    def check(self, parts: Whole, center: Tree, whole: Tree) -> None:
+        """Refuse pieces for another number of workers; `whole` has the shapes."""
+        for number in range(parts.number):
+            check_pieces(
+                parts.pick(center, number),
+                lambda pieces: pieces,
+                parts.pick(whole, number),
+                self.meeting.axis_name,
+            )
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, what this worker sends, whole arrays)."""
@@ -176,16 +186,33 @@ class Pieces(NamedTuple):
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """What else a round does to a worker; a broken one takes the whole center."""
         whole = now.worker.params
+        takes = self.takes_all and not self.delay and is_in_pieces(center)
         if self.coded:
             whole = now.worker.taken
-        elif self.drop_nonfinite and (self.delay or not self.takes_all):
-            whole = self._whole(now)
+        elif self.drop_nonfinite and not takes:
+            # It is gathered where anybody needs it.
+            broken = localize((~now.well).astype(jnp.float32), self.meeting.axis_name)
+            broken = reduce(broken, self.meeting.axis_name, reduction="sum")
+            whole = jax.lax.cond(
+                broken > 0,
+                lambda params: vary_like(self._gathered(center, params), params),
+                lambda params: params,
+                whole,
+            )
         return self.meeting.settle(now, walked, whole)
 
-    def moved(self, center: InPieces, change: Tree) -> InPieces:
+    def moved(self, center: Tree, change: Tree) -> Tree:
         """The center once it has moved by a whole tree that is equal on all."""
-        own = cut(change, self.meeting.axis_name)
-        return InPieces(jax.tree.map(jnp.add, center.tree, own))
+        axis_name = self.meeting.axis_name
+
+        def moved(pieces, change):
+            own = cut(change, axis_name)
+            return InPieces(jax.tree.map(jnp.add, pieces.tree, own))
+
+        if is_in_pieces(center):
+            return moved(center, change)
+        changes = center.partition.each(lambda part: part, change)
+        return InParts(tuple(map(moved, center.parts, changes)), center.partition)
 
     def _sent(self, now: Now, at: Round) -> Tree:
         """What a worker sends, whole arrays: a contribution, or what it is made of."""
@@ -243,12 +270,19 @@ class Pieces(NamedTuple):
         like = localize(now.info.measured.update_norm, self.meeting.axis_name)
         return square_sum(piece, like)
 
-    def _whole(self, now: Now, like: Tree = None) -> Tree:
-        """The center, gathered, in its own dtypes or in those of the parameters."""
-        pieces = memory.on_device(now.center.value.tree)
+    def _whole(self, now: Now) -> Tree:
+        """The center, gathered, in its own dtypes."""
+        center = now.center.value
+        return self._gathered(center, work.as_center(now.worker.params, center.tree))
+
+    def _gathered(self, center: Tree, like: Tree) -> Tree:
+        """The center, or a part, gathered, in the dtypes of the parameters `like`."""
+        if isinstance(center, InParts):
+            cut = center.partition
+            pairs = zip(center.parts, cut.each(lambda part: part, like), strict=True)
+            return cut.join([self._gathered(*pair) for pair in pairs])
         buckets = self.meeting.exchange.bucket_bytes
-        if like is None:
-            like = work.as_center(now.worker.params, pieces)
+        pieces = memory.on_device(center.tree)
         return gather(pieces, like, self.meeting.axis_name, buckets)
 
     def _taking(self, now: Now, at: Round) -> Worker:
@@ -261,7 +295,11 @@ class Pieces(NamedTuple):
             gap = jax.tree.map(jnp.subtract, owned, cut(seen, axis_name))
             after = jax.tree.map(jnp.add, seen, halves.down(gap, seen, axis_name))
         else:
-            after = self._whole(now, worker.params if self.takes_all else None)
+            # In the parameters' dtypes, where these are all that is made of it.
+            like = worker.params
+            if not self.takes_all:
+                like = work.as_center(like, now.center.value.tree)
+            after = self._gathered(now.center.value, like)
         return work.take(self.rule, worker, after, after, at, meeting.keep_local)
 
 

@@ -6,7 +6,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from optx_sync.center.contract import Round
-from optx_sync.center.fragments import LANDS, MENDS, SETS_OUT, Buffer, Pending, Whole
+from optx_sync.center.fragments import (
+    LANDS,
+    MENDS,
+    SETS_OUT,
+    Buffer,
+    Pending,
+    Whole,
+    buffer_of,
+)
 from optx_sync.center.rounds.meeting import Now, OnItsWay, Phases, Step, either
 from optx_sync.trees import Tree
 
@@ -20,13 +28,13 @@ class Later(NamedTuple):
     def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         pushed = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
-        buffer = Buffer(parts, held).zeros()
+        buffer = buffer_of(parts, held).zeros()
         pending = Pending(buffer, jnp.zeros((), jnp.int32), pushed)
         return pending, parts.each(self.meeting.remember, center)
 
     def step(self, now: Now, step: Step) -> Now:
         """One step of the round: what lands, lands before the next part sets out."""
-        buffer = Buffer(step.parts, now.center.value)
+        buffer = buffer_of(step.parts, now.center.value)
         lands = (step.rounds != 0) & (step.quiet < self.delay)
         lands &= (step.steps >= self.delay) | step.due
         now = either(
@@ -43,7 +51,7 @@ class Later(NamedTuple):
         def set_out(now, part):
             now, contribution = self.meeting.bring(now, step, part)
             now, total, pushed = self.meeting.agree(now, step, contribution)
-            pending = Pending(buffer.pack(total), step.at(part).steps, pushed)
+            pending = Pending(buffer.pack(total, part), step.at(part).steps, pushed)
             return now._replace(pending=pending)
 
         now = step.parts.in_turn(step.part(), set_out, now, SETS_OUT)
