@@ -33,6 +33,7 @@ from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints
+from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
 
@@ -842,6 +843,30 @@ def test_nothing_is_begun_afresh_without_a_word(tmp_path):
     in_parts(0)
     with pytest.raises(ValueError, match="or the parts are others"):
         in_parts(1)
+
+
+def test_server_without_a_start_says_so_until_it_is_told(tmp_path):
+    """Its process may die before it has been told, and be told again."""
+    shapes = jax.eval_shape(lambda: PARAMS)
+    rule, enter = oxs.local_sgd_rule(), protocol.Enter(0, 0)
+
+    def start(folder=None):
+        return Server(shapes, rule, num_workers=2, checkpoint_dir=folder)
+
+    for folder, message in ((None, "Pass checkpoint_dir"), (tmp_path, "no checkpoint")):
+        server = start(folder)
+        for call in (server.center, server.checkpoint, lambda: server.handle(enter)):
+            with pytest.raises(NoStart, match=message):
+                call()
+        assert server.news("", 0)[1] == []  # The run asks for these all the same.
+    told = {0: jax.tree.map(np.asarray, PARAMS)}
+    server = start(tmp_path)  # The first one had saved nothing.
+    server.begin(told)
+    server.push(Push(0, 1, moves()))
+    server.checkpoint()
+    for again in (server, start(tmp_path)):
+        again.begin(told)  # Its answer was lost: what it holds stays.
+        np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 1)
 
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
