@@ -52,7 +52,6 @@ def loop(config):
     import jax
     import numpy as np
     import optax
-    from sklearn.datasets import load_digits
 
     import optx_sync as oxs
 
@@ -63,8 +62,8 @@ def loop(config):
         with open(config["log"], "a") as log:
             log.write(json.dumps(line) + "\n")
 
-    images, labels = load_digits(return_X_y=True)
-    images = np.asarray(images / 16, np.float32)
+    digits = np.load(config["digits.npz"])
+    images, labels = digits["images"], digits["labels"]
     order = np.random.default_rng(0).permutation(len(labels))
     test, train = order[:360], order[360:]
     network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
@@ -75,7 +74,7 @@ def loop(config):
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels
         return entropy(logits, labels).mean()
 
-    with oxs.elastic.Group(config["folder"], "workers") as group:
+    with oxs.elastic.Group(config["run"], "workers") as group:
         initial = network.init(jax.random.key(0), images[:1])
         params, state = group.restore_or_start((initial, tx.init(initial)))
         say("restored", position=group.position)
@@ -101,8 +100,10 @@ def loop(config):
 
 def trainer(folder, examples, processes, quiet_end):
     """A `JaxTrainer` of that loop; `quiet_end` leaves out JAX's own end of a group."""
+    import numpy as np
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
+    from sklearn.datasets import load_digits
 
     config = JaxConfig(use_gpu=True)
     if quiet_end:
@@ -125,7 +126,9 @@ def trainer(folder, examples, processes, quiet_end):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    where = {"folder": str(folder / "run"), "log": str(folder / "log")}
+    where = {name: str(folder / name) for name in ("run", "log", "digits.npz")}
+    images, labels = load_digits(return_X_y=True)
+    np.savez(where["digits.npz"], images=np.float32(images / 16), labels=labels)
     return JaxTrainer(
         loop,
         train_loop_config={**where, "examples": examples},

@@ -140,11 +140,10 @@ class Group:
         Raises:
             ValueError: The save is of another model or optimizer.
         """
-        started = self.workers.start(state)
         step = self.manager.latest_step()
         if step is None:
-            return started
-        del started  # its shapes are known, and its memory is needed
+            return self.workers.start(state)
+        self.workers.expect(state)
         restored = self.workers.restore(self.manager, step)
         notes = self.manager.metadata(step).custom_metadata[_NOTES]
         self._saved, self.position, self.notes = step, step, notes

@@ -350,6 +350,12 @@ TABLE = [
         "its buffers hold the newer one. Go on with what that step returned",
     ),
     Mistake(
+        "One array as state and as batch",
+        BEGIN + STEP + "step(params, opt_state, params['w'], targets)",
+        "ValueError: train_step was given one array as argument 0['w'], which is "
+        "state, and as argument 2. The state's memory becomes the new state's: pass",
+    ),
+    Mistake(
         "Predictions of examples among the results",
         "step = workers.step(lambda total, x: (total, x[:, 0]), average=False)\n"
         "_, own = step(workers.start(0.0), inputs)\n"

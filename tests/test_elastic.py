@@ -89,11 +89,13 @@ def test_after_deaths_the_run_is_that_of_the_workers_left(rule, tmp_path):
     assert oxs.elastic.Group(tmp_path, AXIS).manager.latest_step() == position
 
 
-def test_a_joiner_is_as_resize_makes_it(tmp_path):
+def test_a_joiner_is_as_resize_makes_it(tmp_path, monkeypatch):
     with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
         state = live(group, DILOCO, rounds=1)
         saved = group.position
     three = oxs.elastic.Group(tmp_path, oxs.Workers(3, AXIS))
+    # Who goes on needs no start, which places each leaf in agreement of all processes.
+    monkeypatch.setattr(oxs.Workers, "start", None)
     restored = three.restore_or_start(start(DILOCO))
     assert (three.position, three.notes) == (saved, {"rounds": 1})
     equal(restored, group.workers.resize(state, 3))

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
@@ -94,6 +94,16 @@ class Layout(NamedTuple):
             arrays = [placing.onto(self.mesh, x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
+
+    def shapes(self, form: Form, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """What `start` would give: shapes, dtypes and places."""
+        of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
+        here = SingleDeviceSharding(jax.devices()[0])
+        places = self.places(form, arrays) or [here] * len(of_all)
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(of_all, places, strict=True)
+        ]
 
     def place(self, *spec: Any) -> NamedSharding | None:
         """A place on the mesh."""

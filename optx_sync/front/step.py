@@ -2,6 +2,7 @@
 """One worker's step, compiled for all of them: what `Workers.step` returns."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -57,13 +58,16 @@ class Step:
         self.split: Any = split
         self.average: bool = average
         self.name: str = getattr(fun, "__name__", "The step")
+        self.donate: bool = donate
         donated = (1,) if donate else ()
         self.program: Any = jax.jit(self._run, static_argnums=0, donate_argnums=donated)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: the state first, then other results."""
         call, arrays, batches = self._take_apart(args, kwargs)
-        # XLA itself may crash on what it is given twice.
+        # XLA itself may crash on either.
+        if self.donate:
+            self._check_given_once(call, arrays, batches)
         if any(map(_is_used_up, arrays)):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
@@ -87,6 +91,27 @@ class Step:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for these arguments, as by `jax.jit`."""
         return self.program.lower(*self._take_apart(args, kwargs))
+
+    def _check_given_once(self, call: _Call, arrays: list, batches: list) -> None:
+        """Refuse an array of the state that is passed twice: its memory is reused."""
+        donated, others = list(map(id, arrays)), map(id, itertools.chain(*batches))
+        if len({*donated}) == len(donated) and {*donated}.isdisjoint(others):
+            return
+        named = [
+            f"argument {path[0].idx}{path_name(path[1:], '')}"
+            for path in call.state.paths()
+        ]
+        for number, form in enumerate(call.batches, self.state):
+            named += [f"argument {number}{path_name(p, '')}" for p in form.paths()]
+        found: dict[int, str] = {}
+        for name, x in zip(named, itertools.chain(arrays, *batches), strict=True):
+            first = found.setdefault(id(x), name)
+            if first != name and id(x) in donated:
+                raise ValueError(
+                    f"{self.name} was given one array as {first}, which is state, and "
+                    f"as {name}. The state's memory becomes the new state's: pass "
+                    "jnp.copy(x), or keep it by workers.step(donate=False)."
+                )
 
     def _take_apart(self, args: tuple, kwargs: dict) -> tuple[_Call, list, list]:
         """What the program is compiled for, the state's arrays and the batches'."""

@@ -186,15 +186,7 @@ class Workers:
             >>> state["w"].shape, state["key"].shape, state["name"]
             ((4, 3), (4,), 'mine')
         """
-        form, arrays = forms.split(forms.with_arrays(state))
-        _warn_of_raw_keys(form, arrays)
-        before, shapes = self._started or (None, [])
-        if form == before and [x.shape for x in arrays] == [x.shape for x in shapes]:
-            raise ValueError(
-                "This state has been started already: it has the workers' axes in "
-                "front. Go on with it as it is; what workers.restore and "
-                "workers.resize return is started, too."
-            )
+        form, arrays = self._one(state)
         arrays = self._layout().start(form, arrays)
         self._started = (
             form,
@@ -204,6 +196,47 @@ class Workers:
             ],
         )
         return form.merge(arrays)
+
+    def expect(self, state: Tree) -> None:
+        """Tell `restore` what a checkpoint holds, without starting from it.
+
+        As `start`, but of shapes alone: nothing is computed, placed or communicated,
+        and no memory is needed beside the restored state's.
+
+        Args:
+            state: One worker's, as for `start`.
+
+        Raises:
+            ValueError: As `start`.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
+            >>> import optx_sync as oxs
+            >>> workers, first = oxs.Workers(4, "workers"), {"w": jnp.ones(3)}
+            >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+            ...     saved = ocp.args.StandardSave(workers.start(first))
+            ...     _ = manager.save(1, args=saved)
+            ...     manager.wait_until_finished()
+            ...     again = oxs.Workers(4, "workers")
+            ...     again.expect(first)
+            ...     again.restore(manager)["w"].shape
+            (4, 3)
+        """
+        form, arrays = self._one(state)
+        self._started = form, self._layout().shapes(form, arrays)
+
+    def _one(self, state: Tree) -> tuple[forms.Form, list[Any]]:
+        """One worker's state that was not started before, as form and arrays."""
+        form, arrays = forms.split(forms.with_arrays(state))
+        _warn_of_raw_keys(form, arrays)
+        before, shapes = self._started or (None, [])
+        if form == before and [x.shape for x in arrays] == [x.shape for x in shapes]:
+            raise ValueError(
+                "This state has been started already: it has the workers' axes in "
+                "front. Go on with it as it is; what workers.restore and "
+                "workers.resize return is started, too."
+            )
+        return form, arrays
 
     def step(
         self,
@@ -432,7 +465,8 @@ class Workers:
         Args:
             manager: An Orbax `CheckpointManager`.
             step: Which checkpoint; `None` for the latest.
-            like: A started state of that form; `None`: what `start` gave last.
+            like: A started state of that form; `None`: what `start` gave last, or
+                what `expect` was told.
 
         Returns:
             The state, placed. NNX objects are new ones.
