@@ -31,12 +31,13 @@ import numpy as np
 import optax
 from by_hand import AXIS
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from report import each, reproduce
 from training import compiled_step
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync import forms, hlo
 
 PERIOD = 4
 LAYERS, WIDTH, EXAMPLES = 4, 512, 256
@@ -50,6 +51,9 @@ MEETS = {
         True,
     ),
 }
+# Two pods whose workers are sharded, or share a step's work, and a center elsewhere:
+# the inner axis, what is made of it, and what a loop on the host says of the step.
+POD_AXIS, POD_PERIOD = "chips", 100
 # Of the model of real size: above what XLA joins into one all-reduce by itself.
 LARGE = {"layers": 12, "width": 4096, "examples": 4096}
 LARGE_CASES = (
@@ -177,6 +181,74 @@ def cases() -> dict[str, Callable[[int], Any]]:
     return every | {name: every[of] for name, (of, _) in MEETS.items()}
 
 
+def in_pods() -> dict[str, tuple[Any, bool, dict[str, Any]]]:
+    """(optimizer, whether every chip of a pod is a replica, what a step is told)."""
+    exchange, adamw = oxs.exchange, optax.adamw(1e-3)
+    coded = {"exchange": exchange.error_feedback(exchange.quantized(bits=4))}
+    muon = optax.contrib.muon(0.02)
+    owned = oxs.cross_shard(muon, POD_AXIS, shard_state="leaves")
+    equal = oxs.cross_shard(muon, POD_AXIS)
+
+    def diloco(inner: Any, **more: Any) -> Any:
+        return oxs.diloco(inner, AXIS, communication_period=POD_PERIOD, **more)
+
+    meets, quiet = {"meet": True}, {"meet": False}
+    found = {
+        "sharded pods, adamw alone": (adamw, False, {}),
+        "sharded pods, diloco, quiet": (diloco(adamw), False, quiet),
+        "sharded pods, diloco, meets": (diloco(adamw), False, meets),
+        "sharded pods, 4 bits with feedback, meets": (
+            diloco(adamw, **coded),
+            False,
+            meets,
+        ),
+        "pods of replicas, muon on each, quiet": (diloco(equal), True, quiet),
+        "pods of replicas, muon on owners, quiet": (diloco(owned), True, quiet),
+        "pods of replicas, muon on owners, meets": (diloco(owned), True, meets),
+    }
+    if PLATFORM is TPU:  # JAX tells no memories of GPUs that are not there.
+        spare = diloco(adamw, center_memory="pinned_host")
+        found |= {
+            "sharded pods, center on the host, quiet": (spare, False, quiet),
+            "sharded pods, center on the host, meets": (spare, False, meets),
+        }
+    return found
+
+
+def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
+    """The step of a case of `in_pods`, for two pods of half of the mesh each."""
+    tx, replicas, told = in_pods()[case]
+    devices = mesh.devices.reshape(2, -1)
+    mesh = Mesh(devices, (AXIS, POD_AXIS), axis_types=(AxisType.Auto,) * 2)
+    layer = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
+    params = {f"layer {i}": layer for i in range(2 * LAYERS)}
+    if replicas:
+        workers = oxs.Workers(devices.shape, (AXIS, POD_AXIS), mesh=mesh)
+    else:
+        specs = dict.fromkeys(params, P(POD_AXIS))
+        workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+
+    @functools.partial(workers.step, state=2)
+    def step(params, state, batch):
+        grads = jax.grad(loss)(params, batch)
+        return oxs.apply_gradients(tx, grads, state, params, **told)
+
+    batch = jax.ShapeDtypeStruct(
+        (mesh.size * EXAMPLES, WIDTH),
+        dtype,
+        sharding=NamedSharding(mesh, P(mesh.axis_names)),
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        state = shapes_of(workers, (params, jax.eval_shape(tx.init, params)))
+        return step.lower(*state, batch).compile()
+
+
+def shapes_of(workers: oxs.Workers, state: Any) -> Any:
+    """What `workers.start` makes of a state of shapes, by shapes and places."""
+    form, arrays = forms.split(state)
+    return form.merge(workers._layout().shapes(form, arrays))
+
+
 def loss(params: Any, batch: jax.Array) -> jax.Array:
     """Of a chain of matrix products."""
     for layer in params.values():
@@ -265,7 +337,6 @@ def kinds(rows: list[oxs.audit.Collective]) -> str:
 def study(page: Any, settings: Any) -> None:
     """A table of each machine and dtype."""
     programs = list(itertools.product(*settings.values()))
-    failed: list[str] = []
     for machine, dtype in programs:
         mesh = PLATFORM.mesh_of(machine)
         near = PLATFORM.machines[machine].near
@@ -277,12 +348,29 @@ def study(page: Any, settings: Any) -> None:
         rows = each(what, found, cases())
         shown = ([case, *of.values()] for case, of in rows.items())
         page.table("programs", shown, machine=machine, dtype=dtype)
-        moved = rows["local_sgd"]["inside"] + rows["local_sgd"]["between"]
-        if moved < LAYERS * WIDTH * WIDTH * jnp.dtype(dtype).itemsize:
-            failed.append(f"{what}: {moved:,} bytes")
-    page.nowhere("whole", failed, f"{len(programs)} programs")
+    if not page.quick:
+        study_pods(page, PLATFORM.short)
     if PLATFORM is GPU and not page.quick:
         study_large(page, "one host of 8")
+
+
+def study_pods(page: Any, machine: str) -> None:
+    """A table of pods whose chips share a worker, or an optimizer's work."""
+    mesh, near = PLATFORM.mesh_of(machine), PLATFORM.machines[machine].near
+
+    def found(case: str) -> list[Any]:
+        step = compile_in_pods(case, mesh, jnp.bfloat16)
+        row = read(step, near)
+        shown = [row[key] for key in ("collectives", "inside", "between", "memory")]
+        if PLATFORM is GPU:  # XLA tells no more of these
+            return [case, *shown]
+        memory: Any = step.memory_analysis()
+        cost: Any = step.cost_analysis()
+        shown += [memory.host_argument_size_in_bytes, int(cost["flops"])]
+        return [case, *shown]
+
+    rows = each(f"{machine}, in pods", found, in_pods())
+    page.table("pods", rows.values(), machine=machine, dtype="bfloat16")
 
 
 def study_large(page: Any, machine: str) -> None:

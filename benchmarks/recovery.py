@@ -130,9 +130,6 @@ def study(page, settings):
         for rule, of in found.items()
     ]
     page.table("seconds", rows)
-    number_of = sum(len(times) for of in found.values() for times in of.values())
-    # A run in which one is missing does not end.
-    page.criterion("absorbed", True, f"{number_of} in {len(found)} runs")
     page.table("published", PUBLISHED)
     ranks = np.arange(1, number + 1)
     panels = [

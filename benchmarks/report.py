@@ -222,7 +222,7 @@ class Report:
         self._start = time.perf_counter()
         about = self.words["about"].format(**values).strip()
         known = {"name": name, "title": self.words["title"], "quick": self.quick}
-        empty = {key: [] for key in ("texts", "tables", "pictures", "findings")}
+        empty = {key: [] for key in ("texts", "tables", "pictures")}
         known |= {"machine": machine(), "about": about}
         self._found: dict[str, Any] = {**known, **empty, "data": {}}
         print(f"# {self.words['title']}")
@@ -240,18 +240,6 @@ class Report:
         kept = {"title": title, "columns": columns, "rows": rows}
         self._found["tables"].append(kept)
         print(f"\n{title}\n\n{_table(**kept)}\n")
-
-    def criterion(self, key: str, met: bool, found: str, *_: str, **values) -> None:
-        """Add a line of what was looked for and what was found; `met` is not shown."""
-        what = self.words["criteria"][key].format(**values)
-        print(f"{what}: {found}")
-        self._found["findings"].append([what, found])
-
-    def nowhere(
-        self, key: str, found: Sequence[str], else_: str, **values: Any
-    ) -> None:
-        """The same, of exceptions; without one it says the last."""
-        self.criterion(key, not found, ", ".join(found) or else_, **values)
 
     def data(self, **named: Any) -> None:
         """Keep more numbers in the JSON file, without showing them."""
@@ -298,8 +286,6 @@ def page_of(found: Mapping[str, Any]) -> str:
         claims = _table(["published", "here"], words["claims"])
         page += ["## What others published", claims]
     page += [*tables[1:], *pictures[1:]]
-    if found["findings"]:
-        page += ["## Looked for, and found", _table(["", ""], found["findings"])]
     versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
     page += [
         "## How it was done",

@@ -18,7 +18,7 @@ from jax import lax
 
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
-from optx_sync.placement import axes
+from optx_sync.placement import axes, memory
 from optx_sync.shapes import Array, Bool, Int32, UInt32
 from optx_sync.trees import Tree, path_name, pure
 
@@ -104,7 +104,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     leaves = jax.tree.leaves(tree)
     nothing = jnp.zeros(2, jnp.uint32)
     words = [
-        _words(jnp.asarray(x)) if equal else nothing
+        _words(memory.on_device(jnp.asarray(x))) if equal else nothing
         for x, equal in zip(leaves, axes.equal_on_replicas(tree), strict=True)
     ]
     own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)

@@ -6,7 +6,7 @@
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import pytest
@@ -106,6 +106,65 @@ def compiled():
             return found[machine, case, large]
 
         yield compile_case
+
+
+@pytest.fixture(scope="module")
+def in_pods():
+    """`case -> (program, what is read of it)`, of two pods of half the chips each."""
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        ahead = importlib.import_module("compile_ahead")
+        machine = ahead.PLATFORM.short
+        near = ahead.PLATFORM.machines[machine].near
+
+        def compile_case(case):
+            if case not in found:
+                mesh = ahead.PLATFORM.mesh_of(machine)
+                step = ahead.compile_in_pods(case, mesh, jnp.bfloat16)
+                found[case] = step, ahead.read(step, near)
+            return found[case]
+
+        yield compile_case
+
+
+def test_sharded_pods_send_the_codes_of_shards_and_nothing_more_inside(in_pods):
+    _, quiet = in_pods("sharded pods, diloco, quiet")
+    _, coded = in_pods("sharded pods, 4 bits with feedback, meets")
+    shard = 8 * 512 * 512 // 8
+    message = shard // 2 + shard // 256 * 4
+    # Whole to the owners of its two halves, and half of it to the other pod.
+    assert 1.0 <= coded["between"] / (message * 3 / 2) < 1.02
+    assert quiet["between"] == 0 and coded["inside"] == quiet["inside"]
+
+
+@pytest.mark.skipif(not TPU, reason="XLA counts no operations of GPUs' programs")
+def test_owners_share_muons_products(in_pods):
+    """Chips of a pod: eight; the gradient's own products stay."""
+    (alone, _), (owned, rows) = map(
+        in_pods,
+        (
+            "pods of replicas, muon on each, quiet",
+            "pods of replicas, muon on owners, quiet",
+        ),
+    )
+    assert owned.cost_analysis()["flops"] < alone.cost_analysis()["flops"] / 4
+    assert rows["between"] == 0
+    assert not any(one.conditional for one in audit.collectives(owned))
+
+
+@pytest.mark.skipif(not TPU, reason="JAX tells no memories of GPUs that are not there")
+def test_a_quiet_step_holds_nothing_of_a_center_on_the_host(in_pods):
+    (_, alone), (step, quiet) = map(
+        in_pods,
+        ("sharded pods, adamw alone", "sharded pods, center on the host, quiet"),
+    )
+    counters = quiet["memory"] - alone["memory"]
+    assert 0 <= counters <= 4096  # five numbers, a few hundred bytes each
+    # A shard of the center and of the outer momentum, float32 both.
+    assert (
+        step.memory_analysis().host_argument_size_in_bytes == 2 * 4 * 8 * 512 * 512 // 8
+    )
 
 
 def places(compiled):

@@ -51,7 +51,7 @@ GROUND = {
         "comm/buffers",
         "comm/shards",
     },
-    "placement": {"placement/fields", "placement/axes"},
+    "placement": {"placement/fields", "placement/axes", "placement/memory"},
     "exchange": {
         "exchange/contract",
         "exchange/all_reduce",

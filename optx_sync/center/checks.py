@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.contract import CenterRule, InnerState, check_rule
+from optx_sync.center.contract import (
+    CenterMemory,
+    CenterRule,
+    InnerState,
+    check_rule,
+)
 from optx_sync.checks import (
     check_grads,
     check_one_worker,
@@ -57,6 +62,39 @@ def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
     return keep_local
 
 
+def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:
+    """`center_memory=` of a center rule: whether the center lives on the host."""
+    one_of("center_memory", center_memory, CenterMemory)
+    if center_memory == "device":
+        return False
+    if rule.penalty is not None:
+        raise ValueError(
+            "center_memory='pinned_host' keeps the center away from the device between "
+            "rounds, but this rule's `penalty` reads it in every step, as that of "
+            "elastic_average with rho does. Leave one of them out (rho=0.0)."
+        )
+    if delay:
+        raise ValueError(
+            "center_memory='pinned_host' moves the center to the device where workers "
+            f"meet, but with delay={delay} it absorbs their sum in a later step. Leave "
+            "one of them out."
+        )
+    return True
+
+
+def check_meet(meet: object) -> None:
+    """Refuse to let a program decide whether it moves the center from the host."""
+    if not isinstance(meet, bool):
+        got = "no meet=" if meet is None else f"meet={meet!r}"
+        raise ValueError(
+            "center_memory='pinned_host' needs two programs, one that moves the center "
+            "to the device and one that does not: a conditional inside of one would "
+            f"hold room for it in every step. Got {got}. Pass a Python bool as a "
+            "static argument of the step, meet=oxs.due(tx, number). (A rule inside of "
+            "another one is not told: give center_memory to the outer one.)"
+        )
+
+
 def check_nested(
     inner_moved: Callable | None, drop_nonfinite: bool, inner_state: str
 ) -> None:
@@ -90,16 +128,12 @@ def check_streams(
         )
 
 
-def check_whole_center(
-    streams: bool, measure: bool, keep_local: float | jax.Array
-) -> None:
-    """Refuse beside `shard_center` what needs the whole center between rounds."""
-    keeps = not (isinstance(keep_local, int | float) and keep_local == 0)
-    if streams or measure or keeps:
-        got = "measure=True" if measure else "fragments, delay or keep_local"
+def check_whole_center(parts: bool) -> None:
+    """Refuse beside `shard_center` what cuts the center in another way."""
+    if parts:
         raise ValueError(
-            f"shard_center=True cannot be combined with {got}: between rounds no "
-            "worker holds more than its piece of the center. Leave one of them out."
+            "shard_center=True cannot be combined with fragments: a part would have to "
+            "be cut in pieces of its own. Leave one of them out; delay goes with both."
         )
 
 

@@ -25,6 +25,7 @@ from jax.typing import ArrayLike
 from optx_sync.checks import integer
 
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
+CenterMemory: TypeAlias = Literal["device", "pinned_host"]
 Period: TypeAlias = int | optax.Schedule
 
 

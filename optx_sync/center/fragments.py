@@ -22,6 +22,8 @@ from optx_sync.center.contract import Period
 from optx_sync.checks import integer
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
+from optx_sync.placement import memory
+from optx_sync.placement.fields import InPieces, is_in_pieces
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_masked, is_nothing, path_name
 
@@ -43,7 +45,8 @@ MENDS = frozenset({"params", "accumulated", "inner"})
 class Pending(NamedTuple):
     """The mean or sum of a part that the center has not absorbed yet: equal on all."""
 
-    values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
+    # Of arrays, of the size of the largest part; of a center in pieces `InPieces`.
+    values: Tree
     steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], the workers that are in it, or () where none can be out
 
@@ -189,8 +192,10 @@ class Whole:
         `now` is a NamedTuple with the fields `worker`, `center` and `exchange`, of
         which `change` sees what is of this part, and of all else the whole. Of what is
         of parts it changes `SETS_OUT`, `LANDS`, or both.
+
+        Center and outer state are on the device, for `change`, wherever they live.
         """
-        return change(now, 0)
+        return _with_center_here(change)(now, 0)
 
 
 class Partition(Whole):
@@ -261,7 +266,9 @@ class Partition(Whole):
         Each part has a conditional of its own, which carries what is changed of that
         part only: XLA copies what several branches of one conditional hand on. What is
         read alone is cut inside of the branch, and is no operand where nobody reads it.
+        A part of a center that lives on the host is on the device inside of it.
         """
+        change = _with_center_here(change)
         for number in range(self.number):
             fields = fields_of(now)
             nothing: dict[str, Tree] = dict.fromkeys(fields, ())
@@ -323,6 +330,20 @@ def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
     )
 
 
+def _with_center_here(
+    change: Callable[[Meeting, int], Meeting],
+) -> Callable[[Meeting, int], Meeting]:
+    """The change, of a center that is moved to the device for it and back."""
+
+    def here(now: Meeting, part: int) -> Meeting:
+        if not memory.is_on_host(now.center):
+            return change(now, part)
+        after = change(now._replace(center=memory.on_device(now.center)), part)
+        return after._replace(center=memory.like(after.center, now.center))
+
+    return here
+
+
 def split(fragments: Fragments, tree: Tree) -> Whole:
     """The parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
     if not callable(fragments) and fragments == 1:
@@ -337,11 +358,12 @@ class Buffer:
     Where all parts have the same shapes they are the part's own arrays. Where some part
     has the most rows of each leaf, as with `strided`, they are an array for each leaf,
     which keeps its other axes, and with them the shards. Else they are one flat array
-    for each dtype.
+    for each dtype. Those of pieces are pieces.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
         """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+        self._pieces = tree if is_in_pieces(tree) else None
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
@@ -360,12 +382,19 @@ class Buffer:
         else:
             self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
 
-    def zeros(self) -> tuple[jax.Array, ...]:
+    def zeros(self) -> Tree:
         """An empty buffer."""
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
+        zeros = tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
+        if self._pieces is None:
+            return zeros
+        return InPieces(vary_with(zeros, self._pieces))
 
-    def pack(self, part: Tree) -> tuple[jax.Array, ...]:
+    def pack(self, part: Tree) -> Tree:
         """A part in the form of the buffer, the rest zeros."""
+        values = self._packed(part)
+        return values if self._pieces is None else InPieces(values)
+
+    def _packed(self, part: Tree) -> tuple[jax.Array, ...]:
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
@@ -378,8 +407,9 @@ class Buffer:
             for dtype, size in self._sizes.items()
         )
 
-    def unpack(self, values: Sequence[jax.Array], part: int) -> Tree:
+    def unpack(self, values: Tree, part: int) -> Tree:
         """The part that a buffer holds, whose number the caller knows."""
+        values = values.tree if is_in_pieces(values) else values
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)

@@ -13,6 +13,7 @@ from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
 from optx_sync.center.contract import (
+    CenterMemory,
     CenterRule,
     InnerState,
     Period,
@@ -44,7 +45,8 @@ from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
-from optx_sync.placement.fields import map_but_counters
+from optx_sync.placement import memory
+from optx_sync.placement.fields import InPieces, map_but_counters
 from optx_sync.step import direct_transformation, landing_update, takes_weight
 from optx_sync.trees import Tree
 
@@ -65,6 +67,7 @@ def center_variable(
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
+    center_memory: CenterMemory = "device",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Workers that train on their own and meet at a center every few steps.
 
@@ -163,8 +166,12 @@ def center_variable(
             instead of all of both. What the workers have is added up where it is
             owned, and the new center is gathered: as many bytes as the all-reduce, and
             fewer for half precision parameters. For rules whose workers take the
-            center, an `outer` that acts on each number alone, and the exchange
-            `all_reduce`. Center and outer state are `InPieces`, as in `cross_shard(...,
+            center, an `outer` that acts on each number alone, and the exchanges
+            `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With codes
+            workers keep the center as they decoded it, all the same to the bit; what
+            the owners' pieces are ahead of it is what they code next. With `measure`
+            and without codes the old center is gathered, too: half as many bytes again
+            in a round. Center and outer state are `InPieces`, as in `cross_shard(...,
             shard_state=True)`; `oxs.center_params` of all workers' state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
@@ -176,6 +183,12 @@ def center_variable(
         keep_local: The share of its own parameters that a worker keeps where `rule`
             takes the center, in [0, 1]; other rules take what their formula says.
             Above 0 the workers never agree: evaluate the center. `None`: 0.
+        center_memory: Where center and outer state live, which only rounds read:
+            `"device"`, or `"pinned_host"`, the memory of the device's host. They are
+            copied to the device by the program that meets, so there are two programs:
+            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not look
+            at the center between rounds, without `delay`. JAX's CPU device has one
+            memory, in which this changes nothing but the arrays' kind.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
@@ -209,7 +222,8 @@ def center_variable(
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
     if shard_center:
-        checks.check_whole_center(streams, measure, keep_local)
+        checks.check_whole_center(fragments != 1)
+    on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
         rule,
@@ -220,16 +234,18 @@ def center_variable(
         measure,
         keep_local,
     )
+    sharded = pieces(meeting, period, delay) if shard_center else None
     lockstep = Lockstep(
         meeting,
         period,
         fragments,
         delay,
         trees.check_accumulator_dtype(accumulator_dtype),
-        keeps_before(rule, period),
+        keeps_before(rule, period) or (sharded is not None and sharded.coded),
         nests=True,
-        state=state_class(rule),
-        round=pieces(meeting, period) if shard_center else None,
+        state=state_class(rule, on_host),
+        sharded=sharded,
+        on_host=on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -260,11 +276,8 @@ class Lockstep(NamedTuple):
     nests: bool  # whether `inner` may be a center rule, which is told of every round
     state: type[CenterState]
     round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
-
-    @property
-    def sharded(self) -> Pieces | None:
-        """The rounds, where the center lies in pieces."""
-        return self.round if isinstance(self.round, Pieces) else None
+    sharded: Pieces | None = None  # the phases, where the center lies in pieces
+    on_host: bool = False  # whether center and outer state live in the host's memory
 
     def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
@@ -272,12 +285,19 @@ class Lockstep(NamedTuple):
         between = steps_between(self.period, parts.number, self.delay)
         if self.round is not None:
             return _Plan(parts, between, self.round)
+        phases = self.phases
         if not self.delay:
-            return _Plan(parts, between, AtOnce(self.meeting))
+            return _Plan(parts, between, AtOnce(phases))
         # One exchange in each step, of what the step before has left.
-        if self.delay == 1 and not callable(between) and between == 1:
-            return _Plan(parts, between, InLine(self.meeting))
-        return _Plan(parts, between, Later(self.meeting, self.delay))
+        every_step = self.delay == 1 and not callable(between) and between == 1
+        if every_step and isinstance(phases, Meeting):
+            return _Plan(parts, between, InLine(phases))
+        return _Plan(parts, between, Later(phases, self.delay))
+
+    @property
+    def phases(self) -> Meeting | Pieces:
+        """What a worker does in a round."""
+        return self.meeting if self.sharded is None else self.sharded
 
     def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) of the first step."""
@@ -285,16 +305,11 @@ class Lockstep(NamedTuple):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
-        if self.sharded is None:
-            held = self.meeting.start_center(parts, center)
-        else:
-            held = self.sharded.start_center(center)
-        return ages, held, *round_.start(parts, center)
+        held = self.phases.start_center(parts, center)
+        return ages, held, *round_.start(parts, center, held.value)
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
-        if self.sharded is not None:
-            return (), self.sharded.start_center(center), (), ()
         some = jnp.zeros(())  # stands for all that a tree with leaves tells first
         known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
@@ -305,11 +320,15 @@ class Lockstep(NamedTuple):
                 return start(center)
             return (start(center),) * known if known else some
 
-        outer = self.meeting.rule.outer
-        in_line = self.delay == 1 and known == self.period
+        rule = self.meeting.rule
+        held = Center(center, () if rule.outer is None else each(rule.outer.init))
+        if self.sharded is not None:
+            outer = () if rule.outer is None else InPieces(held.outer)
+            held = Center(InPieces(center), outer)
+        in_line = self.delay == 1 and known == self.period and self.sharded is None
         return (
             some if known != 1 else (),
-            Center(center, () if outer is None else each(outer.init)),
+            held,
             some if self.delay else (),
             some if in_line else each(self.meeting.exchange.init),
         )
@@ -323,12 +342,16 @@ class Lockstep(NamedTuple):
         inner = meeting.inner.init(params)
         if not self.nests or getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
+        if self.sharded is not None and not trees.is_placeholder(center):
+            self.sharded.try_on(center)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields vary over the axis from the start.
         own = functools.partial(
             map_but_counters,
             lambda x: varying.localize_where_mapped(x, meeting.axis_name),
         )
+        if self.on_host:
+            held = memory.on_host(held)
         return self.state(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
@@ -336,9 +359,7 @@ class Lockstep(NamedTuple):
             ages=ages,
             center=held.value,
             taken=work.start_center(params, self.dtype) if self.keeps_taken else (),
-            outer=varying.vary_with(held.outer, center)
-            if self.sharded is None
-            else held.outer,
+            outer=held.outer,
             pending=own(pending)
             if isinstance(pending, Outgoing)
             else varying.vary_with(pending, center),
@@ -368,7 +389,9 @@ class Lockstep(NamedTuple):
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
         plan = self.plan(state.center)
-        self.check_stream(plan, state, meet, extra_args)
+        self.check_stream(plan, state, params, meet, extra_args)
+        if self.on_host:
+            checks.check_meet(meet)
         steps = state.steps_since_round + 1
         before = Worker(params, state.inner, state.taken, state.accumulated)
         worker = work.walk(
@@ -495,6 +518,7 @@ class Lockstep(NamedTuple):
         self,
         plan: _Plan,
         state: CenterState,
+        params: Tree,
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
@@ -503,9 +527,12 @@ class Lockstep(NamedTuple):
             return
         if self.meeting.rule.outer is self.meeting.inner:
             checks.check_delayed_inner(self.delay, extra_args)
+        center: Tree = state.center
+        if self.sharded is not None:
+            center = jax.eval_shape(lambda x: work.start_center(x, self.dtype), params)
         checks.check_streaming_step(
             state,
-            jax.eval_shape(self.start, state.center),
+            jax.eval_shape(self.start, center),
             meet,
             isinstance(plan.round, InLine),
         )
@@ -520,14 +547,13 @@ class Lockstep(NamedTuple):
             work.as_center(before, center),
         )
         change = reduce(varying.localize(change, axis_name), axis_name)
-        taken = state.taken
         if sharded is not None:
             center = sharded.moved(state.center, change)
         else:
-            center, taken = (
-                jax.tree.map(jnp.add, tree, change) if jax.tree.leaves(tree) else tree
-                for tree in (center, state.taken)
-            )
+            center = jax.tree.map(jnp.add, center, change)
+        taken = state.taken
+        if jax.tree.leaves(taken):
+            taken = jax.tree.map(jnp.add, taken, change)
         inner, inner_moved = state.inner, getattr(self.meeting.inner, "moved", None)
         if inner_moved is not None:
             inner = inner_moved(inner, before, after)

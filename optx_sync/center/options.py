@@ -8,7 +8,7 @@ from typing import TypedDict, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from optx_sync.center.contract import InnerState
+from optx_sync.center.contract import CenterMemory, InnerState
 from optx_sync.center.fragments import Fragments
 from optx_sync.center.lockstep import center_variable
 from optx_sync.exchange.contract import Exchange
@@ -26,6 +26,7 @@ class CenterOptions(TypedDict, total=False):
     fragments: Fragments | None
     delay: int | None
     keep_local: float | jax.Array | None
+    center_memory: CenterMemory
 
 
 Function = TypeVar("Function", bound=Callable)

@@ -12,9 +12,9 @@ from optx_sync.center.checks import holds_center
 from optx_sync.center.contract import CenterRule
 from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
-from optx_sync.placement import fields
+from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import Tree, first_worker, is_masked
+from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
 
 
 class CenterMetrics(NamedTuple):
@@ -50,9 +50,24 @@ def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
 
 
+def _is_decoded(state: "CenterState") -> bool:
+    """Whether workers hold the center as they decoded it, and its owners the exact."""
+    return fields.is_in_pieces(state.center) and not is_nothing(state.taken)
+
+
 def _kind_of_center(state: "CenterState") -> fields.Kind:
+    if _is_decoded(state):
+        return fields.SHARED
     # Of several parts most are on their way at any time, and go on.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
+
+
+def _kind_of_center_on_host(state: "CenterState") -> fields.Kind:
+    return _kind_of_center(state).on_host
+
+
+def _kind_of_taken(state: "CenterState") -> fields.Kind:
+    return fields.TAKEN_CENTER if _is_decoded(state) else fields.SHARED
 
 
 def _kind_of_pending(state: "CenterState") -> fields.Kind:
@@ -69,7 +84,7 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
     global_step=fields.COUNTER,
     ages=fields.COUNTER,
     center=_kind_of_center,
-    taken=fields.SHARED,
+    taken=_kind_of_taken,
     outer=fields.SHARED,
     pending=_kind_of_pending,
     accumulated=_kind_of_accumulated,
@@ -87,7 +102,9 @@ class CenterState(NamedTuple):
     ages: Any  # int32[P], steps since each fragment met, or () where there is one
     # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
     center: Tree
-    taken: Tree  # the center before the last round, or () where no formula reads it
+    # The center before the last round, or () where no formula reads it; of a center in
+    # pieces that is coded, the whole as workers have decoded it.
+    taken: Tree
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
@@ -99,7 +116,7 @@ class CenterState(NamedTuple):
 
     def center_params(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`."""
-        center: Tree = self.center
+        center: Tree = memory.on_device(self.center)
         if fields.is_in_pieces(center):
             center = whole_center(center, params)
         else:
@@ -125,7 +142,7 @@ class CenterState(NamedTuple):
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
-            center: Tree = self.center
+            center: Tree = memory.on_device(self.center)
             if fields.is_in_pieces(center):
                 center = whole_center(center, params)
             distance = norm_of(
@@ -164,7 +181,7 @@ class CenterState(NamedTuple):
             )
         lost = []
         state: Any = self  # to which the decorator has given a table
-        learned = fields.kind_of(state, "center") == fields.TAKEN_CENTER
+        learned = fields.kind_of(state, "center").lands == "everyone"
         if _has_parts(self):
             if fewer:
                 lost += ["what leaving workers have learned since their parts met"]
@@ -197,11 +214,49 @@ class SoftSummedCenterState(SoftCenterState):
     __slots__ = ()
 
 
-def state_class(rule: CenterRule) -> type[CenterState]:
+@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
+class HostCenterState(CenterState):
+    """A `CenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
+class HostSummedCenterState(SummedCenterState):
+    """A `SummedCenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
+class HostSoftCenterState(SoftCenterState):
+    """A `SoftCenterState` with center and outer state in the memory of the host."""
+
+    __slots__ = ()
+
+
+@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
+class HostSoftSummedCenterState(SoftSummedCenterState):
+    """A `SoftSummedCenterState` with both in the memory of the host."""
+
+    __slots__ = ()
+
+
+_CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
+    (False, False, False): CenterState,
+    (False, True, False): SummedCenterState,
+    (True, False, False): SoftCenterState,
+    (True, True, False): SoftSummedCenterState,
+    (False, False, True): HostCenterState,
+    (False, True, True): HostSummedCenterState,
+    (True, False, True): HostSoftCenterState,
+    (True, True, True): HostSoftSummedCenterState,
+}
+
+
+def state_class(rule: CenterRule, on_host: bool = False) -> type[CenterState]:
     """A rule's state class: `resize` needs to know the rule, and no field says it."""
-    if rule.mean_over is None:
-        return SummedCenterState if rule.take is None else SoftSummedCenterState
-    return CenterState if rule.take is None else SoftCenterState
+    return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
 
 
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:

@@ -87,6 +87,17 @@ class Code(NamedTuple):
     decode: Callable[[jax.Array, jax.Array | jax.ShapeDtypeStruct], jax.Array]
 
 
+class Halves(NamedTuple):
+    """The two halves of a `meet` that codes, for a center or a state in pieces."""
+
+    # `(tree, state, axis_name, *, weight) -> Met`, whose mean is this replica's piece
+    # of every array.
+    up: Callable[..., Met]
+    # `(pieces, like, axis_name) -> tree`: what all replicas' coded pieces stand for, in
+    # the shapes and dtypes of `like`, equal on all of them to the bit.
+    down: Callable[[Tree, Tree, AxisName], Tree]
+
+
 class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
@@ -107,7 +118,8 @@ class Exchange(NamedTuple):
             meaning for one replica alone.
         scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
             mean of this replica's piece of every array, for a state in pieces; `None`
-            where the exchange cannot be halved.
+            where the exchange cannot be halved so.
+        halves: The two halves of what codes and knows what that loses; else `None`.
         bucket_bytes: How many bytes of a state in pieces one collective brings back.
 
     Example:
@@ -136,6 +148,7 @@ class Exchange(NamedTuple):
     scatter: Callable[..., Tree] | None = None
     code: Code | None = None
     bucket_bytes: int = BUCKET_BYTES
+    halves: Halves | None = None
 
 
 def remembers(exchange: Exchange) -> bool:

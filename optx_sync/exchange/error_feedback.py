@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an exchange loses is remembered where it was lost, and sent with the next."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from optx_sync.checks import interval
 from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import localize, vary_like
-from optx_sync.exchange.contract import Code, Exchange, check_exchange
+from optx_sync.exchange.contract import Code, Exchange, Halves, Met, check_exchange
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.placement.fields import OWED, OWN, declare
 from optx_sync.trees import Tree, at_least_float32, round_to
@@ -98,7 +99,33 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     def init(tree):
         return ErrorFeedbackState(jax.tree.map(_zeros, tree), exchange.init(tree))
 
-    def meet(tree, state, axis_name, *, weight=None, also=None):
+    meet = _fed_back(exchange.meet, decay)
+    halves = exchange.halves
+    if halves is not None:
+        halves = Halves(_fed_back(halves.up, decay, whole=False), halves.down)
+    if exchange.code is None:
+        return Exchange(init, meet, halves=halves)
+    inside = exchange.code
+
+    def encode(x, state):
+        wished = x + state.error * jnp.asarray(decay, x.dtype)
+        message, lost, inner = inside.encode(wished, state.exchange)
+        # Where the message is not finite neither is what it lost.
+        error = jnp.where(jnp.isfinite(lost), lost, state.error)
+        return message, lost, ErrorFeedbackState(error, inner)
+
+    return Exchange(init, meet, code=Code(encode, inside.decode), halves=halves)
+
+
+def _fed_back(
+    inside: Callable[..., Met], decay: float | jax.Array, whole: bool = True
+) -> Callable[..., Met]:
+    """A `meet` that sends what is owed, through the one inside.
+
+    `whole` says whether its mean is of whole arrays, not of a piece of each.
+    """
+
+    def meet(tree, state, axis_name, *, weight=None, **more):
         require_meetable(tree, axis_name, "error_feedback")
         own = own_weight(weight, axis_name)
         takes_part = True if own is None else own > 0
@@ -115,8 +142,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             wish = x.astype(error.dtype) + jnp.where(takes_part, owed, 0.0)
             wished[place] = wish
             sent[place] = round_to(wish, x.dtype).astype(x.dtype)
-        met = exchange.meet(
-            treedef.unflatten(sent), state.exchange, axis_name, weight=weight, also=also
+        met = inside(
+            treedef.unflatten(sent), state.exchange, axis_name, weight=weight, **more
         )
         means = treedef.flatten_up_to(met.mean)
         lost = None if met.lost is None else treedef.flatten_up_to(met.lost)
@@ -126,7 +153,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             if lost is not None:
                 new = new + lost[place]
             new = jnp.where(takes_part, new, new + error)
-            arrived = jnp.isfinite(new) & jnp.isfinite(means[place])
+            arrived = jnp.isfinite(new)
+            if whole:
+                arrived = arrived & jnp.isfinite(means[place])
             errors[place] = jnp.where(arrived, new, error)
             kept = jnp.where(takes_part, jnp.asarray(decay, error.dtype), 1.0)
             grown[place] = errors[place] - kept * error
@@ -134,18 +163,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         grown = treedef.unflatten(grown)
         return met._replace(lost=grown, state=localize(memory, axis_name))
 
-    if exchange.code is None:
-        return Exchange(init, meet)
-    inside = exchange.code
-
-    def encode(x, state):
-        wished = x + state.error * jnp.asarray(decay, x.dtype)
-        message, lost, inner = inside.encode(wished, state.exchange)
-        # Where the message is not finite neither is what it lost.
-        error = jnp.where(jnp.isfinite(lost), lost, state.error)
-        return message, lost, ErrorFeedbackState(error, inner)
-
-    return Exchange(init, meet, code=Code(encode, inside.decode))
+    return meet
 
 
 def _zeros(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

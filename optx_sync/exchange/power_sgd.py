@@ -111,7 +111,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     def meet(tree, state, axis_name, *, weight=None, also=None):
         require_meetable(tree, axis_name, "power_sgd")
         weight = own_weight(weight, axis_name)
-        leaves = jax.tree.leaves(tree)
+        leaves, treedef = jax.tree.flatten(tree)
         factors = _factors_of(tree, state.factors)
         wide = [buffers.wide(leaf) for leaf in leaves]
         low = [i for i, factor in enumerate(factors) if not is_masked(factor)]
@@ -134,8 +134,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             new = sum_shards(new, factors[i])
             factors[i] = jnp.where(jnp.isfinite(new), new, factors[i])
         mean, lost = narrowed(first, lost, tree, weight)
-        structure = jax.tree.structure(state.factors, is_leaf=is_masked)
-        state = PowerSGDState(localize(structure.unflatten(factors), axis_name))
+        state = PowerSGDState(localize(treedef.unflatten(factors), axis_name))
         return Met(mean, total, lost, state, also)
 
     def encode(x, state):
@@ -171,7 +170,8 @@ def _orthonormal(matrix: Float[Array, "n m"]) -> Float[Array, "n _"]:
 def _factors_of(tree: Tree, factors: Tree) -> list[Any]:
     """The last Q of each leaf; refuse other leaves than those of `init`."""
     kept = dict(jax.tree_util.tree_leaves_with_path(factors, is_leaf=is_masked))
-    found = dict(jax.tree_util.tree_leaves_with_path(tree))
+    # What a part does not have is masked in both.
+    found = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked))
     if kept.keys() != found.keys():
         paths = [path for path, leaf in leaves_with_names(tree) if leaf is None]
         raise ValueError(
@@ -192,4 +192,4 @@ def _factors_of(tree: Tree, factors: Tree) -> list[Any]:
                 "state_specs(tx, params, param_specs, worker_axis) says, and let no "
                 "shard have fewer rows or columns than `rank`."
             )
-    return list(kept.values())
+    return [factor for path, factor in kept.items() if not is_masked(found[path])]

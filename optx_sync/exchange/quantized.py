@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means of codes of 8 or 4 bits with a scale per block, in two hops."""
 
+import functools
 import math
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.checks import integer
 from optx_sync.comm import buffers
 from optx_sync.comm.buffers import BUCKET_BYTES
-from optx_sync.comm.collectives import all_to_all, axis_index, axis_size, gather
-from optx_sync.comm.reduce import or_one
-from optx_sync.exchange.contract import Code, Exchange
-from optx_sync.exchange.pieces import joined, travel
+from optx_sync.comm.collectives import (
+    AxisName,
+    all_to_all,
+    axis_index,
+    axis_size,
+    gather,
+)
+from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.exchange.contract import Code, Exchange, Halves, Met
+from optx_sync.exchange.pieces import joined, require_meetable, travel
 from optx_sync.shapes import Array, Float, UInt8
+from optx_sync.trees import Tree
 
 Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
@@ -126,7 +134,63 @@ def quantized(
         shape = coder.blocks(math.prod(like.shape), 1)
         return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
-    return joined("quantized", meet_buffers, Code(encode, decode), bucket_bytes)
+    halves = Halves(
+        functools.partial(_to_owners, coder, bucket_bytes),
+        functools.partial(_to_all, coder, bucket_bytes),
+    )
+    code = Code(encode, decode)
+    exchange = joined("quantized", meet_buffers, code, bucket_bytes)
+    return exchange._replace(halves=halves)
+
+
+def _to_owners(
+    coder: "_Coder",
+    bucket_bytes: int,
+    tree: Tree,
+    state: Tree,
+    axis_name: AxisName,
+    *,
+    weight: ArrayLike | None = None,
+) -> Met:
+    """The mean of this replica's piece of every array, of what all have sent coded."""
+    require_meetable(tree, axis_name, "quantized")
+    replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
+    leaves, treedef = jax.tree.flatten(tree)
+    rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
+    joint = buffers.Joint(rows, bucket_bytes=bucket_bytes)
+    own = [coder.code(coder.by_rows(weigh(x, weight))) for x in joint.join(rows)]
+    sent = [coder.message(x) for x in own]
+    received, total = travel(
+        all_to_all, sent, weight, axis_name, bucket_bytes, replicas
+    )
+    divisor = or_one(total)
+    means, lost = [], []
+    for row, (x, *_), codes in zip(received, own, own, strict=True):
+        piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0).reshape(-1)
+        means.append(piece / divisor.astype(x.dtype))
+        lost.append(codes.lost.reshape(replicas, -1))
+    owed = map(buffers.shaped, joint.cut(lost), leaves)
+    mean = buffers.flat(joint.cut(means))
+    return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
+
+
+def _to_all(
+    coder: "_Coder", bucket_bytes: int, pieces: Tree, like: Tree, axis_name: AxisName
+) -> Tree:
+    """What the codes of all replicas' pieces stand for."""
+    replicas = axis_size(axis_name)
+    leaves, treedef = jax.tree.flatten(pieces)
+    rows = [x[None] for x in leaves]
+    joint = buffers.Joint(rows, bucket_bytes=bucket_bytes / replicas)
+    own = [coder.code(coder.by_rows(x)) for x in joint.join(rows)]
+    sent = [coder.message(x) for x in own]
+    gathered, _ = travel(gather, sent, None, axis_name, bucket_bytes)
+    read = [
+        coder.read(row, x.shape, x.dtype).reshape(replicas, -1)
+        for row, (x, *_) in zip(gathered, own, strict=True)
+    ]
+    found = map(buffers.shaped, joint.cut(read), treedef.flatten_up_to(like))
+    return treedef.unflatten(found)
 
 
 class _Codes(NamedTuple):
@@ -165,6 +229,12 @@ class _Coder(NamedTuple):
         """The buffer, padded, in blocks."""
         shape = self.blocks(buffer.size, replicas)
         return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
+
+    def by_rows(self, rows: Float[Array, "pieces numbers"]) -> Blocks:
+        """The rows, each padded, in blocks."""
+        shape = self.blocks(rows.size, len(rows))
+        spare = shape[1] * shape[2] - rows.shape[1]
+        return jnp.pad(rows, ((0, 0), (0, spare))).reshape(shape)
 
     def code(self, x: Blocks) -> _Codes:
         """The scales, float32, and how many steps each number is."""

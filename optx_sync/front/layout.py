@@ -19,6 +19,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.front import held
+from optx_sync.placement import memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
 from optx_sync.placement.fields import Cut
@@ -98,16 +99,20 @@ class Layout(NamedTuple):
     def shapes(self, form: Form, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """What `start` would give: shapes, dtypes and places."""
         of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
-        here = SingleDeviceSharding(jax.devices()[0])
-        places = self.places(form, arrays) or [here] * len(of_all)
+        places = self.places(form, arrays) or [
+            SingleDeviceSharding(jax.devices()[0], memory_kind=kind or None)
+            for kind in form.pick(memory.kinds(form.bare(arrays)))
+        ]
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(of_all, places, strict=True)
         ]
 
-    def place(self, *spec: Any) -> NamedSharding | None:
-        """A place on the mesh."""
-        return self.mesh and NamedSharding(self.mesh, PartitionSpec(*spec))
+    def place(self, *spec: Any, kind: str = "") -> NamedSharding | None:
+        """A place on the mesh, in the memory of this kind if one is named."""
+        return self.mesh and NamedSharding(
+            self.mesh, PartitionSpec(*spec), memory_kind=kind or None
+        )
 
     def places(self, form: Form, arrays: Sequence[Any]) -> list[Any] | None:
         """Where one worker's arrays belong once they are stacked."""
@@ -116,15 +121,16 @@ class Layout(NamedTuple):
             return None
         used = tuple(name for axis in self.axes for name in check_axis_name(axis))
         marks, told = self.marks(form, arrays), self.specs_of(form, arrays)
-        for place, (path, x, marked) in enumerate(
-            zip(form.paths(), arrays, marks, strict=True)
+        kinds = form.pick(memory.kinds(form.bare(arrays)))
+        for place, (path, x, marked, kind) in enumerate(
+            zip(form.paths(), arrays, marks, kinds, strict=True)
         ):
             own = told[place] if told else placing.spec_of(path, x, mesh, used)
             pairs = zip(self.axes, marked, strict=True)
             front = [axis for axis, mark in pairs if mark is not None]
             in_full = placing.are_explicit(mesh, used)
             missing = jnp.ndim(x) - len(own) if in_full else 0
-            places.append(self.place(*front, *own, *[None] * missing))
+            places.append(self.place(*front, *own, *[None] * missing, kind=kind))
         return places
 
     def specs_of(self, form: Form, arrays: Sequence[Any]) -> list[PartitionSpec] | None:
@@ -206,7 +212,7 @@ def strong(x: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _of_one(arrays: list[Any], marks: tuple, how: One, outermost: int) -> list[Any]:
     # Copies, also of what is shared: a step uses the state up.
-    found = list(map(jnp.copy, arrays))
+    found = list(map(memory.copy, arrays))
     for place, marked in enumerate(marks):
         for level in reversed(range(outermost, len(marked))):
             if marked[level] is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from optx_sync import forms
 from optx_sync.front import held
 from optx_sync.front.layout import Layout, strong
+from optx_sync.placement import memory
 from optx_sync.placement.axes import is_key
 from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
@@ -60,7 +61,11 @@ class Step:
         self.name: str = getattr(fun, "__name__", "The step")
         self.donate: bool = donate
         donated = (1,) if donate else ()
-        self.program: Any = jax.jit(self._run, static_argnums=0, donate_argnums=donated)
+        compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=donated)
+        self.program: Any = compiled(self._run)
+        # JAX hands donated buffers to results of their shape, in their order, in
+        # whatever memory these are. All of them, in one order, find their own.
+        self.program_of_two_memories: Any = compiled(self._run, keep_unused=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step: the state first, then other results."""
@@ -75,7 +80,7 @@ class Step:
                 "`state, loss = step(state, batch)`, or keep the older one by "
                 "workers.step(donate=False)."
             )
-        new, results = self.program(call, arrays, batches)
+        new, results = self._program_for(arrays)(call, arrays, batches)
         ((how, others),) = results.items()
         if self.average:
             others = _means(others, len(self.layout().sizes))
@@ -90,7 +95,12 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for these arguments, as by `jax.jit`."""
-        return self.program.lower(*self._take_apart(args, kwargs))
+        call, arrays, batches = self._take_apart(args, kwargs)
+        return self._program_for(arrays).lower(call, arrays, batches)
+
+    def _program_for(self, arrays: list) -> Any:
+        on_host = memory.is_on_host(arrays)
+        return self.program_of_two_memories if on_host else self.program
 
     def _check_given_once(self, call: _Call, arrays: list, batches: list) -> None:
         """Refuse an array of the state that is passed twice: its memory is reused."""

@@ -20,7 +20,7 @@ from optx_sync.front import held
 from optx_sync.front.layout import Layout, One
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
-from optx_sync.placement import fields
+from optx_sync.placement import fields, memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import is_key, tree_axes
 from optx_sync.placement.resize import resize_tree
@@ -434,7 +434,11 @@ class Workers:
         places = to._layout().places(form, one)
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        return form.merge(jax.device_put(arrays, places) if places else arrays)
+        if places:
+            return form.merge(jax.device_put(arrays, places))
+        kinds = form.pick(memory.kinds(form.bare(arrays)))
+        pairs = zip(arrays, kinds, strict=True)
+        return form.merge(memory.on_host(x) if kind else x for x, kind in pairs)
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, and of its mesh."""

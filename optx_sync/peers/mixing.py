@@ -29,7 +29,7 @@ class Mixing(NamedTuple):
     graph: Graph
     seed: int
 
-    def start(self, parts: Whole, center: Tree) -> tuple[Any, Any]:
+    def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[Any, Any]:
         """(what is pending, what the exchange remembers) before the first round."""
         if self.graph.choose == "draw":
             check_pairs(self.meeting.rule.outer)

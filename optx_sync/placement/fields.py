@@ -47,6 +47,8 @@ class Kind(NamedTuple):
     slots: bool = True
     # Who begins there with another number of workers, where it holds parameters.
     lands: Literal["nobody", "joiners", "everyone"] | None = None
+    # Where its arrays live between the steps that touch them: `placement/memory.py`.
+    memory: Literal["device", "pinned_host"] = "device"
 
     @property
     def is_shared(self) -> bool:
@@ -62,6 +64,11 @@ class Kind(NamedTuple):
     def told(self) -> "Kind":
         """The same for numbers that are no slots."""
         return self._replace(slots=False)
+
+    @property
+    def on_host(self) -> "Kind":
+        """The same for arrays that live in the memory of the host."""
+        return self._replace(memory="pinned_host")
 
 
 COUNTER = Kind("all levels").told

@@ -18,6 +18,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.buffers import in_rows
 from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
 from optx_sync.in_place import returns_changes
+from optx_sync.placement import memory
 from optx_sync.placement.axes import (
     fold_keys,
     is_key,
@@ -244,12 +245,14 @@ def state_shardings(
     # it would be compiled twice.
     in_full = are_explicit(mesh, axes)
 
-    def place(spec, x):
+    def place(spec, x, kind):
         missing = len(x.shape) - len(spec) if in_full else 0
-        return NamedSharding(mesh, PartitionSpec(*spec, *[None] * missing))
+        spec = PartitionSpec(*spec, *[None] * missing)
+        return NamedSharding(mesh, spec, memory_kind=kind or None)
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
-    return jax.tree.map(place, specs, shapes, is_leaf=shards.is_spec)
+    kinds = memory.kinds(shapes)
+    return jax.tree.map(place, specs, shapes, kinds, is_leaf=shards.is_spec)
 
 
 def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
@@ -299,7 +302,9 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
             return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
-    stacked = map_marked(repeat, tree, axes, shared=jnp.copy, pieces=cut, level=level)
+    stacked = map_marked(
+        repeat, tree, axes, shared=memory.copy, pieces=cut, level=level
+    )
     if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
         return stacked
     workers = jnp.arange(n, dtype=jnp.uint32)

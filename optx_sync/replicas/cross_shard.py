@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync import checks, trees
-from optx_sync.comm import buffers, reduce, varying
+from optx_sync.comm import buffers, by_type, reduce, varying
 from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
@@ -26,6 +26,7 @@ from optx_sync.metrics import (
     Info,
     check_batch_size,
     like_params,
+    measure_in_pieces,
     measure_of,
     measures,
     square_sum,
@@ -81,6 +82,20 @@ class CrossShardState(NamedTuple):
 @fields.declare(exchange=fields.OF_SUMS)
 class SummedCrossShardState(CrossShardState):
     """Of `reduction="sum"`."""
+
+    __slots__ = ()
+
+
+@fields.declare(inner=fields.SHARED)
+class CutCrossShardState(CrossShardState):
+    """Of `shard_state=True`: what `inner` keeps lies in pieces, and belongs to all."""
+
+    __slots__ = ()
+
+
+@fields.declare(exchange=fields.OF_SUMS)
+class SummedCutCrossShardState(CutCrossShardState):
+    """Of `shard_state=True` and `reduction="sum"`."""
 
     __slots__ = ()
 
@@ -160,6 +175,11 @@ def cross_shard(
     last owners of a group hold padding where N does not divide K: a matrix that is
     alone in its group saves nothing.
 
+    With `shard_state=True` the gradients may travel coded, `exchange=quantized(...)` or
+    `error_feedback(quantized(...))`: codes go up to the owners, which add up what they
+    stand for in float32, and what feedback remembers are the replica's own gradients.
+    The updates come back whole, so that all replicas apply the same.
+
     Args:
         inner: The transformation that gets the reduced gradient.
         axis_name: The mapped axis, or a tuple of them.
@@ -185,8 +205,10 @@ def cross_shard(
         shard_state: `True`: keep `inner`'s state in pieces, one on each replica.
             `inner` must act on each number alone, as `optax.adam` does; what does not
             is found out by trying it. One that needs a norm may add it up itself, over
-            `axis_name`. `"leaves"`: whole leaves on their owners. `inner` must act on
-            each leaf alone, as `optax.contrib.muon` does, which is tried, too.
+            `axis_name`. With `grads="unreduced"` any `inner` does: it sees whole
+            arrays that lie in pieces, cut where a dimension divides. `"leaves"`: whole
+            leaves on their owners. `inner` must act on each leaf alone, as
+            `optax.contrib.muon` does, which is tried, too.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -250,7 +272,10 @@ def cross_shard(
         contract.require_exact(exchange)
     state_of = None
     if measure or contract.remembers(exchange) or exchange.outlier is not None:
-        state_of = SummedCrossShardState if reduction == "sum" else CrossShardState
+        mean_of, sum_of = CrossShardState, SummedCrossShardState
+        if shard_state:
+            mean_of, sum_of = CutCrossShardState, SummedCutCrossShardState
+        state_of = sum_of if reduction == "sum" else mean_of
     replicas = _CrossShard(
         inner,
         axis_name,
@@ -272,12 +297,16 @@ def cross_shard(
     if shard_state == "leaves":
         owned = _InLeaves(
             replicas,
-            _check_pieces(replicas),
+            _check_leaves(replicas),
             owners.Leaves(inner, check_axis_name(axis_name)),
         )
         return optax.GradientTransformationExtraArgs(owned.init, owned.update)
+    if grads == "unreduced":
+        typed = _CutByType(replicas)
+        return optax.GradientTransformationExtraArgs(typed.init, typed.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
-    pieces = _InPieces(replicas, _check_pieces(replicas), elementwise)
+    _check_pieces(replicas, "True", exchange.halves is not None)
+    pieces = _InPieces(replicas, elementwise)
     return optax.GradientTransformationExtraArgs(pieces.init, pieces.update)
 
 
@@ -358,13 +387,21 @@ class _CrossShard(NamedTuple):
         params = own(params) if grouped else params
         state = self.inner.init(params)
         state = own(state) if grouped else state
+        return self.around(state, params)
+
+    def around(self, inner, params):
+        """The state, of what `inner` keeps before its first step."""
         if self.state_of is None:
-            return state
+            return inner
+
+        def own(tree):
+            return varying.localize_where_mapped(tree, self.axis_name)
+
         memory, outliers = own(
             (self.exchange.init(params), contract.start_outliers(self.exchange))
         )
         measured = like_params(start(), params, self.axis_name) if self.measure else ()
-        return self.state_of(memory, Info(outliers=outliers, measured=measured), state)
+        return self.state_of(memory, Info(outliers=outliers, measured=measured), inner)
 
     def update(
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
@@ -376,21 +413,25 @@ class _CrossShard(NamedTuple):
         if self.grads == "local":
             mean, now = self.meet(updates, before, weight, batch_size)
         elif self.grads == "unreduced":
-            mean, now = varying.summed_by_type(updates, self.axis_name), before
+            mean, now = by_type.summed(updates, self.axis_name), before
         else:
             mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
         with checks.explains_inner(mean):
             updates, inner = self.inner.update(mean, before.inner, params, **extra_args)
         inner = varying.vary_like(inner, before.inner)
         updates = checks.fill_missing(updates, params)
+        return updates, self.after(now, before, updates, inner)
+
+    def after(self, now: CrossShardState, before: CrossShardState, updates, inner):
+        """The state after a step, of what the gradients have told and `inner` keeps."""
         if self.state_of is None:
-            return updates, inner
+            return inner
         info = now.info
         if self.measure:
             norm = jnp.sqrt(self.square(updates, before))
             info = info._replace(measured=info.measured._replace(update_norm=norm))
         info = varying.vary_like(info, before.info)
-        return updates, now._replace(info=info, inner=inner)
+        return now._replace(info=info, inner=inner)
 
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
         """Refuse what does not fit a step; the extra arguments that `inner` gets."""
@@ -473,7 +514,6 @@ class _InPieces(NamedTuple):
     """`init` and `update` of `cross_shard(..., shard_state=True)`."""
 
     whole: _CrossShard
-    scatter: Callable[..., Tree]
     elementwise: Elementwise
 
     def init(self, params):
@@ -481,29 +521,82 @@ class _InPieces(NamedTuple):
         checks.check_params(params)
         inner = self.whole.inner
         if trees.is_placeholder(params):
-            return fields.InPieces(inner.init(params))
-        self.elementwise.check(params)
-        return own_pieces(inner.init, params, self.whole.axis_name)
+            pieces = fields.InPieces(inner.init(params))
+        else:
+            self.elementwise.check(params)
+            pieces = own_pieces(inner.init, params, self.whole.axis_name)
+        return self.whole.around(pieces, params)
 
-    def update(self, updates, state, params=None, *, weight=None, **extra_args):
+    def update(
+        self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
+    ):
         """The updates, gathered from those of all pieces, and the state."""
         whole, axis_name = self.whole, self.whole.axis_name
         extra_args = whole.check(updates, params, weight, extra_args)
+        batch_size = check_batch_size(batch_size)
         contract.require_dense(updates, "shard_state=True")
         like = updates if params is None else params
         _require_floating(updates, like)
-        check_pieces(state, whole.inner.init, like, axis_name)
+        before = CrossShardState((), Info(), state) if whole.state_of is None else state
+        held: Any = before.inner  # an `InPieces`
+        check_pieces(held, whole.inner.init, like, axis_name)
         if whole.grads == "local":
-            pieces = self.scatter(updates, axis_name, weight=weight)
+            pieces, now = self.meet(updates, before, weight, batch_size)
         else:
-            pieces = cut(updates, axis_name)
+            pieces, now = cut(updates, axis_name), before
         pieces = whole.as_asked(pieces, axis_size(axis_name))
         own = None if params is None else cut(params, axis_name)
-        new, inner = whole.inner.update(pieces, state.tree, own, **extra_args)
+        new, inner = whole.inner.update(pieces, held.tree, own, **extra_args)
         buckets = whole.exchange.bucket_bytes
         new = gather(varying.localize(new, axis_name), like, axis_name, buckets)
-        inner = varying.vary_like(trees.cast_like(inner, state.tree), state.tree)
-        return checks.fill_missing(new, params), fields.InPieces(inner)
+        inner = varying.vary_like(trees.cast_like(inner, held.tree), held.tree)
+        new = checks.fill_missing(new, params)
+        return new, whole.after(now, before, new, fields.InPieces(inner))
+
+    def meet(self, grads, state: CrossShardState, weight, batch_size):
+        """(the mean of this replica's piece of every gradient, the state)."""
+        whole, axis_name = self.whole, self.whole.axis_name
+        exchange = whole.exchange
+        if exchange.halves is not None:
+            met = exchange.halves.up(grads, state.exchange, axis_name, weight=weight)
+            return met.mean, state._replace(exchange=met.state)
+        scatter: Any = exchange.scatter  # which `cross_shard` has asked for
+        pieces = scatter(grads, axis_name, weight=weight)
+        if not whole.measure:
+            return pieces, state
+        measured = measure_in_pieces(
+            state.info.measured,
+            (whole.square(grads, state), whole.square(pieces, state)),
+            axis_name,
+            weight=weight,
+            alike=weight is not None and jnp.result_type(weight) == jnp.bool_,
+            batch_size=batch_size,
+        )
+        return pieces, state._replace(info=state.info._replace(measured=measured))
+
+
+class _CutByType(NamedTuple):
+    """The same under plain `jax.jit`, where `inner` sees whole arrays that are cut."""
+
+    whole: _CrossShard
+
+    def init(self, params):
+        """The state of `inner`, cut as the parameters would be."""
+        checks.check_params(params)
+        if not trees.is_placeholder(params):
+            params = by_type.cut(params, self.whole.axis_name)
+        return self.whole.inner.init(params)
+
+    def update(self, updates, state, params=None, **extra_args):
+        """The updates, like the parameters, and the state."""
+        axis_name = self.whole.axis_name
+        extra_args = self.whole.check(updates, params, None, extra_args)
+        by_type.require_unreduced(updates, axis_name)
+        own = None if params is None else by_type.cut(params, axis_name)
+        mean = by_type.cut(updates, axis_name)
+        with checks.explains_inner(mean):
+            new, state = self.whole.inner.update(mean, state, own, **extra_args)
+        return checks.fill_missing(by_type.whole(new, axis_name), params), state
 
 
 class _InLeaves(NamedTuple):
@@ -598,11 +691,10 @@ def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) ->
             "reduction='sum' has no meaning with grads='unreduced', where the gradient "
             "is that of the loss as written. Leave it out, and sum in the loss."
         )
-    if shard_state:
+    if shard_state == "leaves":
         raise ValueError(
-            "shard_state cannot be combined with grads='unreduced': no axis is mapped "
-            "there. Give the inner optimizer's state a sharding instead, and XLA "
-            "scatters by itself."
+            "shard_state='leaves' needs a mapped axis, and with grads='unreduced' "
+            "there is none. Use shard_state=True: matrices are whole to `inner` there."
         )
 
 
@@ -616,26 +708,34 @@ def _require_own(grads: Grads, what: str) -> None:
         )
 
 
-def _check_pieces(replicas: _CrossShard) -> Callable[..., Tree]:
-    """What scatters gradients; refuse what a state in pieces does not go with."""
-    if replicas.measure:
-        raise ValueError(
-            "shard_state=True cannot be combined with measure=True: no replica has the "
-            "whole mean before its update. Leave one of them out."
-        )
+def _check_pieces(replicas: _CrossShard, option: str, coded: bool) -> None:
+    """Refuse what a state in pieces does not go with."""
     if replicas.group_assignment is not None:
         raise ValueError(
-            "shard_state=True cuts the state over all replicas of the axis and takes "
-            "no group_assignment. Use a mesh with an axis per group, and name that of "
-            "the replicas inside a group."
+            f"shard_state={option} cuts the state over all replicas of the axis and "
+            "takes no group_assignment. Use a mesh with an axis per group, and name "
+            "that of the replicas inside a group."
         )
-    if replicas.exchange.scatter is None:
+    if replicas.exchange.scatter is None and not coded:
+        others = ", quantized() or error_feedback(quantized())"
+        others = others if option == "True" else ""
         raise ValueError(
-            "shard_state=True needs an exchange that can stop half way, where each "
-            "replica has the sum of its piece; this one cannot. Use "
-            "oxs.exchange.all_reduce(), or leave shard_state=True out."
+            f"shard_state={option} needs an exchange that can stop half way, where "
+            "each replica has the sum of its piece; this one cannot. Use "
+            f"oxs.exchange.all_reduce(){others}, or leave shard_state={option} out."
         )
-    return replicas.exchange.scatter
+
+
+def _check_leaves(replicas: _CrossShard) -> Callable[..., Tree]:
+    """What scatters gradients to the owners of leaves; refuse what they do not take."""
+    _check_pieces(replicas, "'leaves'", coded=False)
+    if replicas.measure:
+        raise ValueError(
+            "shard_state='leaves' cannot be combined with measure=True. Leave one of "
+            "them out, or use shard_state=True."
+        )
+    scatter: Any = replicas.exchange.scatter
+    return scatter
 
 
 def _require_floating(grads: Tree, params: Tree | None) -> None:

@@ -345,7 +345,7 @@ class _Run(NamedTuple):
         """All workers at the parameters, and so is the center."""
         rule, several = self.phases.rule, self.parts.number > 1
         center, count = work.start_center(params), jnp.zeros((), jnp.int32)
-        pending, remembered = self.round.start(self.parts, center)
+        pending, remembered = self.round.start(self.parts, center, center)
         each = self.parts.number if several else ()
         # Others move the center meanwhile, so each worker keeps the one that it took.
         keeps_taken = rule.take is None or keeps_before(rule, self.period)

@@ -43,6 +43,18 @@ RULES = {
         inner_state="average",
         **more,
     ),
+    "late": lambda **more: oxs.diloco(
+        INNER,
+        AXIS,
+        communication_period=3,
+        drop_nonfinite=True,
+        delay=2,
+        measure=True,
+        **more,
+    ),
+    "kept": lambda **more: oxs.local_sgd(
+        INNER, AXIS, communication_period=2, keep_local=0.5, measure=True, **more
+    ),
     "agn of the paper": lambda **more: oxs.agn(
         INNER,
         AXIS,
@@ -53,9 +65,9 @@ RULES = {
     ),
 }
 CASES = {
-    "vmap": tuple(RULES),
-    "shard_map": tuple(RULES),
-    "shard_map_axes": ("diloco",),
+    "vmap": ("local_sgd", "diloco", "agn", "agn of the paper"),
+    "shard_map": ("diloco", "agn", "late", "kept"),
+    "shard_map_axes": ("late",),
     "shard_map_unchecked": ("diloco",),
     "pmap": ("diloco",),
     "islands": ("diloco", "agn"),
@@ -70,8 +82,9 @@ def inputs(steps=13):
         return rng.normal(size=shape).astype(param.dtype)
 
     grads = {name: jax.tree.map(drawn, PARAMS) for name in RULES}
-    grads["diloco"]["matrix"][4, 1, 2] = np.nan  # One worker is broken for a round.
-    grads["diloco"]["matrix"][7] = np.nan  # All are.
+    for name in ("diloco", "late"):
+        grads[name]["matrix"][4, 1, 2] = np.nan  # One worker is broken for a round.
+        grads[name]["matrix"][7] = np.nan  # All are.
     return {name: PARAMS for name in RULES}, grads
 
 
@@ -93,7 +106,7 @@ def run(context, names, sharded):
 @pytest.mark.parametrize("context", CASES)
 def test_the_numbers_are_those_of_a_whole_center(context):
     history, centers, state = run(context, CASES[context], True)
-    whole, whole_centers, _ = run(context, CASES[context], False)
+    whole, whole_centers, whole_state = run(context, CASES[context], False)
     for name in CASES[context]:
         # A sum of parameters rounds where one of differences would not; where such a
         # sum is rounded to half precision that may be a step of that.
@@ -111,26 +124,126 @@ def test_the_numbers_are_those_of_a_whole_center(context):
         for leaf, x in found.items():
             assert x.shape == PARAMS[leaf].shape
             np.testing.assert_allclose(x, wanted[leaf], rtol=1e-2, atol=1e-5)
-    pieces = state["diloco"].center.tree["matrix"]
-    assert pieces.shape == (REPLICAS, -(-33 // REPLICAS))
-    assert oxs.slot(state["diloco"], "outer.trace")["matrix"].shape == pieces.shape
-    assert oxs.metrics(state["diloco"]).dropped.tolist() == [1, 2, 1, 1]
+        measured, expected = oxs.metrics(state[name]), oxs.metrics(whole_state[name])
+        for field, x in expected._asdict().items():
+            if x is not None:
+                np.testing.assert_allclose(
+                    getattr(measured, field), x, rtol=1e-5, atol=1e-6, err_msg=field
+                )
+        if name in ("diloco", "late"):
+            pieces = state[name].center.tree["matrix"]
+            assert pieces.shape == (REPLICAS, -(-33 // REPLICAS))
+            outer = oxs.slot(state[name], "outer.trace")["matrix"]
+            assert outer.shape == pieces.shape
+            assert measured.dropped.tolist() == [1, 2, 1, 1]
+
+
+CODES: dict[str, Any] = {
+    "8 bits": (8, {}),
+    "4 bits, late": (4, {"delay": 1, "drop_nonfinite": True, "measure": True}),
+}
+
+
+def coded(name):
+    bits, more = CODES[name]
+    exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits))
+    return oxs.local_sgd(
+        optax.sgd(0.1),
+        AXIS,
+        communication_period=2,
+        shard_center=True,
+        exchange=exchange,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "context, name",
+    [
+        ("vmap_axes", "8 bits"),
+        ("shard_map", "4 bits, late"),
+        ("shard_map_axes", "8 bits"),
+    ],
+)
+def test_codes_go_up_and_down_and_nothing_is_lost(context, name):
+    """A worker's steps are the same wherever it starts, so their sum is known."""
+    params = {name: PARAMS[name] for name in ("scalar", "matrix", "empty")}
+    rng = np.random.default_rng(2)
+    grads = {
+        name: (0.1 * rng.normal(size=(24, REPLICAS, *x.shape)) - 1).astype("f4")
+        for name, x in params.items()
+    }
+    # Beside it the others are less than half a step, unless what is lost adds up.
+    grads["matrix"][:, :, 0, 0] = -50
+    _, now = contexts.replay(context, coded(name), params, grads)
+    if context == "vmap_axes":
+        four = oxs.replicate(params, REPLICAS)
+        three, more = oxs.resize(coded("8 bits"), four, now, 3)
+        # They go on where workers are, not where the owners' pieces are.
+        for leaf, x in more.taken.items():
+            assert np.array_equal(x, now.taken[leaf])
+            assert np.array_equal(three[leaf], np.broadcast_to(x, (3, *x.shape)))
+        before, after = (oxs.center_params(s, params) for s in (now, more))
+        assert np.array_equal(before["matrix"], after["matrix"])
+        assert not np.array_equal(before["matrix"], more.taken["matrix"])
+    bits, more = CODES[name]
+    center, seen = oxs.center_params(now, params), now.taken
+    if context == "shard_map":  # where each worker has its own copy
+        seen = jax.tree.map(np.asarray, seen)
+        for x in jax.tree.leaves(seen):
+            assert np.array_equal(x, np.broadcast_to(x[:1], x.shape))
+        seen = jax.tree.map(lambda x: x[0], seen)
+    # What is summed in step t lands in t + 1, and what was learned there is left.
+    counts = [0, *range(1, 24, 2)] if more else range(24)
+    for place, leaf in enumerate(sorted(params)):
+        arrived = center[leaf] + np.asarray(now.exchange.error[leaf]).mean(0)
+        if more:
+            way = np.asarray(now.pending.values.tree[place]).reshape(-1)
+            size = params[leaf].size
+            arrived += way[:size].reshape(params[leaf].shape)
+        moved = -0.1 * grads[leaf][list(counts)].sum(0).mean(0)
+        np.testing.assert_allclose(arrived, params[leaf] + moved, rtol=1e-5, atol=1e-5)
+        # The gap is half a step of the largest that was sent, not the sum of many.
+        gap = np.abs(seen[leaf] - center[leaf]).max(initial=0)
+        assert gap < 0.5 * 11.2 / (2 ** (bits - 1) - 1)
+
+
+def test_bytes_of_codes():
+    """Of b bits b / 32 of what the sum of float32 sends, and the scales."""
+    params = {"w": jnp.zeros((64, 1024)), "b": jnp.zeros(513)}
+    floats = 64 * 1024 + 513
+    exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
+    tx = oxs.diloco(INNER, AXIS, shard_center=True, exchange=exchange)
+    axes = oxs.state_axes(tx, params)
+
+    def step(params, state, grads):
+        return oxs.apply_gradients(tx, grads, state, params, meet=True)
+
+    mapped = oxs.map_workers(
+        step, AXIS, mesh=contexts.mesh(), in_axes=(0, axes, 0), out_axes=(0, axes)
+    )
+    params, state, _ = oxs.start_workers(tx, params, REPLICAS)
+    rows = oxs.audit.collectives(jax.jit(mapped).lower(params, state, params).compile())
+    sent = {row.kind: row.bytes for row in rows}
+    assert set(sent) == {"all-to-all", "all-gather"} and len(rows) == 2
+    codes = floats * (4 / 8 + 4 / 256)
+    assert abs(sent["all-to-all"] / codes - 1) < 0.02
+    assert abs(REPLICAS * sent["all-gather"] / codes - 1) < 0.02
 
 
 def test_weights_are_those_of_a_whole_center():
     """In the second round all are 0."""
-    params, grads = inputs()
+    names = CASES["shard_map"]
+    params, grads = ({name: tree[name] for name in names} for tree in inputs())
     weights = np.random.default_rng(1).integers(0, 3, (13, REPLICAS))
     weights[[3, 5]] = 0
     extra = {"weight": weights.astype(np.float32)}
     found = []
     for sharded in (False, True):
-        tx = together(
-            {name: rule(shard_center=sharded) for name, rule in RULES.items()}
-        )
+        tx = together({name: RULES[name](shard_center=sharded) for name in names})
         found += [contexts.replay("vmap_axes", tx, params, grads, extra)[0]]
-    whole, pieces = ({n: {"m": tree[n]["matrix"]} for n in RULES} for tree in found)
-    for name in RULES:
+    whole, pieces = ({n: {"m": tree[n]["matrix"]} for n in names} for tree in found)
+    for name in names:
         contexts.assert_close(pieces[name], whole[name], 2e-6)
 
 
@@ -256,14 +369,11 @@ REFUSED = {
     "one worker": (
         lambda: oxs.diloco(INNER, None, shard_center=True), "shares a center out"
     ),
-    "codes": (lambda: sharded(exchange=oxs.exchange.quantized()), "half way"),
     "feedback": (
         lambda: sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k())),
         "half way",
     ),
-    "fragments": (lambda: sharded(fragments=2), "fragments, delay or keep_local"),
-    "keep_local": (lambda: sharded(keep_local=0.5), "fragments, delay or keep_local"),
-    "measure": (lambda: sharded(measure=True), "measure=True"),
+    "fragments": (lambda: sharded(fragments=2), "combined with fragments"),
     "not affine": (
         lambda: oxs.center_variable(
             INNER, oxs.CenterRule(contribute=curved), AXIS, shard_center=True

@@ -13,7 +13,7 @@ class AtOnce(NamedTuple):
 
     meeting: Phases
 
-    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
+    def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         return (), parts.each(self.meeting.remember, center)
 

@@ -23,7 +23,7 @@ class InLine(NamedTuple):
 
     meeting: Meeting
 
-    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
+    def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         weight = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
         buffer = Buffer(parts, center).zeros()

@@ -9,7 +9,15 @@ worker i, c_j the piece of the center that worker j owns and x_ij the piece of x
 
 Between rounds nobody holds the whole center, so what travels is the parameters, and not
 how far they are from it: a rule whose contribution is affine in them gives the same
-mean. The two halves send what an all-reduce sends.
+mean. The two halves send what an all-reduce sends. Who measures gathers the center
+before the round, too.
+
+With codes all workers keep s, the center as they have decoded it, and C codes numbers:
+
+    up      m_j = mean of C(contribution_ij to s)        c_j <- outer(c_j, m_j)
+    down    d_j = C(c_j - s_j)                           s <- s + all d_j
+
+What coding loses on the way down is in the next gap c_j - s_j, and is sent with it.
 """
 
 from typing import Any, NamedTuple
@@ -20,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.center import worker as work
 from optx_sync.center.contract import (
     CenterRule,
     Own,
@@ -30,138 +39,234 @@ from optx_sync.center.contract import (
     static_period,
 )
 from optx_sync.center.fragments import Whole
-from optx_sync.center.rounds.meeting import Meeting, Now, OnItsWay, Step, either
-from optx_sync.center.worker import Center, absorb, as_center, contribute
+from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
+from optx_sync.metrics import measure_in_pieces, square_sum
+from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces
-from optx_sync.trees import Tree, is_placeholder, where, zeros_like
+from optx_sync.trees import Tree, where, zeros_like
 
 _OPTION = "shard_center=True"
 
 
 class Pieces(NamedTuple):
-    """A round at once, of a center in pieces; `pieces` makes one."""
+    """The phases of a round whose center lies in pieces; `pieces` makes one."""
 
     meeting: Meeting
     period: Period
+    delay: int  # steps from a sum to where it lands
     read: Reads
     elementwise: Elementwise | None  # what asks it of the outer optimizer
+
+    @property
+    def drop_nonfinite(self) -> bool:
+        """Whether a worker that is not finite is left out."""
+        return self.meeting.drop_nonfinite
+
+    @property
+    def coded(self) -> bool:
+        """Whether the center comes back coded, and workers keep what they decoded."""
+        return self.meeting.exchange.halves is not None
+
+    @property
+    def blind(self) -> bool:
+        """Whether workers contribute without the center, which nobody holds."""
+        return not (self.coded or self.meeting.measure)
 
     @property
     def alone(self) -> bool:
         """Whether a contribution is the worker's alone, and so travels itself."""
         return not (self.read.taken or self.read.center)
 
-    def start_center(self, center: Tree) -> Center:
-        """The pieces of a whole center, and the outer state.
+    @property
+    def takes_all(self) -> bool:
+        """Whether a worker keeps nothing of its own in a round."""
+        kept = self.meeting.keep_local
+        return isinstance(kept, int | float) and kept == 0
 
-        Refuse a rule or an outer optimizer that does not act on each number alone.
-        """
-        rule, axis_name = self.meeting.rule, self.meeting.axis_name
-        if is_placeholder(center):
-            outer = () if rule.outer is None else InPieces(rule.outer.init(center))
-            return Center(InPieces(center), outer)
-        if not self.alone and not _is_affine(rule, self.period):
+    def try_on(self, center: Tree) -> None:
+        """Refuse a rule or outer optimizer that does not act on each number alone."""
+        if self.blind and not self.alone and not _is_affine(self.rule, self.period):
             raise ValueError(
                 f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
                 "which is the mean of the contributions only where the formula is "
                 f"affine in them; this rule's is not. Leave {_OPTION} out."
             )
-        held = own_pieces(lambda pieces: pieces, center, axis_name)
-        if rule.outer is None or self.elementwise is None:
-            return Center(held, ())
-        self.elementwise.check(center)
-        return Center(held, own_pieces(rule.outer.init, center, axis_name))
+        if self.elementwise is not None:
+            self.elementwise.check(center)
 
-    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
-        """(what is pending, what the exchange remembers) before the first round."""
-        return (), ()
+    @property
+    def rule(self) -> CenterRule:
+        """What is exchanged."""
+        return self.meeting.rule
+
+    def start_center(self, parts: Whole, center: Tree) -> Center:
+        """The pieces of a whole center, and those of the outer state."""
+        outer, axis_name = self.rule.outer, self.meeting.axis_name
+        held = own_pieces(lambda pieces: pieces, center, axis_name)
+        if outer is None:
+            return Center(held, ())
+        return Center(held, own_pieces(outer.init, center, axis_name))
+
+    def remember(self, part: Tree) -> Tree:
+        """What the exchange of a part remembers before the first round."""
+        return self.meeting.remember(part)
 
     def check(self, center: InPieces, params: Tree) -> None:
         """Refuse pieces for another number of workers."""
         check_pieces(center, lambda pieces: pieces, params, self.meeting.axis_name)
 
-    def step(self, now: Now, step: Step) -> Now:
-        """One step of the round."""
-        return either(step.due, lambda now: self._round(now, step), now)
+    def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
+        """(now, what this worker sends, whole arrays)."""
+        meeting, held = self.meeting, now.center
+        if not self.blind:
+            seen = now.worker.taken if self.coded else self._whole(now)
+            seeing = now._replace(center=Center(seen, ()))
+            now, contribution = meeting.bring(seeing, step, part)
+            return now._replace(center=held), contribution
+        sent = localize(self._sent(now, step.at(part)), meeting.axis_name)
+        worker = now.worker._replace(accumulated=zeros_like(now.worker.accumulated))
+        return meeting.leave_out(now._replace(worker=worker), step, sent), sent
 
-    def _round(self, now: Now, step: Step) -> Now:
-        meeting, walked = self.meeting, now.worker.params
-        sent = localize(self._sent(now, step.at(0)), meeting.axis_name)
-        now = meeting.leave_out(now, step, sent)
+    def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
+        """(now, this worker's pieces of the sum or mean, who are in it or ())."""
+        meeting, weight = self.meeting, now.weight
         pushed: int | jax.Array = step.num_workers
-        if now.weight is not None:
-            counts = now.weight if step.alike else (now.weight > 0)
+        if weight is not None:
+            counts = weight if step.alike else (weight > 0)
             pushed = reduce(
                 counts.astype(jnp.float32), meeting.axis_name, reduction="sum"
             )
-        center = self._absorbed(now, step, sent, pushed)
-        buckets = meeting.exchange.bucket_bytes
-        params = gather(center.value.tree, walked, meeting.axis_name, buckets)
-        worker = now.worker._replace(
-            params=params, accumulated=zeros_like(now.worker.accumulated)
-        )
-        now = now._replace(worker=worker, center=center)
-        return meeting.settle(now, walked, params)
+        now, mean = self._mean(now, step, contribution, pushed)
+        if meeting.measure:
+            now = self._measured(now, step, contribution, mean)
+        if self.rule.mean_over is None:
+            mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
+        return now, InPieces(mean), pushed if meeting.drop_nonfinite else ()
 
-    def _sent(self, now: Now, at: Round) -> Tree:
-        """What a worker sends, whole arrays: a contribution, or what it is made of."""
-        accumulated = now.worker.accumulated
-        wide = as_center(now.worker.params, now.center.value.tree)
-        if self.alone:
-            return contribute(self.meeting.rule, wide, wide, accumulated, wide, at)
-        return (
-            wide if self.read.params else (),
-            accumulated if self.read.accumulated else (),
-        )
+    def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
+        """The owners absorb their pieces, and this worker takes of all of them.
 
-    def _absorbed(
-        self, now: Now, step: Step, sent: Tree, pushed: int | jax.Array
-    ) -> Center:
-        """The center after what all workers sent; `pushed` of them are not left out.
-
-        Where there is none the center stays, with `drop_nonfinite`.
+        Where nobody contributed the center stays, with `drop_nonfinite`.
         """
         meeting, (center, outer) = self.meeting, now.center
-        rule, piece, weight = meeting.rule, center.tree, now.weight
-        scatter: Any = meeting.exchange.scatter  # which `pieces` has asked for
-        mean = scatter(sent, meeting.axis_name, weight=weight)
-        if not self.alone:
-            params, accumulated = mean
-            # The piece of the center stands for what the formula does not read.
-            mean = contribute(
-                rule,
-                params if self.read.params else piece,
-                piece,
-                accumulated if self.read.accumulated else piece,
-                piece,
-                step.at(0),
-            )
-            if weight is not None:
-                # Of nobody's parameters the mean is 0, and so is what they contribute.
-                mean = where(pushed > 0, mean, zeros_like(mean))
-        if rule.mean_over is None:
-            mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
-        before = Center(piece, outer.tree if isinstance(outer, InPieces) else outer)
-        extra = meeting.extra_args(step, weight)
-        after = absorb(rule, before, mean, **extra)
+        before = Center(
+            center.tree, outer.tree if isinstance(outer, InPieces) else outer
+        )
+        extra = meeting.extra_args(step, now.weight)
+        after = work.absorb(self.rule, before, total.tree, **extra)
         if meeting.drop_nonfinite:
             after = where(pushed > 0, after, before)
         state = InPieces(after.outer) if isinstance(outer, InPieces) else after.outer
-        return vary_like(Center(InPieces(after.value), state), now.center)
+        held = vary_like(Center(InPieces(after.value), state), now.center)
+        info = now.info
+        if meeting.measure:
+            change = jax.tree.map(jnp.subtract, after.value, before.value)
+            square = localize(self._square(now, change), meeting.axis_name)
+            norm = jnp.sqrt(reduce(square, meeting.axis_name, reduction="sum"))
+            info = info._replace(measured=info.measured._replace(update_norm=norm))
+        now = now._replace(center=held, info=info)
+        return now._replace(worker=self._taking(now, at))
+
+    def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
+        """What else a round does to a worker; a broken one takes the whole center."""
+        whole = now.worker.params
+        if self.coded:
+            whole = now.worker.taken
+        elif self.drop_nonfinite and (self.delay or not self.takes_all):
+            whole = self._whole(now)
+        return self.meeting.settle(now, walked, whole)
 
     def moved(self, center: InPieces, change: Tree) -> InPieces:
         """The center once it has moved by a whole tree that is equal on all."""
         own = cut(change, self.meeting.axis_name)
         return InPieces(jax.tree.map(jnp.add, center.tree, own))
 
+    def _sent(self, now: Now, at: Round) -> Tree:
+        """What a worker sends, whole arrays: a contribution, or what it is made of."""
+        accumulated = now.worker.accumulated
+        wide = work.as_center(now.worker.params, now.center.value.tree)
+        if self.alone:
+            return work.contribute(self.rule, wide, wide, accumulated, wide, at)
+        return (
+            wide if self.read.params else (),
+            accumulated if self.read.accumulated else (),
+        )
 
-def pieces(meeting: Meeting, period: Period) -> Pieces:
-    """Rounds of a center in pieces; refuse a rule or exchange that needs it whole."""
+    def _mean(
+        self, now: Now, step: Step, sent: Tree, pushed: int | jax.Array
+    ) -> tuple[Now, Tree]:
+        """(now, the mean contribution of all workers to this one's piece)."""
+        exchange, axis_name = self.meeting.exchange, self.meeting.axis_name
+        weight, piece = now.weight, now.center.value.tree
+        if exchange.halves is not None:
+            met = exchange.halves.up(sent, now.exchange, axis_name, weight=weight)
+            return now._replace(exchange=met.state), met.mean
+        scatter: Any = exchange.scatter  # which `pieces` has asked for
+        mean = scatter(sent, axis_name, weight=weight)
+        if self.alone or not self.blind:
+            return now, mean
+        params, accumulated = mean
+        # The piece of the center stands for what the formula does not read.
+        mean = work.contribute(
+            self.rule,
+            params if self.read.params else piece,
+            piece,
+            accumulated if self.read.accumulated else piece,
+            piece,
+            step.at(0),
+        )
+        if weight is not None:
+            # Of nobody's parameters the mean is 0, and so is what they contribute.
+            mean = where(pushed > 0, mean, zeros_like(mean))
+        return now, mean
+
+    def _measured(self, now: Now, step: Step, contribution: Tree, mean: Tree) -> Now:
+        """What the scalars of all workers and owners say of what they contributed."""
+        info = now.info
+        measured = measure_in_pieces(
+            info.measured,
+            (square_sum(contribution, info.distance), self._square(now, mean)),
+            self.meeting.axis_name,
+            weight=now.weight,
+            alike=step.alike,
+        )
+        return now._replace(info=info._replace(measured=measured))
+
+    def _square(self, now: Now, piece: Tree) -> jax.Array:
+        """The squared norm of a piece: over other axes of the mesh lie its shards."""
+        like = localize(now.info.measured.update_norm, self.meeting.axis_name)
+        return square_sum(piece, like)
+
+    def _whole(self, now: Now, like: Tree = None) -> Tree:
+        """The center, gathered, in its own dtypes or in those of the parameters."""
+        pieces = memory.on_device(now.center.value.tree)
+        buckets = self.meeting.exchange.bucket_bytes
+        if like is None:
+            like = work.as_center(now.worker.params, pieces)
+        return gather(pieces, like, self.meeting.axis_name, buckets)
+
+    def _taking(self, now: Now, at: Round) -> Worker:
+        """The worker after it took what the owners' pieces have become."""
+        meeting, worker = self.meeting, now.worker
+        halves = meeting.exchange.halves
+        if halves is not None:
+            seen, axis_name = worker.taken, meeting.axis_name
+            owned = now.center.value.tree
+            gap = jax.tree.map(jnp.subtract, owned, cut(seen, axis_name))
+            after = jax.tree.map(jnp.add, seen, halves.down(gap, seen, axis_name))
+        else:
+            after = self._whole(now, worker.params if self.takes_all else None)
+        return work.take(self.rule, worker, after, after, at, meeting.keep_local)
+
+
+def pieces(meeting: Meeting, period: Period, delay: int) -> Pieces:
+    """The phases of a center in pieces; refuse what needs it whole."""
     rule, axis_name = meeting.rule, meeting.axis_name
     if not axis_name:
         raise ValueError(
@@ -176,12 +281,12 @@ def pieces(meeting: Meeting, period: Period) -> Pieces:
             f"{_OPTION} out, or choose a rule whose workers take the center: "
             "local_sgd, diloco, agn."
         )
-    if meeting.exchange.scatter is None:
+    if meeting.exchange.scatter is None and meeting.exchange.halves is None:
         raise ValueError(
             f"{_OPTION} needs an exchange that can stop half way, where each "
-            "worker has the sum of its piece; this one cannot. (What is coded is "
-            "a difference from the whole center, which nobody holds.) Use "
-            f"oxs.exchange.all_reduce(), or leave {_OPTION} out."
+            "worker has the sum of its piece; this one cannot. Use "
+            "oxs.exchange.all_reduce(), quantized() or error_feedback(quantized()), "
+            f"or leave {_OPTION} out."
         )
     elementwise = None
     if rule.outer is not None:
@@ -191,7 +296,7 @@ def pieces(meeting: Meeting, period: Period) -> Pieces:
             _OPTION,
             "the outer optimizer",
         )
-    return Pieces(meeting, period, reads(rule, period), elementwise)
+    return Pieces(meeting, period, delay, reads(rule, period), elementwise)
 
 
 def _is_affine(rule: CenterRule, period: Period) -> bool:

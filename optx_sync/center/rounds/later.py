@@ -17,10 +17,10 @@ class Later(NamedTuple):
     meeting: Phases
     delay: int
 
-    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
+    def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round."""
         pushed = jnp.zeros(()) if self.meeting.drop_nonfinite else ()
-        buffer = Buffer(parts, center).zeros()
+        buffer = Buffer(parts, held).zeros()
         pending = Pending(buffer, jnp.zeros((), jnp.int32), pushed)
         return pending, parts.each(self.meeting.remember, center)
 

@@ -29,9 +29,10 @@ from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
-from optx_sync.comm.varying import everywhere, localize, vary_like
+from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
 from optx_sync.exchange.contract import Exchange, count_outlier
 from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
+from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
 
@@ -124,8 +125,14 @@ class Phases(Protocol):
 class Rounds(Protocol):
     """When the phases of a round take place."""
 
-    def start(self, parts: Whole, center: Tree) -> tuple[OnItsWay, Tree]:
-        """(what is pending, what the exchange remembers) before the first round."""
+    def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
+        """(what is pending, what the exchange remembers) before the first round.
+
+        Args:
+            parts: Those of the parameters.
+            center: The whole center.
+            held: The center as a worker holds it, the same or its pieces.
+        """
         ...
 
     def step(self, now: Now, step: Step) -> Now:
@@ -146,9 +153,10 @@ class Meeting(NamedTuple):
     keep_local: float | jax.Array
 
     def start_center(self, parts: Whole, center: Tree) -> Center:
-        """The center, with an outer state for each part."""
+        """The center as workers hold it, with an outer state for each part."""
         outer = self.rule.outer
-        return Center(center, () if outer is None else parts.each(outer.init, center))
+        state = () if outer is None else parts.each(outer.init, center)
+        return Center(center, vary_with(state, center))
 
     def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
@@ -240,6 +248,7 @@ class Meeting(NamedTuple):
             worker = worker._replace(inner=self.inner.init(worker.params))
         info = now.info
         if self.drop_nonfinite:
+            center = memory.on_device(center)
             worker = work.mend(self.inner, worker, center, now.well)
             dropped = info.dropped + (~now.well).astype(jnp.int32)
             info = info._replace(dropped=dropped)

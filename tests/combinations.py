@@ -1,0 +1,226 @@
+"""Which options of the wrappers go together: every pair is tried, and listed here.
+
+`python -m tests.combinations` writes the page, `tests/test_combinations.py` compares
+it. A pair is started and one update of it traced: it works, or a message of ours says
+that it does not.
+"""
+
+import itertools
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optx_sync as oxs
+
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+PACKAGE = Path(oxs.__file__).parent
+AXIS, N = "workers", 8
+PARAMS = {"w": jnp.ones((4, 2)), "v": jnp.ones(6)}
+INNER = oxs.optimizers.adagrad(0.1)  # which takes row-sparse gradients
+exchange = oxs.exchange
+
+
+class Option(NamedTuple):
+    """Something that a user may ask of a wrapper."""
+
+    keywords: Mapping[str, Any] = MappingProxyType({})  # of the wrapper
+    given: Mapping[str, Any] = MappingProxyType({})  # extra arguments of `update`
+    changes: Mapping[str, Any] = MappingProxyType({})  # what else is used: `refusal`
+
+    def names(self) -> set[str]:
+        """What two options cannot both set."""
+        return {*self.keywords, *self.given, *self.changes}
+
+
+def rows(grads: Any) -> Any:
+    """Gradients of which one is row-sparse."""
+    return grads | {"w": oxs.IndexedSlices(jnp.zeros(1, jnp.int32), grads["w"][:1])}
+
+
+def exchanges() -> dict[str, Option]:
+    """What `exchange=` may be."""
+    found = {
+        "quantized()": exchange.quantized(),
+        "error_feedback(quantized())": exchange.error_feedback(exchange.quantized()),
+        "top_k()": exchange.top_k(),
+        "power_sgd()": exchange.power_sgd(),
+        "median()": exchange.median(),
+        'clipped("median")': exchange.clipped("median"),
+    }
+    return {f"`exchange={name}`": Option({"exchange": x}) for name, x in found.items()}
+
+
+ONE = jnp.float32(1)
+WEIGHTS = {
+    "`weight=`": Option(given={"weight": ONE}),
+}
+UNREDUCED = {
+    '`grads="unreduced"`': Option(
+        {"grads": "unreduced"},
+        changes={"traced": False},  # types of a mesh tell
+    ),
+}
+SPARSE = {"row-sparse gradients": Option(changes={"grads": rows})}
+CENTER = {
+    "`elastic_average`": Option(
+        {"moving_rate": 0.1, "rho": 0.5}, changes={"wrapper": oxs.elastic_average}
+    ),
+    "`agn`": Option(changes={"wrapper": oxs.agn}),
+    "`axis_name=None`": Option(changes={"axis": None}),
+    "`communication_period`, a schedule": Option(
+        {"communication_period": lambda step: 1 + step}
+    ),
+    '`inner_state="average"`': Option({"inner_state": "average"}),
+    '`inner_state="reset"`': Option({"inner_state": "reset"}),
+    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
+    "`measure`": Option({"measure": True}),
+    "`shard_center`": Option({"shard_center": True}),
+    "`fragments`": Option({"fragments": 2}),
+    "`delay`": Option({"delay": 1}),
+    "`keep_local`": Option({"keep_local": 0.5}),
+    **exchanges(),
+    **WEIGHTS,
+    **SPARSE,
+    "`cross_shard` inside": Option(changes={"inner": "replicas"}),
+    "`local_sgd` inside": Option(changes={"inner": "center"}),
+}
+CROSS_SHARD = {
+    '`reduction="sum"`': Option({"reduction": "sum"}),
+    "`group_assignment`": Option({"group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]}),
+    '`grads="summed"`': Option({"grads": "summed"}),
+    '`grads="averaged"`': Option({"grads": "averaged"}),
+    **UNREDUCED,
+    "`shard_state=True`": Option({"shard_state": True}),
+    '`shard_state="leaves"`': Option({"shard_state": "leaves"}),
+    "`measure`": Option({"measure": True}),
+    **exchanges(),
+    **WEIGHTS,
+    **SPARSE,
+}
+SYNC_REPLICAS = {
+    **UNREDUCED,
+    "`variable_averages`": Option({"variable_averages": 0.9}),
+    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
+    "`measure`": Option({"measure": True}),
+    **exchanges(),
+    **WEIGHTS,
+    "`contributes=`": Option(given={"contributes": jnp.bool_(True)}),
+    **SPARSE,
+}
+GOSSIP = {
+    "`outer`": Option({"outer": optax.sgd(0.7)}),
+    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
+    "`communication_period`, a schedule": Option(
+        {"communication_period": lambda step: 1 + step}
+    ),
+    **{
+        f"`graph=graphs.{name}`": Option({"graph": graph})
+        for name, graph in {
+            "ring()": oxs.graphs.ring(),
+            "exponential()": oxs.graphs.exponential(),
+            "random_pairs()": oxs.graphs.random_pairs(),
+            "grid(2)": oxs.graphs.grid(2),
+        }.items()
+    },
+    **WEIGHTS,
+    **SPARSE,
+    "`cross_shard` inside": Option(changes={"inner": "replicas"}),
+    "`local_sgd` inside": Option(changes={"inner": "center"}),
+}
+WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Option]]] = {
+    "Center rules": (oxs.diloco, {"communication_period": 2}, CENTER),
+    "cross_shard": (oxs.cross_shard, {}, CROSS_SHARD),
+    "sync_replicas": (oxs.sync_replicas, {"replicas_to_aggregate": N}, SYNC_REPLICAS),
+    "gossip": (oxs.gossip, {}, GOSSIP),
+}
+
+
+def refusal(build: Any, keywords: dict[str, Any], options: list[Option]) -> str | None:
+    """What is said to a wrapper with these options, `None` where it works.
+
+    Raises:
+        AssertionError: It fails, and not by a message of this package.
+    """
+    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
+    for option in options:
+        keywords = {**keywords, **option.keywords}
+        given.update(option.given)
+        changes.update(option.changes)
+    build, axis = changes.get("wrapper", build), changes.get("axis", AXIS)
+    inside = {
+        "replicas": lambda: oxs.cross_shard(INNER, "inside"),
+        "center": lambda: oxs.local_sgd(INNER, "inside", communication_period=1),
+    }
+
+    def update(own):
+        tx = build(inner, axis, **keywords)
+        if changes.get("traced", True):
+            grads = jax.tree.map(lambda x: x * own, PARAMS)
+            grads = changes.get("grads", dict)(grads)
+            tx.update(grads, tx.init(PARAMS), PARAMS, **given)
+
+    run, sizes = update, jnp.zeros(())
+    try:
+        inner = inside.get(changes.get("inner", ""), lambda: INNER)()
+        for name, size in (("inside", 2), (AXIS, N)):
+            if name != "inside" or "inner" in changes:
+                run = jax.vmap(run, axis_name=name)
+                sizes = jnp.zeros((size, *sizes.shape))
+        jax.eval_shape(run, sizes)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        assert Path(place.filename).is_relative_to(PACKAGE), traceback.format_exc()
+        return str(error).split("\n")[0]
+    return None
+
+
+def refused(title: str) -> Iterator[tuple[str, str, str]]:
+    """(an option, another one, what is said), of each pair that does not work."""
+    build, keywords, options = WRAPPERS[title]
+    alone = {one: refusal(build, keywords, [x]) for one, x in options.items()}
+    yield from ((one, "anything", said) for one, said in alone.items() if said)
+    options = {one: x for one, x in options.items() if not alone[one]}
+    for (one, first), (other, second) in itertools.combinations(options.items(), 2):
+        if not first.names() & second.names():
+            said = refusal(build, keywords, [first, second])
+            if said is not None:
+                yield one, other, said
+
+
+def section(title: str) -> str:
+    """The table of a wrapper."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one, other, said in refused(title):
+        found.setdefault((one, said.split(". ")[0].rstrip(".")), []).append(other)
+    lines = [
+        f"| {one} | {', '.join(others)} | {said.replace('|', chr(92) + '|')}. |"
+        for (one, said), others in found.items()
+    ]
+    name = title if title[0].isupper() else f"`{title}`"
+    options = ", ".join(WRAPPERS[title][2])
+    head = ["| | with | what is said |", "|---|---|---|"] if lines else []
+    return "\n".join([f"## {name}", "", f"Tried: {options}.", "", *head, *lines, ""])
+
+
+def page() -> str:
+    """The page."""
+    return "\n".join([HEAD, *map(section, WRAPPERS)])
+
+
+HEAD = """# What cannot be combined
+
+Every pair of the options below is tried in a test, and this page is written by it: what
+is not in a table works. Of each message the first sentence is shown; it goes on with
+what to do.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
