@@ -15,8 +15,6 @@ from optx_sync.runtime.messages import JoinedPart as JoinedPart
 from optx_sync.runtime.messages import Push as Push
 from optx_sync.runtime.messages import PushRefused as PushRefused
 from optx_sync.runtime.messages import Reply as Reply
-from optx_sync.runtime.parts import join_parts as join_parts
-from optx_sync.runtime.parts import partition as partition
 from optx_sync.runtime.ray import run as run
 from optx_sync.runtime.ray_actors import RayConnection as RayConnection
 from optx_sync.runtime.ray_actors import start_servers as start_servers

@@ -11,6 +11,7 @@ import numpy as np
 
 from optx_sync.center.fragments import Fragments, Whole, number_of_parts, split
 from optx_sync.center.worker import start_center
+from optx_sync.checks import integer
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
 
@@ -75,11 +76,18 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
         ValueError: More servers than parts or variables.
     """
     shapes = jax.eval_shape(start_center, shapes)  # It is the center that is cut.
+    integer("num_servers", num_servers, "Pass for example 1.")
     number = number_of_parts(fragments)
     if number == 1 and num_servers > 1:
-        owner = _owners(jax.tree.leaves(shapes), num_servers)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-        of_path = {path_name(path): k for path, k in zip(paths, owner, strict=True)}
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        if num_servers > len(leaves):
+            raise ValueError(
+                f"{len(leaves)} variables cannot be split among {num_servers} servers: "
+                "each needs one or more. Pass a smaller num_servers."
+            )
+        owner = _evenly([_bytes_of(leaf) for _, leaf in leaves], num_servers)
+        paths = [path_name(path) for path, _ in leaves]
+        of_path = dict(zip(paths, owner, strict=True))
         whole = split(lambda path, leaf: of_path[path_name(path)], shapes)
         servers = tuple(range(num_servers))
         return Layout(whole, (servers,), servers)
@@ -114,46 +122,6 @@ class Variables:
         return dict(zip(self.paths, self.treedef.flatten_up_to(tree), strict=True))
 
 
-def partition(params: Tree, num_parts: int) -> list[Tree]:
-    """Split the variables into trees of about equal size, `None` where one has none.
-
-    Args:
-        params: A tree of arrays.
-        num_parts: How many parts, at most one for each variable.
-
-    Returns:
-        Trees like `params`; each variable is in one of them.
-
-    Raises:
-        ValueError: More parts than variables.
-
-    Example:
-        >>> import numpy as np
-        >>> from optx_sync.runtime import partition
-        >>> parts = partition({"a": np.zeros(9), "b": np.zeros(5), "c": np.zeros(4)}, 2)
-        >>> [[name for name, x in part.items() if x is not None] for part in parts]
-        [['a'], ['b', 'c']]
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    owner = _owners(leaves, num_parts)
-    if num_parts == 1:
-        return [params]
-    return [
-        treedef.unflatten([x if owner[i] == k else None for i, x in enumerate(leaves)])
-        for k in range(num_parts)
-    ]
-
-
-def _owners(leaves: list[Shaped], number: int) -> list[int]:
-    """Which of so many servers each variable goes to."""
-    if not 1 <= number <= len(leaves):
-        raise ValueError(
-            f"{len(leaves)} variables cannot be split among {number} servers: each "
-            "needs one or more. Pass a smaller num_servers."
-        )
-    return _evenly([_bytes_of(leaf) for leaf in leaves], number)
-
-
 def _evenly(sizes: list[int], number: int) -> list[int]:
     """Which of so many bins each of these goes to, the largest first."""
     owner, full, filled = [0] * len(sizes), [0] * number, [0] * number
@@ -167,24 +135,3 @@ def _evenly(sizes: list[int], number: int) -> list[int]:
 
 def _bytes_of(x: Shaped) -> int:
     return math.prod(jnp.shape(x)) * np.dtype(x.dtype).itemsize
-
-
-def join_parts(parts: list[Tree], params: Tree) -> Tree:
-    """The whole tree from the parts that `partition` made, in the dtypes of `params`.
-
-    Args:
-        parts: The parts, each with arrays of its own.
-        params: The tree that was split; its structure and dtypes are those of the
-            result.
-
-    Returns:
-        A tree like `params`.
-    """
-    found = {}
-    for part in parts:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-            found[path_name(path)] = leaf
-    return jax.tree_util.tree_map_with_path(
-        lambda path, param: np.asarray(found[path_name(path)]).astype(param.dtype),
-        params,
-    )

@@ -130,7 +130,7 @@ class Turned(NamedTuple):
 class Superseded(NamedTuple):
     """There is a newer incarnation of this worker."""
 
-    newest: int
+    message: str
 
 
 class Refused(NamedTuple):
@@ -160,7 +160,7 @@ def decide(book: Book, request: Request) -> Decision:
     if isinstance(request, Enter):
         incarnation = request.incarnation or max(book.handed, entry.incarnation) + 1
         if incarnation < entry.incarnation:
-            return Decision(book, Superseded(entry.incarnation))
+            return Decision(book, _superseded(request, entry))
         joins = entry.joins + (incarnation > entry.incarnation)
         book = book._replace(handed=max(book.handed, incarnation))
         book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
@@ -168,7 +168,7 @@ def decide(book: Book, request: Request) -> Decision:
     if request.epoch != book.epoch:
         return Decision(book, Turned(*standing(book, worker)[:3]))
     if request.incarnation < entry.incarnation:
-        return Decision(book, Superseded(entry.incarnation))
+        return Decision(book, _superseded(request, entry))
     if request.incarnation > entry.incarnation:  # It joined after the checkpoint.
         joins = max(entry.joins, request.joins)
         entry = entry._replace(incarnation=request.incarnation, joins=joins)
@@ -177,6 +177,14 @@ def decide(book: Book, request: Request) -> Decision:
     if isinstance(request, Stay):
         return Decision(book, standing(book, worker))
     return _send(book, entry, request)
+
+
+def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
+    return Superseded(
+        f"worker {request.worker} has joined again: incarnation {request.incarnation} "
+        f"is not the newest one, {entry.incarnation}. Only the newest may push; call "
+        "join()."
+    )
 
 
 def _send(book: Book, entry: Entry, request: Send) -> Decision:
@@ -303,13 +311,8 @@ def wants(client: Client) -> Request | None:
 def hears(client: Client, answer: Answer) -> Client:
     """What a client does about the answer to what it wants."""
     match answer:
-        case Superseded():
-            return client._replace(
-                phase="superseded",
-                message=f"worker {client.worker} has joined again: incarnation "
-                f"{client.incarnation} is not the newest one, {answer.newest}. Only "
-                "the newest may push; call join().",
-            )
+        case Superseded(message):
+            return client._replace(phase="superseded", message=message)
         case Refused() if len(client.sending) > 1 or client.goal in ("start", "save"):
             # One that is sent again: the others come all the same.
             rest = client.sending[1:]

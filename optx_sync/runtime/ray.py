@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from optx_sync.center.contract import (
-    Period,
-    Weigh,
-    check_period,
-    check_rule,
-    weighed,
-)
+from optx_sync.center import contract
 from optx_sync.center.fragments import Fragments, steps_between
 from optx_sync.checks import check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
@@ -62,7 +56,7 @@ def run(
     *,
     num_workers: int,
     num_servers: int = 1,
-    communication_period: Period = 10,
+    communication_period: contract.Period = 10,
     exchange: Exchange | None = None,
     pull_exchange: Exchange | None = None,
     checkpoint_dir: str | pathlib.Path | None = None,
@@ -70,7 +64,7 @@ def run(
     address: str | None = None,
     checkpoint_every: int = 100,
     replay: bool = False,
-    weigh: Weigh | None = None,
+    weigh: contract.Weigh | None = None,
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | None = None,
@@ -182,14 +176,14 @@ def run(
             servers cannot go on from; another run that saves to the same folder.
     """
     if weigh is not None:
-        check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
-        agreement = weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
+        contract.check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
+        agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, keep_local,
         pull_exchange,
     )  # fmt: skip
     way = way_of(agreement, settings)
-    check_period(communication_period)
+    contract.check_period(communication_period)
     limits = _checked(_Limits(max_failures, worker_timeout, total_steps))
     check_inner(inner, "oxs.runtime.run(worker_fn, params, optax.sgd(0.1), ...)")
     shapes = shapes_of(params)
@@ -211,17 +205,13 @@ def run(
         connection = start_servers(
             params,
             agreement,
-            num_workers=num_workers,
             num_servers=num_servers,
             inner=inner,
-            communication_period=communication_period,
-            exchange=exchange,
-            pull_exchange=pull_exchange,
-            fragments=fragments,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             resume=resume,
             replay=replay,
+            **settings.served(),
         )
         options = {
             **settings._asdict(),
@@ -293,10 +283,7 @@ def _sigterm_as_sigint() -> Iterator[None]:
         yield  # Python handles signals in the main thread alone.
         return
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -443,7 +430,7 @@ class _Supervisor:
             .remote()
         )
         self.actors[index] = actor
-        self.joins[index] = self.events.joins(index)
+        self.joins[index] = self.events.seen.counts["join", index]
         self.events.launched(index)
         self.running[actor.run.remote(index, self.start)] = index
 
@@ -479,10 +466,8 @@ class _Supervisor:
                 )
             return
         self.events.lost(index, str(what))
-        begun = (
-            how in ("refused", "error") or self.events.joins(index) > self.joins[index]
-        )
-        if not begun:
+        counts = self.events.seen.counts
+        if how == "died" and counts["join", index] == self.joins[index]:
             # Its program has not begun: the machine is full, or a node is gone.
             self.starts[index] += 1
             wait = min(0.5 * 2 ** self.starts[index], SLOWEST_START_SECONDS)
@@ -490,7 +475,7 @@ class _Supervisor:
             self.later[index] = time.monotonic() + wait
             return
         self.starts[index] = 0
-        rounds = self.events.rounds(index)
+        rounds = counts["push", index] + counts["dropped", index]
         if rounds == self.rounds_at_death[index]:
             self.deaths[index] += 1
         else:
@@ -516,7 +501,7 @@ class _Supervisor:
 
     def _tell_who_left(self) -> None:
         """Each server that has started since, too."""
-        for number, boot in enumerate(self.events.boots()):
+        for number, (boot, _) in enumerate(self.events.places):
             for index in self.returned:
                 if boot and (boot, index) not in self.told:
                     self.told.add((boot, index))
@@ -561,7 +546,8 @@ class _Events:
         self._servers = connection.servers
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
-        self._places = [("", 0) for _ in self._servers]
+        # The names of the servers' processes, and how many events of each there are.
+        self.places = [("", 0) for _ in self._servers]
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
@@ -576,8 +562,7 @@ class _Events:
         new: list[Event] = []
         for number, server in enumerate(self._servers):
             if number not in self._asked:
-                place = self._places[number]
-                self._asked[number] = server.call.remote("news", *place)
+                self._asked[number] = server.call.remote("news", *self.places[number])
                 self._since[number] = time.monotonic()
         references = list(self._asked.values())
         seconds = SILENCE_SECONDS if wait else 0.02
@@ -601,8 +586,8 @@ class _Events:
             for worker, seconds in enumerate(silent):
                 when = max(time.monotonic() - seconds, self._of_workers.get(worker, 0))
                 self._of_workers[worker] = when
-            name, since = self._places[number]
-            self._places[number] = (boot, len(events) + (since if boot == name else 0))
+            name, since = self.places[number]
+            self.places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
             if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
                 events = [self._of_all(number, event) for event in events]
@@ -645,19 +630,6 @@ class _Events:
             )
         self._metrics.add(0, [lost])
         self._tell([lost])
-
-    def rounds(self, worker: int) -> int:
-        """The rounds of a worker, as far as is known."""
-        counts = self.seen.counts
-        return counts["push", worker] + counts["dropped", worker]
-
-    def joins(self, worker: int) -> int:
-        """How often a worker has joined."""
-        return self.seen.counts["join", worker]
-
-    def boots(self) -> list[str]:
-        """The names of the servers' processes."""
-        return [boot for boot, _ in self._places]
 
     def launched(self, worker: int) -> None:
         """A worker's process is started."""

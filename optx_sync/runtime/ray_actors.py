@@ -28,7 +28,7 @@ from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, way_of
 from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.checkpoints import folders_of_servers, set_aside
-from optx_sync.runtime.messages import Arrays, Joined, Push, PushRefused, Reply
+from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Client, Send
 from optx_sync.runtime.server import Server, refusal
@@ -116,12 +116,8 @@ def start_servers(
     servers = []
     for number in range(num_servers):
         given = {
-            "num_workers": num_workers,
+            **settings.served(),
             "inner": inner if way.waits else None,
-            "communication_period": communication_period,
-            "exchange": exchange,
-            "pull_exchange": pull_exchange,
-            "fragments": fragments,
             "checkpoint_every": checkpoint_every,
             "copy_replies": way.waits,
             "number": number,
@@ -136,15 +132,13 @@ def start_servers(
     connection = RayConnection(
         servers, shapes, way.fragments, kept, checkpoint_dir is not None
     )
-    params = jax.tree.map(np.asarray, params)
-
-    def start_of(number: int) -> tuple[dict[int, Tree]]:
-        parts = {part: layout.pick(params, part) for part in layout.of_server(number)}
-        return (jax.tree.map(np.asarray, parts),)
-
+    parts = {part: layout.pick(params, part) for part in range(len(layout.owners))}
+    parts = jax.tree.map(np.asarray, parts)
     try:
         # Raises here what the servers' construction raises.
-        connection.call("begin", start_of)
+        connection.call(
+            "begin", lambda k: ({part: parts[part] for part in layout.of_server(k)},)
+        )
     except BaseException:
         for actor in servers:
             ray.kill(actor)
@@ -196,51 +190,35 @@ class RayConnection:
         self._fragments = fragments
         self._replay = replay
         self._comes_back = comes_back
-        self._forget()
-
-    def _forget(self) -> None:
         # Of this process, by worker and server: the workers' parts of the protocol, and
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
         self._lines: dict[tuple[int, int], Line] = {}
-        self.layout: Layout = lay_out(self._shapes, self._fragments, len(self.servers))
+        self.layout: Layout = lay_out(shapes, fragments, len(servers))
 
-    def __getstate__(self) -> dict[str, object]:
-        own = ("_clients", "_pushes", "_lines", "layout")
-        return {name: x for name, x in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        given = self.servers, self._shapes, self._fragments, self._replay
+        return RayConnection, (*given, self._comes_back)
 
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
+        client, found = Client(worker, self._replay), []
         for server in range(len(self.servers)):
             self._lines[worker, server] = Line(begins=True)
-        client = protocol.begin(Client(worker, self._replay), "enter")
-        client, joined = self._converse(0, client)
-        clients, parts, state, step, place = {0: client}, {}, {}, 0, ""
-        entered = protocol.begin(client, "enter")  # At the others, under this number.
-        asked = {
-            server: self._ask(server, entered)
-            for server in range(1, len(self.servers))
-            if client.phase == "idle"
-        }
-        found = [joined]
-        for server, reference in asked.items():
-            clients[server], more = self._converse(server, entered, reference)
-            found.append(more)
-        for one in clients.values():
-            if one.phase != "idle":
-                raise ValueError(one.message)
-        found.sort(key=lambda one: one.local_step)
-        for one in found:  # The newest of what its predecessor has left.
+            # At all of them under the number that the first one hands out.
+            client, joined = self._converse(server, protocol.begin(client, "enter"))
+            if client.phase != "idle":
+                raise ValueError(client.message)
+            self._clients[worker, server] = client
+            self._pushes[worker, server] = {}
+            found.append(joined)
+        parts, state, step, place = {}, {}, 0, ""
+        for one in sorted(found, key=lambda one: one.local_step):
+            # The newest of what its predecessor has left.
             parts |= one.parts
-            step, place = one.local_step, one.place
-            state = one.state or state
-        for server, one in clients.items():
-            self._clients[worker, server], self._pushes[worker, server] = one, {}
+            step, place, state = one.local_step, one.place, one.state or state
+        joined = found[0]
         return joined._replace(parts=parts, local_step=step, state=state, place=place)
 
     def everyone_joined(self) -> bool:
@@ -326,14 +304,10 @@ class RayConnection:
 
     def center(self, params: Tree) -> Tree:
         """The center in the structure and dtypes of `params`."""
-        parts: dict[int, Arrays] = {}
-        for of_server in self.call("center_of_parts"):
-            parts |= of_server
-        return jax.tree.map(
-            lambda x, param: np.asarray(x.astype(param.dtype)),
-            self.layout.join(parts, self._shapes),
-            params,
-        )
+        of_servers = self.call("center_of_parts")
+        parts = {part: arrays for found in of_servers for part, arrays in found.items()}
+        center = self.layout.join(parts, self._shapes)
+        return jax.tree.map(lambda x, p: np.asarray(x.astype(p.dtype)), center, params)
 
     def averages(self) -> Tree | None:
         """See `Server.averages`."""
@@ -441,7 +415,6 @@ class ServerActor:
         # An exchange answers with views of the center, until these have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
-        self._listens: bool = False  # whether anybody pushes but through Ray
         try:
             self._server = Server(shapes, agreement, **settings)
         except Exception as error:
@@ -463,13 +436,13 @@ class ServerActor:
         except (ValueError, TypeError, RuntimeError) as error:
             return error
 
-    def handle(self, worker: int, message: object) -> object:
+    def handle(self, worker: int, message: bytes) -> bytes:
         """See `Server.handle`: what a worker says through Ray, and its answer."""
         line = self._lines[worker]
         answer = self._answered(line, worker, message)
         if line.is_open:
             # The next one of this number offers pipes of its own.
-            self._lines[worker], self._listens = Line(), True
+            self._lines[worker] = Line()
             threading.Thread(
                 target=self._listen, args=(line, worker), daemon=True
             ).start()
@@ -483,17 +456,13 @@ class ServerActor:
         except (EOFError, OSError):
             line.hang_up()
 
-    def _answered(self, line: Line, worker: int, message: object) -> Any:
+    def _answered(self, line: Line, worker: int, message: bytes) -> bytes:
         with self._turn:
             try:
                 request, push = line.unpacked(message)
             except Unseen as error:
                 return line.packed(error)
-            answer = line.packed(self.call("handle", request, push))
-            if self._listens and not isinstance(answer, bytes):
-                # Ray reads it while others push.
-                answer = jax.tree.map(_copied, answer)
-            return answer
+            return line.packed(self.call("handle", request, push))
 
 
 class WorkerActor:
@@ -519,10 +488,6 @@ class WorkerActor:
             return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
-
-
-def _copied(x: Any) -> Any:
-    return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def portable(error: Exception) -> Exception:

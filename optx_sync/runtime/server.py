@@ -21,10 +21,11 @@ import optax
 from optx_sync.center.coded import bytes_of
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
+from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
-from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.agreements.contract import Held, Notes, Settings, check_saved
+from optx_sync.runtime.agreements import Agreement, Held, way_of
+from optx_sync.runtime.agreements.contract import Notes, Settings, check_saved
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
     Arrays,
@@ -111,10 +112,7 @@ class Server:
             pull_exchange=pull_exchange,
         )  # fmt: skip
         way = way_of(agreement, settings)
-        if checkpoint_every < 1:
-            raise ValueError(
-                f"checkpoint_every must be 1 or more; got {checkpoint_every}."
-            )
+        integer("checkpoint_every", checkpoint_every, "Pass for example 100.")
         arrays = not any(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
@@ -213,7 +211,7 @@ class Server:
             )  # fmt: skip
             answer, reply = self.handle(send, push)
         if isinstance(answer, protocol.Superseded | protocol.Refused):
-            raise PushRefused(refusal(self._why(push, answer)))
+            raise PushRefused(refusal(answer.message))
         return reply
 
     def send(self, push: Push) -> Callable[[], Reply]:
@@ -321,7 +319,7 @@ class Server:
         worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
             if push is not None:
-                self._refuse(push, self._why(push, answer))
+                self._refuse(push, answer.message)
             return answer, None
         if isinstance(answer, protocol.Turned):
             return answer, None
@@ -528,15 +526,6 @@ class Server:
             self.refused[push.worker] += 1
         self._note("refused", push.worker if known else -1, message=message)
         return protocol.Refused(message)
-
-    def _why(self, push: Push, answer: protocol.Superseded | protocol.Refused) -> str:
-        if isinstance(answer, protocol.Refused):
-            return answer.message
-        return (
-            f"worker {push.worker} has joined again: incarnation {push.incarnation} is "
-            f"not the newest one, {answer.newest}. Only the newest may push; call "
-            "join()."
-        )
 
     def _unknown(self, worker: object) -> str:
         is_integer = isinstance(worker, int | np.integer)

@@ -76,11 +76,10 @@ class Line:
         """Whether both speak through pipes."""
         return self.near and self._pipes is not None and self._offered is None
 
-    def packed(self, message: object) -> Any:
+    def packed(self, message: object) -> bytes:
         """A message as bytes, which Ray sends faster than anything else.
 
-        A long one lies in memory that both see. For one who is elsewhere it stays what
-        it is: Ray lays its arrays into memory of its own.
+        A long one lies in memory that both see, if they do.
         """
         found: list[pickle.PickleBuffer] = []
         header = pickle.dumps(message, 5, buffer_callback=found.append)
@@ -89,28 +88,22 @@ class Line:
         for buffer in buffers:
             places.append((end, end + buffer.nbytes))
             end += -(-buffer.nbytes // ALIGNED) * ALIGNED
-        if not self.near and end > SHORT_BYTES:
-            return message
         offer = self._offer() if self.near and self._begins else None
         # What comes with an offer shows whether the memory is seen.
         if not self.near or (end <= SHORT_BYTES and offer is None):
-            pieces = [bytes(buffer) for buffer in buffers]
-            return pickle.dumps((header, pieces, None, self.near, None))
+            return pickle.dumps((header, found, None, self.near, None), 5)
         if self._own is None or len(self._own.view) < end:
             self._own = Memory(max(end, ALIGNED))
         for (start, stop), buffer in zip(places, buffers, strict=True):
             self._own.view[start:stop] = buffer
         return pickle.dumps((header, places, self._own.address, self.near, offer))
 
-    def unpacked(self, message: object) -> Any:
+    def unpacked(self, message: bytes) -> Any:
         """What `packed` was given; its arrays may be views of memory.
 
         Raises:
             Unseen: It lies in memory of a process that is elsewhere, or gone.
         """
-        self.near = False
-        if not isinstance(message, bytes):
-            return message
         header, buffers, address, self.near, offer = pickle.loads(message)
         try:
             if address is not None:

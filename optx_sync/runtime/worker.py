@@ -18,8 +18,8 @@ from optx_sync.center.fragments import Fragments
 from optx_sync.center.worker import start_center
 from optx_sync.checks import check_grads, check_inner, integer, interval
 from optx_sync.exchange.contract import Exchange
-from optx_sync.runtime.agreements import Agreement, way_of
-from optx_sync.runtime.agreements.contract import Own, Settings
+from optx_sync.runtime.agreements import Agreement, Own, way_of
+from optx_sync.runtime.agreements.contract import Settings
 from optx_sync.runtime.messages import Joined, Push, PushRefused, Reply
 from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.trees import Tree

@@ -242,7 +242,8 @@ def test_who_did_not_hear_an_answer_is_told_whole_arrays(tmp_path):
     reply, coded = push(server.global_step + 1, reply.told)
     assert coded
     server.leave(0)
-    assert server._held[0].told.known == {}  # pyright: ignore[reportAttributeAccessIssue]
+    held: Any = server._held[0]
+    assert held.told.known == {}
 
 
 def test_refused():

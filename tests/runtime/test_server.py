@@ -25,14 +25,15 @@ from optx_sync.runtime import (
     SyncReplicas,
     Worker,
     checkpoints,
-    join_parts,
-    partition,
     protocol,
 )
 from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
+from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints
+from optx_sync.runtime.messages import NoStart
+from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
 
@@ -445,23 +446,23 @@ def test_half_precision_center_is_float32():
     server = Server(params, oxs.local_sgd_rule(), num_workers=2)
     server.push(Push(0, 1, {"contribution": {"['w']": np.full(2, 1e-4, np.float32)}}))
     np.testing.assert_array_equal(server.center()["w"], np.float32(1 + 1e-4))
-    assert join_parts([server.center()], params)["w"].dtype == jnp.bfloat16
 
 
-def test_partition_is_by_size_and_joins_again():
+def test_parts_are_of_about_equal_size_and_none_is_empty():
     params = {
         str(i): np.full(size, i, np.float32) for i, size in enumerate([8, 0, 5, 4])
     }
-    parts = partition(params, 3)
+    layout = lay_out(params, 1, 3)
+    parts = [layout.pick(params, part) for part in range(3)]
     sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in parts]
-    assert sizes == [8, 5, 4]
-    assert all(jax.tree.leaves(part) for part in parts)
+    assert sizes == [8, 5, 4] and layout.turns == ((0, 1, 2),)
+    joined = layout.join({k: arrays_of(part) for k, part in enumerate(parts)}, params)
+    assert bits(joined) == bits(params)
     empty = {"a": np.zeros(4), "b": np.zeros(0), "c": np.zeros(0)}
-    assert all(jax.tree.leaves(part) for part in partition(empty, 3))
-    assert bits(join_parts(parts, params)) == bits(params)
-    for bad in (0, 5):
-        with pytest.raises(ValueError, match="cannot be split among"):
-            partition(params, bad)
+    layout = lay_out(empty, 1, 3)
+    assert all(jax.tree.leaves(layout.pick(empty, part)) for part in range(3))
+    with pytest.raises(ValueError, match="cannot be split among"):
+        lay_out(params, 1, 5)
 
 
 # Synchronous replicas with backup workers.
@@ -842,6 +843,34 @@ def test_nothing_is_begun_afresh_without_a_word(tmp_path):
     in_parts(0)
     with pytest.raises(ValueError, match="or the parts are others"):
         in_parts(1)
+
+
+def test_server_without_a_start_says_so_until_it_is_told(tmp_path):
+    """Its process may die before it has been told, and be told again."""
+    shapes = jax.eval_shape(lambda: PARAMS)
+    rule, enter = oxs.local_sgd_rule(), protocol.Enter(0, 0)
+
+    def start(folder=None):
+        return Server(shapes, rule, num_workers=2, checkpoint_dir=folder)
+
+    for folder, message in ((None, "Pass checkpoint_dir"), (tmp_path, "no checkpoint")):
+        server = start(folder)
+        for call in (
+            server.center,
+            server.checkpoint,
+            lambda s=server: s.handle(enter),
+        ):
+            with pytest.raises(NoStart, match=message):
+                call()
+        assert server.news("", 0)[1] == []  # The run asks for these all the same.
+    told = {0: jax.tree.map(np.asarray, PARAMS)}
+    server = start(tmp_path)  # The first one had saved nothing.
+    server.begin(told)
+    server.push(Push(0, 1, moves()))
+    server.checkpoint()
+    for again in (server, start(tmp_path)):
+        again.begin(told)  # Its answer was lost: what it holds stays.
+        np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 1)
 
 
 def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What server and worker do, one file for each agreement."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from optx_sync.center.contract import CenterRule
-from optx_sync.runtime.agreements.center import center_way
+from optx_sync.checks import integer
+from optx_sync.runtime.agreements.center import Center, OfCenter, center_way
 from optx_sync.runtime.agreements.contract import Settings, Way
-from optx_sync.runtime.agreements.sync_replicas import SyncReplicas, sync_replicas_way
+from optx_sync.runtime.agreements.sync_replicas import (
+    OfUpdates,
+    SyncReplicas,
+    Updates,
+    sync_replicas_way,
+)
 
-Agreement = CenterRule | SyncReplicas
+Agreement: TypeAlias = CenterRule | SyncReplicas
+Held: TypeAlias = Center | Updates  # at a server; one thread at a time
+Own: TypeAlias = OfCenter | OfUpdates  # at a worker
 
 
 def way_of(agreement: Any, settings: Settings) -> Way:
@@ -18,11 +26,7 @@ def way_of(agreement: Any, settings: Settings) -> Way:
         TypeError: No agreement; a number of workers that is no integer.
         ValueError: An agreement for another number of workers or another period.
     """
-    num_workers = settings.num_workers
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-        raise TypeError(f"num_workers must be an integer; got {num_workers!r}.")
-    if num_workers < 1:
-        raise ValueError(f"num_workers must be 1 or more; got {num_workers}.")
+    num_workers = integer("num_workers", settings.num_workers, "Pass for example 8.")
     if isinstance(agreement, SyncReplicas):
         if settings.exchange is not None:
             raise ValueError(

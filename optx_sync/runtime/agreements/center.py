@@ -23,23 +23,7 @@ from optx_sync.center.coded import (
 from optx_sync.center.contract import CenterRule, Period, Round, reads
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.exchange.contract import Exchange
-from optx_sync.runtime.agreements.contract import (
-    Expected,
-    ExpectedCodes,
-    Notes,
-    Place,
-    Settings,
-    Way,
-    arrays_of,
-    bound,
-    check_saved,
-    copied,
-    described,
-    like,
-    numbered,
-    own_buffers,
-    tree_of,
-)
+from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Layout, Variables
 from optx_sync.trees import Tree, is_finite
@@ -50,6 +34,15 @@ class Traffic(NamedTuple):
 
     sends: tuple[str, ...]  # "contribution", or fields of `Own`
     replies: tuple[str, ...]  # of "before" and "after", the center around the round
+
+
+class Terms(NamedTuple):
+    """What server and workers know of a center."""
+
+    rule: CenterRule
+    at: Round
+    exchange: Exchange | None = None  # of pushes
+    pulls: Exchange | None = None  # of answers
 
 
 def traffic(rule: CenterRule, at: Round) -> Traffic:
@@ -76,7 +69,7 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
     return Round(num_workers, period, jnp.int32(steps))
 
 
-def center_way(rule: CenterRule, settings: Settings) -> Way:
+def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
     """What server and workers do under a rule."""
     period, num_workers = settings.communication_period, settings.num_workers
     exchange = check_code(settings.exchange, rule, period)
@@ -97,19 +90,15 @@ def center_way(rule: CenterRule, settings: Settings) -> Way:
         )
     delay = check_delay(settings.delay)
     keep_local = check_keep_local(settings.keep_local)
-    return Way(
-        serve=lambda part, inner, copy: Center(part, rule, at, copy, exchange, pulls),
-        work=lambda shapes, inner, layout: OfCenter(
-            shapes,
-            inner,
-            layout,
-            rule,
-            at,
-            exchange,
-            pulls,
-            keep_local,
-            steps_between(period, len(layout.turns), delay),
-        ),
+    terms = Terms(rule, at, exchange, pulls)
+
+    def work_of(shapes, inner, layout):
+        between = steps_between(period, len(layout.turns), delay)
+        return OfCenter(shapes, inner, layout, terms, keep_local, between)
+
+    return contract.Way(
+        serve=lambda part, inner, copy: Center(part, terms, copy),
+        work=work_of,
         fragments=check_fragments(settings.fragments),
         delay=delay,
         splits=True,
@@ -163,25 +152,18 @@ class Center:
     not be finite can be thrown away.
     """
 
-    def __init__(
-        self,
-        params: Tree,
-        rule: CenterRule,
-        at: Round,
-        copy_replies: bool,
-        exchange: Exchange | None = None,
-        pulls: Exchange | None = None,
-    ):
+    def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
+        rule, at, exchange, pulls = terms
         center = work.start_center(params)
         self.variables: Variables = Variables(center)
         self.rule = rule
         self.at = at
         self.copy_replies = copy_replies
         self.traffic: Traffic = traffic(rule, at)
-        self.expected: Expected = Expected(self.traffic.sends, center)
+        self.expected: contract.Expected = contract.Expected(self.traffic.sends, center)
         if exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
-            self.expected = ExpectedCodes(self.traffic.sends, shapes, exchange)
+            self.expected = contract.ExpectedCodes(self.traffic.sends, shapes, exchange)
         self.told: Told | None = None
         if pulls is not None:
             message_shapes(pulls, center)  # Refuses what it cannot code.
@@ -197,7 +179,9 @@ class Center:
         self.adds: bool = (
             rule.outer is None and rule.weigh is None and not self.at_server
         )
-        self.outer: Tree = () if rule.outer is None else copied(rule.outer.init(center))
+        self.outer: Tree = (
+            () if rule.outer is None else contract.copied(rule.outer.init(center))
+        )
         self._begin(self.variables.arrays(center))
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
 
@@ -210,7 +194,7 @@ class Center:
                 path: np.array(array, order="C") for path, array in center.items()
             }
             self.bounds: dict[str, float] = {
-                path: bound(array) for path, array in self.center.items()
+                path: contract.bound(array) for path, array in self.center.items()
             }
         else:
             self.center = {path: jnp.array(array) for path, array in center.items()}
@@ -240,10 +224,16 @@ class Center:
         # A sum of squares is finite only if its terms are, and quicker than a look at
         # each of them.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
-        return *own_buffers((self.variables.arrays(center), outer), given), squares
+        return *contract.own_buffers(
+            (self.variables.arrays(center), outer), given
+        ), squares
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
-        """The next center, and what the worker gets back."""
+        """The next center, and what the worker gets back.
+
+        `None`, and nothing has changed, if it overflows. `sizes` are bounds of the
+        arrays' elements, from `Expected.read`.
+        """
         before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
@@ -347,18 +337,18 @@ class Center:
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
         formulas += [] if rule.weigh is None else [rule.weigh]
-        return described("center", formulas, self.outer)
+        return contract.described("center", formulas, self.outer)
 
-    def save(self) -> tuple[dict[str, Arrays], Notes]:
+    def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
         """What a checkpoint holds."""
         center = {path: np.asarray(array) for path, array in self.center.items()}
-        arrays = {"center": center, "outer": numbered(self.outer)}
+        arrays = {"center": center, "outer": contract.numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
-    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
         """Go on from what a checkpoint held."""
-        check_saved(self.center, arrays["center"])
-        self.outer = like(self.outer, arrays.get("outer", {}))
+        contract.check_saved(self.center, arrays["center"])
+        self.outer = contract.like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
         self.kept = {}
         self.global_step = int(notes["global_step"])
@@ -378,28 +368,22 @@ class OfCenter:
         shapes: Tree,
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
-        rule: CenterRule,
-        at: Round,
-        exchange: Exchange | None,
-        pulls: Exchange | None,
+        terms: Terms,
         keep_local: float | jax.Array,
         between: Period,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = rule
-        self.at: Round = at
-        self.exchange: Exchange | None = exchange
-        self.pulls: Exchange | None = pulls
+        self.rule, self.at, self.exchange, self.pulls = terms
         self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps from one part that sets out to the next
-        self.traffic: Traffic = traffic(rule, at)
+        self.traffic: Traffic = traffic(*terms[:2])
         self._walk = jax.jit(self._run_walk)
         self._bring = jax.jit(self._run_bring, static_argnums=0)
         self._take = jax.jit(self._run_take, static_argnums=0)
 
-    def start(self, parts: dict[int, Arrays], place: Place) -> None:
+    def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the center."""
         self.taken = place(self.layout.join(parts, self.like))
         self.params = jax.tree.map(
@@ -422,20 +406,20 @@ class OfCenter:
         # and what its code remembers then.
         self.sent: dict[int, tuple[int, Tree, Tree]] = {}
 
-    def place(self, place: Place) -> None:
+    def place(self, place: contract.Place) -> None:
         """Lay everything out over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
 
     def state(self) -> Arrays:
-        """See `Own`."""
-        return numbered(self.inner_state)
+        """The leaves of the inner state, for a successor."""
+        return contract.numbered(self.inner_state)
 
     def go_on(self, state: Arrays) -> None:
-        """See `Own`."""
+        """Go on from a predecessor's inner state."""
         self.inner_state = jax.tree.map(
             lambda x, fresh: jax.device_put(x, fresh.sharding),
-            like(self.inner_state, state),
+            contract.like(self.inner_state, state),
             self.inner_state,
         )
 
@@ -465,7 +449,7 @@ class OfCenter:
         )
         self.sent[part] = age, summed, codes
         self.ages[part] = self.steps = 0
-        return {name: arrays_of(tree) for name, tree in sent.items()}, age
+        return {name: contract.arrays_of(tree) for name, tree in sent.items()}, age
 
     def _run_bring(self, part, params, taken, accumulated, codes, steps):
         whole, pick = accumulated, lambda tree: self.layout.pick(tree, part)
@@ -494,7 +478,9 @@ class OfCenter:
         both = jax.tree.map(jnp.add, pick(self.accumulated, part), pick(summed, part))
         self.accumulated = put(self.accumulated, part, both)
 
-    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
+    def land(
+        self, part: int, replied: dict[str, Arrays], place: contract.Place
+    ) -> None:
         """Take what came back."""
         like = self.layout.pick(self.like, part)
         age, _, self.codes[part] = self.sent.pop(part)
@@ -502,7 +488,7 @@ class OfCenter:
             part,
             self.params,
             self.taken,
-            {name: tree_of(arrays, like) for name, arrays in replied.items()},
+            {name: contract.tree_of(arrays, like) for name, arrays in replied.items()},
             jnp.int32(age),
         )
         self.params, self.taken = place(params), place(taken)

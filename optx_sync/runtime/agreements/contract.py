@@ -3,119 +3,24 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
 from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
-from optx_sync.runtime.messages import Arrays, Push, Reply
+from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, is_gradient_leaf, path_name
 
 SHOWN_NAMES = 5
 Place: TypeAlias = Callable[[Tree], Tree]  # lays a tree out over devices
 Notes: TypeAlias = dict[str, Any]  # what JSON can hold
-
-
-class Held(Protocol):
-    """What a server holds: the arithmetic. One thread at a time."""
-
-    global_step: int
-    expected: "Expected"
-
-    def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
-        """Take what a worker sends; `None`, and nothing has changed, if it overflows.
-
-        `sizes` are bounds of the arrays' elements, from `Expected.look`.
-        """
-        ...
-
-    def reply_again(self, worker: int) -> Reply:
-        """What a worker gets back that did not hear the answer."""
-        ...
-
-    def join(self, worker: int) -> None:
-        """A worker starts, and takes what is current."""
-        ...
-
-    def staleness(self, worker: int) -> int:
-        """The rounds since a worker last took what is current."""
-        ...
-
-    def is_waiting(self, worker: int) -> bool:
-        """Whether a worker must wait for a token."""
-        ...
-
-    def release(self, left: set[int]) -> None:
-        """Workers have left: nobody waits for them any more."""
-        ...
-
-    def current(self) -> Arrays:
-        """What a worker that starts gets."""
-        ...
-
-    def averages_tree(self) -> Tree:
-        """Moving averages, or `None`."""
-        ...
-
-    def describe(self) -> str:
-        """What a checkpoint must have been saved by, to be read again."""
-        ...
-
-    def save(self) -> tuple[dict[str, Arrays], Notes]:
-        """What a checkpoint holds: arrays, and what JSON can hold."""
-        ...
-
-    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
-        """Go on from what a checkpoint held."""
-        ...
-
-
-class Own(Protocol):
-    """What a worker has: its parameters, and what it sends."""
-
-    params: Tree
-    steps: int  # since a part set out, this one included
-    ages: list[int]  # of each part, since it set out last
-
-    def start(self, parts: dict[int, Arrays], place: Place) -> None:
-        """Begin with the center."""
-        ...
-
-    def place(self, place: Place) -> None:
-        """Lay everything out over devices."""
-        ...
-
-    def state(self) -> Arrays:
-        """The leaves of the inner state, for a successor."""
-        ...
-
-    def go_on(self, state: Arrays) -> None:
-        """Go on from a predecessor's inner state."""
-        ...
-
-    def step(self, grads: Tree, step: int) -> bool:
-        """One step; whether a part is due to set out."""
-        ...
-
-    def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
-        """(what to push of a part, the steps behind it)."""
-        ...
-
-    def give_back(self, part: int) -> None:
-        """What was pushed last of a part was refused, and is still the worker's."""
-        ...
-
-    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
-        """Take what came back."""
-        ...
 
 
 class Settings(NamedTuple):
@@ -129,12 +34,19 @@ class Settings(NamedTuple):
     keep_local: float | None = None
     pull_exchange: Exchange | None = None
 
+    def served(self) -> dict[str, Any]:
+        """What of them a server is told."""
+        known = self._asdict()
+        return {x: known[x] for x in known if x not in ("delay", "keep_local")}
+
 
 class Way(NamedTuple):
     """What server and worker do under one agreement."""
 
-    serve: Callable[..., Held]  # (a part, inner, copy_replies)
-    work: Callable[..., Own]  # (shapes of the parameters, inner, layout)
+    # (a part, inner, copy_replies) -> what a server holds of it: the arithmetic.
+    serve: Callable[..., Any]
+    # (shapes of the parameters, inner, layout) -> what a worker has, and what it sends.
+    work: Callable[..., Any]
     fragments: Fragments
     delay: int
     splits: bool  # whether the variables may be on several servers
@@ -152,21 +64,17 @@ class Expected:
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
-    def look(self, sent: Any) -> tuple[str, dict[str, float]]:
-        """What is wrong with what was sent, "" if nothing is, and how large it is."""
+    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
+        """(what is wrong, "" if nothing is; bounds of elements; the arrays sent)."""
         sizes: dict[str, float] = {}
         if not isinstance(sent, dict) or set(sent) != set(self.names):
             got = sorted(sent) if isinstance(sent, dict) else type(sent)
-            return f"a push holds {sorted(self.names)}; got {got}.", sizes
+            return f"a push holds {sorted(self.names)}; got {got}.", sizes, sent
         for name in self.names:
             problem = self._problem_of(name, sent[name], sizes)
             if problem:
-                return problem, sizes
-        return "", sizes
-
-    def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
-        """As `look`, and the arrays that were sent."""
-        return *self.look(sent), sent
+                return problem, sizes, sent
+        return "", sizes, sent
 
     def _problem_of(self, name: str, arrays: Any, sizes: dict[str, float]) -> str:
         if not isinstance(arrays, dict):
@@ -207,7 +115,7 @@ class ExpectedCodes(Expected):
 
     def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
         """See `Expected.read`; the arrays are decoded."""
-        problem, _ = self.messages.look(sent)
+        problem, *_ = self.messages.read(sent)
         if problem:
             return problem, {}, sent
         arrays = {
@@ -360,6 +268,3 @@ def _sent(leaf: Any) -> Tree:
     if isinstance(leaf, IndexedSlices):
         return np.asarray(leaf.indices), np.asarray(leaf.values)
     return None if leaf is None else np.asarray(leaf)
-
-
-Inner = optax.GradientTransformationExtraArgs

@@ -26,20 +26,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
 from optx_sync.rows.slices import IndexedSlices, unique_rows
-from optx_sync.runtime.agreements.contract import (
-    Expected,
-    Inner,
-    Notes,
-    Place,
-    Way,
-    arrays_of,
-    check_saved,
-    copied,
-    described,
-    like,
-    numbered,
-    tree_of,
-)
+from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Variables
 from optx_sync.trees import Tree, add_updates, is_finite
@@ -89,7 +76,7 @@ class SyncReplicas:
             )
 
 
-def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> Way:
+def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
     """What server and workers do with synchronous replicas."""
     total = agreement.total_num_replicas
     if total not in (None, num_workers):
@@ -105,7 +92,7 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> Way:
             f"and it needs {required}. Pass {required - num_workers} or more, or "
             "-1."
         )
-    return Way(
+    return contract.Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
         work=lambda shapes, inner, layout: OfUpdates(shapes),
         fragments=1,
@@ -126,14 +113,18 @@ class Updates:
         self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
     ):
         check_variables(params)
-        self.inner: Inner = check_inner(inner, "Server(..., inner=optax.adam(1e-3))")
+        self.inner: optax.GradientTransformationExtraArgs = check_inner(
+            inner, "Server(..., inner=optax.adam(1e-3))"
+        )
         self.agreement = agreement
         self.num_workers = num_workers
-        self.params: Tree = copied(params)
+        self.params: Tree = contract.copied(params)
         self.variables: Variables = Variables(self.params)
-        self.expected: Expected = Expected(("grads",), self.params, of_rows=True)
+        self.expected: contract.Expected = contract.Expected(
+            ("grads",), self.params, of_rows=True
+        )
         self.accumulator: Tree = start_accumulator(self.params)
-        self.inner_state: Tree = copied(self.inner.init(self.params))
+        self.inner_state: Tree = contract.copied(self.inner.init(self.params))
         decay = agreement.variable_averages
         self.averages: Tree = start_averages(self.params, decay)
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
@@ -266,31 +257,33 @@ class Updates:
 
     def describe(self) -> str:
         """The optimizer, by its state."""
-        return described("sync_replicas", [], (self.inner_state, self.averages))
+        return contract.described(
+            "sync_replicas", [], (self.inner_state, self.averages)
+        )
 
-    def save(self) -> tuple[dict[str, Arrays], Notes]:
+    def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
         """What a checkpoint holds: gradients that wait for the others, and tokens too.
 
         A worker whose gradient waits may have gone on already.
         """
         arrays = {
             "center": self.current(),
-            "inner": numbered(self.inner_state),
-            "averages": numbered(self.averages),
-            "accumulated": numbered(self.accumulator),
+            "inner": contract.numbered(self.inner_state),
+            "averages": contract.numbered(self.averages),
+            "accumulated": contract.numbered(self.accumulator),
         }
         notes = {name: getattr(self, name) for name in _NOTED}
         return arrays, {**notes, "tokens": list(self.tokens)}
 
-    def load(self, arrays: dict[str, Arrays], notes: Notes) -> None:
+    def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
         """Go on from what a checkpoint held."""
-        check_saved(self.current(), arrays["center"])
+        contract.check_saved(self.current(), arrays["center"])
         self.params = self.variables.tree(
             {path: jnp.array(array) for path, array in arrays["center"].items()}
         )
-        self.inner_state = like(self.inner_state, arrays.get("inner", {}))
-        self.averages = like(self.averages, arrays.get("averages", {}))
-        self.accumulator = like(self.accumulator, arrays["accumulated"])
+        self.inner_state = contract.like(self.inner_state, arrays.get("inner", {}))
+        self.averages = contract.like(self.averages, arrays.get("averages", {}))
+        self.accumulator = contract.like(self.accumulator, arrays["accumulated"])
         for name in _NOTED:
             setattr(self, name, copy.copy(notes[name]))
         self.tokens = deque(notes["tokens"])
@@ -307,11 +300,11 @@ class OfUpdates:
         self.steps: int = 0
         self.ages: list[int] = [0]
 
-    def start(self, parts: dict[int, Arrays], place: Place) -> None:
+    def start(self, parts: dict[int, Arrays], place: contract.Place) -> None:
         """Begin with the parameters."""
-        self.params = place(tree_of(parts[0], self.like))
+        self.params = place(contract.tree_of(parts[0], self.like))
 
-    def place(self, place: Place) -> None:
+    def place(self, place: contract.Place) -> None:
         """Lay them out over devices."""
         self.params = place(self.params)
 
@@ -331,14 +324,16 @@ class OfUpdates:
     def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
         """The gradient."""
         self.ages = [0]
-        return {"grads": arrays_of(self.grads)}, 1
+        return {"grads": contract.arrays_of(self.grads)}, 1
 
     def give_back(self, part: int) -> None:
         """The next gradient is another one."""
 
-    def land(self, part: int, replied: dict[str, Arrays], place: Place) -> None:
+    def land(
+        self, part: int, replied: dict[str, Arrays], place: contract.Place
+    ) -> None:
         """Take the parameters."""
-        self.params = place(tree_of(replied["params"], self.like))
+        self.params = place(contract.tree_of(replied["params"], self.like))
 
 
 def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
