@@ -60,6 +60,12 @@ ONE = jnp.float32(1)
 WEIGHTS = {
     "`weight=`": Option(given={"weight": ONE}),
 }
+UNREDUCED = {
+    '`grads="unreduced"`': Option(
+        {"grads": "unreduced"},
+        changes={"traced": False},  # types of a mesh tell
+    ),
+}
 SPARSE = {"row-sparse gradients": Option(changes={"grads": rows})}
 CENTER = {
     "`elastic_average`": Option(
@@ -89,10 +95,7 @@ CROSS_SHARD = {
     "`group_assignment`": Option({"group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]}),
     '`grads="summed"`': Option({"grads": "summed"}),
     '`grads="averaged"`': Option({"grads": "averaged"}),
-    '`grads="unreduced"`': Option(
-        {"grads": "unreduced"},
-        changes={"traced": False},  # types of a mesh tell
-    ),
+    **UNREDUCED,
     "`shard_state=True`": Option({"shard_state": True}),
     '`shard_state="leaves"`': Option({"shard_state": "leaves"}),
     "`measure`": Option({"measure": True}),
@@ -101,6 +104,7 @@ CROSS_SHARD = {
     **SPARSE,
 }
 SYNC_REPLICAS = {
+    **UNREDUCED,
     "`variable_averages`": Option({"variable_averages": 0.9}),
     "`drop_nonfinite`": Option({"drop_nonfinite": True}),
     "`measure`": Option({"measure": True}),

@@ -130,29 +130,6 @@ def require_reduced(tree: Tree, axis_name: AxisName, grads: str) -> None:
         )
 
 
-def summed_by_type(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """The sums of arrays whose types say that they are not reduced over Explicit axes.
-
-    For plain `jax.jit`: no axis is mapped there, and XLA makes the collective.
-    """
-    axes = set(check_axis_name(axis_name))
-
-    def total(path, x):
-        kind = jax.typeof(x)
-        spec = kind.sharding.spec
-        if not axes <= set(spec.unreduced):
-            raise ValueError(
-                f"grads='unreduced' says that gradients are still to be summed over "
-                f"{sorted(axes)}, but the type of the one at {path_name(path)} is "
-                f"{kind}. Differentiate with respect to parameters of a type that says "
-                "so, jax.reshard(params, jax.P(reduced={'data'})), with data of "
-                "jax.P('data') on a mesh of Explicit axes, or use grads='summed'."
-            )
-        return jax.reshard(x, spec.update(unreduced=set(spec.unreduced) - axes))
-
-    return jax.tree_util.tree_map_with_path(total, tree)
-
-
 def require_varying(
     tree: Tree, reference: Tree, axis_name: AxisName, what: str
 ) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync import checks, trees
-from optx_sync.comm import buffers, reduce, varying
+from optx_sync.comm import buffers, by_type, reduce, varying
 from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
@@ -205,8 +205,10 @@ def cross_shard(
         shard_state: `True`: keep `inner`'s state in pieces, one on each replica.
             `inner` must act on each number alone, as `optax.adam` does; what does not
             is found out by trying it. One that needs a norm may add it up itself, over
-            `axis_name`. `"leaves"`: whole leaves on their owners. `inner` must act on
-            each leaf alone, as `optax.contrib.muon` does, which is tried, too.
+            `axis_name`. With `grads="unreduced"` any `inner` does: it sees whole
+            arrays that lie in pieces, cut where a dimension divides. `"leaves"`: whole
+            leaves on their owners. `inner` must act on each leaf alone, as
+            `optax.contrib.muon` does, which is tried, too.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
             which `inner` gets the mean; `()` switches it off. Others reach `inner` as
             they are: pass them equal on all replicas. Inside
@@ -299,6 +301,9 @@ def cross_shard(
             owners.Leaves(inner, check_axis_name(axis_name)),
         )
         return optax.GradientTransformationExtraArgs(owned.init, owned.update)
+    if grads == "unreduced":
+        typed = _CutByType(replicas)
+        return optax.GradientTransformationExtraArgs(typed.init, typed.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
     _check_pieces(replicas, "True", exchange.halves is not None)
     pieces = _InPieces(replicas, elementwise)
@@ -408,7 +413,7 @@ class _CrossShard(NamedTuple):
         if self.grads == "local":
             mean, now = self.meet(updates, before, weight, batch_size)
         elif self.grads == "unreduced":
-            mean, now = varying.summed_by_type(updates, self.axis_name), before
+            mean, now = by_type.summed(updates, self.axis_name), before
         else:
             mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
         with checks.explains_inner(mean):
@@ -570,6 +575,30 @@ class _InPieces(NamedTuple):
         return pieces, state._replace(info=state.info._replace(measured=measured))
 
 
+class _CutByType(NamedTuple):
+    """The same under plain `jax.jit`, where `inner` sees whole arrays that are cut."""
+
+    whole: _CrossShard
+
+    def init(self, params):
+        """The state of `inner`, cut as the parameters would be."""
+        checks.check_params(params)
+        if not trees.is_placeholder(params):
+            params = by_type.cut(params, self.whole.axis_name)
+        return self.whole.inner.init(params)
+
+    def update(self, updates, state, params=None, **extra_args):
+        """The updates, like the parameters, and the state."""
+        axis_name = self.whole.axis_name
+        extra_args = self.whole.check(updates, params, None, extra_args)
+        by_type.require_unreduced(updates, axis_name)
+        own = None if params is None else by_type.cut(params, axis_name)
+        mean = by_type.cut(updates, axis_name)
+        with checks.explains_inner(mean):
+            new, state = self.whole.inner.update(mean, state, own, **extra_args)
+        return checks.fill_missing(by_type.whole(new, axis_name), params), state
+
+
 class _InLeaves(NamedTuple):
     """`init` and `update` of `cross_shard(..., shard_state="leaves")`."""
 
@@ -662,11 +691,10 @@ def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) ->
             "reduction='sum' has no meaning with grads='unreduced', where the gradient "
             "is that of the loss as written. Leave it out, and sum in the loss."
         )
-    if shard_state:
+    if shard_state == "leaves":
         raise ValueError(
-            "shard_state cannot be combined with grads='unreduced': no axis is mapped "
-            "there. Give the inner optimizer's state a sharding instead, and XLA "
-            "scatters by itself."
+            "shard_state='leaves' needs a mapped axis, and with grads='unreduced' "
+            "there is none. Use shard_state=True: matrices are whole to `inner` there."
         )
 
 

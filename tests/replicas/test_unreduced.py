@@ -1,5 +1,7 @@
 """Gradients whose types say that they are not reduced yet, under plain `jax.jit`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,10 @@ AXIS = "data"
 PARAMS = {"w": jnp.linspace(-0.5, 0.5, LAYERS * WIDTH**2).reshape(LAYERS, WIDTH, WIDTH)}
 BATCHES = jnp.sin(jnp.arange(MICRO * EXAMPLES * WIDTH)).reshape(MICRO, EXAMPLES, WIDTH)
 INNER = optax.sgd(0.5, momentum=0.9)
+
+
+def sync(inner, axis, required=N, **options):
+    return oxs.sync_replicas(inner, axis, required, **options)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,72 @@ def test_they_are_summed_once_outside_of_all_loops_to_the_same_numbers(mesh):
     np.testing.assert_allclose(moved["w"], PARAMS["w"] + updates, rtol=1e-5, atol=1e-6)
 
 
+# name: (the transformation, steps of a batch for an update, its collectives on CPU)
+TYPED = {
+    "all at once": (oxs.sync_replicas(INNER, AXIS, N, grads="unreduced"), 1),
+    "every other": (oxs.sync_replicas(INNER, AXIS, 2 * N, grads="unreduced"), 2),
+    "in pieces": (
+        oxs.cross_shard(INNER, AXIS, grads="unreduced", shard_state=True),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("lies", [(), (None, "model")], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", TYPED)
+def test_sums_wait_without_a_collective(name, lies):
+    """Also of parameters that lie along another axis, by `update` and by `apply`."""
+    tx, every = TYPED[name]
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((N, 2), (AXIS, "model"), axis_types=kinds)
+    expected, inner, waiting = PARAMS, INNER.init(PARAMS), []
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, jax.P(*lies))
+        batches = jax.device_put(BATCHES, jax.P(None, AXIS))
+
+        def step(params, state, batch, direct):
+            local = jax.tree.map(
+                lambda x: jax.reshard(x, jax.P(*lies, reduced=frozenset({AXIS}))),
+                params,
+            )
+            grads = jax.grad(lambda p: jnp.mean(jnp.sin(p["w"] @ batch.T) ** 2))(local)
+            if direct:
+                return oxs.apply_gradients(tx, grads, state, params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        run = jax.jit(step, static_argnums=3)
+        state = tx.init(params)
+        types = jax.tree.map(jax.typeof, (params, state))
+        assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params)) == types[1]
+        rows = oxs.audit.collectives(run.lower(params, state, batches[0], False))
+        for number in (0, 1, 0, 1):
+            params, state = run(params, state, batches[number], True)
+            own = BATCHES[number]
+            waiting.append(
+                jax.grad(lambda p, x=own: jnp.mean(jnp.sin(p["w"] @ x.T) ** 2))(
+                    expected
+                )
+            )
+            if len(waiting) == every:
+                mean = jax.tree.map(lambda *of: sum(of) / every, *waiting)
+                updates, inner = INNER.update(mean, inner)
+                expected, waiting = optax.apply_updates(expected, updates), []
+            assert jax.tree.map(jax.typeof, (params, state)) == types
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5, atol=1e-6)
+    nbytes = 4 * LAYERS * WIDTH**2 // (2 if lies else 1)
+    if name == "in pieces":  # XLA:CPU knows no reduce-scatter of what is not reduced.
+        assert [row.kind for row in rows] == ["all-reduce", "all-gather"]
+        assert [row.bytes for row in rows] == [nbytes, nbytes // N]
+        (trace,) = jax.tree.leaves(state)
+        assert 4 * np.prod(trace.sharding.shard_shape(trace.shape)) == nbytes // N
+    else:
+        (row,) = rows
+        assert (row.kind, row.bytes, row.conditional) == ("all-reduce", nbytes, True)
+        told = oxs.metrics(state)
+        assert (int(told.counts.used), int(state.global_step)) == (4, 4 // every)
+
+
 def test_a_gradient_that_is_reduced_already_is_refused(mesh):
     tx = oxs.cross_shard(INNER, AXIS, grads="unreduced")
     with jax.set_mesh(mesh):
@@ -86,7 +158,33 @@ def test_a_gradient_that_is_reduced_already_is_refused(mesh):
             tx.update(params, tx.init(params), params)
 
 
-@pytest.mark.parametrize("option", [{"reduction": "sum"}, {"shard_state": True}])
-def test_what_has_no_meaning_with_types_is_refused(option):
-    with pytest.raises(ValueError, match="grads='unreduced'"):
-        oxs.cross_shard(INNER, AXIS, grads="unreduced", **option)
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "sum": (oxs.cross_shard, {"reduction": "sum"}, "no meaning with grads='unred"),
+    "leaves": (oxs.cross_shard, {"shard_state": "leaves"}, "needs a mapped axis"),
+    "exchange": (sync, {"exchange": oxs.exchange.median()}, "exchange needs each"),
+    "nonfinite": (sync, {"drop_nonfinite": True}, "drop_nonfinite needs each rep"),
+    "measure": (sync, {"measure": True}, "measure needs each replica's own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_meaning_with_types_is_refused(name):
+    wrapper, option, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        wrapper(INNER, AXIS, grads="unreduced", **option)
+
+
+def test_what_asks_for_one_replica_of_sums_is_refused(mesh):
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, jax.P())
+        grads = jax.tree.map(lambda x: jax.reshard(x, jax.P(unreduced={AXIS})), params)
+        for required, more, message in (
+            (N + 1, {}, f"Pass a multiple of {N}, or at most {N}"),
+            (N, {"weight": 1.0}, "weight needs each replica's own"),
+            (N, {"contributes": True}, "contributes needs each replica's own"),
+        ):
+            tx = sync(INNER, AXIS, required, grads="unreduced")
+            with pytest.raises(ValueError, match=message):
+                tx.update(grads, tx.init(params), params, **more)
+    with pytest.raises(ValueError, match="'data' is Explicit; got"):
+        sync(INNER, AXIS, grads="unreduced").init(PARAMS)
