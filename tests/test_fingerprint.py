@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync.placement.memory import HOST
 from tests import contexts
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -199,6 +201,91 @@ def test_of_states_what_is_a_replicas_own_is_left_out():
         own = own or (pieces and not path.endswith("count"))
         assert (path not in seen) == own, path
     assert any(".center" in path for path in seen)
+
+
+ADAM = optax.adam(0.1)
+WRAPPED: Any = {
+    "replicas": oxs.cross_shard(ADAM, AXIS, measure=True),
+    "center": oxs.diloco(ADAM, AXIS, center_memory="pinned_host"),
+    "pods": oxs.diloco(oxs.cross_shard(ADAM, "chips", measure=True), AXIS),
+    "gossip": oxs.gossip(ADAM, AXIS),
+}
+
+
+@pytest.mark.parametrize("name", ["replicas", "center", "gossip"])
+@pytest.mark.parametrize("meshed", [False, True])
+def test_workers_are_compared_in_what_is_to_be_equal(name, meshed):
+    workers = oxs.Workers(REPLICAS, AXIS, mesh=contexts.mesh() if meshed else None)
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    state = workers.start((params, WRAPPED[name].init(params)))
+    assert workers.fingerprint(state) == {}
+    leaves, treedef = jax.tree.flatten(state)
+    named = set()
+    for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
+        if x.shape[:1] != (REPLICAS,):
+            continue  # equal by its type
+        wrong = jax.device_put(flip(np.asarray(x), 2, 5), x.sharding)
+        found = workers.fingerprint(
+            treedef.unflatten([*leaves[:place], wrong, *leaves[place + 1 :]])
+        )
+        path = jax.tree_util.keystr(path)
+        assert found in ({}, {2: path}), path
+        named |= {path} if found else set()
+    # Each worker's own: of a center rule and of gossip all that is stacked.
+    expected = {
+        "[0]['w']",
+        "[1].info.measured.agreement",
+        "[1].info.measured.contribution_norm",
+        "[1].info.measured.update_norm",
+        "[1].info.measured.contributors",
+        "[1].info.measured.noise",
+        "[1].info.measured.signal",
+        "[1].inner[0].count",
+        "[1].inner[0].mu['w']",
+        "[1].inner[0].nu['w']",
+    }
+    assert named == (expected if name == "replicas" else set())
+
+
+def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
+    workers = oxs.Workers((2, REPLICAS), (AXIS, "chips"), mesh=True)
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    params, state = workers.start((params, WRAPPED["pods"].init(params)))
+    assert workers.fingerprint((params, state)) == {}
+    wrong = params | {"w": params["w"].at[1, 2, 0, 0].set(7)}
+    assert workers.fingerprint((wrong, state)) == {(1, 2): "[0]['w']"}
+    workers = oxs.Workers(REPLICAS, AXIS, mesh=contexts.mesh())
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    params, state = workers.start((params, WRAPPED["center"].init(params)))
+    center = state.center["w"]
+    copies = [
+        jax.device_put(
+            np.asarray(center) + (place == 3), x.data.sharding.with_memory_kind(HOST)
+        )
+        for place, x in enumerate(center.addressable_shards)
+    ]
+    wrong = jax.make_array_from_single_device_arrays(
+        center.shape, center.sharding, copies
+    )
+    state = state._replace(center={"w": wrong})
+    assert workers.fingerprint((params, state)) == {3: "[1].center['w']"}
+
+
+def test_a_checkpoint_in_which_a_replica_differs_is_refused(tmp_path):
+    workers = oxs.Workers(REPLICAS, AXIS)
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    state = workers.start((params, WRAPPED["replicas"].init(params)))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+        wrong = {"w": state[0]["w"].at[1, 0, 2].set(-1)}, state[1]
+        manager.save(2, args=ocp.args.StandardSave(wrong))
+        manager.wait_until_finished()
+        workers.restore(manager, 1, compare=True)
+        fewer = oxs.Workers(2, AXIS)
+        fewer.start((params, WRAPPED["replicas"].init(params)))
+        for some in (workers, fewer):
+            with pytest.raises(ValueError, match=r"\{1: \"\[0\]\['w'\]\"\}"):
+                some.restore(manager, compare=True)
 
 
 def test_one_pass_over_the_data():

@@ -90,7 +90,7 @@ GROUND = {
         "center/rules/diloco",
     },
     "replicas": {"replicas/accumulator", "replicas/averages", "replicas/owners"},
-    "front": {"front/held", "front/layout", "front/step"},
+    "front": {"front/held", "front/layout", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},
     "runtime": {
         f"runtime/{file}"

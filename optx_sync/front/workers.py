@@ -17,6 +17,7 @@ from optx_sync.checks import integer, one_of
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import held
+from optx_sync.front.comparison import Worker, differing
 from optx_sync.front.layout import Layout, One
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
@@ -368,6 +369,38 @@ class Workers:
         found = held.held(state, form)
         return metrics(form.bare(arrays), found[0].tree(arrays) if found else None)
 
+    def fingerprint(self, state: Tree) -> dict[Worker, str]:
+        """Which workers differ in what is to be equal, and in which array first.
+
+        As `oxs.fingerprint` compares: what more than half of the workers have is right;
+        one pass over the data, 8 bytes an array and worker are sent. Compared are a
+        center with its outer state and counters, which on a mesh lie on every device;
+        and along the axis of `cross_shard` and other replicas the parameters and their
+        state. Run it every some hundred steps, and after `restore`.
+
+        Args:
+            state: A state of all workers.
+
+        Returns:
+            For each worker that differs the path of the first such array in `state`;
+            empty where all agree. A worker is its number, or with several axes its
+            place along each.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> import optx_sync as oxs
+            >>> workers = oxs.Workers(4, "data")
+            >>> tx = oxs.cross_shard(optax.adam(0.1), "data")
+            >>> params, state = workers.start((jnp.ones(3), tx.init(jnp.ones(3))))
+            >>> workers.fingerprint((params.at[2, 1].set(1.5), state))
+            {2: '[0]'}
+        """
+        form, arrays = forms.split(state)
+        layout = self._layout()
+        marks = layout.marks(form, arrays)
+        layout.check(form, arrays, marks, "workers.fingerprint")
+        return differing(layout, form, arrays, held.prefix(state))
+
     def resize(
         self,
         state: Tree,
@@ -459,7 +492,14 @@ class Workers:
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         return Workers(sizes, tuple(names), mesh=mesh, specs=self._specs)
 
-    def restore(self, manager: Any, step: int | None = None, like: Tree = None) -> Tree:
+    def restore(
+        self,
+        manager: Any,
+        step: int | None = None,
+        like: Tree = None,
+        *,
+        compare: bool = False,
+    ) -> Tree:
         """Read a state from a checkpoint of any number of workers, as `resize` does it.
 
         The checkpoint holds the state as its own library saves it, whatever mesh or
@@ -471,12 +511,15 @@ class Workers:
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: what `start` gave last, or
                 what `expect` was told.
+            compare: Whether to refuse a checkpoint in which some worker has other
+                arrays than most where they are to be equal, as `fingerprint` finds it.
 
         Returns:
             The state, placed. NNX objects are new ones.
 
         Raises:
-            ValueError: No checkpoint; nothing was started; another state's checkpoint.
+            ValueError: No checkpoint; nothing was started; another state's checkpoint;
+                with `compare` one in which workers differ.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -524,7 +567,21 @@ class Workers:
         args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
         leaves = jax.tree.leaves(manager.restore(step, args=args))
         restored = dict(zip(saved, leaves, strict=True))
-        state = self.resize(form.merge(restored[name] for name in names))
+        state = form.merge(restored[name] for name in names)
+        if compare:
+            layout = self._layout()
+            if n != self.sizes[0]:  # whole on every device
+                sizes = (n, *self.sizes[1:])
+                layout = layout._replace(sizes=sizes, mesh=None, specs=None)
+            found = [restored[name] for name in names]
+            wrong = differing(layout, form, found, held.prefix(state))
+            if wrong:
+                raise ValueError(
+                    f"In the checkpoint of step {step} workers differ from most where "
+                    f"they are to be equal, first in: {wrong}. Restore an earlier one, "
+                    f"step={step} being the latest, or pass compare=False."
+                )
+        state = self.resize(state)
         for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
             if x.shape != like.shape:
                 raise ValueError(

@@ -57,13 +57,13 @@ def state_axes(
     return _axes(state, replicated, level)
 
 
-def tree_axes(tree: Tree, level: int) -> Tree:
+def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
     """`state_axes` of a tree with states anywhere in it, of one worker or stacked.
 
     Below the innermost level only the counters are shared.
     """
     _refuse_around_center(tree)
-    return _axes(tree, False, level)
+    return _axes(tree, replicated, level)
 
 
 def equal_on_replicas(tree: Tree) -> list[bool]:

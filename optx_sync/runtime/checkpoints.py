@@ -13,8 +13,13 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from optx_sync.fingerprints import fingerprint
+from optx_sync.trees import names_of
+
 # Under which name what is no array lies in a checkpoint.
 NOTES = "notes"
+# Under which name in them lie the fingerprints of the arrays.
+WORDS = "fingerprints"
 # What a damaged checkpoint's name ends with.
 DAMAGED = ".damaged"
 
@@ -24,7 +29,7 @@ LOCK_SECONDS = 5.0
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be read."""
+    """A checkpoint that cannot be read, or holds other arrays than were saved."""
 
 
 class Lock:
@@ -120,8 +125,9 @@ class Checkpoints:
         path = self.folder / str(number)
         if path.exists():  # Of a server that died before it could name this one.
             path.rmtree()
-        text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         arrays = {name: part for name, part in arrays.items() if part}
+        notes = {**notes, WORDS: _words(arrays)}
+        text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         self._checkpointer.save(path, {**arrays, NOTES: text})
         return path
 
@@ -129,7 +135,7 @@ class Checkpoints:
         """What a checkpoint holds: arrays, and notes.
 
         Raises:
-            Damaged: It cannot be read.
+            Damaged: It cannot be read, or an array is not the one that was saved.
         """
         path = self.folder / str(number)
         try:
@@ -141,6 +147,10 @@ class Checkpoints:
             notes = json.loads(np.asarray(restored.pop(NOTES)).tobytes().decode())
         except Exception as error:  # Whatever Orbax makes of broken files.
             raise Damaged(f"{path} cannot be read: {error}"[:500]) from error
+        saved = notes.pop(WORDS, {})  # an older one has none
+        for name, words in _words(restored).items():
+            if words != saved.get(name, words):
+                raise Damaged(f"{path} holds another {name} than was saved")
         return restored, notes
 
     def delete(self, number: int) -> None:
@@ -157,6 +167,19 @@ class Checkpoints:
             path.rename(self.folder / f"{number}{DAMAGED}")
         except OSError:
             pass
+
+
+def _words(arrays: dict[str, Any]) -> dict[str, list[int]]:
+    """The fingerprint of each array by its name."""
+    pairs = jax.tree_util.tree_leaves_with_path(arrays)
+    names = [".".join(names_of(path)) for path, _ in pairs]
+    found = _fingerprints([x for _, x in pairs])
+    return dict(zip(names, np.asarray(found).tolist(), strict=True))
+
+
+@jax.jit
+def _fingerprints(arrays: list[Any]) -> jax.Array:
+    return fingerprint(arrays, None).words
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:

@@ -31,7 +31,7 @@ from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
-from optx_sync.runtime.checkpoints import Checkpoints
+from optx_sync.runtime.checkpoints import Checkpoints, Damaged
 from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
@@ -817,6 +817,23 @@ def test_two_workers_who_ask_after_a_damaged_checkpoint_go_on(tmp_path):
     assert [client.lost for client in clients] == [1, 1]
     # The first round of both was saved: that and the third are there, once.
     np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 4)
+
+
+def test_a_checkpoint_of_another_array_than_was_saved_is_damaged(tmp_path):
+    """One bit of one number, where Orbax reads all as it stands."""
+    arrays = {"part_0": {"w": np.arange(5, dtype=np.float32), "b": np.ones(3)}}
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, arrays, {"steps": 2})
+    found, notes = checkpoints.load(1)
+    np.testing.assert_array_equal(found["part_0"]["w"], arrays["part_0"]["w"])
+    assert notes == {"steps": 2}
+    tree = checkpoints._checkpointer.restore(path)
+    bits = np.asarray(tree["part_0"]["w"]).view(np.uint32).copy()
+    bits[3] ^= np.uint32(1)
+    tree["part_0"]["w"] = bits.view(np.float32)
+    checkpoints._checkpointer.save(path, tree, force=True)
+    with pytest.raises(Damaged, match=r"holds another part_0\.w than was saved"):
+        checkpoints.load(1)
 
 
 def test_nothing_is_begun_afresh_without_a_word(tmp_path):

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which worker differs from the others in what is to be equal, and where.
+
+What is to be equal the states' classes say: a center, its outer state and counters; of
+replicas all of their state and their parameters. What else stands beside an optimizer's
+state, and random keys there, is each worker's own.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from optx_sync.fingerprints import fingerprint
+from optx_sync.forms import Form
+from optx_sync.front.held import Names
+from optx_sync.front.layout import Layout
+from optx_sync.placement import fields
+from optx_sync.placement.axes import is_key, tree_axes
+from optx_sync.placement.workers import map_workers
+from optx_sync.trees import Tree, names_of, path_name
+
+Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
+
+
+def differing(
+    layout: Layout, form: Form, arrays: Sequence[Any], start: Names
+) -> dict[Worker, str]:
+    """The workers that differ and, for each, the path of the first array.
+
+    Args:
+        layout: How many workers there are, and where.
+        form: That of the state of all.
+        arrays: Its arrays.
+        start: The path to the parameters in it.
+    """
+    found: dict[Worker, str] = {}
+    paths = [path_name(path) for path in form.paths()]
+    for level in range(len(layout.sizes)):
+        chosen = _equal(layout, form, arrays, level, start)
+        if not chosen:
+            continue
+        some = [arrays[k] for k in chosen]
+        found_first = _first(layout, form, level, tuple(chosen), some)
+        first = np.asarray(jax.device_get(found_first))
+        for where in np.argwhere(first >= 0).tolist():
+            path = paths[chosen[first[tuple(where)]]]
+            place = [*where[:-1]]
+            place.insert(level, where[-1])
+            worker = place[0] if len(place) == 1 else tuple(place)
+            found.setdefault(worker, path)
+    return found
+
+
+def _equal(
+    layout: Layout, form: Form, arrays: Sequence[Any], level: int, start: Names
+) -> list[int]:
+    """The numbers of the arrays that are to be equal along an axis."""
+    tree = form.bare(arrays)
+    nodes = fields.nodes_of(tree, fields.is_level)
+    for _ in range(level):
+        inner: Tree = [node.inner for node in nodes]
+        nodes = fields.nodes_of(inner, fields.is_level)
+    # An axis of which no state tells is one of replicas.
+    has_center = any(hasattr(type(node), "center_params") for node in nodes)
+    marks = form.pick(tree_axes(tree, level, replicated=not has_center))
+    inside = form.pick(
+        jax.tree.map(
+            lambda node: jax.tree.map(lambda _: fields.is_level(node), node),
+            tree,
+            is_leaf=fields.is_level,
+        )
+    )
+    lies = layout.marks(form, arrays)
+    chosen = []
+    for k, (path, x) in enumerate(zip(form.paths(), arrays, strict=True)):
+        equal = marks[k] is None if inside[k] else not has_center
+        if not inside[k] and (is_key(x) or names_of(path)[: len(start)] != start):
+            equal = False
+        # Simulated workers hold what they share once.
+        if equal and (layout.mesh is not None or lies[k][level] is not None):
+            chosen.append(k)
+    return chosen
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _first(
+    layout: Layout,
+    form: Form,
+    level: int,
+    chosen: tuple[int, ...],
+    arrays: list[Any],
+) -> jax.Array:
+    """Of all workers' arrays the number of the first that differs, `[..., n]`."""
+    every: list[Any] = [None] * len(form.paths())
+    for k, x in zip(chosen, arrays, strict=True):
+        every[k] = x
+    marks = layout.marks(form, every)
+
+    def compare(arrays: list[Any]) -> jax.Array:
+        return fingerprint(arrays, layout.axes[level]).leaf
+
+    for at in reversed(range(len(layout.sizes))):
+        compare = map_workers(
+            compare,
+            layout.axes[at],
+            mesh=layout.mesh,
+            in_axes=([marks[k][at] for k in chosen],),
+            out_axes=None if at == level else 0,
+        )
+    return compare(arrays)
