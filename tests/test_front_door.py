@@ -613,6 +613,18 @@ def test_a_center_in_pieces_is_cut_anew():
     same_bits(*results)
 
 
+def test_parts_in_pieces_are_cut_anew_by_the_transformation_alone():
+    tx = oxs.diloco(optax.adam(0.1), AXIS, shard_center=True, fragments=2)
+    workers = oxs.Workers(8, AXIS)
+    begun = workers.start((PARAMS, tx.init(PARAMS)))
+    same_bits(workers.center(begun), PARAMS)
+    with pytest.raises(ValueError, match="parts that lie in pieces"):
+        workers.resize(begun, 3)
+    with pytest.warns(UserWarning, match="since their parts met"):
+        params, state = oxs.resize(tx, *begun, 3)
+    same_bits(oxs.Workers(3, AXIS).center((params, state)), PARAMS)
+
+
 def test_workers_that_are_sharded():
     """Along another axis of the mesh, where each worker's parameters stay."""
     kinds = (AxisType.Auto,) * 2

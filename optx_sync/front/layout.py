@@ -19,7 +19,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.front import held
-from optx_sync.placement import memory
+from optx_sync.placement import fields, memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, tree_axes
 from optx_sync.placement.fields import Cut
@@ -187,7 +187,14 @@ class Layout(NamedTuple):
             for name, shape in zip(names, shapes, strict=True)
             if name[: len(prefix)] == prefix
         }
-        cut = form.pick(in_pieces(form.bare(arrays)))
+        tree = form.bare(arrays)
+        cut = form.pick(in_pieces(tree))
+        if fields.nodes_of(tree, lambda x: isinstance(x, fields.InParts)):
+            raise ValueError(
+                "This state has parts that lie in pieces (shard_center with fragments),"
+                " of which only the transformation knows how many numbers they have. "
+                "Cut it anew with oxs.resize(tx, params, state, n)."
+            )
         for place, name in enumerate(names):
             if cut[place] == Cut.LEAVES and shapes[place]:
                 raise ValueError(
