@@ -76,11 +76,18 @@ def step_of(tx, traced=None):
     return step
 
 
-@where
-@pytest.mark.parametrize("name", RULES)
-def test_it_is_the_program_of_map_workers(name, mesh):
+# Each rule on a mesh, and each mesh with a rule that sends always and with a quiet one.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "auto") for name in RULES),
+        *(("cross_shard", "explicit"), ("chain", "explicit")),
+        *(("sync_replicas", "simulated"), ("elastic_average", "simulated")),
+    ],
+)
+def test_it_is_the_program_of_map_workers(name, kind):
     """To the bit; donated, traced once, and quiet where its optimizer is."""
-    tx, traced = RULES[name], []
+    tx, traced, mesh = RULES[name], [], MESHES[kind]
     workers = oxs.Workers(8, AXIS, mesh=mesh)
     step = workers.step(step_of(tx, traced), state=2)
     params, state = workers.start((PARAMS, tx.init(PARAMS)))
@@ -479,10 +486,8 @@ def test_results_and_how_batches_are_split():
     "style, mesh",
     [
         ("tuple", None),
-        ("tuple", True),
         ("train_state", None),
         ("nnx", True),
-        ("nnx", None),
         ("equinox", True),
     ],
 )
