@@ -602,22 +602,6 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
     jax.tree.map(lambda x, y: x.shape == y.shape or 1 / 0, opt_state, fresh)
 
 
-def test_a_center_in_pieces_is_cut_anew():
-    tx = oxs.diloco(optax.adam(0.1), AXIS, communication_period=2, shard_center=True)
-    results = []
-    for numbers in ((8,), (8, 3, 8)):
-        workers = oxs.Workers(8, AXIS)
-        params, state = workers.start((PARAMS, tx.init(PARAMS)))
-        step = workers.step(step_of(tx), state=2)
-        for _ in range(2):
-            params, state, _ = step(params, state, INPUTS, TARGETS)
-        for n in numbers[1:]:
-            params, state = workers.resize((params, state), n)
-            workers = oxs.Workers(n, AXIS)
-        results.append((workers.center((params, state)), state.center))
-    same_bits(*results)
-
-
 def test_workers_that_are_sharded():
     """Along another axis of the mesh, where each worker's parameters stay."""
     kinds = (AxisType.Auto,) * 2

@@ -401,24 +401,6 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
     )
 
 
-def test_half_precision_workers_take_the_center_exactly():
-    params = jnp.linspace(-3, 3, 16, dtype=jnp.bfloat16)
-    record = asynchronous(
-        optax.sgd(0.1),
-        oxs.local_sgd_rule(),
-        params,
-        lambda worker, params, event: (
-            jnp.cos(params) * (1 + worker).astype(params.dtype)
-        ),
-        [0, 1, 1, 0, 1],
-        num_workers=2,
-        communication_period=1,
-    )
-    assert record.center.dtype == jnp.float32
-    np.testing.assert_array_equal(record.params, record.center.astype(jnp.bfloat16))
-    assert np.any(record.params[-1] != params)
-
-
 def test_row_sparse_and_missing_gradients():
     params = {"table": jnp.ones((4, 2)), "frozen": jnp.ones(3)}
     indices, values = jnp.array([2, 0, 2]), jnp.arange(6.0).reshape(3, 2)

@@ -85,10 +85,9 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
                 lambda workers=workers: wrong.elastic_average(
                     SGD, AXIS, num_workers=workers, rho=0.0
                 ),
-                error,
-                "num_workers must be",
+                f"{error}: num_workers must be",
             )
-            for workers, error in ((0, ValueError), (2.0, TypeError))
+            for workers, error in ((0, "ValueError"), (2.0, "TypeError"))
         ),
         *(
             (

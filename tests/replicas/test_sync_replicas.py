@@ -263,23 +263,6 @@ def test_replicated_state_has_an_axis_where_it_is_a_replicas_own():
     assert set(jax.tree.leaves(specs)) == {P(), P("fsdp")}
 
 
-def test_init_where_the_axis_is_mapped():
-    tx, params, grads, extra = inputs()
-
-    def local(grads, extra):
-        state = tx.init(params)
-        history, _ = contexts.steps(tx)(params, state, *oxs.first((grads, extra)))
-        return history
-
-    run = jax.shard_map(
-        local, mesh=contexts.mesh(), in_specs=(P(AXIS), P(AXIS)), out_specs=P()
-    )
-    grads, extra = contexts.by_replica((grads, extra))
-    history = jax.jit(run)(grads, extra)
-    for name, got in history.items():
-        contexts.assert_close(got, expected()[name][0])
-
-
 def test_an_inner_state_that_forgets_where_it_varies():
     """A stacked state varies over the axis; the mean gradient put into it does not."""
     remember = optax.GradientTransformation(

@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: bit-equal resumption, another number of workers, export."""
+"""Checkpoints with Orbax: bit-equal resumption, and another number of workers."""
 
 import functools
 import re
@@ -11,8 +11,6 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -156,14 +154,6 @@ def test_resumed_training_is_bit_equal(context, tmp_path):
     assert_same_bits(train(*train(*restored, 1), 2), uninterrupted)
 
 
-CENTERS = {
-    "elastic_average": oxs.elastic_average(
-        optax.sgd(0.05, 0.9), AXIS, communication_period=3, learning_rate=0.05
-    ),
-    "diloco": oxs.diloco(
-        optax.sgd(0.1), AXIS, outer=optax.sgd(0.5, 0.5), communication_period=3
-    ),
-}
 TARGET = {
     "w": jnp.arange(12, dtype=jnp.float32).reshape(3, 4) / 6,
     "b": jnp.ones(4, jnp.bfloat16),
@@ -192,35 +182,6 @@ def train(tx, axes, params, state, steps, seed):
 
     run = jax.vmap(body, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     return jax.jit(run)(params, state, jax.tree.map(draw, ONE))
-
-
-def test_center_is_what_gets_exported(tmp_path):
-    tx = CENTERS["diloco"]
-    axes = oxs.state_axes(tx, ONE)
-    start = oxs.replicate(ONE, 4), oxs.replicate(tx.init(ONE), 4, axes)
-    params, state = train(tx, axes, *start, 5, seed=0)
-    center = oxs.center_params(state, params)
-    save(tmp_path / "export", center)
-    # For whom has neither the optimizer nor its workers.
-    exported = restore(tmp_path / "export", jax.eval_shape(lambda: ONE))
-    assert_same_bits(exported, center)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), exported) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), ONE
-    )
-
-
-def test_states_of_flax_and_nnx_are_such_trees(tmp_path):
-    tx = CENTERS["elastic_average"]
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    train_state = TrainState.create(apply_fn=None, params=ONE, tx=tx)
-    for name, state in (
-        ("flax", oxs.replicate(train_state, 4)),
-        ("nnx", oxs.replicate(nnx.state((model, optimizer)), 4)),
-    ):
-        save(tmp_path / name, state)
-        like = jax.eval_shape(lambda state=state: state)
-        assert_same_bits(restore(tmp_path / name, like), state)
 
 
 @pytest.mark.parametrize("measure", [False, True])
