@@ -164,6 +164,11 @@ def test_bytes_of_the_largest_and_of_factors():
     factors = 2 * (300 + 66)
     found = between_replicas("shard_map", power_sgd(rank=2))
     assert found == {"all-reduce": 4 * (factors + 701 + 1000)}
+    # A position takes the bytes that the last one of a chunk needs.
+    for chunk, of_position in ((256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4)):
+        code, x = top_k(3, chunk).code, jax.ShapeDtypeStruct((chunk,), np.float32)
+        message, *_ = jax.eval_shape(code.encode, x, ())
+        assert message.shape == (3 * (of_position + 4),)
 
 
 def lanes(function, *args):
