@@ -100,7 +100,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "step": ("test_step.py", *CENTER),
     "state": ("test_state.py", "test_slots.py"),
     "placement": ("test_sharding.py", "test_state.py", *CENTER, SYNC, ALL),
-    "simulate": ("test_simulate_sync_replicas.py", "test_simulate_asynchronous.py"),
+    "simulate": (
+        "test_simulate_sync_replicas.py",
+        "test_simulate_asynchronous.py",
+        "center/test_four_drivers.py",
+    ),
     "runtime": (
         "runtime/test_protocol.py",
         "runtime/test_server.py",

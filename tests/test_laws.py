@@ -4,6 +4,7 @@ What only one wrapper does is tested beside it; the optimizers' own laws are in
 `tests/optimizers/test_laws.py`, and what exchanges lose in `tests/exchange/`.
 """
 
+import functools
 import inspect
 import re
 from typing import Any
@@ -179,6 +180,13 @@ def test_extra_arguments_reach_the_inner_one():
         assert {"value", "batch"} <= seen[-1], name
     for name in CENTERS | {"cross_shard": 0, "sync_replicas": 0, "gossip": 0}:
         traced(ALL[name], params, params, unknown=np.float32(1))
+    # A weight is for the mean gradient, and no other's business.
+    for wrap in (
+        oxs.cross_shard,
+        functools.partial(oxs.sync_replicas, replicas_to_aggregate=3),
+    ):
+        traced(wrap(inner, AXIS), params, params, weight=np.float32(1))
+        assert not seen[-1]
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
@@ -223,7 +231,11 @@ def test_gradients_that_do_not_fit_are_refused(kind):
 
 def test_an_axis_that_is_not_mapped_is_named():
     params = {name: np.ones(4, np.float32) for name in "abcd"}
-    for tx in FEW.values():
-        state = tx.init(params)
-        with pytest.raises(ValueError, match=f"No mapped axis is named '{AXIS}' here"):
-            jax.eval_shape(tx.update, params, state, params)
+    reduced = (
+        oxs.cross_shard(optax.sgd(0.1), AXIS, grads=told)
+        for told in ("summed", "averaged")
+    )
+    match = f"(?s)No mapped axis is named '{AXIS}' here.*`update`, must run inside"
+    for tx in (*FEW.values(), *reduced):
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(tx.update, params, tx.init(params), params)

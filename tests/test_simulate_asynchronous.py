@@ -17,6 +17,7 @@ from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
 from tests import contexts
 from tests.reference import center
+from tests.refusals import refused
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
@@ -254,91 +255,6 @@ def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
     np.testing.assert_array_equal(record.final.workers.local_step, counts)
 
 
-AXIS = "workers"
-LOCKSTEP = {
-    "elastic": (
-        oxs.elastic_average(INNER, AXIS, learning_rate=0.05, communication_period=3),
-        oxs.elastic_rule(learning_rate=0.05),
-        3,
-    ),
-    "elastic_schedule": (
-        oxs.elastic_average(
-            INNER, AXIS, moving_rate=0.2, rho=0.0, communication_period=warm_up
-        ),
-        oxs.elastic_rule(moving_rate=0.2, rho=0.0),
-        warm_up,
-    ),
-    "agn": (oxs.agn(INNER, AXIS, communication_period=3), oxs.agn_rule(INNER), 3),
-    "agn_updates": (
-        oxs.agn(INNER, AXIS, accumulate="updates", communication_period=warm_up),
-        oxs.agn_rule(None, accumulate="updates"),
-        warm_up,
-    ),
-    "local_sgd": (
-        oxs.local_sgd(INNER, AXIS, communication_period=3),
-        oxs.local_sgd_rule(),
-        3,
-    ),
-    "diloco": (
-        oxs.diloco(INNER, AXIS, communication_period=warm_up),
-        oxs.diloco_rule(),
-        warm_up,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOCKSTEP)
-def test_one_worker_is_lockstep_with_one_worker(name):
-    tx, rule, period = LOCKSTEP[name]
-    params = {
-        "vector": jnp.asarray(PARAMS["vector"]),
-        "half": jnp.asarray(PARAMS["matrix"], jnp.bfloat16),
-    }
-    rng = np.random.default_rng(1)
-    grads = {
-        leaf: jnp.asarray(rng.normal(size=(12, *p.shape)), p.dtype)
-        for leaf, p in params.items()
-    }
-
-    def lockstep(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        # Optax itself adds wide updates to half precision by promotion.
-        with jax.numpy_dtype_promotion("standard"):
-            params = optax.apply_updates(params, updates)
-        return (params, state), (params, state.center, state.global_step)
-
-    @jax.jit
-    def both(params, grads):
-        state = oxs.replicate((params, tx.init(params)), 1)
-        expected = jax.vmap(
-            lambda carry, grads: jax.lax.scan(lockstep, carry, grads)[1],
-            axis_name=AXIS,
-        )(state, oxs.replicate(grads, 1))
-        actual = asynchronous(
-            INNER,
-            rule,
-            params,
-            of_event(grads),
-            jnp.zeros(12, jnp.int32),
-            num_workers=1,
-            communication_period=period,
-        )
-        return actual, oxs.first(expected)
-
-    actual, expected = jax.tree.map(np.asarray, both(params, grads))
-    assert actual.params["half"].dtype == jnp.bfloat16
-    actual = (actual.params, actual.center, actual.global_step)
-    for own, other in zip(
-        jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-    ):
-        # One ulp: lockstep lands on its target by adding an update, and of half
-        # precision two programs may round at other places.
-        ulp = 2**-7 if own.dtype == jnp.bfloat16 else 1e-6
-        own, other = own.astype(np.float32), other.astype(np.float32)
-        np.testing.assert_allclose(own, other, rtol=ulp, atol=1e-7)
-
-
 READS_TAKEN = {  # both with a `take` of their own; no flag says what they read
     "contribute": oxs.CenterRule(
         contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
@@ -485,24 +401,6 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
     )
 
 
-def test_half_precision_workers_take_the_center_exactly():
-    params = jnp.linspace(-3, 3, 16, dtype=jnp.bfloat16)
-    record = asynchronous(
-        optax.sgd(0.1),
-        oxs.local_sgd_rule(),
-        params,
-        lambda worker, params, event: (
-            jnp.cos(params) * (1 + worker).astype(params.dtype)
-        ),
-        [0, 1, 1, 0, 1],
-        num_workers=2,
-        communication_period=1,
-    )
-    assert record.center.dtype == jnp.float32
-    np.testing.assert_array_equal(record.params, record.center.astype(jnp.bfloat16))
-    assert np.any(record.params[-1] != params)
-
-
 def test_row_sparse_and_missing_gradients():
     params = {"table": jnp.ones((4, 2)), "frozen": jnp.ones(3)}
     indices, values = jnp.array([2, 0, 2]), jnp.arange(6.0).reshape(3, 2)
@@ -588,7 +486,7 @@ def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
     np.testing.assert_array_equal(done.final.workers.local_step, 3)
 
 
-def refuse(error, match, **changes):
+def refuse(said, **changes):
     arguments = {
         "inner": INNER,
         "rule": oxs.local_sgd_rule(),
@@ -598,41 +496,39 @@ def refuse(error, match, **changes):
         "num_workers": 2,
         **changes,
     }
-    with pytest.raises(error, match=match):
+    with refused(said):
         asynchronous(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("error", "match", "changes"),
+    ("said", "changes"),
     [
-        (TypeError, "inner must be", {"inner": 0.1}),
-        (TypeError, "rule must be a CenterRule", {"rule": INNER}),
-        (TypeError, "integers", {"workers": np.array([0.0, 1.0])}),
-        (ValueError, "one", {"workers": np.zeros((2, 2), int)}),
-        (ValueError, "worker 2", {"workers": [0, 2]}),
-        (ValueError, "worker -1", {"workers": [0, -1]}),
-        (TypeError, "num_workers must be an int", {"num_workers": 2.0}),
-        (ValueError, "num_workers must be 1 or more", {"num_workers": 0}),
+        ("TypeError: inner must be", {"inner": 0.1}),
+        ("TypeError: rule must be a CenterRule", {"rule": INNER}),
+        ("TypeError: integers", {"workers": np.array([0.0, 1.0])}),
+        ("ValueError: one", {"workers": np.zeros((2, 2), int)}),
+        ("ValueError: worker 2", {"workers": [0, 2]}),
+        ("ValueError: worker -1", {"workers": [0, -1]}),
+        ("TypeError: num_workers must be an int", {"num_workers": 2.0}),
+        ("ValueError: num_workers must be 1 or more", {"num_workers": 0}),
         (
-            ValueError,
-            "num_workers=3",
+            "ValueError: num_workers=3",
             {"rule": oxs.local_sgd_rule()._replace(num_workers=3)},
         ),
-        (ValueError, "communication_period", {"communication_period": 0}),
+        ("ValueError: communication_period", {"communication_period": 0}),
         (
-            ValueError,
-            "Pass moving_rate",
+            "ValueError: Pass moving_rate",
             {"rule": oxs.elastic_rule(rho=0.0), "communication_period": warm_up},
         ),
-        (TypeError, "record must be", {"record": "last"}),
-        (TypeError, "record must be", {"record": 1.5}),
-        (ValueError, "record must be", {"record": 0}),
-        (TypeError, "floating", {"params": {"n": jnp.arange(3)}}),
-        (ValueError, "structure", {"grad_fn": lambda worker, params, event: {}}),
+        ("TypeError: record must be", {"record": "last"}),
+        ("TypeError: record must be", {"record": 1.5}),
+        ("ValueError: record must be", {"record": 0}),
+        ("TypeError: floating", {"params": {"n": jnp.arange(3)}}),
+        ("ValueError: structure", {"grad_fn": lambda worker, params, event: {}}),
     ],
 )
-def test_bad_input_is_refused(error, match, changes):
-    refuse(error, match, **changes)
+def test_bad_input_is_refused(said, changes):
+    refuse(said, **changes)
 
 
 PART_CASES = {

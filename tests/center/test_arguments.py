@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.refusals import refused
 
 AXIS = contexts.AXIS
 wrong: Any = oxs  # What these tests pass is of a wrong type on purpose.
@@ -30,23 +31,22 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    ("build", "said"),
     [
         *(
             (
                 lambda period=period: wrong.local_sgd(
                     SGD, AXIS, communication_period=period
                 ),
-                ValueError,
-                rf"communication_period must be 1 or more.*got {period}",
+                rf"ValueError: communication_period must be 1 or more.*got {period}",
             )
             for period in (0, -3, 2**31, 10**10, np.int64(2**40))
         ),
         *(
             (
                 lambda period=period: wrong.agn(SGD, AXIS, communication_period=period),
-                TypeError,
-                r"communication_period must be an integer, and not traced; got .* "
+                r"TypeError: communication_period must be an integer, and not traced; "
+                r"got .* "
                 r"Pass an int, which is static, for example 10, or a schedule",
             )
             for period in (True, 2.0, "10", None, np.ones(2))
@@ -56,16 +56,14 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
                 lambda rate=rate: wrong.elastic_average(
                     SGD, AXIS, moving_rate=rate, rho=0.0
                 ),
-                ValueError,
-                r"moving_rate must be in \[0, 1\]; got",
+                r"ValueError: moving_rate must be in \[0, 1\]; got",
             )
             for rate in (-0.1, 1.5, math.nan, math.inf, np.float32(2), jnp.float32(-1))
         ),
         *(
             (
                 lambda rho=rho: wrong.elastic_average(SGD, AXIS, rho=rho),
-                ValueError,
-                "rho must be finite and at least 0; got",
+                "ValueError: rho must be finite and at least 0; got",
             )
             for rho in (-0.1, math.nan, math.inf, jnp.float32(-1))
         ),
@@ -74,115 +72,128 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
                 lambda rate=rate: wrong.elastic_average(
                     SGD, AXIS, moving_rate=rate, rho=0.0
                 ),
-                TypeError,
-                "moving_rate must be a number or None; got",
+                "TypeError: moving_rate must be a number or None; got",
             )
             for rate in ("0.1", True, jnp.ones(2), [0.1])
         ),
         (
             lambda: wrong.elastic_average(SGD, AXIS),
-            ValueError,
-            r"rho=None .* needs learning_rate. Pass learning_rate=0.1, say, or rho=0.0",
+            r"ValueError: rho=None .* needs learning_rate. .*=0.1, say, or rho=0.0",
         ),
         *(
             (
                 lambda workers=workers: wrong.elastic_average(
                     SGD, AXIS, num_workers=workers, rho=0.0
                 ),
-                error,
-                "num_workers must be",
+                f"{error}: num_workers must be",
             )
-            for workers, error in ((0, ValueError), (2.0, TypeError))
+            for workers, error in ((0, "ValueError"), (2.0, "TypeError"))
         ),
         *(
             (
                 lambda rate=rate: wrong.elastic_average(SGD, AXIS, learning_rate=rate),
-                ValueError,
-                "learning_rate must be a float > 0, from which rho",
+                "ValueError: learning_rate must be a float > 0, from which rho",
             )
             for rate in (0, 0.0, -1.0, math.nan, math.inf)
         ),
         (
             lambda: wrong.elastic_average(SGD, AXIS, learning_rate=lambda step: 0.1),
-            TypeError,
-            "learning_rate must be a number",
+            "TypeError: learning_rate must be a number",
         ),
         (
             lambda: wrong.elastic_average(
                 SGD, AXIS, rho=0.0, communication_period=lambda step: 3
             ),
-            ValueError,
-            "With a schedule as communication_period .* Pass moving_rate",
+            "ValueError: With a schedule as communication_period .* Pass moving_rate",
         ),
         (
             lambda: wrong.agn(SGD, AXIS, reduction="max"),
-            ValueError,
-            "reduction must be 'mean' or 'sum'; got 'max'",
+            "ValueError: reduction must be 'mean' or 'sum'; got 'max'",
         ),
         (
             lambda: wrong.agn(SGD, AXIS, accumulate="params"),
-            ValueError,
-            "accumulate must be 'gradients' or 'updates'; got 'params'",
+            "ValueError: accumulate must be 'gradients' or 'updates'; got 'params'",
         ),
         (
             lambda: wrong.agn(SGD, AXIS, outer=SGD, accumulate="updates"),
-            ValueError,
-            "Leave outer out, or pass accumulate='gradients'",
+            "ValueError: Leave outer out, or pass accumulate='gradients'",
         ),
         (
             lambda: wrong.local_sgd(SGD, AXIS, inner_state="mean"),
-            ValueError,
-            "inner_state must be one of 'keep', 'average' and 'reset'; got 'mean'",
+            "ValueError: inner_state must .*'keep', 'average' and 'reset'; got 'mean'",
         ),
         (
             lambda: wrong.local_sgd(SGD, AXIS, accumulator_dtype=jnp.int32),
-            ValueError,
-            "accumulator_dtype must be a floating dtype; got int32",
+            "ValueError: accumulator_dtype must be a floating dtype; got int32",
         ),
         (
             lambda: wrong.local_sgd(AXIS, SGD),
-            TypeError,
-            r"inner must be an Optax gradient transformation; got 'data' of type str",
+            r"TypeError: inner must be an .*transformation; got 'data' of type str",
         ),
         (
             lambda: wrong.diloco(SGD, AXIS, outer=0.7),
-            TypeError,
-            r"must be an Optax gradient transformation; got 0.7 .* oxs.diloco_rule",
+            r"TypeError: must be an Optax .*transformation; got 0.7 .* oxs.diloco_rule",
         ),
         (
             lambda: wrong.agn_rule(None),
-            TypeError,
-            r"must be an Optax gradient transformation; got None .* oxs.agn_rule",
+            r"TypeError: must be an Optax .*transformation; got None .* oxs.agn_rule",
         ),
         (
             lambda: wrong.center_variable(SGD, oxs.local_sgd_rule, AXIS),
-            TypeError,
-            r"rule must be a CenterRule; got <function .* oxs.local_sgd_rule\(\)",
+            r"TypeError: must be a CenterRule; got <function .* oxs.local_sgd_rule\(\)",
         ),
         (
             lambda: wrong.local_sgd(SGD, 0),
-            TypeError,
-            "axis_name must be the name of a mapped axis, or a tuple of names; got 0",
+            "TypeError: axis_name must be .* mapped axis, or a tuple of names; got 0",
         ),
         (
             lambda: wrong.local_sgd(SGD, ("data", "data")),
-            ValueError,
-            "axis_name names an axis twice",
+            "ValueError: axis_name names an axis twice",
         ),
     ],
 )
-def test_refused_at_construction(build, error, message):
-    with pytest.raises(error, match=message):
+def test_refused_at_construction(build, said):
+    with refused(said):
         build()
 
 
-def test_num_workers_must_be_the_size_of_the_axis():
-    tx = oxs.elastic_average(SGD, AXIS, num_workers=3, rho=0.0)
-    with pytest.raises(
-        ValueError, match=r"num_workers=3, but the axis 'data' has 2 workers. Leave"
-    ):
-        update(tx)
-    update(oxs.elastic_average(SGD, AXIS, num_workers=2, rho=0.0))
+ROWS = oxs.IndexedSlices(jnp.array([0]), jnp.ones((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: update(oxs.elastic_average(SGD, AXIS, num_workers=3, rho=0.0)),
+            r"ValueError: num_workers=3, but the axis 'data' has 2 workers. Leave",
+        ),
+        (
+            lambda: update(
+                oxs.local_sgd(SGD, AXIS, communication_period=lambda _: jnp.ones(1))
+            ),
+            r"ValueError: a schedule of scalars; .* shape \(1,\)",
+        ),
+        (
+            lambda: update(oxs.local_sgd(SGD, AXIS), params=None),
+            r"ValueError: Call update\(grads, state, params\)",
+        ),
+        (
+            lambda: update(oxs.diloco(SGD, AXIS), grads={**PARAMS, "b": ROWS}),
+            r"ValueError: \['b'\]",
+        ),
+        (
+            lambda: oxs.local_sgd(SGD, AXIS).init({"n": jnp.zeros(2, jnp.int32)}),
+            r"TypeError: at \['n'\] has dtype int32; .* Leave it out with optax.masked",
+        ),
+        (
+            lambda: oxs.elastic_average(SGD, AXIS, rho=0.0).init({"b": 0.5}),
+            r"TypeError: at \['b'\] is 0\.5 of type float; .* jnp.asa",
+        ),
+    ],
+)
+def test_refused_with_the_parameters(call, said):
+    with refused(said):
+        call()
 
 
 def test_integers_of_numpy_are_integers():
@@ -193,38 +204,6 @@ def test_integers_of_numpy_are_integers():
         return str(update(tx))
 
     assert one_step(np.int64) == one_step(int)
-
-
-def test_a_period_is_a_schedule_of_scalars():
-    tx = oxs.local_sgd(SGD, AXIS, communication_period=lambda step: jnp.ones(1))
-    with pytest.raises(ValueError, match=r"a schedule of scalars; .* shape \(1,\)"):
-        update(tx)
-
-
-def test_parameters_are_needed():
-    with pytest.raises(ValueError, match=r"Call update\(grads, state, params\)"):
-        update(oxs.local_sgd(SGD, AXIS), params=None)
-
-
-def test_rows_must_match_the_parameters():
-    rows = oxs.IndexedSlices(jnp.array([0]), jnp.ones((1, 2)))
-    with pytest.raises(ValueError, match=r"\['b'\]"):
-        update(oxs.diloco(SGD, AXIS), grads={**PARAMS, "b": rows})
-
-
-def test_parameters_must_be_floating():
-    with pytest.raises(
-        TypeError,
-        match=r"at \['n'\] has dtype int32; .* Leave it out with optax.masked",
-    ):
-        oxs.local_sgd(SGD, AXIS).init({"w": jnp.ones(2), "n": jnp.zeros(2, jnp.int32)})
-
-
-def test_parameters_must_be_arrays():
-    with pytest.raises(
-        TypeError, match=r"at \['b'\] is 0\.5 of type float; .* jnp.asa"
-    ):
-        oxs.elastic_average(SGD, AXIS, rho=0.0).init({"w": jnp.ones(2), "b": 0.5})
 
 
 @pytest.mark.parametrize(

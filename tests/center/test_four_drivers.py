@@ -141,6 +141,7 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "diloco": (DILOCO, "gossip asynchronous runtime", {}),
     "elastic": (ELASTIC, "asynchronous runtime", {}),
     "agn": (AGN, "asynchronous runtime", {}),
+    "agn_updates": (oxs.agn_rule(None, accumulate="updates"), "asynchronous", {}),
     "schedule": (
         DILOCO,
         "gossip asynchronous runtime",
@@ -150,11 +151,8 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "broken": (DILOCO, "gossip asynchronous", DROPS),
     "broken_elastic": (ELASTIC, "asynchronous", DROPS),
     "broken_agn": (AGN, "asynchronous", DROPS),
-    "code": (DILOCO, "asynchronous runtime", {"exchange": CODE}),
     "code_agn": (AGN, "asynchronous runtime", {"exchange": CODE}),
-    "parts": (DILOCO, "asynchronous runtime", {"fragments": 2}),
     "parts_elastic": (ELASTIC, "asynchronous runtime", {"fragments": 2}),
-    "later": (DILOCO, "asynchronous runtime", {"delay": 2}),
     "later_elastic": (ELASTIC, "asynchronous runtime", {"delay": 2}),
     "in_line": (DILOCO, "asynchronous runtime", {"fragments": 4, "delay": 1}),
     "kept_coded_parts": (

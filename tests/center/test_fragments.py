@@ -14,6 +14,7 @@ import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
 from tests.reference import center as reference
+from tests.refusals import refused
 
 AXIS, STEPS = contexts.AXIS, 26
 PARAMS = {
@@ -509,30 +510,29 @@ def test_a_worker_of_weight_0_is_in_no_sum_of_a_part(period, delay):
     contexts.assert_close(jax.tree.map(lambda x: x[:, :3], found), others)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "fragments=0": ({"fragments": 0}, ValueError, "1 or more"),
-    "fragments=2.0": ({"fragments": 2.0}, TypeError, "oxs.strided"),
-    "fragments=True": ({"fragments": True}, TypeError, "or a function"),
-    "delay=-1": ({"delay": -1}, ValueError, "delay must be 0 or more"),
-    "delay=0.5": ({"delay": 0.5}, TypeError, "delay must be an integer"),
-    "keep_local=2": ({"keep_local": 2.0}, ValueError, "lie in"),
-    "keep_local='a'": ({"keep_local": "a"}, TypeError, "must be a number"),
-    "not a multiple": ({"fragments": 3}, ValueError, "not a multiple of the 3"),
-    "too late": ({"fragments": 2, "delay": 6}, ValueError, "Pass delay=5 or less"),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fragments=0": ({"fragments": 0}, "ValueError: 1 or more"),
+    "fragments=2.0": ({"fragments": 2.0}, "TypeError: oxs.strided"),
+    "fragments=True": ({"fragments": True}, "TypeError: or a function"),
+    "delay=-1": ({"delay": -1}, "ValueError: delay must be 0 or more"),
+    "delay=0.5": ({"delay": 0.5}, "TypeError: delay must be an integer"),
+    "keep_local=2": ({"keep_local": 2.0}, "ValueError: lie in"),
+    "keep_local='a'": ({"keep_local": "a"}, "TypeError: must be a number"),
+    "not a multiple": ({"fragments": 3}, "ValueError: not a multiple of the 3"),
+    "too late": ({"fragments": 2, "delay": 6}, "ValueError: Pass delay=5 or less"),
     "a schedule": (
         {"fragments": 2, "communication_period": lambda step: 4},
-        ValueError,
-        "schedule, which fragments cannot",
+        "ValueError: schedule, which fragments cannot",
     ),
-    "average": ({"delay": 1, "inner_state": "average"}, ValueError, "inner_state"),
-    "reset": ({"fragments": 2, "inner_state": "reset"}, ValueError, "inner_state"),
+    "average": ({"delay": 1, "inner_state": "average"}, "ValueError: inner_state"),
+    "reset": ({"fragments": 2, "inner_state": "reset"}, "ValueError: inner_state"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_arguments_are_refused_at_construction(name):
-    arguments, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
+    arguments, said = REFUSED[name]
+    with refused(said):
         make: Any = oxs.local_sgd
         make(INNER, AXIS, **{"communication_period": 10, **arguments})
 

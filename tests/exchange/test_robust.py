@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests.reference import robust
+from tests.refusals import refused
 
 AXIS = "data"
 SHAPES = {"matrix": (3, 5), "scalar": (), "none": (0,), "vector": (7,)}
@@ -577,42 +578,37 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "match"),
+    ("call", "said"),
     [
-        (lambda: oxs.exchange.trimmed_mean(-1), ValueError, "f must be 0 or more"),
-        (lambda: oxs.exchange.trimmed_mean(1.0), TypeError, "f must be an integer"),  # pyright: ignore[reportArgumentType]
-        (lambda: oxs.exchange.krum(True), TypeError, "f must be an integer"),
-        (lambda: oxs.exchange.krum(1, m=0), ValueError, "m must be 1 or more"),
+        (lambda: oxs.exchange.trimmed_mean(-1), "ValueError: f must be 0 or more"),
+        (lambda: oxs.exchange.trimmed_mean(1.0), "TypeError: f must be an integer"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.krum(True), "TypeError: f must be an integer"),
+        (lambda: oxs.exchange.krum(1, m=0), "ValueError: m must be 1 or more"),
         (
             lambda: oxs.exchange.geometric_median(0),
-            ValueError,
-            "steps must be 1 or more",
+            "ValueError: steps must be 1 or more",
         ),
-        (lambda: oxs.exchange.clipped(0.0), ValueError, r"lie in \(0, inf\)"),
-        (lambda: oxs.exchange.clipped("mean"), TypeError, "'median'"),  # pyright: ignore[reportArgumentType]
-        (lambda: oxs.exchange.clipped(None), TypeError, "must be a number"),  # pyright: ignore[reportArgumentType]
-        (lambda: oxs.exchange.clipped(1.0, "sum"), TypeError, "exchange must be"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(0.0), r"ValueError: lie in \(0, inf\)"),
+        (lambda: oxs.exchange.clipped("mean"), "TypeError: 'median'"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(None), "TypeError: must be a number"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.exchange.clipped(1.0, "sum"), "TypeError: exchange must be"),  # pyright: ignore[reportArgumentType]
         (
             lambda: mapped(oxs.exchange.trimmed_mean(2), jnp.ones(3)),
-            ValueError,
-            "at least 5 replicas; the axis has 4",
+            "ValueError: at least 5 replicas; the axis has 4",
         ),
         (
             lambda: mapped(oxs.exchange.krum(1), jnp.ones(3)),
-            ValueError,
-            "at least 5 replicas",
+            "ValueError: at least 5 replicas",
         ),
         (
             lambda: mapped(oxs.exchange.adasum(), jnp.ones(3), n=6),
-            ValueError,
-            "power of two",
+            "ValueError: power of two",
         ),
-        (lambda: mapped(oxs.exchange.median(), ROWS), ValueError, "row-sparse"),
-        (lambda: mapped(oxs.exchange.clipped(1.0), ROWS), ValueError, "row-sparse"),
+        (lambda: mapped(oxs.exchange.median(), ROWS), "ValueError: row-sparse"),
+        (lambda: mapped(oxs.exchange.clipped(1.0), ROWS), "ValueError: row-sparse"),
         (
             lambda: mapped(oxs.exchange.median(), jnp.ones(3, jnp.int32)),
-            TypeError,
-            "dtype int32",
+            "TypeError: dtype int32",
         ),
         (
             lambda: oxs.cross_shard(
@@ -621,15 +617,13 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
                 exchange=oxs.exchange.median(),
                 group_assignment=[[0, 1]],
             ),
-            ValueError,
-            "groups",
+            "ValueError: groups",
         ),
         (
             lambda: oxs.cross_shard(
                 optax.sgd(1.0), AXIS, exchange=oxs.exchange.adasum(), grads="summed"
             ),
-            ValueError,
-            "each replica's own gradient",
+            "ValueError: each replica's own gradient",
         ),
         (
             lambda: jax.eval_shape(
@@ -637,8 +631,7 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
                 jnp.ones((3, 2)),
                 jnp.arange(3),
             ),
-            ValueError,
-            "takes no weight",
+            "ValueError: takes no weight",
         ),
         (
             lambda: jax.eval_shape(
@@ -646,13 +639,12 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
                 oxs.replicate({"w": ROWS}, 3),
                 jnp.ones(3, bool),
             ),
-            ValueError,
-            "row-sparse",
+            "ValueError: row-sparse",
         ),
     ],
 )
-def test_refused(call, error, match):
-    with pytest.raises(error, match=match):
+def test_refused(call, said):
+    with refused(said):
         call()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from optx_sync.optimizers.rule import LeafRule, from_rule
 from optx_sync.rows.slices import IndexedSlices
+from tests.refusals import refused
 
 
 class SumSlots(NamedTuple):
@@ -153,22 +154,21 @@ def test_a_rule_is_checked_where_it_is_made():
 
 
 @pytest.mark.parametrize(
-    ("step", "error", "message"),
+    ("step", "said"),
     [
-        (lambda g, s, p, at: (g[0], s), ValueError, r"\['w'\] must have the grad"),
-        (lambda g, s, p, at: (g, (s.total,)), TypeError, "slots as SumSlots; got tup"),
-        (lambda g, s, p, at: (g, SumSlots(0.0)), ValueError, r"slot total at \['w'\]"),
+        (lambda g, s, p, at: (g[0], s), r"ValueError: \['w'\] must have the grad"),
+        (lambda g, s, p, at: (g, (s.total,)), "TypeError: slots as SumSlots; got tup"),
+        (lambda g, s, p, at: (g, SumSlots(0.0)), r"ValueError: slot total at \['w'\]"),
         (
             lambda g, s, p, at: (g, SumSlots(g > 0)),
-            ValueError,
-            r"float32\[2\]; got bool\[2\]",
+            r"ValueError: float32\[2\]; got bool\[2\]",
         ),
     ],
 )
-def test_a_step_that_breaks_its_contract(step, error, message):
+def test_a_step_that_breaks_its_contract(step, said):
     tx = optimizer(LeafRule(step, SumSlots(total=0.0)), 0.1)
     params = {"w": jnp.ones(2)}
-    with pytest.raises(error, match=message):
+    with refused(said):
         tx.update(params, tx.init(params), params)
 
 

@@ -1,7 +1,6 @@
 """`nnx.Optimizer` as it is, inside of `pmap` and `shard_map`; `SyncOptimizer`."""
 
 import re
-from typing import Any
 
 import chex
 import jax
@@ -9,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
@@ -72,42 +69,6 @@ def test_extra_arguments_reach_the_transformation():
     _, optimizer = nnx.merge(graph, state)
     seen = oxs.metrics(nnx.as_pure(optimizer.opt_state))
     assert seen.used.tolist() == in_time.tolist()
-
-
-def test_center_of_nnx_workers_in_shard_map():
-    tx = oxs.local_sgd(optax.sgd(0.1, momentum=0.9), "data", communication_period=2)
-    graph, state, step = pure_step(tx)
-    mesh = jax.make_mesh(
-        (WORKERS,),
-        ("data",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:WORKERS],
-    )
-
-    def local(state, inputs, targets):
-        return oxs.replicate(step(oxs.first(state), inputs[0], targets[0], {}), 1)
-
-    local = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"))
-    )
-    inputs, targets = batches(4)
-    params: Any = None
-    center: Any = None
-    for now in range(4):
-        state = local(state, inputs[now], targets[now])
-        model, optimizer = nnx.merge(graph, state)
-        params = nnx.as_pure(nnx.state(model, nnx.Param))
-        center = oxs.center_params(nnx.as_pure(optimizer.opt_state), params)
-        assert jax.tree.structure(center) == jax.tree.structure(params)
-        apart = np.ptp(np.asarray(params["kernel"]), axis=0).max()
-        # A hard pull lands within an ulp in float32.
-        assert apart > 1e-2 if now % 2 == 0 else apart < 1e-6
-    np.testing.assert_allclose(params["kernel"][0], center["kernel"], rtol=1e-6)
-    # The center as a model, for evaluation.
-    best = nnx.Linear(3, 2, rngs=nnx.Rngs(1))
-    nnx.update(best, center)
-    np.testing.assert_array_equal(best.kernel[...], center["kernel"])
-    assert best(inputs[0, 0]).shape == (5, 2)
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
