@@ -8,7 +8,7 @@ all-reduce of it where the array becomes whole, a reduce-scatter where it is cut
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -54,7 +54,7 @@ def cut(tree: SameTree, axis_name: AxisName) -> SameTree:
             if part is None and n and n % replicas == 0:
                 parts[place] = names
                 break
-        return spec.update(partitions=tuple(parts))
+        return PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
 
     return _retyped(tree, spec_of)
 
@@ -63,7 +63,7 @@ def unreduced(tree: SameTree, axis_name: AxisName) -> SameTree:
     """Arrays of zeros, with the types of such as are still to be summed."""
     size(tree, axis_name)
     axes = set(check_axis_name(axis_name))
-    return _retyped(tree, lambda spec, _: spec.update(unreduced=axes | spec.unreduced))
+    return _retyped(tree, lambda spec, _: _with(spec, axes | spec.unreduced))
 
 
 def whole(tree: SameTree, axis_name: AxisName) -> SameTree:
@@ -72,7 +72,7 @@ def whole(tree: SameTree, axis_name: AxisName) -> SameTree:
 
     def spec_of(spec: PartitionSpec, _: tuple[int, ...]) -> PartitionSpec:
         parts = (None if names & {*_names(x)} else x for x in spec.partitions)
-        return spec.update(partitions=tuple(parts))
+        return PartitionSpec(*parts, unreduced=spec.unreduced, reduced=spec.reduced)
 
     return _retyped(tree, spec_of)
 
@@ -98,7 +98,12 @@ def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _summed(spec: PartitionSpec, axis_name: AxisName) -> PartitionSpec:
-    return spec.update(unreduced=set(spec.unreduced) - {*check_axis_name(axis_name)})
+    return _with(spec, spec.unreduced - {*check_axis_name(axis_name)})
+
+
+def _with(spec: PartitionSpec, unreduced: Any) -> PartitionSpec:
+    # `update` of JAX 0.12 keeps the kind of sums that there are none of.
+    return PartitionSpec(*spec.partitions, unreduced=unreduced, reduced=spec.reduced)
 
 
 def _retyped(
