@@ -508,7 +508,8 @@ class Lockstep(NamedTuple):
         """The center, or its shapes where it lies in pieces."""
         if self.sharded is None:
             return state.center
-        return jax.eval_shape(lambda x: work.start_center(x, self.dtype), params)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return work.start_center(shapes, self.dtype)
 
     def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a step of a worker; the number of workers."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
@@ -227,6 +228,34 @@ def test_codes_go_up_and_down_and_nothing_is_lost(context, name):
         # The gap is half a step of the largest that was sent, not the sum of many.
         gap = np.abs(seen[leaf] - center[leaf]).max(initial=0)
         assert gap < 0.5 * 11.2 / (2 ** (bits - 1) - 1)
+
+
+def test_workers_that_are_sharded():
+    """Along an axis that the compiler lays out: pieces are of whole arrays."""
+    mesh = jax.make_mesh((2, 2), ("pods", "inside"), axis_types=(AxisType.Auto,) * 2)
+    one = {"w": jnp.linspace(-1, 1, 32).reshape(8, 4)}
+    found = []
+    for sharded in (False, True):
+        tx = oxs.diloco(
+            INNER, "pods", communication_period=2, fragments=2, shard_center=sharded
+        )
+        params, state, axes = oxs.start_workers(tx, one, 2)
+        grads = {"w": params["w"] + jnp.arange(2.0)[:, None, None]}
+        step = oxs.map_workers(
+            lambda params, state, grads, tx=tx: oxs.apply_gradients(
+                tx, grads, state, params
+            ),
+            "pods",
+            mesh=mesh,
+            in_axes=(0, axes, 0),
+            out_axes=(0, axes),
+            specs={"w": PartitionSpec("inside")},
+        )
+        step = jax.jit(step)
+        for _ in range(3):
+            params, state = step(params, state, grads)
+        found.append({"w": np.asarray(params["w"])})
+    contexts.assert_close(found[1], found[0], 2e-6)
 
 
 def test_bytes_of_codes():
