@@ -1,5 +1,7 @@
 """Compressing exchanges: what travels, what is refused, and how wrappers use them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,7 +168,8 @@ def test_bytes_of_the_largest_and_of_factors():
     assert found == {"all-reduce": 4 * (factors + 701 + 1000)}
     # A position takes the bytes that the last one of a chunk needs.
     for chunk, of_position in ((256, 1), (257, 2), (2**16, 2), (2**16 + 1, 4)):
-        code, x = top_k(3, chunk).code, jax.ShapeDtypeStruct((chunk,), np.float32)
+        code: Any = top_k(3, chunk).code
+        x = jax.ShapeDtypeStruct((chunk,), np.float32)
         message, *_ = jax.eval_shape(code.encode, x, ())
         assert message.shape == (3 * (of_position + 4),)
 

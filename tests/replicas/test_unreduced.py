@@ -102,7 +102,8 @@ def test_sums_wait_without_a_collective(name, lies):
     tx, every = TYPED[name]
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((N, 2), (AXIS, "model"), axis_types=kinds)
-    expected, inner, waiting = PARAMS, INNER.init(PARAMS), []
+    expected: Any = PARAMS
+    inner, waiting = INNER.init(PARAMS), []
     with jax.set_mesh(mesh):
         params = jax.device_put(PARAMS, jax.P(*lies))
         batches = jax.device_put(BATCHES, jax.P(None, AXIS))
@@ -177,7 +178,9 @@ def test_what_has_no_meaning_with_types_is_refused(name):
 def test_what_asks_for_one_replica_of_sums_is_refused(mesh):
     with jax.set_mesh(mesh):
         params = jax.device_put(PARAMS, jax.P())
-        grads = jax.tree.map(lambda x: jax.reshard(x, jax.P(unreduced={AXIS})), params)
+        grads = jax.tree.map(
+            lambda x: jax.reshard(x, jax.P(unreduced=frozenset({AXIS}))), params
+        )
         for required, more, message in (
             (N + 1, {}, f"Pass a multiple of {N}, or at most {N}"),
             (N, {"weight": 1.0}, "weight needs each replica's own"),

@@ -375,7 +375,10 @@ class OfCenter:
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule, self.at, self.exchange, self.pulls = terms
+        self.rule: CenterRule = terms.rule
+        self.at: Round = terms.at
+        self.exchange: Exchange | None = terms.exchange
+        self.pulls: Exchange | None = terms.pulls
         self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps from one part that sets out to the next
         self.traffic: Traffic = traffic(*terms[:2])
