@@ -101,6 +101,17 @@ def drops(name):
     return contextlib.nullcontext()
 
 
+def test_a_joiner_has_the_steps_of_whoever_made_most():
+    """Of numbers that have no mean, such as Adam's count."""
+    tx = CASES["diloco"]
+    params, state = trained(tx)
+    counts = optax.tree_utils.tree_get(state, "count") * 0 + jnp.arange(N)
+    state = optax.tree_utils.tree_set(state, count=counts)
+    _, more = oxs.resize(tx, params, state, N + 2)
+    found = optax.tree_utils.tree_get(more, "count")
+    assert found.tolist() == [*range(N), N - 1, N - 1]
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_laws(name, stacked):
