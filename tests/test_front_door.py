@@ -610,7 +610,7 @@ def test_parts_in_pieces_are_cut_anew_by_the_transformation_alone():
     with pytest.raises(ValueError, match="parts that lie in pieces"):
         workers.resize(begun, 3)
     with pytest.warns(UserWarning, match="since their parts met"):
-        params, state = oxs.resize(tx, *begun, 3)
+        params, state = oxs.resize(tx, begun[0], begun[1], 3)
     same_bits(oxs.Workers(3, AXIS).center((params, state)), PARAMS)
 
 

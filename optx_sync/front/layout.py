@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optx_sync.comm import shards
@@ -195,20 +196,29 @@ class Layout(NamedTuple):
                 " of which only the transformation knows how many numbers they have. "
                 "Cut it anew with oxs.resize(tx, params, state, n)."
             )
+        by_name = dict(zip(names, arrays, strict=True))
         for place, name in enumerate(names):
             if cut[place] == Cut.LEAVES and shapes[place]:
-                raise ValueError(
-                    "This state has whole leaves on their owners (shard_state="
-                    "'leaves'), of which only the transformation knows how many there "
-                    "are. Cut it anew with oxs.resize(tx, params, state, n)."
-                )
-            if cut[place] and shapes[place]:
+                leaves = _first_number(by_name[_name_of_number(name)])
+                shapes[place] = (leaves, *shapes[place][1:])
+            elif cut[place] and shapes[place]:
                 ends = (name[start:] for start in range(len(name) + 1))
                 shapes[place] = (next(sizes[end] for end in ends if end in sizes),)
         return [
             jax.ShapeDtypeStruct(shape, x.dtype)
             for shape, x in zip(shapes, arrays, strict=True)
         ]
+
+
+def _name_of_number(name: tuple[str, ...]) -> tuple[str, ...]:
+    """Where a state says how many leaves stand in a stack of them: `OwnedState`."""
+    own = next(i for i in range(len(name)) if name[i:][:3] == ("own", "tree", "leaves"))
+    return (*name[:own], "numbers", name[own + 3])
+
+
+def _first_number(x: jax.Array) -> int:
+    """Of an integer that is equal on all workers, some of whom are elsewhere."""
+    return int(np.ravel(x.addressable_shards[0].data)[0])
 
 
 def strong(x: Any) -> jax.Array:

@@ -230,12 +230,13 @@ class Owned(NamedTuple):
     leaves: dict[str, Any]  # of each group, by its first leaf's path
 
 
-@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS)
+@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS, numbers=LIKE_PARAMS.told)
 class OwnedState(NamedTuple):
     """State of `cross_shard(..., shard_state="leaves")`."""
 
     own: InPieces  # of an `Owned`
     constants: list[Any]  # arrays that stand in the state of pieces and are not cut
+    numbers: dict[str, Any]  # int32[] each, K of each group
 
 
 @functools.partial(

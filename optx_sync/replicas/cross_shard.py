@@ -622,7 +622,8 @@ class _InLeaves(NamedTuple):
             self.whole.axis_name,
             self._cut,
         )
-        return fields.OwnedState(own, self.leaves.constants(cut(tree[0], None)))
+        constants = self.leaves.constants(cut(tree[0], None))
+        return fields.OwnedState(own, constants, plan.numbers())
 
     def update(self, updates, state, params=None, *, weight=None, **extra_args):
         """The updates, gathered from those of their owners, and the state."""
@@ -655,7 +656,7 @@ class _InLeaves(NamedTuple):
         )
         new = new[0], buffers.flat(new[1])
         rest, stacks = gather(varying.localize(new, axis_name), full, axis_name)
-        after = fields.OwnedState(fields.InPieces(inner), constants)
+        after = fields.OwnedState(fields.InPieces(inner), constants, state.numbers)
         after = varying.vary_like(trees.cast_like(after, state), state)
         return checks.fill_missing(plan.join(rest, stacks), params), after
 

@@ -46,6 +46,10 @@ class Plan(NamedTuple):
         rest = [_MASKED if k in owned else x for k, x in enumerate(leaves)]
         return self.treedef.unflatten(rest), stacks
 
+    def numbers(self) -> dict[str, jax.Array]:
+        """How many leaves each group has: int32[] each, by the group's name."""
+        return {group.name: jnp.int32(len(group.members)) for group in self.groups}
+
     def join(self, rest: Tree, stacks: list[jax.Array]) -> Tree:
         """What `cut` has cut; rows of padding are left out."""
         leaves = self.treedef.flatten_up_to(rest)

@@ -190,6 +190,23 @@ def test_another_number_of_replicas():
         )
 
 
+def test_workers_of_another_number():
+    """`Workers.resize` asks the state how many leaves it has."""
+    workers = oxs.Workers(REPLICAS, AXIS)
+    params, state = workers.start((PARAMS, transformation().init(PARAMS)))
+    numbered = jax.tree.map(
+        lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), state.own
+    )
+    back = params, state._replace(own=numbered)
+    for n in (3, REPLICAS):
+        back = workers.resize(back, n)
+        mu = momentum(back[1].own.tree.leaves["['blocks'][0]"])
+        assert mu.shape == (n, 2, 6, 4)
+        rows = np.asarray(mu).reshape(-1, 6, 4)[:5]
+        assert np.array_equal(rows.ravel(), np.arange(5 * 24))
+    jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), back[1], state)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
