@@ -207,6 +207,39 @@ def test_workers_of_another_number():
     jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), back[1], state)
 
 
+def test_a_partition_of_whole_matrices_and_numbers():
+    """Muon for some, Adam for the rest; groups of fewer matrices than replicas."""
+
+    def dimensions(params):
+        return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(), params)
+
+    muon = optax.contrib.scale_by_muon(ns_steps=1, weight_dimension_numbers=dimensions)
+    whole = optax.chain(muon, optax.scale(-0.1))
+    rules = {"whole": whole, "numbers": optax.adam(0.1)}
+    params: Any = {name: PARAMS[name] for name in ("alone", "bias")}
+    params["blocks"] = PARAMS["blocks"][:2]
+    labels = {"alone": "whole", "bias": "numbers", "blocks": ["whole", "whole"]}
+    inner = optax.partition(rules, labels)
+    tx = cross_shard(inner, AXIS, shard_state="leaves")
+    state, axes = tx.init(params), oxs.state_axes(tx, params, replicated=True)
+    assert set(state.own.tree.leaves) == {"['alone']", "['blocks'][0]"}
+    grads = jax.tree.map(lambda x: drawn(REPLICAS, *x.shape), params)
+
+    @jax.jit
+    def both(grads, stacked):
+        mean = jax.tree.map(lambda x: x.mean(0), grads)
+        ours = jax.vmap(
+            lambda grads, state: tx.update(grads, state, params)[0],
+            in_axes=(0, axes),
+            axis_name=AXIS,
+        )(grads, stacked)
+        return ours, inner.update(mean, inner.init(params), params)[0]
+
+    ours, theirs = both(grads, oxs.replicate(state, REPLICAS, axes))
+    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(one, np.broadcast_to(other, one.shape), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
