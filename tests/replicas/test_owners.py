@@ -215,7 +215,7 @@ def test_a_partition_of_whole_matrices_and_numbers():
 
     muon = optax.contrib.scale_by_muon(ns_steps=1, weight_dimension_numbers=dimensions)
     whole = optax.chain(muon, optax.scale(-0.1))
-    rules = {"whole": whole, "numbers": optax.adam(0.1)}
+    rules: Any = {"whole": whole, "numbers": optax.adam(0.1)}
     params: Any = {name: PARAMS[name] for name in ("alone", "bias")}
     params["blocks"] = PARAMS["blocks"][:2]
     labels = {"alone": "whole", "bias": "numbers", "blocks": ["whole", "whole"]}
