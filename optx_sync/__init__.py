@@ -22,6 +22,7 @@ from optx_sync import exchange as exchange
 # Replicas with equal parameters: their gradients are reduced.
 from optx_sync.replicas.cross_shard import all_reduce_grads as all_reduce_grads
 from optx_sync.replicas.cross_shard import cross_shard as cross_shard
+from optx_sync.replicas.stacked import stacked as stacked
 from optx_sync.replicas.sync_replicas import sync_replicas as sync_replicas
 
 # Workers with parameters of their own: they meet at a center.
@@ -131,6 +132,7 @@ __all__ = [
     "simulate",
     "slot",
     "slot_names",
+    "stacked",
     "start_workers",
     "state_axes",
     "state_shardings",

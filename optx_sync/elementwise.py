@@ -36,8 +36,8 @@ class Elementwise:
 
     Args:
         inner: The transformation.
-        axes: The axes along which the pieces lie. It may use them, to add up what it
-            needs of the whole.
+        axes: The axes along which the pieces lie, if they are mapped. It may use them,
+            to add up what it needs of the whole.
         option: What asks for pieces, as the user wrote it, for the message.
         who: What the transformation is called, for the message.
     """
@@ -170,7 +170,8 @@ class Elementwise:
         one = jax.vmap(self._case, in_axes=(None, 0))
         for axis in self._axes[1:]:
             one = along(one, axis)
-        return jax.vmap(one, axis_name=self._axes[0])(params, grads)
+        first = self._axes[0] if self._axes else None
+        return jax.vmap(one, axis_name=first)(params, grads)
 
     def _case(self, params: Tree, grads: Tree) -> Tree:
         """The updates [steps, ...]."""

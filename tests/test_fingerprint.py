@@ -1,6 +1,7 @@
 """`oxs.fingerprint`: any bit that flipped in any replica is found and named."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -212,12 +213,29 @@ WRAPPED: Any = {
 }
 
 
-@pytest.mark.parametrize("name", ["replicas", "center", "gossip"])
-@pytest.mark.parametrize("meshed", [False, True])
-def test_workers_are_compared_in_what_is_to_be_equal(name, meshed):
-    workers = oxs.Workers(REPLICAS, AXIS, mesh=contexts.mesh() if meshed else None)
+def workers_of(where):
+    if where == "sharded":
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "fsdp"), axis_types=auto)
+        return oxs.Workers(REPLICAS, AXIS, mesh=mesh, specs={"w": jax.P("fsdp")})
+    return oxs.Workers(
+        REPLICAS, AXIS, mesh=contexts.mesh() if where == "mesh" else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *itertools.product(["replicas", "center", "gossip"], ["simulated", "mesh"]),
+        ("replicas", "sharded"),
+    ],
+)
+def test_workers_are_compared_in_what_is_to_be_equal(name, where):
+    workers = workers_of(where)
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     state = workers.start((params, WRAPPED[name].init(params)))
+    if where == "sharded":
+        assert state[0]["w"].sharding.spec == jax.P(AXIS, "fsdp")
     assert workers.fingerprint(state) == {}
     leaves, treedef = jax.tree.flatten(state)
     named = set()

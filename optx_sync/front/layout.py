@@ -22,7 +22,7 @@ from optx_sync.forms import Form
 from optx_sync.front import held
 from optx_sync.placement import fields, memory
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import in_pieces, is_key, tree_axes
+from optx_sync.placement.axes import in_pieces, is_key, stack_specs, tree_axes
 from optx_sync.placement.fields import Cut
 from optx_sync.trees import (
     at_least_float32,
@@ -140,6 +140,7 @@ class Layout(NamedTuple):
             return None
         tree = form.bare(arrays)
         start, cut = held.prefix(tree), form.pick(in_pieces(tree))
+        stacks = form.pick(stack_specs(tree))
         paths, sizes = list(form.paths()), self.mesh.shape
         params = {}
         for path, x in zip(paths, arrays, strict=True):
@@ -147,10 +148,12 @@ class Layout(NamedTuple):
             spec = shards.spec_of(self.specs, names[many:], jnp.shape(x), sizes)
             if names[:many] == start and spec is not None:
                 params[names[many:]] = x, spec
-        return [
-            PartitionSpec() if flag else shards.spec_like(names_of(path), x, params)
-            for path, x, flag in zip(paths, arrays, cut, strict=True)
-        ]
+        found = []
+        for path, x, flag, own in zip(paths, arrays, cut, stacks, strict=True):
+            if own is None and not flag:
+                own = shards.spec_like(names_of(path), x, params)
+            found.append(own or PartitionSpec())
+        return found
 
     def pinned(
         self, form: Form, arrays: list[jax.Array], marks: Marks

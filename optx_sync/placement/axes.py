@@ -128,7 +128,13 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
-    # A piece is flat: it has none of its parameter's axes.
+    # Stacks tell themselves. A piece is flat: it has none of its parameter's axes.
+    placed = jax.tree.map(
+        lambda node, own: node.specs() if fields.is_in_stacks(node) else own,
+        state,
+        placed,
+        is_leaf=fields.is_in_stacks,
+    )
     placed = jax.tree.map(
         lambda node: (
             jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=is_spec)
@@ -197,6 +203,15 @@ def in_pieces(tree: Tree, level: int = 0) -> Tree:
         return fields.InPieces(marks.tree._replace(leaves=whole))
 
     return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
+
+
+def stack_specs(tree: Tree) -> Tree:
+    """The spec of each leaf that stands in an `InStacks`, `None` of others."""
+    return jax.tree.map(
+        lambda node: node.specs() if fields.is_in_stacks(node) else None,
+        tree,
+        is_leaf=fields.is_in_stacks,
+    )
 
 
 def is_key(x: Any) -> bool:

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 
 class Kind(NamedTuple):
@@ -240,6 +241,23 @@ class OwnedState(NamedTuple):
 
 
 @functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class InStacks:
+    """Stacks of whole leaves `[K, ...]` that lie along axes of one worker's mesh."""
+
+    tree: dict[str, Any]  # of each group, by its first leaf's path
+    axes: tuple[str, ...]
+
+    def specs(self) -> "InStacks":
+        """The spec of each array; its scalars are on all devices."""
+        cut, whole = PartitionSpec(self.axes), PartitionSpec()
+        tree = jax.tree.map(lambda x: cut if x.ndim else whole, self.tree)
+        return dataclasses.replace(self, tree=tree)
+
+
+@functools.partial(
     jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["partition"]
 )
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +294,11 @@ ONE_PIECE = (
     "The state holds one piece of its center, or pieces for other parameters. Ask for "
     "the center outside of the mapped function, of the state of all workers together."
 )
+
+
+def is_in_stacks(x: Any) -> bool:
+    """Whether this is an `InStacks`; as `is_leaf`, it keeps one in one piece."""
+    return isinstance(x, InStacks)
 
 
 def is_in_pieces(x: Any) -> bool:

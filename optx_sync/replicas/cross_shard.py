@@ -172,8 +172,9 @@ def cross_shard(
     ceil(K / N) whole ones. Leaves that it treats number by number (Adam's, in
     `optax.contrib.muon` and `optax.partition`) lie in pieces as above. What travels is
     the same, in one reduce-scatter and one all-gather for each dtype of all groups. The
-    last owners of a group hold padding where N does not divide K: a matrix that is
-    alone in its group saves nothing.
+    last owners of a group hold padding where N does not divide K, and padding travels:
+    a matrix that is alone in its group saves neither memory nor time and sends N times
+    its bytes. Give such a one to `optax.adam`, or `inner` whole arrays.
 
     With `shard_state=True` the gradients may travel coded, `exchange=quantized(...)` or
     `error_feedback(quantized(...))`: codes go up to the owners, which add up what they
@@ -652,7 +653,11 @@ class _InLeaves(NamedTuple):
         if params is not None:
             own = self._in_rows(cut(full, axis_name), full)
         new, inner, constants = self.leaves.update(
-            plan, self._in_rows(pieces, full), state, own, extra_args
+            plan,
+            self._in_rows(pieces, full),
+            (state.own.tree, state.constants),
+            own,
+            extra_args,
         )
         new = new[0], buffers.flat(new[1])
         rest, stacks = gather(varying.localize(new, axis_name), full, axis_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole leaves per owner: `cross_shard(..., shard_state="leaves")`.
+"""Whole leaves per owner: `cross_shard(..., shard_state="leaves")` and `stacked`.
 
 Leaves that `inner` treats alike, of one shape and dtype, are a group. Its K leaves are
 stacked, `[K, ...]`, and padded to N rows of J = ceil(K / N): replica i owns leaves
@@ -19,7 +19,7 @@ import optax
 
 from optx_sync import elementwise
 from optx_sync.elementwise import FAILURES, Elementwise
-from optx_sync.placement.fields import Owned, OwnedState
+from optx_sync.placement.fields import Owned
 from optx_sync.trees import Tree, cast_like, path_name
 
 _MASKED = optax.MaskedNode()
@@ -64,14 +64,26 @@ class Leaves:
 
     Args:
         inner: The transformation.
-        axes: The axes along which the owners lie.
+        axes: The mapped axes along which the owners lie, if there are any.
+        option: What asks for owners, as the user wrote it, for messages.
+        around: A chain in which something else sees all leaves, for messages.
     """
 
     def __init__(
-        self, inner: optax.GradientTransformationExtraArgs, axes: tuple[str, ...]
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        axes: tuple[str, ...],
+        option: str = "shard_state='leaves'",
+        around: str = (
+            "optax.chain(oxs.all_reduce_grads('data'), "
+            "optax.clip_by_global_norm(1.0), oxs.cross_shard(inner, 'data', "
+            "grads='averaged', shard_state='leaves'))"
+        ),
     ):
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.axes: tuple[str, ...] = axes
+        self.option: str = option
+        self._around: str = around
 
     def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
         """Which leaves are owned whole: what is not elementwise, or those of `names`.
@@ -112,14 +124,14 @@ class Leaves:
         self,
         plan: Plan,
         grads: tuple[Tree, list[Any]],
-        state: OwnedState,
+        state: tuple[Owned, list[Any]],
         params: tuple[Tree, list[Any]] | None,
         extra: dict[str, Any],
     ) -> tuple[tuple[Tree, list[jax.Array]], Owned, list[jax.Array]]:
-        """The updates of pieces and of stacks, and the state."""
-        own: Owned = state.own.tree
+        """The updates of pieces and of stacks, and the state: owned, and constant."""
+        own, constants = state
         rest, stacks = (None, [None] * len(grads[1])) if params is None else params
-        whole = self._merged(own.pieces, state.constants, grads[0])
+        whole = self._merged(own.pieces, constants, grads[0])
         new, now = self.inner.update(grads[0], whole, rest, **extra)
         pieces, constants = self._split(now, grads[0])
         updates, found = [], {}
@@ -213,8 +225,8 @@ class Leaves:
                 )(own, state, own)
         except FAILURES as error:
             raise ValueError(
-                "shard_state='leaves' needs to try inner on each leaf alone, and that "
-                f"failed: {error} Leave shard_state out."
+                f"{self.option} needs to try inner on each leaf alone, and that "
+                f"failed: {error} Leave {self.option} out."
             ) from error
         # Functions of JAX's own may stand in it with their addresses.
         return re.sub(r"0x[0-9a-f]+", "", str(made))
@@ -237,7 +249,7 @@ class Leaves:
             kinds.setdefault(kind_of[group], place)
         alone = {
             kind: Elementwise(
-                _of_one(self.inner, treedef, place), self.axes, "shard_state='leaves'"
+                _of_one(self.inner, treedef, place), self.axes, self.option
             ).holds_for(small[place])
             for kind, place in kinds.items()
         }
@@ -293,13 +305,10 @@ class Leaves:
             # A NaN in one leaf must not reach the others either.
             if not np.allclose(one, two, rtol=1e-3, atol=1e-5, equal_nan=True):
                 raise ValueError(
-                    "shard_state='leaves' gives inner each leaf where it is owned, "
-                    "but with this inner the update of a leaf depends on the others, "
-                    "as with clip_by_global_norm. Leave shard_state out, or put what "
-                    "needs all leaves into a chain around it: optax.chain("
-                    "oxs.all_reduce_grads('data'), optax.clip_by_global_norm(1.0), "
-                    "oxs.cross_shard(inner, 'data', grads='averaged', "
-                    "shard_state='leaves'))."
+                    f"{self.option} gives inner each leaf where it is owned, but with "
+                    "this inner the update of a leaf depends on the others, as with "
+                    f"clip_by_global_norm. Leave {self.option} out, or put what needs "
+                    f"all leaves into a chain around it: {self._around}."
                 )
 
 

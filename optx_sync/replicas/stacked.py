@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole matrices per device under plain `jax.jit`, where parameters are sharded."""
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optx_sync import checks, trees
+from optx_sync.exchange import contract
+from optx_sync.placement import fields
+from optx_sync.placement.fields import InStacks, Owned
+from optx_sync.replicas import owners
+from optx_sync.trees import Tree
+
+Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+_CALL = "oxs.stacked(optax.contrib.muon(0.02), jax.P('fsdp'))"
+_OPTION = "oxs.stacked"
+_AROUND = "optax.chain(optax.clip_by_global_norm(1.0), oxs.stacked(inner, spec))"
+
+
+@fields.declare(
+    stacks=fields.LIKE_PARAMS, rest=fields.LIKE_PARAMS, constants=fields.LIKE_PARAMS
+)
+class StackedState(NamedTuple):
+    """State of `stacked`."""
+
+    stacks: InStacks  # [K, ...] for each group, K a multiple of the number of shards
+    rest: Any  # of leaves that are treated number by number
+    constants: list[Any]  # arrays in the state of these that are the same for any
+
+
+@checks.shows_call(_CALL)
+def stacked(
+    inner: optax.GradientTransformation, spec: PartitionSpec | NamedSharding
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run Muon and others that need whole matrices on parameters sharded by FSDP.
+
+    Under plain `jax.jit` Newton-Schulz on a sharded matrix communicates in each of its
+    multiplications, or the compiler gathers every matrix on every device. Here leaves
+    that `inner` treats alike, of one shape and dtype, are stacked, and the stack is
+    resharded so that each device holds whole leaves:
+
+    .. math::
+
+        G &= \text{stack}(g_1, \ldots, g_K), \quad
+            [K, n, m] \text{ cut along } K \text{ by } spec \\
+        u_k &= \text{inner}(G_k) \quad \text{where } G_k \text{ lies} \\
+        \text{updates} &= u_1, \ldots, u_K, \text{ cut as the parameters are}
+
+    which is one all-to-all in and one out for each group, and none in between. `inner`
+    computes 1/N of the matrices on each of N devices, and 1/N of its state lies there.
+    Leaves that it treats number by number, such as Adam's in `optax.contrib.muon`, stay
+    as the parameters lie. Where N does not divide K the stack is padded with zeros,
+    which travel, too: a matrix that is alone in its group saves nothing.
+
+    An axis in `spec` over which parameters are replicated, as in
+    `jax.P(("data", "fsdp"))`, divides the work further, and adds an all-gather of the
+    updates over it. `cross_shard(..., shard_state="leaves")` is the same with a mapped
+    axis, where gradients are still to be reduced.
+
+    Args:
+        inner: The transformation. It must act on each leaf alone, as
+            `optax.contrib.muon` does, which is tried at `init`.
+        spec: How the stacks lie: `jax.P("fsdp")`, or with a tuple of axes, along their
+            first dimension alone. A `NamedSharding` brings its mesh; otherwise `init`
+            and `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
+
+    Returns:
+        A transformation for `jax.jit` whose state is a `StackedState`. It holds stacks
+        for one number of devices: to go on with another, cut each stack to its K rows
+        and pad it with zeros to a multiple of that number.
+
+    Raises:
+        TypeError: `inner` is no transformation, `spec` is neither of the two.
+        ValueError: `spec` names no axis, or other dimensions than the first; no mesh,
+            or one without these axes; an `inner` by which the update of a leaf depends
+            on other leaves; a state for another number of devices.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> tx = oxs.stacked(optax.lars(0.02), jax.P("fsdp"))
+        >>> params = {"a": jnp.eye(2), "b": jnp.ones((2, 2))}
+        >>> with jax.set_mesh(mesh):
+        ...     state = jax.jit(tx.init)(params)
+        ...     updates, state = jax.jit(tx.update)(params, state, params)
+        >>> sorted(state.stacks.tree), updates["a"].shape
+        (["['a']"], (2, 2))
+
+    References:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    """
+    inner = checks.check_inner(inner, _CALL)
+    places = _Places(_check_spec(spec), spec)
+    leaves = owners.Leaves(inner, (), _OPTION, _AROUND)
+    stacks = _Stacked(leaves, places)
+    return optax.GradientTransformationExtraArgs(stacks.init, stacks.update)
+
+
+class _Places(NamedTuple):
+    """Where stacks lie: along the first dimension over these axes."""
+
+    names: tuple[str, ...]
+    spec: PartitionSpec | NamedSharding
+
+    def mesh(self) -> Mesh:
+        """The mesh of `spec`, or the one that is set."""
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        if isinstance(self.spec, NamedSharding):
+            mesh = self.spec.mesh
+        missing = [name for name in self.names if name not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"oxs.stacked lays its stacks over {missing}, and the mesh has the "
+                f"axes {tuple(mesh.axis_names)}. Call init and update under "
+                "jax.set_mesh(mesh), or pass jax.NamedSharding(mesh, spec)."
+            )
+        return mesh
+
+    def sizes(self) -> list[int]:
+        """How many devices lie along each of the axes."""
+        shape = dict(self.mesh().shape)
+        return [shape[name] for name in self.names]
+
+    def devices(self) -> int:
+        """How many hold a piece of a stack."""
+        return math.prod(self.sizes())
+
+    def laid(self, stack: Any) -> Any:
+        """A padded stack `[K, ...]` as `spec` says."""
+        if isinstance(stack, jax.ShapeDtypeStruct):
+            return stack
+        return self._put(stack, PartitionSpec(self.names))
+
+    def give(self, stack: Any) -> Any:
+        """A stack `[K, ...]` of leaves, padded: whole leaves to each device."""
+        stack = owners.padded(stack, self.devices())
+        if isinstance(stack, jax.ShapeDtypeStruct):
+            return stack
+        # One axis after the other: of both at once the compiler gathers the stack.
+        grid = stack.reshape(*self.sizes(), -1, *stack.shape[1:])
+        for spec in self._ways(stack):
+            grid = self._put(grid, spec)
+        return self.laid(grid.reshape(stack.shape))
+
+    def take(self, updates: jax.Array, like: jax.Array) -> jax.Array:
+        """The rows of `like` `[K, ...]`, cut as that is."""
+        grid = updates.reshape(*self.sizes(), -1, *like.shape[1:])
+        for spec in reversed(self._ways(like)):
+            grid = self._put(grid, spec)
+        return grid.reshape(-1, *like.shape[1:])[: like.shape[0]]
+
+    def _ways(self, stack: jax.Array) -> list[PartitionSpec]:
+        """How `[*sizes, K / N, ...]` lies: as leaves do, cut by one axis more each."""
+        rest: list[Any] = [PartitionSpec.UNCONSTRAINED] * (stack.ndim - 1)
+        if self._is_explicit():
+            own = list(jax.typeof(stack).sharding.spec)[1:]
+            rest = [*own, *[None] * (stack.ndim - 1 - len(own))]
+        ways = []
+        for done in range(len(self.names) + 1):
+            first = *self.names[:done], *[None] * (len(self.names) - done)
+            taken = {*self.names[:done]}
+            other = [_without(part, taken) for part in rest]
+            if done == len(self.names):
+                other = [None] * len(rest)
+            ways.append(PartitionSpec(*first, None, *other))
+        return ways
+
+    def _is_explicit(self) -> bool:
+        mesh = self.mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        return all(kinds[name] == AxisType.Explicit for name in self.names)
+
+    def _put(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        where: Any = spec
+        if isinstance(self.spec, NamedSharding):
+            where = NamedSharding(self.spec.mesh, spec)
+        if self._is_explicit():
+            return jax.reshard(x, where)
+        return jax.lax.with_sharding_constraint(x, where)
+
+
+class _Stacked(NamedTuple):
+    """`init` and `update` of `stacked`."""
+
+    leaves: owners.Leaves
+    places: _Places
+
+    def init(self, params):
+        """The state of stacks, and of what lies as the parameters do."""
+        checks.check_params(params)
+        if trees.is_placeholder(params):
+            shapes: Any = trees.shapes_of(params)
+            if shapes is None:
+                return self._state(Owned(self.leaves.inner.init(params), {}), [])
+            return jax.eval_shape(self.init, shapes)
+        plan = self.leaves.plan(params)
+        rest, stacks = plan.cut(params)
+        own = self.leaves.init(plan, rest, [self.places.give(x) for x in stacks])
+        return self._state(own, self.leaves.constants(rest))
+
+    def update(self, updates, state, params=None, **extra_args):
+        """The updates, cut as the parameters are, and the state."""
+        checks.check_grads(updates, params)
+        contract.require_dense(updates, _OPTION)
+        like = updates if params is None else params
+        own = Owned(state.rest, state.stacks.tree)
+        plan = self.leaves.plan(like, set(own.leaves))
+        self._check(plan, own, like)
+        grads, full = plan.cut(updates), plan.cut(like)
+        give = self.places.give
+        before = None
+        if params is not None:
+            before = full[0], [give(x) for x in full[1]]
+        (rest, stacks), own, constants = self.leaves.update(
+            plan,
+            (grads[0], [give(x) for x in grads[1]]),
+            (own, state.constants),
+            before,
+            extra_args,
+        )
+        stacks = [
+            self.places.take(x, whole) for x, whole in zip(stacks, full[1], strict=True)
+        ]
+        new = checks.fill_missing(plan.join(rest, stacks), params)
+        return new, self._state(own, constants)
+
+    def _state(self, own: Owned, constants: list[Any]) -> Tree:
+        """The state, its stacks where they belong."""
+        laid = self.places.laid
+        stacks = jax.tree.map(lambda x: laid(x) if x.ndim else x, own.leaves)
+        return StackedState(InStacks(stacks, self.places.names), own.pieces, constants)
+
+    def _check(self, plan: owners.Plan, own: Owned, like: Tree) -> None:
+        """Refuse a state of stacks for another number of devices."""
+        devices = self.places.devices()
+        for group in plan.groups:
+            leaves = len(group.members)
+            rows = leaves + -leaves % devices
+            for x in jax.tree.leaves(own.leaves[group.name]):
+                if x.ndim and x.shape[0] != rows:
+                    raise ValueError(
+                        f"The state of oxs.stacked at {group.name} has stacks of "
+                        f"{x.shape[0]} rows, and {leaves} leaves on {devices} devices "
+                        f"need {rows}. It was made for another number of devices: cut "
+                        f"each stack to {leaves} rows, and pad it with zeros."
+                    )
+
+
+def _check_spec(spec: object) -> tuple[str, ...]:
+    """The axes of a spec that cuts the first dimension alone."""
+    parts = spec.spec if isinstance(spec, NamedSharding) else spec
+    if not isinstance(parts, PartitionSpec):
+        raise TypeError(
+            "spec must be a jax.P or a jax.NamedSharding that says how stacks of "
+            f"leaves lie, such as jax.P('fsdp'); got {spec!r}."
+        )
+    first, *others = parts or (None,)
+    if first in (None, PartitionSpec.UNCONSTRAINED) or any(
+        x is not None for x in others
+    ):
+        raise ValueError(
+            "spec must name the axes along which stacks of whole leaves are cut, in "
+            "its first place and no other, such as jax.P('fsdp') or "
+            f"jax.P(('data', 'fsdp')); got {parts}."
+        )
+    return (first,) if isinstance(first, str) else tuple(first)
+
+
+def _without(part: Any, taken: set[str]) -> Any:
+    """How a dimension is cut where these axes cut another one."""
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return part
+    names = (part,) if isinstance(part, str) else part
+    left = tuple(name for name in names if name not in taken)
+    return left or None
