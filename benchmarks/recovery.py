@@ -45,6 +45,7 @@ PUBLISHED = [
 FULL, SHORT = (AGREEMENTS, 5), (AGREEMENTS[:1], 1)
 STEADY = 3  # rounds of each worker before the next death
 PATIENCE_SECONDS = 300.0
+IN_FLIGHT = 0.5  # seconds in which a step ends that was answered before a death
 
 
 def program(folder: pathlib.Path):
@@ -63,8 +64,8 @@ def program(folder: pathlib.Path):
 
 
 def wait_for_all(folder: pathlib.Path, since: float) -> None:
-    """Until each worker has made some rounds, one of them after this time."""
-    until = time.time() + PATIENCE_SECONDS
+    """Until each worker has made some rounds, one of them well after this time."""
+    until, since = time.time() + PATIENCE_SECONDS, since + IN_FLIGHT
     while time.time() < until:
         new = [m for m in folder.glob("worker_*") if m.stat().st_mtime > since]
         if sum(int(mark.read_text() or 0) >= STEADY for mark in new) == WORKERS:

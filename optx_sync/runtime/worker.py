@@ -279,10 +279,12 @@ class Worker:
                 refused = error
                 continue
             self._hear(part, reply)
-            self.used, self.staleness = reply.used, reply.staleness
+            self.staleness = reply.staleness
             while reply.waiting:
+                # Sent again to a server that has come back, it may be stale there.
                 reply = self.connection.wait(self.index)
                 self._hear(part, reply)
+            self.used = reply.used
             self._steps[part] = reply.global_step
             self._told[part] = reply.told if self._decodes else 0
             self._own.land(part, reply.arrays, self._place)

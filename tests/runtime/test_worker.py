@@ -231,6 +231,22 @@ def test_tokens_below_zero_are_refused_before_anything_moves():
     assert worker.local_step == 0 and server.global_step == 0
 
 
+def test_what_became_of_a_gradient_that_went_with_a_server_while_it_waited(monkeypatch):
+    """It is sent again to the one that comes back, and may be stale there."""
+    server, (worker, _) = party(SyncReplicas(2, num_tokens=0), workers=2)
+    held: Any = server._held[0]
+
+    def wait(number, timeout=0.0):
+        arrays = {"params": held.current()}
+        return held.reply_again(number)._replace(
+            arrays=arrays, used=False, waiting=False
+        )
+
+    monkeypatch.setattr(server, "wait", wait)
+    worker.step(DOWN)
+    assert held.was_used[0] and not worker.used
+
+
 def test_refused_parts_are_still_the_workers():
     """A part that was refused comes again with all its steps; the other one has met."""
     settings: dict[str, Any] = {
