@@ -46,8 +46,8 @@ MENDS = frozenset({"params", "accumulated", "inner"})
 class Pending(NamedTuple):
     """The mean or sum of a part before the center absorbs it: equal on all workers."""
 
-    # Arrays of the size of the largest part; an `InPieces` for each part where the center
-    # lies in pieces.
+    # Arrays of the size of the largest part; of a center in pieces, an `InPieces` for
+    # each part.
     values: Tree
     steps: Int32[Array, ""]  # `Round.steps` of its round
     pushed: Any  # float32[], workers in the sum, or () where none can be left out
@@ -416,7 +416,7 @@ class Buffer:
         self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
         for part in self._parts:
-            self._sizes |= _sizes_of(part)  # union of Counters: the larger count of each dtype
+            self._sizes |= _sizes_of(part)  # of two Counters, the larger counts
         by_leaf = zip(*map(_with_masked, self._parts), strict=True)
         largest = [max(x, key=_rows) for x in by_leaf]
         whole = not any(map(is_masked, largest))  # a masked leaf has no elements
@@ -433,7 +433,7 @@ class Buffer:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
 
     def pack(self, part: Tree, number: int) -> Tree:
-        """The part in the form of the buffer, padded with zeros; its number is not needed."""
+        """The part in the form of the buffer, padded with zeros; any number will do."""
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
@@ -517,7 +517,7 @@ def _rows(x: Any) -> int:
 def _with_rows(
     x: Any, shape: tuple[int, ...], dtype: np.dtype, like: Sequence[jax.Array]
 ) -> jax.Array:
-    """Rows of a leaf padded with zeros to the shape, with the varying axes of the part."""
+    """Rows of a leaf, padded with zeros; they vary as all of the part does."""
     if is_masked(x):
         return vary_with(jnp.zeros(shape, dtype), like)
     missing = shape[0] - x.shape[0] if shape else 0

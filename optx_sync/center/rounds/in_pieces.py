@@ -80,7 +80,7 @@ class Pieces(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether a contribution depends on the worker alone, so that it can be sent."""
+        """Whether a contribution depends on the worker alone, and so can be sent."""
         return not (self.read.taken or self.read.center)
 
     @property
