@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose processes come and go: what it saves, restores and resizes.
+"""Elastic training: a run whose processes come and go, saved, restored and resized.
 
-A lockstep run ends where one of its processes dies, since all others wait for it. So
-whoever starts processes, Ray Train, SLURM or a loop in a shell, starts them anew, as
+A lockstep run ends when one of its processes dies, since all others wait for it. So
+whatever starts processes (Ray Train, SLURM, a loop in a shell) starts them again, as
 many as there are, and each calls the same function again. `Group` is what that function
-needs: it goes on from the last save with the workers that there are now.
+needs: it continues from the last save, with the workers that there are now.
 
     def train():  # in each process, after jax.distributed.initialize
         with oxs.elastic.Group("/shared/run", "workers") as group:
@@ -16,8 +16,8 @@ needs: it goes on from the last save with the workers that there are now.
                 if meets:  # oxs.due
                     group.save(tuple(state))
 
-Writing, the agreement of all processes on what is finished, and what happens to a save
-that a death cut short are Orbax's.
+Orbax writes the saves, makes all processes agree on which are complete, and discards a
+save that was cut short.
 """
 
 import functools
@@ -35,23 +35,24 @@ from optx_sync.front import held
 from optx_sync.front.workers import Workers
 from optx_sync.trees import Tree
 
-# Under which name Orbax keeps what is ours beside the arrays.
+# The name under which Orbax keeps our own notes, beside the arrays.
 _NOTES = "optx_sync"
 
 
 class Group:
-    """The processes that train together now, and where their run is saved.
+    """The processes that train together now, and the folder of their run.
 
     Each process makes one after `jax.distributed.initialize`, with equal arguments, and
-    calls the same methods in the same order. One process alone, with workers on its own
+    calls the same methods in the same order. A single process, with workers on its own
     devices or simulated ones, is a group as well.
 
     Args:
-        folder: Where saves go, which every process of every later group can read and
-            write: a shared disk, `gs://bucket/run`. Made where it is missing.
-        workers: The `Workers` of the run; or the name of the axis, for one worker on
-            each device of all processes.
-        keep: How many saves are kept; older ones are deleted.
+            folder: Where saves go: a place that every process of every later group can
+                read and write, such as a shared disk or `gs://bucket/run`. Made if
+                missing.
+            workers: The `Workers` of the run; or the name of the axis, for one worker
+                on each device of all processes.
+            keep: How many saves are kept; older ones are deleted.
 
     Raises:
         ImportError: Orbax is not installed.
@@ -59,9 +60,10 @@ class Group:
 
     Attributes:
         workers: The group's `Workers`, on a mesh of all processes' devices.
-        position: How many examples all workers have taken since the run began; a save
-            is called by it. `rows` counts it up; with batches of your own add to it.
-        notes: What the save held for `notes`, from which this group went on.
+            position: How many examples all workers have taken since the run began; it
+                names a save. `rows` advances it; with batches of your own, add to it
+                yourself.
+            notes: The `notes` of the save from which this group continued.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
@@ -94,7 +96,7 @@ class Group:
     ):
         try:
             import orbax.checkpoint as ocp
-            from etils import epath  # Orbax stands on it.
+            from etils import epath  # Orbax depends on it.
         except ImportError as error:
             raise ImportError(
                 "oxs.elastic needs Orbax: pip install orbax-checkpoint."
@@ -116,7 +118,7 @@ class Group:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        # Others may never come to the end of a group in which one has failed.
+        # If one process has failed, the others may never come to the end of the group.
         if kind is None:
             self.close()
 
@@ -124,15 +126,15 @@ class Group:
         return f"Group({str(self.manager.directory)!r}, {self.workers})"
 
     def restore_or_start(self, state: Tree) -> Tree:
-        """The state of the last save for this group's workers; the first, if none is.
+        """The state of the last save, for this group's workers; without one, the first.
 
-        Of a save by as many workers every worker gets its own back, to the bit. Of
-        another number `Workers.resize` makes it: the first of them go on, joiners begin
-        as it says. Every process reads what all workers saved where their number has
-        changed, and its own workers' part where it has not.
+        From a save by as many workers, every worker gets its own state back, to the
+        bit. From another number, `Workers.resize` makes the state: the first workers
+        continue, and joiners begin as it says. Every process reads what all workers
+        saved if their number has changed, and only its own workers' part if it has not.
 
         Args:
-            state: One worker's, as for `Workers.start`: what a run begins with.
+                state: One worker's, as for `Workers.start`: how a run begins.
 
         Returns:
             The state of all workers, placed. NNX objects are new ones.
@@ -150,20 +152,20 @@ class Group:
         return restored
 
     def save(self, state: Tree, *, notes: Any = None) -> None:
-        """Save what the next group goes on with; it is written while training goes on.
+        """Save what the next group continues from; training goes on during the writing.
 
-        Every process calls it, right after a meeting: in the middle of a round what
-        workers learned since the last one is kept for as many workers only. Each
-        process writes its own workers' part, one of them what workers share. Until all
-        is written, the save before is the last.
+        Every process calls it, right after a meeting: in the middle of a round, what
+        workers have learned since the last one can be restored only by as many workers.
+        Each process writes its own workers' part, and one of them what workers share.
+        Until all is written, the previous save stays the last.
 
         Args:
-            state: The state of all workers; its buffers are free for the next step.
-            notes: Anything that JSON can hold, equal in all processes: the state of an
-                iterator over the data, what is to be logged on.
+                state: The state of all workers; its buffers are free for the next step.
+                notes: Anything that JSON can hold, equal in all processes: for example
+                    the state of an iterator over the data, or a history for the log.
 
         Raises:
-            ValueError: No example was taken since the last save.
+                ValueError: No example was taken since the last save.
         """
         import orbax.checkpoint as ocp
 
@@ -190,23 +192,23 @@ class Group:
         self._saved = self.position
 
     def rows(self, size: int, batch: int, *, seed: int = 0) -> np.ndarray:
-        """Which examples this process's workers take next, and count them.
+        """The examples that this process's workers take next; advances `position`.
 
-        All workers take the next `n * batch` of an endless order, in which each epoch
-        is shuffled anew. The order depends on the seed and the position alone, so
-        another number of workers goes on where the last save ended: each example comes
-        once in an epoch.
+        All workers take the next `n * batch` of an endless order in which each epoch is
+        shuffled anew. The order depends only on the seed and the position, so another
+        number of workers continues where the last save ended: each example comes once
+        in an epoch.
 
         Args:
             size: The number of examples in an epoch.
             batch: How many each worker takes.
-            seed: Of the shuffling; the same in every group of a run.
+                seed: Of the shuffling; the same in every group of a run.
 
         Returns:
             int64 `[workers of this process * batch]`, each in `[0, size)`.
 
         Raises:
-            TypeError, ValueError: A number that is none, or below 1.
+                TypeError, ValueError: A number that is no integer, or below 1.
 
         Example:
             >>> import tempfile
@@ -228,21 +230,21 @@ class Group:
         sharding = self._sharding()
         if sharding is None:
             return rows
-        # The same devices lie along the batch, whatever else its arrays' axes are.
+        # The same devices lie along the batch, whatever the other axes of its arrays.
         parts = sharding.addressable_devices_indices_map((number,)).values()
         mine = {slices[0].indices(number)[:2] for slices in parts if slices}
         return np.concatenate([rows[slice(*ends)] for ends in sorted(mine)])
 
     def batch(self, tree: Tree) -> Tree:
-        """The batch of all workers, of what each process has for its own.
+        """The batch of all workers, from each process's own part.
 
         Args:
             tree: Arrays `[workers of this process * batch, ...]`, in the order of
                 `rows`.
 
         Returns:
-            Arrays `[n * batch, ...]` on the mesh; as they are where workers are
-            simulated.
+                Arrays `[n * batch, ...]` on the mesh; unchanged where workers are
+                simulated.
         """
         sharding = self._sharding()
         if sharding is None:
@@ -251,7 +253,7 @@ class Group:
         return jax.tree.map(lambda x: make(np.asarray(x)), tree)
 
     def close(self) -> None:
-        """Wait until the last save is written. Leaving a `with` block does it."""
+        """Wait until the last save is written. The end of a `with` block calls it."""
         self.manager.wait_until_finished()
         self.manager.close()
 

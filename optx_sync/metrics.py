@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a run: read a state's numbers, center and slots; measure an exchange.
+"""Read metrics, center and slots from a state; measure an exchange.
 
 (The package's function `metrics` has this module's name: `import optx_sync.metrics` and
 `from optx_sync.metrics import ...` find the module.)
 
-A replica adds a few scalars to the sum that runs anyway: the square of the norm of what
-it brings, w_i |g_i|^2, and where weights or batch sizes differ sums of these. Together
-with the norm of the mean they say how alike the replicas are. With w_i the weights,
-which add up to 1, b_i the examples behind g_i, A = |sum_i w_i g_i|^2, B = sum_i w_i
-|g_i|^2:
+A replica adds a few scalars to a sum that runs anyway: the squared norm of its own
+gradient, w_i |g_i|^2, and, where weights or batch sizes differ, further sums of these.
+Together with the norm of the mean they tell how alike the replicas are. With w_i the
+weights, which sum to 1, b_i the examples behind g_i, A = |sum_i w_i g_i|^2 and B =
+sum_i w_i |g_i|^2:
 
     agreement          (A - C) / (B - C)                 C = sum_i w_i^2 |g_i|^2
     noise       S =    (B - A) / (k - h)                 h = sum_i w_i^2 / b_i
@@ -36,7 +36,7 @@ from optx_sync.rows.slices import IndexedSlices
 from optx_sync.shapes import Array, Float
 from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
 
-# Of the moving averages of S and |G|^2. Both begin at 0, which the ratio does not see.
+# Of the moving averages of S and |G|^2. Both start at 0, which cancels in the ratio.
 DECAY = 0.99
 
 
@@ -50,34 +50,34 @@ DECAY = 0.99
     measured=fields.LIKE_PARAMS.told,
 )
 class Info(NamedTuple):
-    """What a state tells and no step needs; `()` each where it does not tell it.
+    """Fields of a state that only inform, and no step needs; `()` for what it lacks.
 
-    A state may go on with another one's, or with a new one: `docs/checkpoints.md`.
+    A state may continue with another's, or with a new one: `docs/checkpoints.md`.
     """
 
     dropped: Tree = ()  # int32[], rounds that left this worker out
     outliers: Tree = ()  # int32[], meetings in which it was an outlier
     outcome: Tree = ()  # int32[], what became of the last gradient, -1 before the first
-    outcome_counts: Tree = ()  # int32[] each, of all of them
+    outcome_counts: Tree = ()  # int32[] each, how often each outcome so far
     distance: Tree = ()  # float32[], |x - c| just before the last round; 0 before it
-    gathered: Tree = ()  # of its own gradients since the last update, what is measured
+    gathered: Tree = ()  # what is measured of its own gradients since the last update
     measured: Tree = ()  # `Measured`, of the last meeting
 
 
 @fields.declare(measured=fields.SHARED.told)
 class SharedInfo(Info):
-    """Of workers that measure what they share: a center."""
+    """The `Info` of workers that measure what they share: a center."""
 
     __slots__ = ()
 
 
 def told(x: Tree) -> Tree:
-    """What stands in a field of an `Info`, `None` where nothing does."""
+    """The value of a field of an `Info`, `None` for `()`."""
     return None if is_nothing(x) else x
 
 
 class Measured(NamedTuple):
-    """What `measure=True` keeps of the last exchange; 0 before the first one."""
+    """What `measure=True` keeps of the last meeting; 0 before the first one."""
 
     agreement: Tree  # float32[], or () where the exchange is not the mean itself
     contribution_norm: Float[Array, ""]  # root of the mean square of the norms
@@ -91,12 +91,12 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     """The center that workers share: for evaluation, checkpoints and export.
 
     Args:
-        state: The state of an optimizer that holds a center (`elastic_average`, `agn`,
-            `local_sgd`, `diloco`, `center_variable`), alone or anywhere inside of a
-            chain, with or without a worker axis.
-        params: The parameters, of one worker or of all: they give the structure and
-            the dtypes. Leaves that no center holds (`optax.masked`) are returned as
-            they are.
+            state: The state of an optimizer that holds a center (`elastic_average`,
+                `agn`, `local_sgd`, `diloco`, `center_variable`), alone or anywhere
+                inside a chain, with or without a worker axis.
+            params: The parameters, of one worker or of all: they give the structure and
+                the dtypes. Leaves that no center holds (`optax.masked`) are returned as
+                they are.
 
     Returns:
         A copy of the center, so that the state can be donated, in the structure and
@@ -150,14 +150,14 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
 
 
 def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
-    """Numbers to log from a state; no collective, values are per worker.
+    """Metrics to log, read from a state; no collective, values are per worker.
 
     Args:
-        state: The state of an optimizer of this package, alone or inside of a chain, of
-            one worker or of all; the first one that is found (of several in
-            `optax.multi_transform`, say).
-        params: For an optimizer with a center: this worker's parameters, or stacked
-            ones with a stacked state; adds the distance from the center.
+            state: The state of an optimizer of this package, alone or inside a chain,
+                of one worker or of all. Of several such states (in
+                `optax.multi_transform`, say) the first one counts.
+            params: For an optimizer with a center: this worker's parameters, or stacked
+                ones with a stacked state; adds the distance from the center.
 
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
@@ -165,7 +165,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         for `cross_shard` with `measure=True` or an exchange that counts outliers.
 
     Raises:
-        ValueError: There is no state in it that has metrics.
+            ValueError: No state in it has metrics.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -186,10 +186,10 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
 def slot_names(state: optax.OptState) -> tuple[str, ...]:
     """Names of the arrays that an optimizer keeps for each parameter.
 
-    A slot is what TensorFlow calls one: `accum` of FTRL, `m` of Adam; and Optax's own,
-    `mu` or `trace`. Where a name occurs twice in a state, for example in the inner and
-    the outer optimizer of a center, it is qualified: `inner.trace`, `outer.trace`.
-    Counters, hyper-parameters and running powers are no slots.
+    A slot is an array under TensorFlow's name, `accum` of FTRL or `m` of Adam, or under
+    Optax's, `mu` or `trace`. A name that occurs twice in a state, for example in the
+    inner and the outer optimizer of a center, is qualified: `inner.trace`,
+    `outer.trace`. Counters, hyper-parameters and running powers are not slots.
 
     Args:
         state: The state of any optimizer.
@@ -209,7 +209,7 @@ def slot_names(state: optax.OptState) -> tuple[str, ...]:
 
 
 def slot(state: optax.OptState, name: str) -> Tree:
-    """A slot of an optimizer, by its name: a tree like the parameters.
+    """A slot of an optimizer by its name: a tree like the parameters.
 
     Args:
         state: The state of any optimizer.
@@ -240,7 +240,7 @@ def slot(state: optax.OptState, name: str) -> Tree:
 
 
 def _slots(node, path=()):
-    """Path and tree of every slot: the last fields of nested NamedTuples."""
+    """The path and tree of every slot: the last fields of nested NamedTuples."""
     if fields.is_in_pieces(node):
         yield from _slots(node.tree, path)
     elif fields.declares(node):
@@ -254,7 +254,7 @@ def _slots(node, path=()):
         named = node._asdict() if hasattr(node, "_fields") else node
         named = named if isinstance(named, dict) else dict(enumerate(named))
         for name, child in named.items():
-            # `optax.inject_hyperparams` keeps its own numbers beside the state.
+            # `optax.inject_hyperparams` keeps numbers of its own beside the state.
             if not str(name).startswith("hyperparams"):
                 yield from _slots(child, (*path, str(name)))
     elif any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(node)):
@@ -286,12 +286,12 @@ def _ends(path, end) -> bool:
 
 
 def _words(path):
-    """The path without the places in chains."""
+    """The path without the positions in chains."""
     return [part for part in path if not part.isdigit()]
 
 
 def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Tree]:
-    """The states that have such an answer, wherever they stand; else a ValueError."""
+    """The states that have such a method, wherever they stand; else a ValueError."""
     found = fields.nodes_of(pure(state), lambda x: hasattr(type(x), answer))
     if not found:
         raise ValueError(
@@ -302,8 +302,8 @@ def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Tree]:
 
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
-    """Nothing measured yet; without what the caller cannot know."""
-    # An array for each: a buffer can be donated once.
+    """Nothing measured yet; without the fields that the caller cannot know."""
+    # An array for each: a buffer can be donated only once.
     zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
     measured = Measured(*zeros)
     measured = measured if exact else measured._replace(agreement=())
@@ -311,17 +311,17 @@ def start(exact: bool = True, noise: bool = True) -> Measured:
 
 
 def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:
-    """What is measured varies over the replicas' axes where the parameters do."""
+    """The measures, varying over the replicas' axes where the parameters do."""
     names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     axes = names & frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
     return localize(measured, tuple(sorted(axes))) if axes else measured
 
 
 def measures(measured: Any) -> dict[str, Any]:
-    """The fields of metrics that tell what is measured; `None` each where nothing is.
+    """The fields of metrics that are measured; `None` each where nothing is.
 
-    Of the last exchange, but for the noise scale, S / |G|^2 of the moving averages; it
-    is 0 where there is none yet.
+    They are of the last meeting, except the noise scale: S / |G|^2 of the moving
+    averages, 0 before there is one.
     """
     names = "agreement", "contribution_norm", "update_norm", "contributors"
     if not isinstance(measured, Measured):
@@ -334,7 +334,7 @@ def square_sum(tree: Tree, like: Tree = None, stacked: int = 0) -> jax.Array:
     """float32, the squared norm over all leaves, for each place along `stacked` axes.
 
     Leaves may be row-sparse or `None`. Shards are added up over the mesh axes over
-    which the tree varies but `like` does not.
+    which the tree varies and `like` does not.
     """
 
     def square(x):
@@ -357,14 +357,14 @@ def to_sum(
     alike: bool = False,
     batch_size: float | jax.Array = 1,
 ) -> dict[str, jax.Array]:
-    """The scalars of a replica that are to be added up.
+    """The scalars of a replica that are summed over all replicas.
 
     Args:
-        square: The squared norm of what it brings.
+        square: The squared norm of its gradient or contribution.
         axis_name: The mapped axis.
         weight: Its weight, or `None`.
         alike: Whether all weights are 0 or 1.
-        batch_size: The examples behind it; a number is the same on all replicas.
+        batch_size: The examples behind it; a Python number is the same on all replicas.
     """
     own = own_weight(weight, axis_name)
     own = None if own is None else own.astype(jnp.float32)
@@ -389,11 +389,11 @@ def measure_of(
     mean_square: jax.Array,
     batch_size: float | jax.Array = 1,
 ) -> Measured:
-    """What the sums over the replicas say, but for the norm of the update.
+    """The measures, from the sums over the replicas, except the norm of the update.
 
     Args:
-        before: What has been measured before.
-        sums: Those of what `to_sum` gave.
+        before: The measures so far.
+        sums: The summed scalars of `to_sum`.
         total: The sum of the weights, or the number of replicas.
         mean_square: The squared norm of the mean.
         batch_size: As for `to_sum`.
@@ -402,7 +402,7 @@ def measure_of(
     contributors = sums["contributors"] if "contributors" in sums else total
     total = or_one(total)
     squares = sums["squares"] / total
-    # Where all weights are 0 or 1 their squares are they themselves.
+    # Weights that are all 0 or 1 equal their squares.
     own_squares = sums.get("own_squares", sums["squares"]) / total**2
     inverse = sums["inverse"] if "inverse" in sums else total / batch_size
     own_inverse = sums.get("own_inverse", inverse) / total**2
@@ -416,7 +416,7 @@ def measure_of(
     if not isinstance(noise, tuple):
         now = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
         now = now, mean_square - own_inverse * now
-        # A NaN, from a gradient or a batch of 0 examples, would stay for ever.
+        # A NaN, from a gradient or a batch of 0 examples, would stay forever.
         counts = known & jnp.isfinite(now[0]) & jnp.isfinite(now[1])
         noise, signal = (
             jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
@@ -435,11 +435,11 @@ def measure_in_pieces(
     alike: bool = False,
     batch_size: float | jax.Array = 1,
 ) -> Measured:
-    """The same, where each replica has a piece of the mean: in a sum of scalars.
+    """`measure_of` where each replica holds a piece of the mean; one sum of scalars.
 
     Args:
-        before: What has been measured before.
-        squares: The squared norms of what a replica brings, and of its piece.
+        before: The measures so far.
+        squares: The squared norms of a replica's contribution, and of its piece.
         axis_name: The mapped axis.
         weight: Its weight, or `None`.
         alike: Whether all weights are 0 or 1.
@@ -459,9 +459,9 @@ def measure_in_pieces(
 def check_batch_size(
     batch_size: float | jax.Array | None,
 ) -> float | jax.Array:
-    """The examples behind a gradient, 1 if left out; a ValueError for no such number.
+    """The examples behind a gradient, 1 if left out; a ValueError for a bad number.
 
-    A number of Python's is the same on all replicas, an array each replica's own.
+    A Python number is the same on all replicas, an array is each replica's own.
     """
     if batch_size is None:
         return 1

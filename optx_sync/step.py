@@ -18,11 +18,11 @@ Period = int | optax.Schedule
 
 
 class _DirectTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that can also give the new parameters directly.
+    """An Optax transformation that can also return the new parameters.
 
-    Wrappers that compute new parameters anyway would write them to memory as updates,
-    which the caller adds: `apply(grads, state, params, **extra_args)` returns
-    `(params, state)` instead, and the compiled program is the one written by hand.
+    Wrappers that compute new parameters would have to write them to memory as updates,
+    for the caller to add. `apply(grads, state, params, **extra_args)` returns `(params,
+    state)` instead, and compiles to the program that one would write by hand.
     """
 
     apply: Callable[..., tuple[Tree, Any]]
@@ -44,9 +44,10 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
             init: As in Optax.
             update: As in Optax.
             apply: `(grads, state, params, **extra_args) -> (params, state)`.
-            communication_period: What `due` reads.
-            moved: `(state, before, after) -> state`, the state after another wrapper
-                has moved the parameters; `None` where none cares.
+                communication_period: For `due`.
+                moved: `(state, before, after) -> state`, the state after another
+                    wrapper has moved the parameters; `None` if the state does not
+                    depend on them.
         """
         made = super().__new__(cls, init, _explained(init, update))
         made.apply = _explained(init, apply)
@@ -63,17 +64,17 @@ direct_transformation: Callable[..., optax.GradientTransformationExtraArgs] = (
 def takes_weight(tx: Any) -> bool:
     """Whether a transformation is a wrapper of this package that takes `weight`.
 
-    One that stands in an `optax.chain` is not seen.
+    A wrapper inside an `optax.chain` is not found.
     """
     return getattr(tx, "takes_weight", False)
 
 
 def landing(params: Tree, target: Tree) -> Tree:
-    """Updates that bring parameters onto a target exactly, once it is rounded.
+    """Updates that bring the parameters exactly onto a target, rounded to their dtype.
 
-    The target is rounded to the parameter's dtype first and the difference is taken
-    wide: `optax.apply_updates` adds wide and casts back, so half precision parameters
-    land on the same bits wherever they came from.
+    The target is rounded first, and the difference is taken in a wide dtype:
+    `optax.apply_updates` adds wide and casts back, so half precision parameters land on
+    the same bits wherever they came from.
     """
 
     def difference(param, target):
@@ -85,7 +86,7 @@ def landing(params: Tree, target: Tree) -> Tree:
 
 
 def landing_update(apply: Callable[..., tuple[Tree, Tree]]) -> Callable[..., Any]:
-    """Optax's `update` of a wrapper whose `apply` gives new parameters."""
+    """Optax's `update`, for a wrapper whose `apply` returns new parameters."""
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
@@ -108,12 +109,12 @@ def apply_gradients(
 ) -> tuple[Tree, Any]:
     """One optimizer step that returns parameters: `(params, state)`.
 
-    For any Optax transformation it is `tx.update` and `optax.apply_updates`. The center
-    rules and `sync_replicas` give the new parameters directly, without an array of
-    updates between: fewer temporaries, and in float32 a worker that takes the center
-    lands on it to the bit. Inside `optax.chain` a wrapper is an ordinary
-    transformation, and the general way is taken; put the chain inside the wrapper,
-    `oxs.diloco(optax.chain(clip, adamw), "workers")`.
+    For any Optax transformation this is `tx.update` and `optax.apply_updates`. The
+    center rules and `sync_replicas` return the new parameters directly, without an
+    array of updates in between: fewer temporaries, and a float32 worker that takes the
+    center gets it to the bit. Inside `optax.chain` a wrapper only gives updates; put
+    the chain inside the wrapper instead, `oxs.diloco(optax.chain(clip, adamw),
+    "workers")`.
 
     Args:
         tx: Any Optax transformation.
@@ -126,9 +127,9 @@ def apply_gradients(
         The parameters and the state after the step.
 
     Raises:
-        ValueError: No `params`; a chain in which something stands after a center rule,
-            or after `sync_replicas` with averages; what `tx` itself refuses.
-        TypeError: Row-sparse gradients that `tx` does not take.
+            ValueError: No `params`; a chain in which a link follows a center rule, or
+                `sync_replicas` with averages; for the reasons of `tx` itself.
+            TypeError: Row-sparse gradients that `tx` does not take.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -139,7 +140,7 @@ def apply_gradients(
         >>> oxs.apply_gradients(tx, jnp.array([1.0, 2.0]), state, params)[0]
         Array([0.5, 0. ], dtype=float32)
     """
-    # `None` is a tree, too: its gradients are None.
+    # `None` is an empty tree, which has no gradients.
     if params is None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise ValueError(
             "A step returns parameters and so needs them; got params=None. Call "
@@ -155,7 +156,7 @@ def apply_gradients(
 
 
 def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
-    """A step that says so where it is handed the state of another transformation."""
+    """A step that explains the error if its state is that of another transformation."""
 
     @functools.wraps(step)
     def explained(
@@ -168,7 +169,7 @@ def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
 
 
 def _refuse_what_follows(state: Tree) -> None:
-    """Refuse a chain in which something stands after what must stand last."""
+    """Refuse a chain in which a link follows one that must stand last."""
     # The state of `optax.chain` is a plain tuple, one state for each link.
     links = state if type(state) is tuple else ()
     for place, link in enumerate(links[:-1]):
@@ -183,24 +184,24 @@ def _refuse_what_follows(state: Tree) -> None:
 
 
 def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
-    """Whether the workers meet in this step, for a loop on the host.
+    """Whether the workers meet in this step, for a training loop on the host.
 
-    A loop that counts its steps can hand the answer to `update` or `apply_gradients` as
-    `meet=`, a static argument: of the two compiled programs one holds no collective,
-    the other no conditional.
+    A loop that counts its steps can pass the answer to `update` or `apply_gradients` as
+    `meet=`, a static argument: of the two compiled programs, one holds no collective
+    and the other no conditional.
 
     Args:
-        tx: A center rule's transformation (not inside of a chain), or its
-            `communication_period`.
-        step: The step, 0 for the first, in a run that meets when it is due.
+            tx: A center rule's transformation (not inside a chain), or its
+                `communication_period`.
+            step: The step, 0 for the first, in a run that always meets when it is due.
 
     Returns:
         Whether this is the last step of a period.
 
     Raises:
         TypeError: `tx` is neither.
-        ValueError: A schedule that gives no number, or NaN. A compiled step cannot
-            raise: there the workers meet in every step in which the period is NaN.
+            ValueError: A schedule that gives no number, or NaN. A compiled step cannot
+                raise: with NaN as the period, its workers meet in every step.
 
     Example:
         >>> import optax
@@ -226,7 +227,7 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
 
 
 class _ByIdentity:
-    """A schedule without a hash, as the caches below take it."""
+    """A schedule that hashes by identity, for the caches below."""
 
     def __init__(self, schedule: optax.Schedule):
         self.schedule = schedule
@@ -242,7 +243,7 @@ class _ByIdentity:
 
 
 def _begin_of_period(period: optax.Schedule, step: int) -> int:
-    """The step in which the period began to which this step belongs."""
+    """The step in which the period of this step began."""
     begins = _begins(period)
     while (after := begins[-1] + _steps(period, begins[-1])) <= step:
         begins.append(after)
@@ -251,13 +252,13 @@ def _begin_of_period(period: optax.Schedule, step: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _begins(period: optax.Schedule) -> list[int]:
-    """The steps in which a period begins, as far as they have been asked for."""
+    """The steps in which the periods begin, as far as asked for until now."""
     return [0]
 
 
 @functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
-    """The length of the period that begins in this step, as `is_due` compares it."""
+    """The length of the period that begins in this step, in float32 as in `is_due`."""
     given = np.asarray(jax.device_get(period(begin)))
     if given.shape or given.dtype == object or np.isnan(given):
         raise ValueError(

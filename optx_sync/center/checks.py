@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a center rule in lockstep refuses, and how to mend it."""
+"""Checks of a center rule in lockstep, each with a message that says how to mend it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ from optx_sync.trees import Tree
 
 
 def check_lockstep_rule(rule: CenterRule, call: str) -> None:
-    """Refuse what is no rule, or one that lockstep cannot follow."""
+    """Refuse anything but a rule, and a rule that cannot work in lockstep."""
     check_rule(rule, call)
     if rule.weigh is not None:
         raise ValueError(
@@ -42,7 +42,7 @@ def check_lockstep_rule(rule: CenterRule, call: str) -> None:
 
 
 def check_inner_state(inner_state: object) -> None:
-    """Refuse what no round can do with the state of `inner`."""
+    """Refuse a name that is none of `InnerState`."""
     one_of("inner_state", inner_state, InnerState)
 
 
@@ -54,7 +54,7 @@ def check_delay(delay: int | None) -> int:
 
 
 def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
-    """`keep_local=` of a center rule, 0 for `None`; what is traced passes."""
+    """`keep_local=` of a center rule, 0 for `None`; a traced value passes."""
     if keep_local is None:
         return 0
     mend = "It is the worker's own share; leave it out for 0."
@@ -83,7 +83,7 @@ def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:
 
 
 def check_meet(meet: object) -> None:
-    """Refuse to let a program decide whether it moves the center from the host."""
+    """Refuse a `meet` that is not static: see the message."""
     if not isinstance(meet, bool):
         got = "no meet=" if meet is None else f"meet={meet!r}"
         raise ValueError(
@@ -98,7 +98,7 @@ def check_meet(meet: object) -> None:
 def check_nested(
     inner_moved: Callable | None, drop_nonfinite: bool, inner_state: str
 ) -> None:
-    """Refuse to start a center rule inside of this one anew."""
+    """Refuse options that would restart a center rule inside of this one."""
     if inner_moved is not None and (drop_nonfinite or inner_state == "reset"):
         got = "drop_nonfinite=True" if drop_nonfinite else "inner_state='reset'"
         raise ValueError(
@@ -110,7 +110,7 @@ def check_nested(
 def check_streams(
     streams: bool, inner_state: str, inner_moved: Callable | None
 ) -> None:
-    """Refuse what a round of a part, or one in two halves, does not know how to do."""
+    """Refuse options that fragments and delay do not support."""
     if not streams:
         return
     if inner_state != "keep":
@@ -131,7 +131,7 @@ def check_streams(
 def check_streaming_step(
     state: Any, expected: Any, meet: bool | jax.Array | None, in_line: bool
 ) -> None:
-    """Refuse a state of other fragments, and a say where there is none."""
+    """Refuse a state made for other fragments, and `meet` where it has no effect."""
     ages, (_, outer), pending, remembered = expected
     for what, tree, like in (
         ("fragments' ages", state.ages, ages),
@@ -152,7 +152,7 @@ def check_streaming_step(
 
 
 def check_delayed_inner(delay: int, extra_args: dict[str, Any]) -> None:
-    """Refuse extra arguments for a step of `inner` at the center, once it is late."""
+    """Refuse extra arguments where `inner` steps at the center after a delay."""
     if delay and extra_args:
         raise ValueError(
             f"The center makes a step of `inner` {delay} step(s) after the sum,"
@@ -162,7 +162,7 @@ def check_delayed_inner(delay: int, extra_args: dict[str, Any]) -> None:
 
 
 def refuse_hidden_center(state: optax.OptState) -> None:
-    """Refuse a center rule that something inside keeps from being told of a round."""
+    """Refuse a center rule hidden in `inner`, which would not hear of a round."""
     if holds_center(state):
         raise ValueError(
             "There is another center rule in `inner` whose center would not move when "
@@ -174,7 +174,7 @@ def refuse_hidden_center(state: optax.OptState) -> None:
 
 
 def _check_placed(tree: Tree, expected: Tree, what: str) -> None:
-    """Refuse a state that was made for other shapes, as those of shards are."""
+    """Refuse a state made for other shapes, such as those of shards."""
 
     def form(tree):
         leaves, treedef = jax.tree.flatten(tree)
@@ -192,9 +192,9 @@ def _check_placed(tree: Tree, expected: Tree, what: str) -> None:
 
 
 def _require_within(tree: Tree, pending: Tree) -> None:
-    """Refuse to keep a sum of what varies over mesh axes over which the state is equal.
+    """Refuse a pending sum that varies over mesh axes along which the state is equal.
 
-    Shards that are cut by hand do, in `jax.shard_map(check_vma=True)`.
+    This happens to shards cut by hand, in `jax.shard_map(check_vma=True)`.
     """
 
     def axes(tree):
@@ -219,7 +219,7 @@ def check_step(
     *,
     in_pieces: bool,
 ) -> int:
-    """Refuse what does not fit a step of a worker; the number of workers.
+    """Refuse arguments that do not fit a worker's step; returns the number of workers.
 
     `state` has the fields `local_step` and `center`, which may lie in pieces.
     """
@@ -248,7 +248,7 @@ def check_step(
 
 
 def holds_center(state: optax.OptState) -> bool:
-    """Whether the state of a center rule or of gossip stands anywhere in a state."""
+    """Whether the state holds that of a center rule or of gossip anywhere."""
 
     def has_center(x):
         return hasattr(type(x), "center_params")

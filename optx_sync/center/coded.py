@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes and answers in few bytes, where workers meet the center one by one."""
+"""Coded (compressed) pushes and answers, for workers that come one by one."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from optx_sync.trees import Tree, is_floating, leaves_with_names
 def check_code(
     exchange: Exchange | None, rule: CenterRule, communication_period: Period
 ) -> Exchange | None:
-    """`exchange=` without lockstep; refuse what has no meaning for one worker alone."""
+    """`exchange=` for workers that come one by one; refuse one without a code."""
     if exchange is None:
         return None
     check_exchange(exchange)
@@ -34,7 +34,7 @@ def check_code(
 
 
 def check_pull_code(exchange: Exchange | None) -> Exchange | None:
-    """`pull_exchange=`: refuse what has no meaning for what a worker lacks."""
+    """`pull_exchange=`; refuse an exchange that has no code, or that has a memory."""
     if exchange is None:
         return None
     check_exchange(exchange)
@@ -49,7 +49,7 @@ def check_pull_code(exchange: Exchange | None) -> Exchange | None:
 
 
 def start_codes(exchange: Exchange, center: Tree) -> tuple[Any, ...]:
-    """What a worker remembers of each array: the state of its code."""
+    """The state of the code for each array: what a worker remembers."""
     for path, leaf in leaves_with_names(center):
         if leaf is not None and not is_floating(leaf.dtype):
             raise TypeError(
@@ -62,9 +62,9 @@ def start_codes(exchange: Exchange, center: Tree) -> tuple[Any, ...]:
 def encoded(
     exchange: Exchange, tree: Tree, states: tuple[Any, ...]
 ) -> tuple[Tree, tuple[Any, ...]]:
-    """(a tree of messages, the next states): each array is coded alone.
+    """(a tree of messages, the next states).
 
-    So that variables may go to several servers.
+    Each array is coded alone, so that variables may go to several servers.
     """
     code = _code_of(exchange)
     leaves, treedef = jax.tree.flatten(tree)
@@ -79,7 +79,7 @@ def encoded(
 
 
 def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
-    """The arrays that messages stand for, in the shapes and dtypes of `like`."""
+    """The arrays that the messages encode, in the shapes and dtypes of `like`."""
     code = _code_of(exchange)
     return jax.tree.map(
         lambda x, message: code.decode(message, x) if x.size else message,
@@ -89,16 +89,16 @@ def decoded(exchange: Exchange, messages: Tree, like: Tree) -> Tree:
 
 
 def told(exchange: Exchange, messages: Tree, known: Tree) -> Tree:
-    """What is known after messages of what was lacking; on both sides the same bits.
+    """`known` plus the decoded messages: the same bits on both sides.
 
-    The barrier keeps XLA from rounding the sum and the decoding's product at once.
+    The barrier keeps XLA from fusing this sum with the product in the decoding.
     """
     change = jax.lax.optimization_barrier(decoded(exchange, messages, known))
     return jax.tree.map(jnp.add, known, change)
 
 
 def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:
-    """The messages of one push, as `jax.ShapeDtypeStruct`."""
+    """The messages of one push, as a tree of `jax.ShapeDtypeStruct`."""
     if exchange is None:
         return jax.eval_shape(lambda tree: tree, center)
 
@@ -109,7 +109,7 @@ def message_shapes(exchange: Exchange | None, center: Tree) -> Tree:
 
 
 def bytes_of(tree: Tree) -> int:
-    """The bytes of arrays, or of what has their shapes."""
+    """The size in bytes of a tree of arrays, or of their shapes and dtypes."""
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CenterRule`: what workers and their center exchange, as formulas for one array.
+"""`CenterRule`: what workers and their center give each other, per array.
 
 Every worker trains parameters of its own with `inner`. Every `communication_period`
 steps they meet: each worker contributes something, the center absorbs the sum or mean
-of the contributions, and each worker takes something back. A `CenterRule` says what.
-With x the worker's parameters, c the center now, s the center that the worker took last
-(equal to c in lockstep, where the worker takes the center whole) and N workers:
+of the contributions, and each worker takes something back. A `CenterRule` is the
+formula for each of the three. With x the worker's parameters, c the center now, s the
+center that the worker took last (equal to c in lockstep, where the worker takes the
+center whole) and N workers:
 
     rule        contributes            the center absorbs       the worker takes
     elastic     a (x - c)              c + sum                  x - a (x - c)
@@ -30,7 +31,7 @@ Period: TypeAlias = int | optax.Schedule
 
 
 class Own(NamedTuple):
-    """What a worker has of one array when it meets the center (center's dtype)."""
+    """What a worker holds of one array when it meets the center (center's dtype)."""
 
     params: jax.Array  # x: its parameters, after the step
     # s: the center that it took last. For a rule with `take`: the center as it was
@@ -42,21 +43,22 @@ class Own(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a rule may know of a round besides the arrays."""
+    """What a rule may know of a round, apart from the arrays."""
 
     num_workers: int  # N: of the axis in lockstep, of the run when asynchronous
     communication_period: int | None  # in steps; None where the period is a schedule
     # int32[], traced: the worker's steps since it last met the center, this one
-    # included. In `contribute` and `take` all of the period, or fewer where the caller
-    # lets them meet early; in `penalty`, which is asked in every step, 1 ... period.
+    # included. `contribute` and `take` get the whole period, or less where the caller
+    # makes the workers meet early. `penalty` is called in every step and gets 1 ...
+    # period.
     steps: Any
-    # Of one contribution, where workers meet the center one by one:
-    # int32[], the others' rounds since this worker took the center; 0 in lockstep
+    # For workers that meet the center one by one:
+    # int32[], rounds of the others since this worker took the center; 0 in lockstep
     staleness: Any = 0
-    # float32[], tokens or examples behind it, or steps where nobody counts them; `None`
-    # in lockstep
+    # float32[], tokens or examples behind the contribution, or steps where nobody
+    # counts them; `None` in lockstep
     tokens: Any = None
-    num_pushed: Any = 1  # int32[], this worker's contributions, with this one
+    num_pushed: Any = 1  # int32[], contributions of this worker, this one included
 
 
 # How much of a contribution the center absorbs, given its `Round`.
@@ -64,15 +66,16 @@ Weigh: TypeAlias = Callable[[Round], ArrayLike]
 
 
 class CenterRule(NamedTuple):
-    """What workers and the center exchange, as formulas for one array.
+    """What workers and the center give each other, as formulas for one array.
 
     Attributes:
         contribute: `(own: Own, center, at: Round) -> array`.
-        outer: The transformation that absorbs the contributions as a gradient, in one
-            step on the center. `None`: they are added to the center.
-        take: `(x, before, after, at) -> array`, the worker's new parameters from its
-            own and the center before and after the round. `None`: it takes the center
-            after the round.
+            outer: The transformation that absorbs the contributions as a gradient, in
+                one step on the center. `None`: the contributions are added to the
+                center.
+            take: `(x, before, after, at) -> array`, the worker's new parameters, from
+                its own and the center before and after the round. `None`: the worker
+                takes the center after the round.
         mean_over: `None`: contributions are summed. `"pushed"` and `"workers"`: in
             lockstep both average over the workers of the round. Asynchronously
             `"workers"` divides each contribution by N, and `"pushed"` does not.
@@ -81,10 +84,11 @@ class CenterRule(NamedTuple):
         penalty: `(own, at) -> array` added to the gradient in every step, or `None`.
         num_workers: The number of workers that the rule was made for, checked against
             the axis; `None`: any.
-        check: `(communication_period) -> None`, raises for a period that the rule
-            cannot work with; `None`: any.
-        weigh: `(at) -> factor` of a contribution, for workers that come one by one:
-            what `weigh=` of `oxs.simulate.asynchronous` and `oxs.runtime.run` sets.
+            check: `(communication_period) -> None`, which raises for a period that does
+                not suit the rule; `None`: any period does.
+            weigh: `(at) -> factor` by which a contribution is multiplied where workers
+                come one by one: `weigh=` of `oxs.simulate.asynchronous` and
+                `oxs.runtime.run`.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -122,7 +126,7 @@ class Reads(NamedTuple):
 
 
 def reads(rule: CenterRule, communication_period: Period) -> Reads:
-    """Which arrays the formulas of a rule read, found out by tracing them once."""
+    """Which arrays the formulas of a rule read, found by tracing each formula."""
     period = static_period(communication_period)
     at = Round(rule.num_workers or 2, period, np.int32(1), tokens=np.float32(1))
 
@@ -147,19 +151,20 @@ def reads(rule: CenterRule, communication_period: Period) -> Reads:
 def keeps_before(rule: CenterRule, communication_period: Period) -> bool:
     """Whether a worker must keep the center as it was before its last round.
 
-    So for a rule with `take` whose formulas read `own.taken`. Without `take`, the last
-    center that it took is, in lockstep, the current one: no copy is needed.
+    This is so for a rule with `take` whose formulas read `own.taken`. In lockstep and
+    without `take`, the last center that a worker took is the current one: no copy is
+    needed.
     """
     return rule.take is not None and reads(rule, communication_period).taken
 
 
 def static_period(communication_period: Period) -> int | None:
-    """What a `Round` says of the period: `None` where it is a schedule."""
+    """The period as a `Round` gives it: `None` for a schedule."""
     return None if callable(communication_period) else communication_period
 
 
 def check_rule(rule: object, call: str) -> None:
-    """A TypeError that shows `call` for anything but a `CenterRule`."""
+    """Raise a TypeError that shows `call` for anything but a `CenterRule`."""
     if not isinstance(rule, CenterRule):
         raise TypeError(
             f"rule must be a CenterRule; got {rule!r}. Write for example {call}."
@@ -167,7 +172,7 @@ def check_rule(rule: object, call: str) -> None:
 
 
 def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
-    """The rule with `weigh=` of a run, if it is given; a TypeError for no function."""
+    """The rule with the `weigh=` of a run; a TypeError if that is not a function."""
     if weigh is None:
         return rule
     if not callable(weigh):
@@ -179,7 +184,7 @@ def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
 
 
 def check_period(communication_period: Period) -> Period:
-    """The period; a ValueError or TypeError for what is no int >= 1 and no schedule."""
+    """The period; a TypeError or ValueError unless it is an int >= 1 or a schedule."""
     if callable(communication_period):
         return communication_period
     mend = "Pass an int, which is static, for example 10, or a schedule."
@@ -188,7 +193,7 @@ def check_period(communication_period: Period) -> Period:
 
 def _arguments_read(formula: Callable) -> list[bool]:
     """Which of its four arguments a formula for one array reads."""
-    # Formulas may ask for a shape, so that what they read may depend on it.
+    # A formula may branch on the shape, so each is traced for several shapes.
     read, errors = [False] * 4, []
     for shape in ((), (2,), (2, 2)):
         example = jax.ShapeDtypeStruct(shape, np.float32)

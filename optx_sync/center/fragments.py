@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a parameter tree that meet one after the other, and what is on its way.
+"""Fragments: parts of the parameters that meet in turn, and sums on their way.
 
-A part has the structure of the tree, with `optax.MaskedNode` for the leaves that it
-does not have and some rows of those that it shares with others.
+A part has the structure of the whole tree: `optax.MaskedNode` for the leaves that it
+does not have, and some of the rows of leaves that it shares with other parts.
 """
 
 import functools
@@ -33,36 +33,36 @@ Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
 Rows: TypeAlias = slice | np.ndarray
 Meeting = TypeVar("Meeting", bound=Any)
 
-# Fields that are trees like the parameters; of `inner` parts see the whole, and of the
-# others each part has its own.
+# Fields that are trees like the parameters. Of the others each part has its own, except
+# `inner`, of which every part sees the whole.
 _TREES = ("params", "taken", "accumulated", "center")
-# What a part that sets out changes, and one that lands.
+# The fields that change when a part sets out, and when one lands.
 SETS_OUT = frozenset({"accumulated", "exchange"})
 LANDS = frozenset({"params", "taken", "center", "outer", "inner"})
-# What a worker that starts anew changes.
+# The fields that change when a broken worker starts again.
 MENDS = frozenset({"params", "accumulated", "inner"})
 
 
 class Pending(NamedTuple):
-    """The mean or sum of a part that the center has not absorbed yet: equal on all."""
+    """The mean or sum of a part before the center absorbs it: equal on all workers."""
 
-    # Of arrays, of the size of the largest part; of a center in pieces an `InPieces`
-    # for each part.
+    # Arrays of the size of the largest part; of a center in pieces, an `InPieces` for
+    # each part.
     values: Tree
     steps: Int32[Array, ""]  # `Round.steps` of its round
-    pushed: Any  # float32[], the workers that are in it, or () where none can be out
+    pushed: Any  # float32[], workers in the sum, or () where none can be left out
 
 
 class Outgoing(NamedTuple):
-    """What a worker contributes to the sum of the next step: its own."""
+    """A worker's own contribution to the sum of the next step."""
 
-    values: tuple[jax.Array, ...]  # of arrays, of the size of the largest part
+    values: tuple[jax.Array, ...]  # arrays of the size of the largest part
     steps: Int32[Array, ""]  # `Round.steps` of its round
     weight: Any  # float32[], 0 where the worker is left out, or ()
 
 
 class _Strided(NamedTuple):
-    """`strided`: a function that says how many parts it makes."""
+    """The result of `strided`: a function that knows how many parts it makes."""
 
     number: int
 
@@ -83,15 +83,15 @@ class _Strided(NamedTuple):
 
 
 def strided(number: int) -> Fragments:
-    """Parts that take every n-th layer, for `fragments=` of a center rule.
+    """Fragments that take every n-th layer, for `fragments=` of a center rule.
 
-    A leaf with a number in its path, `params["layers"][3]["kernel"]`,
-    `params["block_3"]["kernel"]` or the flat `params["layers.3.kernel"]`, belongs to
-    layer 3 as a whole, and so to part 3 mod n; the first number counts, at the end of a
-    name or before a dot or slash in it. Of every other leaf row i along axis 0 belongs
-    to part i mod n: layers that are scanned are one leaf with the layers along axis 0,
-    and what is no layer, an embedding say, is shared out evenly. A scalar belongs to
-    part 0.
+    A leaf with a number in its path (`params["layers"][3]["kernel"]`,
+    `params["block_3"]["kernel"]`, or the flat `params["layers.3.kernel"]`) belongs as a
+    whole to layer 3, and so to part 3 mod n. The first number counts that stands at the
+    end of a name, or before a dot or slash in it. In every other leaf, row i along axis
+    0 belongs to part i mod n. So scanned layers, one leaf with the layers along axis 0,
+    are dealt out like single layers, and what is no layer, such as an embedding, is
+    split evenly. A scalar belongs to part 0.
 
     Args:
         number: n, the number of parts.
@@ -133,8 +133,8 @@ def check_fragments(fragments: object) -> Fragments:
 def steps_between(period: Period, number: int, delay: int) -> Period:
     """L: the steps from one exchange to the next, of `number` parts.
 
-    Raises a ValueError where the parts do not divide the period, or the delay is longer
-    than this: one part is on its way at a time.
+    Raises a ValueError where the parts do not divide the period, or where the delay is
+    longer than L: only one part may be on its way at a time.
     """
     if callable(period):
         if number > 1:
@@ -161,21 +161,21 @@ def steps_between(period: Period, number: int, delay: int) -> Period:
 
 
 def number_of_parts(fragments: Fragments) -> int | None:
-    """How many parts there are, `None` where it takes the parameters to tell."""
+    """The number of parts; `None` where only the parameters tell it."""
     return getattr(fragments, "number", None) if callable(fragments) else fragments
 
 
 class Whole:
-    """The partition of a tree into one part."""
+    """The trivial partition: the whole tree is one part."""
 
     number = 1
 
     def pick(self, tree: Tree, part: int) -> Tree:
-        """All of it."""
+        """The whole tree."""
         return tree
 
     def put(self, tree: Tree, part: int, values: Tree) -> Tree:
-        """All of it."""
+        """The new values of the whole tree."""
         return values
 
     def each(self, start: Callable[[Tree], Tree], tree: Tree) -> Tree:
@@ -189,19 +189,20 @@ class Whole:
         now: Meeting,
         changes: frozenset[str],
     ) -> Meeting:
-        """`change(now, part)` of the part whose turn it is.
+        """Call `change(now, part)` for the part whose turn it is.
 
-        `now` is a NamedTuple with the fields `worker`, `center` and `exchange`, of
-        which `change` sees what is of this part, and of all else the whole. Of what is
-        of parts it changes `SETS_OUT`, `LANDS`, or both.
+        `now` is a NamedTuple with the fields `worker`, `center` and `exchange`.
+        `change` sees this part of what is cut into parts, and the whole of all else. Of
+        the fields in parts it changes `SETS_OUT`, `LANDS`, or both.
 
-        Center and outer state are on the device, for `change`, wherever they live.
+        While `change` runs, center and outer state are on the device, wherever they
+        live.
         """
         return _with_center_here(change)(now, 0)
 
 
 class Partition(Whole):
-    """Which rows of which leaves of a tree belong to which part.
+    """Which rows of which leaves belong to which part.
 
     Attributes:
         number: P, the number of parts.
@@ -210,7 +211,7 @@ class Partition(Whole):
     number: int
 
     def __init__(self, fragments: Fragments, tree: Tree):
-        """Cut a tree of arrays or `jax.ShapeDtypeStruct`."""
+        """Cut a tree of arrays or of `jax.ShapeDtypeStruct`."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         owners = (
             [_asked(fragments, path, leaf) for path, leaf in leaves]
@@ -234,13 +235,13 @@ class Partition(Whole):
 
     @property
     def shapes(self) -> Tree:
-        """Those of the tree that was cut."""
+        """The shapes and dtypes of the tree that was cut."""
         return self._treedef.unflatten(
             jax.ShapeDtypeStruct(*form) for form in self._forms
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether it cuts the same trees in the same way."""
+        """Whether both cut the same trees in the same way."""
         if self is other:
             return True
         return isinstance(other, Partition) and self._said == other._said
@@ -254,13 +255,13 @@ class Partition(Whole):
         rows = (x.tobytes() if isinstance(x, np.ndarray) else str(x) for x in each)
         return self._treedef, self._forms, tuple(rows)
 
-    # Of states that are handed to a program JAX asks for it in every step.
+    # JAX hashes it in every step, as part of the states that go into a program.
     @functools.cached_property
     def _hash(self) -> int:
         return hash(self._said)
 
     def pick(self, tree: Tree, part: int) -> Tree:
-        """A part of a tree like the one that was cut; of () it is ()."""
+        """One part of a tree like the one that was cut; for () it is ()."""
         if is_nothing(tree):
             return tree
         if isinstance(tree, InParts):
@@ -272,7 +273,7 @@ class Partition(Whole):
         )
 
     def put(self, tree: Tree, part: int, values: Tree) -> Tree:
-        """The tree with other values of a part."""
+        """The tree with new values for one part."""
         if is_nothing(tree):
             return tree
         if isinstance(tree, InParts):
@@ -285,7 +286,7 @@ class Partition(Whole):
         )
 
     def join(self, parts: Sequence[Tree]) -> Tree:
-        """The tree of all parts, in their dtypes."""
+        """The whole tree from all its parts, in their dtypes."""
         leaves = map(self._treedef.flatten_up_to, parts)
         joined = []
         for (shape, dtype), *rows in zip(self._forms, *leaves, strict=True):
@@ -307,12 +308,12 @@ class Partition(Whole):
         now: Meeting,
         changes: frozenset[str],
     ) -> Meeting:
-        """`change(now, part)` of the part whose turn it is.
+        """Call `change(now, part)` for the part whose turn it is.
 
-        Each part has a conditional of its own, which carries what is changed of that
-        part only: XLA copies what several branches of one conditional hand on. What is
-        read alone is cut inside of the branch, and is no operand where nobody reads it.
-        A part of a center that lives on the host is on the device inside of it.
+        Each part has a conditional of its own, which carries only what may change in
+        that part: XLA copies whatever several branches of one conditional pass on. What
+        is only read is cut inside the branch, and is no operand where nothing reads it.
+        Inside the branch, a part of a center that lives on the host is on the device.
         """
         change = _with_center_here(change)
         for number in range(self.number):
@@ -357,7 +358,7 @@ class Partition(Whole):
 
 
 def fields_of(now: Any) -> dict[str, Tree]:
-    """What a round has of worker and center, by the names that say what it changes."""
+    """The fields of worker and center in a round, by name."""
     return {
         **now.worker._asdict(),
         "center": now.center.value,
@@ -367,7 +368,7 @@ def fields_of(now: Any) -> dict[str, Tree]:
 
 
 def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
-    """A round with other values of what `fields_of` names."""
+    """A round with new values for the fields that `fields_of` names."""
     own = {name: fields[name] for name in now.worker._fields}
     return now._replace(
         worker=now.worker._replace(**own),
@@ -379,7 +380,7 @@ def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
 def _with_center_here(
     change: Callable[[Meeting, int], Meeting],
 ) -> Callable[[Meeting, int], Meeting]:
-    """The change, of a center that is moved to the device for it and back."""
+    """The change, with the center moved to the device before it and back after it."""
 
     def here(now: Meeting, part: int) -> Meeting:
         if not memory.is_on_host(now.center):
@@ -391,7 +392,7 @@ def _with_center_here(
 
 
 def split(fragments: Fragments, tree: Tree) -> Whole:
-    """The parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+    """The parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
     if not callable(fragments) and fragments == 1:
         return Whole()
     partition = Partition(fragments, tree)
@@ -399,26 +400,26 @@ def split(fragments: Fragments, tree: Tree) -> Whole:
 
 
 class Buffer:
-    """Arrays that hold any one part of a tree, of the size of the largest.
+    """Arrays with room for any one part of a tree.
 
-    Where all parts have the same shapes they are the part's own arrays. Where some part
-    has the most rows of each leaf, as with `strided`, they are an array for each leaf,
-    which keeps its other axes, and with them the shards. Else they are one flat array
-    for each dtype.
+    Where all parts have the same shapes, these are the part's own arrays. Where one
+    part has the most rows of every leaf, as with `strided`, there is one array for each
+    leaf, which keeps the leaf's other axes and so their sharding. Otherwise there is
+    one flat array for each dtype.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
-        """For the parts of a tree of arrays or `jax.ShapeDtypeStruct`."""
+        """The buffer for the parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
         forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
         self._alike = all(form == forms[0] for form in forms)
         self._sizes: Counter[np.dtype] = Counter()
         for part in self._parts:
-            self._sizes |= _sizes_of(part)  # the larger number of each dtype
+            self._sizes |= _sizes_of(part)  # of two Counters, the larger counts
         by_leaf = zip(*map(_with_masked, self._parts), strict=True)
         largest = [max(x, key=_rows) for x in by_leaf]
-        whole = not any(map(is_masked, largest))  # else it has no elements
+        whole = not any(map(is_masked, largest))  # a masked leaf has no elements
         self._by_leaf = whole and not self._alike and _sizes_of(largest) == self._sizes
         if self._alike:
             self._form = forms[0]
@@ -432,7 +433,7 @@ class Buffer:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
 
     def pack(self, part: Tree, number: int) -> Tree:
-        """A part in the form of the buffer, the rest zeros; its number is not asked."""
+        """The part in the form of the buffer, padded with zeros; any number will do."""
         leaves = jax.tree.leaves(part)
         if self._alike:
             return tuple(leaves)
@@ -446,7 +447,7 @@ class Buffer:
         )
 
     def unpack(self, values: Tree, part: int) -> Tree:
-        """The part that a buffer holds, whose number the caller knows."""
+        """The part in the buffer; the caller knows its number."""
         like, treedef = jax.tree.flatten(self._parts[part])
         if self._alike:
             return treedef.unflatten(values)
@@ -465,13 +466,14 @@ class Buffer:
 
 
 class BufferOfPieces(Buffer):
-    """The same of a center in pieces: arrays for each part, of which one holds any.
+    """A `Buffer` for a center in pieces: arrays for each part, one of which is in use.
 
-    Joined, pieces would be those of another array, which nobody could cut anew.
+    Joined into one array, pieces would have another number of elements, and `resize`
+    could not cut them again.
     """
 
     def __init__(self, partition: Whole, tree: Tree):
-        """For the parts of a tree in pieces."""
+        """The buffer for the parts of a tree in pieces."""
         self._parts = [partition.pick(tree, part) for part in range(partition.number)]
 
     def zeros(self) -> Tree:
@@ -479,23 +481,23 @@ class BufferOfPieces(Buffer):
         return tuple(vary_like(zeros_like(part), part) for part in self._parts)
 
     def pack(self, part: Tree, number: int) -> Tree:
-        """A part in the form of the buffer, the rest zeros."""
+        """The part in the form of the buffer, zeros for the others."""
         zeros = self.zeros()
         return (*zeros[:number], part, *zeros[number + 1 :])
 
     def unpack(self, values: Tree, part: int) -> Tree:
-        """The part that a buffer holds."""
+        """The part in the buffer."""
         return values[part]
 
 
 def buffer_of(partition: Whole, center: Tree) -> Buffer:
-    """A buffer for the parts of a center, as it lies."""
+    """A buffer for the parts of a center: `BufferOfPieces` where it lies in pieces."""
     cut = isinstance(center, InPieces | InParts)
     return (BufferOfPieces if cut else Buffer)(partition, center)
 
 
 def _sizes_of(tree: Tree) -> Counter[np.dtype]:
-    """How many numbers there are of each dtype."""
+    """The number of elements of each dtype."""
     sizes: Counter[np.dtype] = Counter()
     for x in jax.tree.leaves(tree):
         sizes[x.dtype] += x.size
@@ -503,19 +505,19 @@ def _sizes_of(tree: Tree) -> Counter[np.dtype]:
 
 
 def _with_masked(part: Tree) -> list[Any]:
-    """The leaves of a part, `optax.MaskedNode` for those of which it has nothing."""
+    """The leaves of a part, with `optax.MaskedNode` where it has none of a leaf."""
     return jax.tree.leaves(part, is_leaf=is_masked)
 
 
 def _rows(x: Any) -> int:
-    """How many rows of a leaf are in a part; a scalar is one."""
+    """The number of rows that a part has of a leaf; a scalar is one row."""
     return 0 if is_masked(x) else (*x.shape, 1)[0]
 
 
 def _with_rows(
     x: Any, shape: tuple[int, ...], dtype: np.dtype, like: Sequence[jax.Array]
 ) -> jax.Array:
-    """Rows of a leaf, and zeros to the shape; they vary as all of the part does."""
+    """Rows of a leaf, padded with zeros; they vary as all of the part does."""
     if is_masked(x):
         return vary_with(jnp.zeros(shape, dtype), like)
     missing = shape[0] - x.shape[0] if shape else 0
@@ -525,7 +527,7 @@ def _with_rows(
 def _asked(
     function: Callable, path: jax.tree_util.KeyPath, leaf: jax.Array
 ) -> np.ndarray:
-    """The part of each row, as a function of the user says: one of all, or int[n]."""
+    """The part of each row by the user's function: one int for all rows, or int[n]."""
     shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     answer = function(path, shape)
     call = f"fragments{path_name(path)}"
@@ -551,7 +553,7 @@ def _asked(
 
 
 def _balanced(leaves: list[jax.Array], number: int) -> list[np.ndarray]:
-    """Parts of about equal bytes, leaves in order; a leaf is cut between its rows."""
+    """Parts of about equal bytes, leaves in order; leaves are cut between rows."""
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves]
     total, start, owners = max(sum(sizes), 1), 0, []
     for x, size in zip(leaves, sizes, strict=True):
@@ -563,7 +565,7 @@ def _balanced(leaves: list[jax.Array], number: int) -> list[np.ndarray]:
 
 
 def _rows_of(owner: np.ndarray, part: int) -> Rows | None:
-    """The rows of a part: a slice where it can be one, `None` where it has none."""
+    """The rows of a part: a slice if they are contiguous, `None` if there are none."""
     rows = np.flatnonzero(owner == part)
     if not rows.size:
         return None

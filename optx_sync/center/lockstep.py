@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`center_variable`: workers in lockstep that meet at a center every few steps."""
+"""`center_variable`: workers that meet at a center every few steps, in lockstep."""
 
 import functools
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def center_variable(
     exchange: exchanges.Exchange | None = None,
     measure: bool = False,
     shard_center: bool = False,
-    # Not 1, 0 and 0: `optax.inject_hyperparams` would trace these.
+    # None, not 1 and 0: `optax.inject_hyperparams` would trace numbers.
     fragments: Fragments | None = None,
     delay: int | None = None,
     keep_local: float | jax.Array | None = None,
@@ -73,23 +73,24 @@ def center_variable(
 
     In every step `inner` turns the worker's own gradient into its update. When the
     steps since the last round reach `communication_period`, the workers meet as `rule`
-    says: one exchange of the size of the parameters, inside a conditional, so that the
-    other steps communicate nothing.
-
-    `oxs.apply_gradients(tx, grads, state, params)` is a step that returns parameters:
-    the program is the one written by hand, and in float32 a worker that takes the
-    center lands on it to the bit. `update` gives `new parameters - params`, for
+    says. A round is one exchange of the size of the parameters, inside a conditional,
+    so that the other steps communicate nothing.
+    `oxs.apply_gradients(tx, grads, state, params)` is a step that returns parameters.
+    It compiles to the program that one would write by hand, and a float32 worker that
+    takes the center gets it to the bit. `update` gives `new parameters - params`, for
     `optax.apply_updates`: half precision parameters land to the bit, float32 ones
-    within one ulp of the larger of the two values, which does not add up over rounds.
+    within one ulp of the larger of the two values. That error does not add up over
+    rounds.
 
     It computes `params + updates`, so it stands last in a chain, and `update` needs
-    `params`. The gradients must be each worker's own: inside
-    `jax.shard_map(check_vma=True)` parameters that lie along the worker axis give
-    such gradients by themselves.
+    `params`. The gradients must be each worker's own. Inside
+    `jax.shard_map(check_vma=True)`, `jax.grad` gives such gradients for parameters that
+    lie along the worker axis.
 
     All workers start from equal parameters: `oxs.replicate(params, n)`, and
     `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
-    `jax.vmap` counters that are stacked too give the same numbers, but communicate in
+    `jax.vmap`, stacking the counters as well gives the same numbers, but then every
+    step communicates.
     every step.
 
     `inner` may be a center rule itself, over another axis: workers meet often at the
@@ -97,112 +98,116 @@ def center_variable(
 
         oxs.diloco(oxs.local_sgd(inner, "data", communication_period=8), "pods")
 
-    A round of the outer rule moves the center of the inner one by the mean, over the
-    inner axis, of what it moved the parameters. Give `state_axes` and `state_specs` the
-    level. What else is to be nested (a chain, a mask) goes into the innermost rule.
+    A round of the outer rule moves the center of the inner one by as much as the
+    parameters moved, in the mean over the inner axis. Give `state_axes` and
+    `state_specs` the level. A chain or mask around the inner rule belongs inside the
+    innermost rule instead.
 
-    Row-sparse gradients are accepted and `inner` sees them as they are; updates are
-    dense, since what is exchanged is whole tables.
+    Row-sparse gradients are accepted, and `inner` sees them as they are. Updates are
+    dense, since workers exchange whole tables.
 
     With `fragments`, P of them, one part of the parameters meets every
-    `communication_period / P` steps, part k mod P in exchange k: as many bytes in the
-    mean, a P-th at a time. Each part has an outer state of its own. With `delay` the
-    sum of a part is taken in step t, and in step t + delay the center absorbs it and
-    the workers, which went on meanwhile, take of the center c what `rule` says. Where
-    that is the center itself,
+    `communication_period / P` steps, part k mod P in exchange k: the same bytes on
+    average, a P-th at a time. Each part has an outer state of its own. With `delay` the
+    sum of a part is taken in step t. In step t + delay the center absorbs it, and the
+    workers, which have trained on meanwhile, take what `rule` says of the center c.
+    Where they take the center itself,
 
     .. math::
 
         x_i \leftarrow k\, x_i + (1 - k)\, c, \qquad k = \text{keep\_local}
 
-    and what they contribute next starts from c. (What a round finds out about a worker,
-    that it is broken say, it does in step t.) With one exchange in each step and
-    `delay=1` the sum stands outside of all conditionals and depends on the state alone,
-    so that the compiler may hide it behind the step.
+    and their next contribution starts from c. (Checks of a worker, such as whether it
+    is broken, happen in step t.) With one exchange in each step and `delay=1` the sum
+    stands outside of all conditionals and depends on the state alone, so that the
+    compiler may overlap it with the step.
 
-    Both take an extra argument `meet`. `None`: the counter decides, inside the program.
-    A Python bool: the caller decides (`oxs.due`), and of the two programs one has no
-    collective, the other no conditional. A traced bool: the same inside the program;
-    it must be equal on all workers, which is the caller's promise.
+    `update` and `apply_gradients` take an extra argument `meet`. `None`: the counter
+    decides, inside the program. A Python bool: the caller decides (`oxs.due`); of the
+    two programs, one has no collective and the other no conditional. A traced bool: the
+    same inside the program; the caller promises that it is equal on all workers.
 
-    And `weight`, of this worker's contribution in the meeting of this step (a number,
-    not negative, its examples say, or a bool): the mean becomes a weighted one, and
-    where a rule adds contributions up it is that mean times the number of workers with
-    a weight above 0. A worker of weight 0 leaves no trace, and takes what all take; if
-    all weights are 0 the mean is 0, and with `drop_nonfinite` the center stays. Where
-    `inner` is itself a wrapper of this package that takes weights, such as
-    `cross_shard`, the weight goes there, not here.
+    They also take `weight`, that of this worker's contribution in this step's meeting:
+    a number that is not negative, such as its number of examples, or a bool. The mean
+    becomes a weighted mean. Where a rule sums contributions, the sum is that mean times
+    the number of workers with a weight above 0. A worker of weight 0 leaves no trace,
+    and takes what all take. If all weights are 0 the mean is 0, and with
+    `drop_nonfinite` the center stays. If `inner` is itself a wrapper of this package
+    that takes weights, such as `cross_shard`, the weight goes there, not here.
 
     Args:
         inner: The worker's own optimizer.
-        rule: What is exchanged.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
-            `None`: one worker with a center of its own. No axis is mapped, nothing is
-            stacked and nothing is sent.
+            rule: What workers and center give each other.
+            axis_name: The mapped axis along which the workers lie, or a tuple of them.
+                `None`: one worker with a center of its own. No axis is mapped, nothing
+                is stacked and nothing is sent.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.
         inner_state: What happens to `inner`'s state in a round: `"keep"` it,
             `"average"` its floating leaves over the workers, or `"reset"` it to that of
             a first step (which restarts schedules too).
-        drop_nonfinite: A worker whose step would bring a NaN or infinity into its
-            parameters does not make it: it stands still until the next round, is left
-            out of that, and takes the center and a fresh inner state (what is added to
-            a NaN is NaN, so it could not come back later). If no worker is left the
-            center stays. A worker that is sharded over other axes of `jax.shard_map` is
-            broken as a whole: its shards agree, by one scalar reduction in each step.
+            drop_nonfinite: A worker whose step would put a NaN or infinity into its
+                parameters skips that step. It stands still until the next round, is
+                left out of it, and takes the center and a fresh inner state (it could
+                not recover otherwise: what is added to a NaN is NaN). If no worker is
+                left the center stays. A worker that is sharded over other axes of
+                `jax.shard_map` is broken as a whole: its shards agree, by one scalar
+                reduction in each step.
         accumulator_dtype: The dtype of the center and of accumulators. `None`: float32
             for half precision parameters, else their own. Complex parameters keep
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
-        measure: Keep for `oxs.metrics` of the last round how far each worker was from
-            the center before it, and how large the contributions were, how well they
-            agreed (where the exchange is an all-reduce), how far the center moved and
-            how many contributed. One scalar more travels. (Of a worker that is sharded
-            over other axes of `jax.shard_map`, with `check_vma=False`: each shard's.)
-            With fragments: of the part that met.
-        shard_center: Keep 1/N of the center and of the outer state on each worker,
-            instead of all of both. What the workers have is added up where it is
-            owned, and the new center is gathered: as many bytes as the all-reduce, and
-            fewer for half precision parameters. For rules whose workers take the
-            center, an `outer` that acts on each number alone, and the exchanges
-            `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With codes
-            workers keep the center as they decoded it, all the same to the bit; what
-            the owners' pieces are ahead of it is what they code next. With `measure`
-            and without codes the old center is gathered, too: half as many bytes again
-            in a round. Center and outer state are `InPieces`, as in `cross_shard(...,
-            shard_state=True)`, one for each part where there are `fragments`;
-            `oxs.center_params` of all workers' state is whole.
+            measure: Keep measures of the last round for `oxs.metrics`: each worker's
+                distance from the center before it, the size of the contributions and
+                how well they agreed (where the exchange is an all-reduce), how far the
+                center moved and how many workers contributed. One more scalar travels.
+                (For a worker that is sharded over other axes of `jax.shard_map` with
+                `check_vma=False`, the measures are those of each shard.) With fragments
+                they are those of the part that met.
+            shard_center: Keep 1/N of the center and of the outer state on each worker,
+                instead of all of both. A round reduces the workers' arrays to their
+                owners and gathers the new center: as many bytes as the all-reduce, and
+                fewer for half precision parameters. For rules whose workers take the
+                center, an `outer` that acts on each number alone, and the exchanges
+                `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With
+                codes workers keep the center as they decoded it, equal to the bit on
+                all of them; the owners code next by how much their pieces are ahead of
+                it. With `measure` and without codes the old center is gathered, too:
+                half as many bytes again in a round. Center and outer state are
+                `InPieces`, as in `cross_shard(..., shard_state=True)`, one for each
+                part where there are `fragments`; `oxs.center_params` of all workers'
+                state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
             the leaf or a sequence of ints for its rows along axis 0, such as
             `oxs.strided(P)`; P is the largest number plus 1. P divides the period.
             `None`: 1.
-        delay: Steps from a sum to where it lands, at most `communication_period / P`.
-            It keeps a part more in the state. `None`: 0.
-        keep_local: The share of its own parameters that a worker keeps where `rule`
-            takes the center, in [0, 1]; other rules take what their formula says.
-            Above 0 the workers never agree: evaluate the center. `None`: 0.
-        center_memory: Where center and outer state live, which only rounds read:
-            `"device"`, or `"pinned_host"`, the memory of the device's host. They are
-            copied to the device by the program that meets, so there are two programs:
-            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not look
-            at the center between rounds, without `delay`. JAX's CPU device has one
-            memory, in which this changes nothing but the arrays' kind.
+            delay: Steps from a sum until it lands, at most `communication_period / P`.
+                The state then holds one part more. `None`: 0.
+            keep_local: The share of its own parameters that a worker keeps where `rule`
+                takes the center, in [0, 1]; other rules follow their own formula. Above
+                0 the workers never agree: evaluate the center. `None`: 0.
+            center_memory: Where center and outer state live between rounds: `"device"`,
+                or `"pinned_host"`, the memory of the device's host. The program that
+                meets copies them to the device, so there are two programs:
+                `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not
+                look at the center between rounds, without `delay`. JAX's CPU device has
+                only one memory, where this changes nothing but the arrays' memory kind.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are
         float32: `optax.apply_updates` then lands exactly on the center.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a `rule` that is no
-            `CenterRule`, a bad axis name, parameters that are not floating.
-        ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`, an
-            exchange or a keyword that needs the center whole; at the call, missing
-            `params`, gradients that autodiff has summed already or that do not match
-            the parameters, an axis that is not mapped or not of the rule's
-            `num_workers`.
+            TypeError: An `inner` that is no transformation, a `rule` that is no
+                `CenterRule`, a bad axis name, parameters that are not floating.
+            ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`,
+                an exchange or a keyword that needs the whole center; at the call,
+                missing `params`, gradients that autodiff has already summed or that do
+                not match the parameters, an axis that is not mapped or whose size is
+                not the rule's `num_workers`.
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
@@ -256,7 +261,7 @@ def center_variable(
 
 
 class _Plan(NamedTuple):
-    """How a tree of parameters meets."""
+    """How the parts of a tree of parameters meet."""
 
     parts: Whole
     between: Period  # steps from one exchange to the next
@@ -272,11 +277,11 @@ class Lockstep(NamedTuple):
     delay: int
     dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, which is told of every round
+    nests: bool  # whether `inner` may be a center rule, to be told of every round
     state: type[CenterState]
-    round: Rounds | None = None  # in place of what `fragments` and `delay` ask for
-    sharded: Pieces | None = None  # the phases, where the center lies in pieces
-    on_host: bool = False  # whether center and outer state live in the host's memory
+    round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
+    sharded: Pieces | None = None  # the phases, if the center lies in pieces
+    on_host: bool = False  # whether center and outer state live in host memory
 
     def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
@@ -287,7 +292,7 @@ class Lockstep(NamedTuple):
         phases = self.phases
         if not self.delay:
             return _Plan(parts, between, AtOnce(phases))
-        # One exchange in each step, of what the step before has left.
+        # One exchange in each step, of what set out in the step before.
         every_step = self.delay == 1 and not callable(between) and between == 1
         if every_step and isinstance(phases, Meeting):
             return _Plan(parts, between, InLine(phases))
@@ -299,7 +304,7 @@ class Lockstep(NamedTuple):
         return self.meeting if self.sharded is None else self.sharded
 
     def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
-        """(ages, center, pending, what exchanges remember) of the first step."""
+        """(ages, center, pending, what exchanges remember) before the first step."""
         if trees.is_placeholder(center):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
@@ -308,8 +313,8 @@ class Lockstep(NamedTuple):
         return ages, held, *round_.start(parts, center, held.value)
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
-        """The same, of the tree without leaves that `optax.tree.map_params` asks of."""
-        some = jnp.zeros(())  # stands for all that a tree with leaves tells first
+        """The same for the tree without leaves of `optax.tree.map_params`."""
+        some = jnp.zeros(())  # stands for all that only a tree with leaves tells
         known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
             known = split(self.fragments, shapes).number
@@ -335,7 +340,7 @@ class Lockstep(NamedTuple):
         )
 
     def init(self, params: Tree) -> CenterState:
-        """The state of a worker that has not made a step."""
+        """The state of a worker before its first step."""
         meeting = self.meeting
         rule, exchange, drops = meeting.rule, meeting.exchange, meeting.drop_nonfinite
         check_params(params)
@@ -346,7 +351,7 @@ class Lockstep(NamedTuple):
         if self.sharded is not None and not trees.is_placeholder(center):
             self.sharded.try_on(center)
         ages, held, pending, remembered = self.start(center)
-        # A worker's own fields vary over the axis from the start.
+        # A worker's own fields have the varying type from the start.
         own = functools.partial(
             map_but_counters,
             lambda x: varying.localize_where_mapped(x, meeting.axis_name),
@@ -386,7 +391,7 @@ class Lockstep(NamedTuple):
         weight: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[Tree, CenterState]:
-        """One step that returns parameters: the driver of every center rule."""
+        """One step that returns parameters: what every center rule runs."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
         center = self.whole_center(state, params)
@@ -445,7 +450,7 @@ class Lockstep(NamedTuple):
     def next_state(
         self, state: CenterState, now: Now, step: Step, broken: jax.Array | None
     ) -> CenterState:
-        """The state after a step, of what a round has changed."""
+        """The state after a step, from what the step and its round have changed."""
         due, ages = jnp.asarray(step.due), step.ages
         if step.parts.number > 1:
             ages = jnp.where(step.met(), jnp.zeros_like(ages), ages)
@@ -468,9 +473,9 @@ class Lockstep(NamedTuple):
     def own_step(
         self, before: Worker, worker: Worker, broken: Any
     ) -> tuple[Worker, Tree]:
-        """(the worker after its own step, whether it is broken or `None`)."""
+        """(the worker after its own step, whether it is broken, or `None`)."""
         axis_name = self.meeting.axis_name
-        # A leaf may have lost its type inside `inner` (a constant, a fresh counter).
+        # Constants and fresh counters inside `inner` may not have the varying type.
         x, accumulated = varying.localize(
             (worker.params, worker.accumulated), axis_name
         )
@@ -505,14 +510,14 @@ class Lockstep(NamedTuple):
         return own_weight(weight, meeting.axis_name), alike
 
     def whole_center(self, state: CenterState, params: Tree) -> Tree:
-        """The center, or its shapes where it lies in pieces."""
+        """The center, or only its shapes where it lies in pieces."""
         if self.sharded is None:
             return state.center
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         return work.start_center(shapes, self.dtype)
 
     def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
-        """Refuse what does not fit a step of a worker; the number of workers."""
+        """Refuse what does not fit a worker's step; returns the number of workers."""
         return checks.check_step(
             grads,
             state,
@@ -530,7 +535,7 @@ class Lockstep(NamedTuple):
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
-        """Refuse a state of other parts, and what rounds of parts do not take."""
+        """Refuse a state of other parts, and what rounds of parts cannot take."""
         if self.fragments == 1 and not self.delay:
             return
         if self.meeting.rule.outer is self.meeting.inner:
@@ -543,7 +548,7 @@ class Lockstep(NamedTuple):
         )
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
-        """The state once a rule around this one has moved the workers' parameters."""
+        """The state after a rule around this one has moved the workers' parameters."""
         sharded, axis_name = self.sharded, self.meeting.axis_name
         center = self.whole_center(state, after)
         change = jax.tree.map(

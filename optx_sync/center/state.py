@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a center rule, and what it says of itself."""
+"""The state of a center rule: its fields, and the metrics read from it."""
 
 from typing import Any, NamedTuple
 
@@ -18,31 +18,31 @@ from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
 
 
 class CenterMetrics(NamedTuple):
-    """What `oxs.metrics` reads from a center rule: a worker's own, nothing is sent.
+    """Metrics of a center rule, `oxs.metrics`: a worker's own, nothing is sent.
 
-    Shapes are those of one worker; of a stacked state what is a worker's own has the
+    The shapes are for one worker; in a stacked state, what is a worker's own has the
     worker axis in front, [N].
     """
 
-    rounds: Int32[Array, ""]  # rounds so far, those without this worker included
+    rounds: Int32[Array, ""]  # so far, including those without this worker
     steps_since_round: Int32[Array, ""]  # 0 after the step in which the workers met
-    # rounds that left this worker out; 0 without `drop_nonfinite`.
+    # rounds that left this worker out; 0 without `drop_nonfinite`
     dropped: Int32[Array, ""]
-    # |x - c|, the norm over all leaves together, as the step has left them;
-    # None where `metrics` was not given the parameters.
+    # |x - c| after the step, the norm over all leaves together; None where `metrics`
+    # was not given the parameters
     distance: Float[Array, ""] | None
-    # Of the last round, with `measure=True`; otherwise None. But for the distance they
-    # are equal on all workers.
+    # Of the last round, with `measure=True`; otherwise None. All but the distance are
+    # equal on all workers.
     distance_before_round: Float[Array, ""] | None  # |x - c| before the exchange
     contribution_norm: Float[Array, ""] | None  # root of the mean square, undivided
     agreement: Float[Array, ""] | None  # the mean cosine of two contributions
-    update_norm: Float[Array, ""] | None  # of what the center moved
+    update_norm: Float[Array, ""] | None  # how far the center moved
     contributors: Float[Array, ""] | None  # workers that were not left out
-    # rounds in which its contribution lay far from the others', with a robust
-    # exchange (see `optx_sync.exchange.robust`); otherwise None.
+    # With a robust exchange, the rounds in which its contribution lay far from the
+    # others' (see `optx_sync.exchange.robust`); otherwise None.
     outliers: Int32[Array, ""] | None
     # With more than one fragment; otherwise None.
-    last_fragment: Int32[Array, ""] | None  # which one met last; -1 before the first
+    last_fragment: Int32[Array, ""] | None  # the last one to meet; -1 before the first
     fragment_ages: Int32[Array, " parts"] | None  # steps since each one met
 
 
@@ -51,14 +51,14 @@ def _has_parts(state: "CenterState") -> bool:
 
 
 def _is_decoded(state: "CenterState") -> bool:
-    """Whether workers hold the center as they decoded it, and its owners the exact."""
+    """Whether workers hold the decoded center, and owners the exact pieces."""
     return lies_in_pieces(state.center) and not is_nothing(state.taken)
 
 
 def _kind_of_center(state: "CenterState") -> fields.Kind:
     if _is_decoded(state):
         return fields.SHARED
-    # Of several parts most are on their way at any time, and go on.
+    # At any time most of several parts are between two rounds; they go on.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
 
 
@@ -94,23 +94,23 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
     inner=fields.OWN,
 )
 class CenterState(NamedTuple):
-    """State of `center_variable`: of a rule that takes the center, and a mean."""
+    """State of `center_variable`, for a rule that takes the center and averages."""
 
     local_step: Int32[Array, ""]  # steps of a worker
     steps_since_round: Int32[Array, ""]
     global_step: Int32[Array, ""]  # rounds
-    ages: Any  # int32[P], steps since each fragment met, or () where there is one
-    # Like the parameters, float32 for half precision; with `shard_center` `InPieces`.
+    ages: Any  # int32[P], steps since each fragment met; () with a single fragment
+    # Like the parameters, float32 for half precision; `InPieces` with `shard_center`.
     center: Tree
-    # The center before the last round, or () where no formula reads it; of a center in
-    # pieces that is coded, the whole as workers have decoded it.
+    # The center before the last round, or () where no formula reads it; with coded
+    # pieces, the whole center as the workers have decoded it.
     taken: Tree
     # State of the rule's outer transformation, or (); a tuple, one for each fragment.
     outer: optax.OptState
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
     accumulated: Tree  # what the worker summed up since the last round, or ()
-    broken: Any  # bool[], it has not been finite since the last round, or ()
-    exchange: Tree  # what the exchange remembers, of each fragment, or ()
+    broken: Any  # bool[], whether it met a NaN or infinity since the last round, or ()
+    exchange: Tree  # what the exchange remembers, for each fragment, or ()
     info: SharedInfo
     inner: optax.OptState
 
@@ -138,7 +138,7 @@ class CenterState(NamedTuple):
             def apart(c, p):
                 if is_masked(c):
                     return c
-                # Where it is one for all, it has not all of the axes.
+                # A center that is one for all workers lacks the worker axes.
                 c = jnp.expand_dims(c, range(p.ndim - c.ndim))
                 return p.astype(c.dtype) - c
 
@@ -171,7 +171,7 @@ class CenterState(NamedTuple):
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
-        """What another number of workers costs in the middle of a round."""
+        """What a change of the number of workers loses in the middle of a round."""
         steps = int(jnp.ravel(self.steps_since_round)[0])
         if steps and holds_center(self.inner):
             raise ValueError(
@@ -180,7 +180,7 @@ class CenterState(NamedTuple):
                 "a round of the outer rule."
             )
         lost = []
-        state: Any = self  # to which the decorator has given a table
+        state: Any = self  # the decorator has given its class a table of fields
         learned = fields.kind_of(state, "center").lands == "everyone"
         if _has_parts(self):
             if fewer:
@@ -195,49 +195,49 @@ class CenterState(NamedTuple):
 
 @fields.declare(exchange=fields.OF_SUMS)
 class SummedCenterState(CenterState):
-    """Of a rule that takes the center and sums contributions: what is owed is a sum."""
+    """For a rule that takes the center and sums contributions: residuals are sums."""
 
     __slots__ = ()
 
 
 @fields.declare(center=fields.CENTER)
 class SoftCenterState(CenterState):
-    """Of a rule whose workers take a part of the way to the center, and a mean."""
+    """For a rule whose workers go part of the way to the center, and a mean."""
 
     __slots__ = ()
 
 
 @fields.declare(exchange=fields.OF_SUMS)
 class SoftSummedCenterState(SoftCenterState):
-    """Of a rule whose workers take a part of the way and add contributions up."""
+    """For a rule whose workers go part of the way, and a sum of contributions."""
 
     __slots__ = ()
 
 
 @fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
 class HostCenterState(CenterState):
-    """A `CenterState` with center and outer state in the memory of the host."""
+    """A `CenterState` whose center and outer state live in host memory."""
 
     __slots__ = ()
 
 
 @fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
 class HostSummedCenterState(SummedCenterState):
-    """A `SummedCenterState` with center and outer state in the memory of the host."""
+    """A `SummedCenterState` whose center and outer state live in host memory."""
 
     __slots__ = ()
 
 
 @fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
 class HostSoftCenterState(SoftCenterState):
-    """A `SoftCenterState` with center and outer state in the memory of the host."""
+    """A `SoftCenterState` whose center and outer state live in host memory."""
 
     __slots__ = ()
 
 
 @fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
 class HostSoftSummedCenterState(SoftSummedCenterState):
-    """A `SoftSummedCenterState` with both in the memory of the host."""
+    """A `SoftSummedCenterState` whose center and outer state live in host memory."""
 
     __slots__ = ()
 
@@ -255,24 +255,24 @@ _CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
 
 
 def state_class(rule: CenterRule, on_host: bool = False) -> type[CenterState]:
-    """A rule's state class: `resize` needs to know the rule, and no field says it."""
+    """The state class for a rule: `resize` needs it, and no field tells the rule."""
     return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
 
 
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
-    """float32, the norm over all leaves, for each place along the worker axes."""
+    """float32, the norm over all leaves, one for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
 
 
 def lies_in_pieces(center: Tree) -> bool:
-    """Whether no worker holds more than pieces of a center."""
+    """Whether each worker holds only pieces of the center."""
     return isinstance(center, fields.InPieces | fields.InParts)
 
 
 def whole_center(center: Tree, params: Tree) -> Tree:
-    """The center in one piece, from the pieces of all workers or as `init` makes it.
+    """The whole center, from the pieces of all workers or as `init` makes it.
 
-    `params` are those of one worker, or of all with a worker axis in front.
+    `params` are those of one worker, or of all workers with a worker axis in front.
     """
     if isinstance(center, fields.InParts):
         return center.whole()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker does: walk, bring, take; and how its center absorbs what it brings.
+"""What one worker does (walk, bring, take), and how its center absorbs what it brings.
 
 Pure functions of a worker and a center. Lockstep, simulation, gossip and the runtime
-call them, and add what is theirs: collectives, the order of events, messages.
+call them, and add what is their own: collectives, the order of events, messages.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -38,14 +38,14 @@ class Worker(NamedTuple):
 
     params: Tree  # x, in their own dtypes
     inner: optax.OptState  # state of its optimizer
-    # s, the center that it took last, or () where that is the center now. For a rule
+    # s, the center that it took last, or () where that is the current one. For a rule
     # with `take`: the center as it was before the worker's last round.
     taken: Tree
     accumulated: Tree  # what it summed up since its last round, or ()
 
 
 class Center(NamedTuple):
-    """What workers share."""
+    """What the workers share."""
 
     value: Tree  # c, like the parameters, at least float32
     outer: optax.OptState  # state of the rule's outer transformation, or ()
@@ -60,7 +60,7 @@ def walk(
     at: Round,
     **extra_args: Any,
 ) -> Worker:
-    """The worker after one step alone: its gradient goes through `inner`."""
+    """The worker after a step of its own: its gradient goes through `inner`."""
     params = worker.params
     if rule.penalty is not None:
         taken = _taken(worker, center)
@@ -78,7 +78,7 @@ def walk(
     )
     accumulated = worker.accumulated
     if rule.accumulate is not None:
-        # The total comes second so that a `None` or row-sparse leaf is one leaf.
+        # The total is the second tree, so that a `None` or row-sparse leaf is one leaf.
         accumulated = jax.tree.map(
             _added,
             grads if rule.accumulate == "gradients" else updates,
@@ -87,7 +87,7 @@ def walk(
         )
     moved = add_updates(params, updates)
     return worker._replace(
-        # As their dtypes round them, however XLA fuses the casts.
+        # Rounded to their own dtypes, however XLA fuses the casts.
         params=round_like(jax.tree.map(_rounded, moved), moved),
         inner=cast_like(inner_state, worker.inner),
         accumulated=accumulated,
@@ -97,7 +97,7 @@ def walk(
 def bring(
     rule: CenterRule, worker: Worker, center: Tree, at: Round
 ) -> tuple[Worker, Tree]:
-    """(the worker, its sums started anew; what it contributes, not yet divided)."""
+    """(the worker with its sums reset, its contribution, not yet divided)."""
     contribution = contribute(
         rule,
         as_center(worker.params, center),
@@ -117,7 +117,7 @@ def contribute(
     center: Tree,
     at: Round,
 ) -> Tree:
-    """The rule's `contribute` of each array, all of them in the center's dtypes."""
+    """The rule's `contribute` of each array, in the center's dtypes."""
     if rule.accumulate is None:
         accumulated = jax.tree.map(lambda c: None, center)
     return jax.tree.map(
@@ -130,7 +130,7 @@ def contribute(
 
 
 def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
-    """What a worker that comes alone adds to the mean that its rule asks for."""
+    """What a worker that comes alone adds to the mean that the rule asks for."""
     if rule.mean_over != "workers":
         return contribution
     return jax.tree.map(
@@ -139,10 +139,10 @@ def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
 
 
 def weigh_alone(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
-    """The contribution of a worker that comes alone, times what `weigh` says."""
+    """The contribution of a worker that comes alone, times the rule's `weigh`."""
     if rule.weigh is None:
         return contribution
-    # What a user writes of integers and numbers is a float.
+    # A user's formula may mix integers and Python numbers; the result is a float.
     with jax.numpy_dtype_promotion("standard"):
         factor = jnp.asarray(rule.weigh(at))
     if factor.ndim:
@@ -156,7 +156,7 @@ def weigh_alone(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
 def absorb(
     rule: CenterRule, center: Center, total: Tree, /, **extra_args: Any
 ) -> Center:
-    """The center after the sum or mean of contributions."""
+    """The center after it has absorbed the sum or mean of the contributions."""
     value, outer = center
     if rule.outer is None:
         value = jax.tree.map(lambda c, t: c + t.astype(c.dtype), value, total)
@@ -176,7 +176,7 @@ def take(
 ) -> Worker:
     """The worker after a round that has moved the center from `before` to `after`.
 
-    `keep_local` is the share of its own that stays where the rule takes the center.
+    `keep_local` is the share of its own that it keeps where the rule takes the center.
     """
     x = as_center(worker.params, after)
     formula = rule.take
@@ -193,7 +193,7 @@ def take(
 
 
 def stand_still(worker: Worker, walked: Worker, broken: jax.Array) -> Worker:
-    """`walked`, but with the parameters from before the step where it is broken."""
+    """`walked`; where it is broken, with the parameters from before the step."""
     return walked._replace(params=where(broken, worker.params, walked.params))
 
 
@@ -203,7 +203,7 @@ def mend(
     center: Tree,
     well: jax.Array,
 ) -> Worker:
-    """A broken worker takes the center, a fresh inner state, and sums up anew."""
+    """A broken worker takes the center and a fresh inner state, and sums up anew."""
     params = where(well, worker.params, round_like(center, worker.params))
     return worker._replace(
         params=params,
@@ -218,11 +218,11 @@ def is_due(
     """Whether a worker meets the center in this step: bool[].
 
     Args:
-        communication_period: Steps between rounds. A schedule is read at the step in
-            which the period began: read at the current one, a period that grows faster
-            than the steps pass would never be reached.
-        steps: int32[], its steps since its last round, this one included.
-        local_step: int32[], its steps before this one.
+            communication_period: Steps between rounds. A schedule is read at the step
+                in which the period began: read at the current step, a period that grows
+                faster than the steps pass would never end.
+            steps: int32[], the worker's steps since its last round, this one included.
+            local_step: int32[], the worker's steps before this one.
     """
     if not callable(communication_period):
         return steps >= communication_period
@@ -233,8 +233,8 @@ def is_due(
             "communication_period must be a schedule of scalars; it returned an array "
             f"of shape {period.shape}."
         )
-    # Schedules may give floats; the counter is exact in float32 up to 2^24.
-    # Of NaN no comparison is true: not below it, they meet rather than never again.
+    # Schedules may give floats; the counter is exact in float32 up to 2^24. Every
+    # comparison with NaN is false, so `~(<)` lets workers meet rather than never again.
     return ~(jnp.asarray(steps, jnp.float32) < period.astype(jnp.float32))
 
 
@@ -266,17 +266,17 @@ def start_center(params: Tree, dtype: DTypeLike | None = None) -> Tree:
 
 
 def start_accumulated(rule: CenterRule, center: Tree) -> Tree:
-    """Zeros for what a worker sums up between rounds, or () if it does not."""
+    """Zeros for what a worker sums up between rounds; () where it sums nothing."""
     return () if rule.accumulate is None else zeros_like(center)
 
 
 def as_center(params: Tree, center: Tree) -> Tree:
-    """Parameters in the center's dtypes, as their own dtypes round them."""
+    """Parameters in the center's dtypes, rounded to their own dtypes first."""
     return round_like(jax.tree.map(_rounded, params), center)
 
 
 def round_like(tree: Tree, like: Tree) -> Tree:
-    """The tree in the dtypes of another one."""
+    """The tree in the dtypes of `like`."""
     return jax.tree.map(
         lambda x, p: x if x.dtype == p.dtype else x.astype(p.dtype), tree, like
     )
@@ -287,7 +287,7 @@ def _taken(worker: Worker, center: Tree) -> Tree:
 
 
 def _rounded(param: jax.Array) -> jax.Array:
-    """At least float32; where the cast that rounded it is near XLA may drop both."""
+    """At least float32, rounded explicitly: XLA may drop a cast down and up again."""
     wide = at_least_float32(param.dtype)
     return param if wide == param.dtype else round_to(param.astype(wide), param.dtype)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays of all replicas become one: the value of `exchange=`."""
+"""Exchanges, the value of `exchange=`: how the arrays of all replicas become one."""
 
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
 from optx_sync.exchange.contract import Exchange as Exchange

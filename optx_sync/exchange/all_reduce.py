@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact mean over all replicas, by an all-reduce: the default of every wrapper."""
+"""All-reduce: the exact mean over all replicas, the default of every wrapper."""
 
 import functools
 
@@ -15,7 +15,7 @@ from optx_sync.exchange.pieces import scatter
 def all_reduce(
     dtype: DTypeLike | None = None, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-    r"""The mean over all replicas by an all-reduce of everything.
+    r"""All-reduce: the exact mean over all replicas.
 
     With x_i the array of replica i and w_i its weight:
 
@@ -24,15 +24,17 @@ def all_reduce(
         \text{mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
     All leaves of one dtype travel in one all-reduce. It takes row-sparse leaves and
-    groups, and remembers nothing. In a narrower `dtype` the sum is rounded on the way
-    and nobody knows what that loses: the law of exchanges then holds to its rounding.
+    groups, and remembers nothing. In a narrower `dtype` the sum is rounded on the way,
+    and no replica knows what that loses: the law of exchanges then holds up to this
+    rounding.
 
     Args:
         dtype: The floating dtype in which leaves travel and are summed, of 16 bits or
             more. `None`: float32 for half precision leaves, else their own.
-        bucket_bytes: For a state or a center in pieces: leaves are joined until they
-            fill so many bytes, a larger one is by itself, and each bucket travels in a
-            reduce-scatter and an all-gather of its own. An all-reduce XLA joins itself.
+            bucket_bytes: For a state or a center in pieces: leaves are joined until
+                they fill so many bytes (a larger leaf stands alone), and each bucket
+                travels in a reduce-scatter and an all-gather of its own. XLA itself
+                joins all-reduces.
 
     Returns:
         The exchange.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Exchange`: how the arrays of all replicas become their mean, and what that loses.
 
-Every wrapper of this package hands what its replicas have to an exchange and goes on
-with the mean. What travels, how it is coded, and how outliers are treated are therefore
-the exchange's business alone; the files beside this one hold one each.
+Every wrapper of this package gives its replicas' arrays to an exchange, and goes on
+with the mean. The exchange alone decides what travels, how it is coded, and how
+outliers are treated. Each file beside this one holds one exchange.
 
 The law of every linear exchange, up to rounding, with x_i the tree of replica i, w_i
-its weight and lost_i what did not arrive and replica i owes:
+its weight, and lost_i what of it did not arrive and replica i still owes:
 
     mean * sum_i w_i  ==  sum_i (w_i x_i - lost_i)
 
-A sum is the mean times the sum of the weights, which comes back with it.
+A sum is the mean times the sum of the weights, which `meet` returns with the mean.
 """
 
 import functools
@@ -31,21 +31,21 @@ from optx_sync.comm.varying import localize, vary_like
 from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
-# What may ride along: scalars by their names.
+# Scalars that may travel with the arrays, by name.
 Scalars: TypeAlias = dict[str, Shaped[Array, ""]]
 
 
 class Met(NamedTuple):
-    """What a meeting gives a replica.
+    """The result of a meeting for one replica.
 
-    An exchange of your own may leave `weight` and `also` out, `None`: the library then
-    adds them up in a sum of their own.
+    Your own exchange may leave `weight` and `also` out, `None`: the library then sums
+    them in an all-reduce of their own.
     """
 
     mean: Tree  # equal on all replicas, in the dtypes of the tree
-    # The sum of the weights; the number of replicas without any.
+    # The sum of the weights; the number of replicas if there are no weights.
     weight: Float[Array, ""] | int | None = None
-    # In units of weight times value; `None` where nothing is lost that anybody knows.
+    # In units of weight times value; `None` if no loss is known.
     lost: Tree | None = None
     state: Tree = ()  # what this replica remembers now
     also: Tree = None  # the sums of the scalars, by their names
@@ -54,11 +54,11 @@ class Met(NamedTuple):
 class Meet(Protocol):
     """`(tree, state, axis_name) -> Met`, where the axis is mapped.
 
-    `weight` is this replica's, a scalar that is not negative; `None`: all count alike.
-    A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the mean is
-    zero. `also` are scalars of this replica, in a dictionary, to be added up over all
-    of them: they ride along where the exchange can carry them. An `exact` exchange
-    takes `group_assignment` as well.
+    `weight` is this replica's, a scalar that is not negative; `None`: all count the
+    same. A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the
+    mean is zero. `also` is a dictionary of this replica's scalars, to be summed over
+    all replicas: they travel with the arrays if the exchange can carry them. An `exact`
+    exchange takes `group_assignment` as well.
     """
 
     def __call__(
@@ -70,31 +70,31 @@ class Meet(Protocol):
         weight: ArrayLike | None = None,
         also: Scalars | None = None,
     ) -> Met:
-        """The mean over the replicas, and what comes with it."""
+        """The mean over the replicas, and the rest of `Met`."""
         ...
 
 
 class Code(NamedTuple):
-    """What one replica sends where it meets nobody: one array as a message, and back.
+    """One array as a message, and back: how a replica that comes alone sends it.
 
     Asynchronous workers push one by one, so there is no mean; `oxs.runtime` sends the
-    message, and its server adds what it stands for.
+    message, and its server adds the decoded array.
     """
 
-    # (array, what `init` made of it) -> (message, what is lost, state)
+    # (array, state) -> (message, what is lost, state); the first state is from `init`
     encode: Callable[[jax.Array, Tree], tuple[jax.Array, jax.Array, Tree]]
-    # (message, an array or shape of the kind that was coded) -> array
+    # (message, array or shape like the one that was coded) -> array
     decode: Callable[[jax.Array, jax.Array | jax.ShapeDtypeStruct], jax.Array]
 
 
 class Halves(NamedTuple):
-    """The two halves of a `meet` that codes, for a center or a state in pieces."""
+    """The two halves of a `meet` with codes, for a center or a state in pieces."""
 
-    # `(tree, state, axis_name, *, weight) -> Met`, whose mean is this replica's piece
-    # of every array.
+    # `(tree, state, axis_name, *, weight) -> Met`; its mean is this replica's piece of
+    # every array.
     up: Callable[..., Met]
-    # `(pieces, like, axis_name) -> tree`: what all replicas' coded pieces stand for, in
-    # the shapes and dtypes of `like`, equal on all of them to the bit.
+    # `(pieces, like, axis_name) -> tree`: the decoded pieces of all replicas, in the
+    # shapes and dtypes of `like`, equal on all of them to the bit.
     down: Callable[[Tree, Tree, AxisName], Tree]
 
 
@@ -102,28 +102,30 @@ class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
     Attributes:
-        init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a replica
-            remembers from exchange to exchange; `()` where that is nothing.
+            init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
+                replica remembers from one exchange to the next; `()` for nothing.
         meet: See `Meet` and `Met`.
         linear: Whether the law in this module's head holds.
-        exact: Whether the mean is the plain one, of anything: leaves may be row-sparse
-            (`IndexedSlices`), `meet` takes `group_assignment`, and `measure=True`
-            compares gradients with the mean.
-        takes_weights: Whether a weight is more than a flag: `False` where 0 leaves a
-            replica out and all others count alike.
-        outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether what this replica
-            sent lies far from what `meet` made of it; wrappers count that for
-            `oxs.metrics`. `None`: the exchange does not ask.
-        code: What a worker pushes without lockstep; `None` where the exchange has no
-            meaning for one replica alone.
-        scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`: the
-            mean of this replica's piece of every array, for a state in pieces; `None`
-            where the exchange cannot be halved so.
-        halves: The two halves of what codes and knows what that loses; else `None`.
-        bucket_bytes: How many bytes of a state in pieces one collective brings back.
+            exact: Whether the mean is exact, whatever the leaves: they may be
+                row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and
+                `measure=True` compares gradients with the mean.
+            takes_weights: Whether a weight is more than a flag: `False` where 0 leaves
+                a replica out and all others count the same.
+            outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether this replica's
+                tree lies far from the mean that `meet` made; wrappers count that for
+                `oxs.metrics`. `None`: not asked.
+            code: How a worker codes what it pushes without lockstep; `None` if the
+                exchange has no meaning for one replica alone.
+            scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`:
+                the mean of this replica's piece of every array, for a state in pieces;
+                `None` if the exchange cannot be halved.
+            halves: The two halves of an exchange with codes that knows its loss; else
+                `None`.
+            bucket_bytes: How many bytes of a state in pieces one collective brings
+                back.
 
     Example:
-        The mean, written by hand:
+            The mean, written by hand:
 
         >>> import jax, jax.numpy as jnp, optax
         >>> import optx_sync as oxs
@@ -161,7 +163,7 @@ def remembers(exchange: Exchange) -> bool:
 
 
 def start_outliers(exchange: Exchange) -> Tree:
-    """int32[], how often a replica was an outlier so far, or () if nobody asks."""
+    """int32[], how often a replica was an outlier; () if the exchange does not ask."""
     return () if exchange.outlier is None else jnp.zeros((), jnp.int32)
 
 
@@ -173,7 +175,7 @@ def count_outlier(
     weight: ArrayLike | None,
     so_far: Tree,
 ) -> Tree:
-    """The count, one more if what this replica sent lies far from the result."""
+    """The count, plus one if this replica's tree lies far from the mean."""
     if exchange.outlier is None:
         return so_far
     is_one = exchange.outlier(tree, mean, axis_name, weight)
@@ -181,7 +183,7 @@ def count_outlier(
 
 
 def require_dense(tree: Tree, who: str = "this exchange") -> None:
-    """Refuse row-sparse leaves; `who` does not take them, says the message."""
+    """Refuse row-sparse leaves; the message says that `who` does not take them."""
     for path, leaf in leaves_with_names(tree):
         if is_slices(leaf):
             raise ValueError(
@@ -191,7 +193,7 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
 
 
 def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
-    """Refuse a weight that is more than a flag where the exchange has no use for it."""
+    """Refuse a weight that is more than a flag if the exchange counts all the same."""
     flag = weight is None or jnp.result_type(weight) == jnp.bool_
     if not (flag or exchange.takes_weights):
         raise ValueError(
@@ -202,7 +204,7 @@ def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
 
 
 def require_exact(exchange: Exchange) -> None:
-    """Refuse to measure gradients where an exchange does not give their mean."""
+    """Refuse to measure gradients if the exchange does not give their exact mean."""
     if not exchange.exact:
         raise ValueError(
             "measure=True compares each replica's gradient with the mean of all, and "
@@ -214,7 +216,7 @@ def require_exact(exchange: Exchange) -> None:
 def check_exchange(exchange: object, default: Exchange | None = None) -> Exchange:
     """`exchange=` of a wrapper, `default` for `None`; a TypeError for anything else.
 
-    Its `meet` leaves nothing of `Met` out.
+    The `meet` of the result gives all fields of `Met`.
     """
     if exchange is None and default is not None:
         return default
@@ -228,16 +230,16 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
 
 
 def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
-    """The sums of scalars that could not ride along."""
+    """The sums of scalars that could not travel with the arrays."""
     if also is None:
         return None
     return reduce(localize(also, axis_name), axis_name, reduction="sum")
 
 
 def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Met]:
-    """A `meet` of each device's shards, where a worker is known to be sharded.
+    """A `meet` of each device's shards, if a worker is known to be sharded.
 
-    What is lost stays inside. A plain mean XLA takes of shards by itself.
+    What is lost stays inside. A plain mean needs none of this: XLA takes it of shards.
     """
     if exchange.exact:
         return meet
@@ -265,7 +267,7 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
 
 
 def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:
-    """A `meet` that adds up what the one inside leaves out."""
+    """A `meet` that fills in the fields of `Met` that the one inside leaves out."""
 
     @functools.wraps(meet)
     def complete(tree, state, axis_name, *, weight=None, also=None, **more):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange loses is remembered where it was lost, and sent with the next."""
+"""Error feedback: what an exchange loses is kept, and sent with the next one."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,14 +18,14 @@ from optx_sync.trees import Tree, at_least_float32, round_to
 
 @declare(error=OWED, exchange=OWN)
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`, a replica's own."""
+    """State of `error_feedback`, each replica's own."""
 
     error: Tree  # what it owes, in units of weight times value; at least float32
     exchange: Tree  # the state of the exchange inside
 
 
 def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchange:
-    r"""Send what an exchange lost with the next one, so that nothing is lost for good.
+    r"""Error feedback: send what an exchange lost with the next one.
 
     With x_i the tree of replica i, w_i its weight (1 if none is given) and e_i what it
     owes, zero at first:
@@ -35,23 +35,23 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         \text{mean}, \text{lost}_i = \text{exchange}\Big(x_i
         + \text{decay}\, \frac{e_i}{w_i}\Big), \qquad e_i \leftarrow \text{lost}_i
 
-    With decay 1 the sum of all that was received, mean times sum of weights, plus the
-    sum of all e_i is the sum of all that was sent in, at any time. SGD through a
-    compressing exchange then converges as through the exact one, after a time.
+    With decay 1, at any time, all that was received (the sum of mean times sum of
+    weights) plus all e_i equals all that was sent in. SGD through a compressing
+    exchange then converges, after a time, as through the exact one.
 
-    A replica of weight 0 sends nothing and keeps its e. Where the mean is not finite
-    nothing has arrived that could be counted: e stays as it was there, so that a step
-    which is skipped for a NaN (`optax.apply_if_finite` inside) does no lasting harm.
+    A replica of weight 0 sends nothing and keeps its e. Where the mean is not finite,
+    nothing is known to have arrived, and e stays as it was; so a step that is skipped
+    for a NaN (`optax.apply_if_finite` inside) does no lasting harm.
 
-    It holds one float32 for each number, which belongs into checkpoints; `oxs.resize`
+    The state is one float32 for each number and belongs in checkpoints; `oxs.resize`
     shares out what leaving replicas owe. Adam and others that divide by second moments
-    of the gradient see the spikes of what is paid back: feedback is proven for SGD, and
-    fits the contributions of `diloco` and `local_sgd` better than gradients of Adam.
+    of the gradient see spikes when e is paid back: feedback is proven for SGD, and fits
+    the contributions of `diloco` and `local_sgd` better than gradients of Adam.
 
     Args:
         exchange: A linear exchange: `quantized`, `top_k`, `power_sgd`, or your own.
-        decay: The share of e that is sent, 0 to 1. Below 1 (SparseLoCo: 0.95) the rest
-            is forgotten.
+            decay: The share of e that is sent, 0 to 1. Below 1 (SparseLoCo: 0.95) the
+                rest is forgotten.
 
     Returns:
         A linear exchange of dense real floating leaves that remembers e. Its `lost` is
@@ -64,8 +64,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             call, a leaf that is row-sparse or does not vary over the axis.
 
     Example:
-        Codes of 4 bits know seven steps: of a largest value 7, 0.3 is none, until what
-        is owed adds up.
+            4 bits code 7 steps on each side of 0. With a largest value of 7, 0.3 rounds
+            to 0, until what is owed adds up.
 
         >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs
@@ -110,7 +110,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     def encode(x, state):
         wished = x + state.error * jnp.asarray(decay, x.dtype)
         message, lost, inner = inside.encode(wished, state.exchange)
-        # Where the message is not finite neither is what it lost.
+        # Where the message is not finite, what it lost is not finite either.
         error = jnp.where(jnp.isfinite(lost), lost, state.error)
         return message, lost, ErrorFeedbackState(error, inner)
 
@@ -120,9 +120,9 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
 def _fed_back(
     inside: Callable[..., Met], decay: float | jax.Array, whole: bool = True
 ) -> Callable[..., Met]:
-    """A `meet` that sends what is owed, through the one inside.
+    """A `meet` that adds what is owed to what the one inside sends.
 
-    `whole` says whether its mean is of whole arrays, not of a piece of each.
+    `whole` says whether its mean is of whole arrays, or of a piece of each.
     """
 
     def meet(tree, state, axis_name, *, weight=None, **more):
@@ -132,7 +132,7 @@ def _fed_back(
         share = 1.0 if own is None else jnp.where(takes_part, own, 1.0)
         errors, treedef = jax.tree.flatten(state.error)
         leaves = treedef.flatten_up_to(tree)
-        # Leaves of the error without a gradient (`None`) stay as they are.
+        # The error of leaves without a gradient (`None`) stays as it is.
         given = [place for place, x in enumerate(leaves) if x is not None]
         wished, sent, grown = list(leaves), list(leaves), list(leaves)
         for place in given:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces: what replica i owns of every array of a tree.
+"""Pieces: scatter and gather what replica i owns of every array of a tree.
 
-What meets in two hops stands on this. `scatter` adds up at its owner what all replicas
-have of a piece, `gather` gives every owner's piece to all.
+Meetings in two hops are made of these: `scatter` sums, at its owner, what all replicas
+have of a piece, and `gather` gives every owner's piece to all.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ from optx_sync.trees import (
     round_to,
 )
 
-# A buffer w_i x_i for each dtype, the weight and the axis, to the means of these
-# buffers, what this replica owes of each, and the sum of the weights.
+# (a buffer w_i x_i for each dtype, the weight, the axis) -> (the means of these
+# buffers, what this replica owes of each, the sum of the weights).
 MeetBuffers: TypeAlias = Callable[
     [list[Float[Array, " numbers"]], Float[Array, ""] | None, AxisName],
     tuple[list[Float[Array, " padded"]], list[Float[Array, " padded"]], jax.Array],
@@ -39,7 +39,7 @@ MeetBuffers: TypeAlias = Callable[
 def joined(
     who: str, meet_buffers: MeetBuffers, code: Code, bucket_bytes: int
 ) -> Exchange:
-    """An exchange that remembers nothing, of all leaves in buckets for each dtype.
+    """An exchange without memory that meets in buckets of all leaves of one dtype.
 
     Half precision leaves travel as float32.
     """
@@ -58,10 +58,10 @@ def joined(
 
 
 def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
-    """This replica's piece of every array of a tree that is equal on all, flat.
+    """This replica's flat piece of every array of a tree that is equal on all replicas.
 
     An array of n numbers has pieces of ceil(n / N), the last ones padded with zeros;
-    `axis_name=None`: one piece. Half precision becomes float32.
+    with `axis_name=None` it is one piece. Half precision becomes float32.
     """
     replicas = 1 if axis_name is None else axis_size(axis_name)
 
@@ -85,11 +85,11 @@ def scatter(
     dtype: DTypeLike | None = None,
     bucket_bytes: int = buffers.BUCKET_BYTES,
 ) -> Tree:
-    """The mean over the replicas of this replica's piece, cut as `cut` does it.
+    """Reduce-scatter: the mean over the replicas of this replica's piece of each array.
 
-    The arrays of one dtype that fill a bucket travel in one reduce-scatter, half of an
-    all-reduce; those that are half precision in float32. `weight` and `dtype` are those
-    of `reduce`.
+    Pieces are those of `cut`. The arrays of one dtype that fill a bucket travel in one
+    reduce-scatter, half of an all-reduce; half precision travels as float32. `weight`
+    and `dtype` are those of `reduce`.
     """
     divisor = replicas = axis_size(axis_name)
     require_local(tree, axis_name)
@@ -118,16 +118,17 @@ def gather(
     axis_name: AxisName,
     bucket_bytes: int = buffers.BUCKET_BYTES,
 ) -> Tree:
-    """The arrays of which all replicas have pieces, equal on all of them.
+    """All-gather: the whole arrays of which each replica has a piece.
 
-    The pieces of one dtype whose arrays fill a bucket travel in one all-gather.
+    They are equal on all replicas. The pieces of one dtype whose arrays fill a bucket
+    travel in one all-gather.
 
     Args:
         pieces: A tree of pieces as `cut` makes them; `None` where there is none.
-        like: A tree of the arrays whose shapes and dtypes they get, `None` where these
-            are the piece's own.
-        axis_name: The mapped axis.
-        bucket_bytes: What one collective brings.
+            like: A tree of arrays whose shapes and dtypes the results get; `None` where
+                the dtype and shape are those of the piece.
+            axis_name: The mapped axis.
+            bucket_bytes: How many bytes one collective brings.
     """
     replicas = axis_size(axis_name)
 
@@ -144,7 +145,7 @@ def gather(
     pairs = zip(leaves, treedef.flatten_up_to(like), strict=True)
     pairs = [(piece, whole) for piece, whole in pairs if piece is not None]
     rows = [round_to(x, whole.dtype).astype(whole.dtype)[None] for x, whole in pairs]
-    # What arrives fills a bucket, not what is sent.
+    # A bucket is full by what arrives, not by what is sent.
     found = buffers.through(send, rows, buffers.joinable(), bucket_bytes / replicas)
     full = (buffers.shaped(x, like) for x, (_, like) in zip(found, pairs, strict=True))
     return treedef.unflatten(None if x is None else next(full) for x in leaves)
@@ -156,7 +157,7 @@ def own_pieces(
     axis_name: AxisName,
     cut: Callable[[Tree, AxisName | None], Tree] = cut,
 ) -> InPieces:
-    """`init` of this replica's pieces of a tree; of all of it where no axis is mapped.
+    """`init` on this replica's pieces of a tree; on all of it where no axis is mapped.
 
     Its arrays vary over the axis, its scalars do not.
     """
@@ -175,7 +176,7 @@ def check_pieces(
     axis_name: AxisName,
     cut: Callable[[Tree, AxisName | None], Tree] = cut,
 ) -> None:
-    """Refuse a state in pieces that are not those of this number of replicas."""
+    """Refuse a state in pieces that was cut for another number of replicas."""
     replicas = axis_size(axis_name)
     wanted = jax.eval_shape(init, cut(jax.eval_shape(lambda x: x, like), axis_name))
     for (path, x), found in zip(
@@ -201,14 +202,14 @@ def travel(
     bucket_bytes: int,
     rows: int = 1,
 ) -> tuple[list[UInt8[Array, "replicas _"]], Float[Array, ""]]:
-    """Messages of bytes together; and the sum of the weights.
+    """Send messages of bytes together with the weights; and the sum of the weights.
 
-    The weights travel with them. Without any the sum is the number of replicas.
+    Without weights the sum is the number of replicas.
     """
     if weight is not None:
         share = buffers.to_bytes(weight[None])
         messages = [*messages, jnp.broadcast_to(share, (rows, share.size))]
-    # The codes of a full bucket, at 4 bits; of which replicas send a row each, or all.
+    # The codes of a full bucket at 4 bits; a replica sends one row of it, or all rows.
     full = bucket_bytes / 8 * rows / axis_size(axis_name)
     arrived = buffers.through(
         lambda x: collective(x, axis_name), messages, bucket_bytes=full
@@ -224,9 +225,9 @@ def require_meetable(
     who: str,
     fits: Callable[[np.dtype], bool] = is_floating,
 ) -> None:
-    """Refuse leaves that are not dense, whose dtype does not fit, or that are reduced.
+    """Refuse leaves that are row-sparse, of the wrong dtype, or reduced already.
 
-    By default real floating dtypes fit.
+    By default real floating dtypes are right.
     """
     require_dense(tree, who)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -245,9 +246,9 @@ def narrowed(
     like: Tree,
     weight: jax.Array | None,
 ) -> tuple[Tree, Tree]:
-    """A mean as a tree like another one, and what is lost with what its rounding loses.
+    """A mean in the dtypes of another tree, and the loss with what this rounds off.
 
-    All replicas round the same mean. Each owes the share of its weight.
+    All replicas round the same mean. Each owes its share, by its weight.
     """
     leaves, treedef = jax.tree.flatten(like)
     means, owed = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two factors of each matrix, by one step of power iteration."""
+"""PowerSGD: low-rank compression of matrices, by one step of power iteration."""
 
 import math
 from typing import Any, NamedTuple
@@ -24,16 +24,16 @@ from optx_sync.trees import Tree, is_masked, leaves_with_names, path_name
 class PowerSGDState(NamedTuple):
     """State of `power_sgd`, equal on all replicas."""
 
-    # Like the tree: float32[rank, ...] for a leaf (n, ...), its last Q transposed; no
-    # leaf, `optax.MaskedNode`, for one that travels whole.
+    # Like the tree: float32[rank, ...] for a leaf (n, ...), its last Q transposed, and
+    # `optax.MaskedNode` for a leaf that travels whole.
     factors: Tree
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
-    r"""The mean over all replicas of matrices of low rank: two factors travel.
+    r"""PowerSGD: the mean of matrices at low rank; two factors of each travel.
 
-    A leaf of shape (n, ...) is a matrix X of n rows and m columns. With the last Q, its
-    columns made orthonormal, w_i the weights and W their sum:
+    A leaf of shape (n, ...) is a matrix X of n rows and m columns. With Q from the last
+    call, its columns made orthonormal, w_i the weights and W their sum:
 
     .. math::
 
@@ -43,19 +43,19 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         \text{lost}_i &= w_i\, (X_i - P P^T X_i)
 
     Q is remembered: over the rounds it turns to the directions in which the matrices
-    are largest. Two all-reduces of rank (n + m) numbers per matrix. Vectors, scalars
+    are largest. Two all-reduces send rank (n + m) numbers per matrix. Vectors, scalars
     and matrices that this would not make `min_rate` times smaller travel whole, in the
-    first of them. Leaves keep their shapes, so that a worker that is sharded itself
-    stays sharded. Where its shards' axes are manual too (`jax.shard_map`), each shard
-    is a matrix of its own, and shards of the same columns have one Q.
+    first of them. Leaves keep their shapes, so that a sharded worker stays sharded.
+    Where its shards' axes are manual too (`jax.shard_map`), each shard is a matrix of
+    its own, and shards of the same columns have one Q.
 
-    Made for `error_feedback(power_sgd(...))`: alone it never sends what is not in its
-    `rank` directions. A NaN makes the mean of its leaf NaN, and the next Q stays as it
+    Use it as `error_feedback(power_sgd(...))`: alone it never sends what lies outside
+    of its `rank` directions. A NaN makes the mean of its leaf NaN, and leaves Q as it
     was.
 
     Args:
         rank: Columns of P and Q, 1 or more; at most min(n, m) of them are used.
-        min_rate: How many times smaller a matrix must become to be worth it.
+            min_rate: How many times smaller a matrix must become to be compressed.
 
     Returns:
         A linear exchange that remembers Q, of dense real floating leaves.
@@ -84,7 +84,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
     interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
 
     def size_of(leaf) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of a leaf that is worth it, else None."""
+        """Rows, columns and rank of a leaf to be compressed, else None."""
         if leaf.ndim < 2 or leaf.size == 0:
             return None
         rows, columns = leaf.shape[0], math.prod(leaf.shape[1:])
@@ -96,7 +96,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         leaves, treedef = jax.tree.flatten(tree)
         sizes = [size_of(leaf) for leaf in leaves]
         numbers = [0 if size is None else size[1] * size[2] for size in sizes]
-        # Equal on all replicas, whatever they hold.
+        # Drawn from a fixed key, so equal on all replicas.
         drawn = jax.random.normal(jax.random.key(0), (sum(numbers),))
         parts = jnp.split(drawn, np.cumsum(numbers)[:-1]) if leaves else []
 
@@ -116,7 +116,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         wide = [buffers.wide(leaf) for leaf in leaves]
         low = [i for i, factor in enumerate(factors) if not is_masked(factor)]
         matrices = {i: wide[i].reshape(leaves[i].shape[0], -1) for i in low}
-        # Small leaves travel with the first factors.
+        # Leaves that travel whole do so with the first factors.
         first = list(wide)
         for i in low:
             last = factors[i].reshape(len(factors[i]), -1).T.astype(wide[i].dtype)
@@ -129,7 +129,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
             first[i] = (left[i] @ factor.T).reshape(leaves[i].shape)
             kept = left[i] @ (left[i].T @ matrices[i])
             lost[i] = weigh(wide[i] - kept.reshape(leaves[i].shape), weight)
-            # Shards of the rows have one Q: what it was for all of them.
+            # Shards of the rows share one Q, as they did when it was drawn.
             new = factor.T.reshape(factors[i].shape).astype(jnp.float32)
             new = sum_shards(new, factors[i])
             factors[i] = jnp.where(jnp.isfinite(new), new, factors[i])
@@ -168,9 +168,9 @@ def _orthonormal(matrix: Float[Array, "n m"]) -> Float[Array, "n _"]:
 
 
 def _factors_of(tree: Tree, factors: Tree) -> list[Any]:
-    """The last Q of each leaf; refuse other leaves than those of `init`."""
+    """The last Q of each leaf; refuse leaves other than those of `init`."""
     kept = dict(jax.tree_util.tree_leaves_with_path(factors, is_leaf=is_masked))
-    # What a part does not have is masked in both.
+    # Both trees mask what a part does not have.
     found = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked))
     if kept.keys() != found.keys():
         paths = [path for path, leaf in leaves_with_names(tree) if leaf is None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means of codes of 8 or 4 bits with a scale per block, in two hops."""
+"""Quantized means: codes of 8 or 4 bits with a scale per block, in two hops."""
 
 import functools
 import math
@@ -33,42 +33,42 @@ Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 def quantized(
     bits: int = 8, block: int = 256, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-    r"""The mean over all replicas of codes of 8 or 4 bits: few bytes, in two hops.
+    r"""Quantized mean: codes of 8 or 4 bits travel, in two hops.
 
-    A buffer x of D numbers is cut into a piece for each of the N replicas and coded in
-    blocks of B numbers, with b bits each:
+    A buffer x of D numbers is cut into a piece for each of the N replicas. Each piece
+    is coded in blocks of B numbers, with b bits each:
 
     .. math::
 
         m = 2^{b-1} - 1, \quad s = \frac{\max |x|}{m}, \quad
         q = \text{round}\Big(\frac{x}{s}\Big), \quad C(x) = s\, q
 
-    Replica j gets everybody's codes of piece j, adds up what they stand for in float32
-    (float64 for float64 leaves), and codes the mean again; these codes go to all:
+    Replica j gets everybody's codes of piece j, sums the decoded numbers in float32
+    (float64 for float64 leaves), and codes their mean again; these codes go to all:
 
     .. math::
 
         \text{mean} = C\Big(\frac{\sum_i C(w_i x_i)}{\sum_i w_i}\Big), \qquad
         \text{lost}_i = w_i x_i - C(w_i x_i)
 
-    and at the piece that i owns `lost` has besides what the second coding loses, times
-    the sum of the weights.
+    To `lost_i`, at the piece that replica i owns, comes what the second coding loses,
+    times the sum of the weights.
 
     All replicas decode the same bits, so their means are equal. All leaves of a bucket
     travel in two collectives, codes, scales and weights together as bytes: per replica
-    2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D of an all-reduce of float32. The
-    blocks of small trees are shorter, so that little is padding.
+    2 (N-1)/N D (b/8 + 4/B) bytes, against 8 (N-1)/N D for an all-reduce of float32.
+    Small trees have shorter blocks, to save padding.
 
-    A NaN or infinity travels in the scale: the mean of its whole block is NaN. An error
-    is at most s/2 per coding and is dropped: without `error_feedback` that biases what
-    is smaller than s/2 in every step. It pays where links are slower than about 10
-    Gbit/s; within one machine an all-reduce is faster than coding.
+    A NaN or infinity travels in the scale: the mean of its whole block is NaN. Each
+    coding errs by at most s/2. Without `error_feedback` the error is dropped, so that
+    what is smaller than s/2 is biased in every step. Coding pays off where links are
+    slower than about 10 Gbit/s; within one machine an all-reduce is faster.
 
     Args:
         bits: Bits of a code, 8 or 4.
         block: Numbers that share a scale, 1 or more.
-        bucket_bytes: Leaves are joined until they fill so many bytes; a larger one is
-            by itself. Each bucket travels as soon as it is coded.
+            bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
+                stands alone. Each bucket travels as soon as it is coded.
 
     Returns:
         A linear exchange that remembers nothing, of dense real floating leaves.
@@ -108,13 +108,13 @@ def quantized(
             all_to_all, sent, weight, axis_name, bucket_bytes, replicas
         )
         divisor = or_one(total)
-        # The mean of the piece that is mine, and its codes.
+        # The mean of this replica's piece, and its codes.
         means = []
         for row, (x, *_) in zip(received, own, strict=True):
             piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0, keepdims=True)
             means.append(coder.code(piece / divisor.astype(x.dtype)))
         back = [coder.message(mean) for mean in means]
-        # Weights once more: what is gathered is known to be equal on all replicas.
+        # The weights travel again, so that their type, too, is equal on all replicas.
         gathered, known = travel(gather, back, weight, axis_name, bucket_bytes)
         owners = jnp.arange(replicas, dtype=jnp.int32)[:, None, None]
         mine = owners == axis_index(axis_name)
@@ -152,7 +152,7 @@ def _to_owners(
     *,
     weight: ArrayLike | None = None,
 ) -> Met:
-    """The mean of this replica's piece of every array, of what all have sent coded."""
+    """The mean of this replica's piece of every array, from the codes of all."""
     require_meetable(tree, axis_name, "quantized")
     replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
     leaves, treedef = jax.tree.flatten(tree)
@@ -177,7 +177,7 @@ def _to_owners(
 def _to_all(
     coder: "_Coder", bucket_bytes: int, pieces: Tree, like: Tree, axis_name: AxisName
 ) -> Tree:
-    """What the codes of all replicas' pieces stand for."""
+    """The whole arrays, decoded from the codes of all replicas' pieces."""
     replicas = axis_size(axis_name)
     leaves, treedef = jax.tree.flatten(pieces)
     rows = [x[None] for x in leaves]
@@ -194,52 +194,53 @@ def _to_all(
 
 
 class _Codes(NamedTuple):
-    """Numbers in blocks, and what they are coded as."""
+    """Numbers in blocks, and their codes."""
 
     x: Blocks
-    scales: Float[Array, "pieces blocks 1"]  # a NaN where a number is not finite
-    steps: Blocks  # how many of its scale a number is
+    scales: Float[Array, "pieces blocks 1"]  # NaN for a block that is not all finite
+    steps: Blocks  # each number, divided by its scale and rounded
 
     @property
     def lost(self) -> Blocks:
-        """What coding loses."""
+        """What the coding loses."""
         return self.x - self.steps * self.scales.astype(self.x.dtype)
 
 
 class _Coder(NamedTuple):
-    """How numbers become codes and scales, and these become numbers again."""
+    """How numbers become codes and scales, and how these become numbers again."""
 
     bits: int
     block: int
 
     @property
     def top(self) -> int:
-        """The largest number of steps."""
+        """The largest number of steps: m."""
         return 2 ** (self.bits - 1) - 1
 
     def blocks(self, size: int, replicas: int) -> tuple[int, int, int]:
-        """(replicas, blocks, numbers of a block) of a buffer."""
+        """(replicas, blocks, numbers per block) for a buffer."""
         piece = -(-size // replicas)
         blocks = -(-piece // self.block)
-        # Shorter blocks where few full ones would be mostly padding.
+        # Shorter blocks where a few full ones would be mostly padding.
         needed = -(-piece // blocks)
         return replicas, blocks, min(self.block, needed + -needed % 8)
 
     def in_blocks(self, buffer: Float[Array, " numbers"], replicas: int) -> Blocks:
-        """The buffer, padded, in blocks."""
+        """The buffer in blocks, padded."""
         shape = self.blocks(buffer.size, replicas)
         return jnp.pad(buffer, (0, math.prod(shape) - buffer.size)).reshape(shape)
 
     def by_rows(self, rows: Float[Array, "pieces numbers"]) -> Blocks:
-        """The rows, each padded, in blocks."""
+        """The rows in blocks, each padded."""
         shape = self.blocks(rows.size, len(rows))
         spare = shape[1] * shape[2] - rows.shape[1]
         return jnp.pad(rows, ((0, 0), (0, spare))).reshape(shape)
 
     def code(self, x: Blocks) -> _Codes:
-        """The scales, float32, and how many steps each number is."""
-        # XLA's maximum may pass over a NaN, so it is asked for beside: of both together
-        # XLA on processors makes one loop, of the maximum of a long row alone three.
+        """The scales, float32, and each number in steps of its scale."""
+        # XLA's maximum may pass over a NaN, so finiteness is reduced beside it. XLA on
+        # CPUs makes one loop of both together, but three of the maximum of a long row
+        # alone.
         largest, finite = jax.lax.reduce(
             (jnp.abs(x), jnp.isfinite(x)),
             (np.zeros((), x.dtype), np.True_),
@@ -249,7 +250,7 @@ class _Coder(NamedTuple):
         scales = (largest / self.top).astype(jnp.float32)
         finite = finite & jnp.isfinite(scales)
         scales = jnp.where(finite, scales, jnp.nan)[..., None]
-        # Where the largest is subnormal its scale may be 0: the block then is zeros.
+        # A subnormal largest number may have the scale 0: its block becomes zeros.
         divisor = jnp.where(scales > 0, scales, 1.0).astype(x.dtype)
         steps = jnp.clip(jnp.round(x / divisor), -self.top, self.top)
         return _Codes(x, scales, steps)
@@ -257,14 +258,14 @@ class _Coder(NamedTuple):
     def message(self, codes: _Codes) -> Messages:
         """The codes and scales of each piece."""
         pieces, steps = len(codes.x), codes.steps
-        # What a NaN is as an integer depends on the platform; its scale says so.
+        # A NaN as an integer depends on the platform; the scale tells of it.
         octets = jnp.where(jnp.isnan(steps), 0.0, steps + self.top).astype(jnp.uint8)
         packed = buffers.pack(octets.reshape(pieces, -1), self.bits)
         scales = buffers.to_bytes(codes.scales.reshape(pieces, -1))
         return jnp.concatenate([packed, scales], 1)
 
     def read(self, sent: Messages, shape: tuple[int, ...], dtype: DTypeLike) -> Blocks:
-        """What messages stand for, in blocks of this shape."""
+        """The numbers of decoded messages, in blocks of this shape."""
         _, blocks, length = shape
         octets, scales = jnp.split(sent, [sent.shape[1] - 4 * blocks], axis=1)
         codes = buffers.unpack(octets, self.bits, blocks * length)

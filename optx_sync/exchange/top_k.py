@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest numbers of each chunk, as positions and values."""
+"""Top-k compression: the largest numbers of each chunk, as positions and values."""
 
 import math
 from typing import TypeAlias
@@ -19,32 +19,33 @@ from optx_sync.exchange.pieces import joined, travel
 from optx_sync.shapes import Array, Bool, Float, Int32, UInt8
 
 Chunks: TypeAlias = Float[Array, "chunks chunk"]
-Chosen: TypeAlias = Float[Array, "chunks k"]  # the k largest of each
+Chosen: TypeAlias = Float[Array, "chunks k"]  # the k largest numbers of each chunk
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
-    r"""The mean over all replicas of the k largest numbers of each chunk.
+    r"""Top-k compression: the mean of the k largest numbers of each chunk.
 
-    With x_i the tree of replica i as one buffer in chunks of C numbers, w_i its weight:
+    With x_i the tree of replica i as one buffer in chunks of C numbers, and w_i its
+    weight:
 
     .. math::
 
         \text{mean} = \frac{\sum_i T(w_i x_i)}{\sum_i w_i}, \qquad
         \text{lost}_i = w_i x_i - T(w_i x_i)
 
-    where T leaves the k numbers of each chunk that are largest in size, and makes the
-    others 0.
+    where T keeps the k numbers of each chunk that are largest in magnitude, and makes
+    the others 0.
 
     Every replica sends its positions and values to all others in one all-gather: per
-    chunk k (2 + 4) bytes, and with `bits=2` 2.25 k + 16. What arrives grows with the
-    number of replicas: for k = 32 and C = 4096 it is less than the 8 bytes per number
-    of an all-reduce as long as there are fewer than about 170. A tree that is smaller
-    than a chunk is one chunk. The values of one replica after the other are added, so
-    that all replicas get the same bits on a GPU too.
+    chunk k (2 + 4) bytes, or 2.25 k + 16 with `bits=2`. The bytes that arrive grow with
+    the number of replicas: for k = 32 and C = 4096 they stay below the 8 bytes per
+    number of an all-reduce up to about 170 replicas. A tree smaller than a chunk is one
+    chunk. The replicas' values are added in a fixed order, so that all replicas get the
+    same bits, on a GPU too.
 
-    The mean divides by all weights, not by those of the replicas that sent a number, so
-    that the law of exchanges holds. Without `error_feedback` what is small is never
-    sent. SparseLoCo is `diloco` with feedback in place of the outer momentum:
+    The mean divides by the sum of all weights, not of those replicas that sent a
+    number, so that the law of exchanges holds. Without `error_feedback` small numbers
+    are never sent. SparseLoCo is `diloco` with feedback in place of the outer momentum:
 
         exchange = oxs.exchange.error_feedback(oxs.exchange.top_k(64, bits=2), 0.95)
         oxs.diloco(inner, "pods", outer=optax.sgd(0.7), exchange=exchange)
@@ -52,12 +53,12 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     A NaN counts as the largest and arrives.
 
     Args:
-        k: Numbers that are sent of each chunk.
-        chunk: Numbers of a chunk. Up to 256 a position takes 1 byte, up to 65536 it
-            takes 2, above 4.
-        bits: `None`: values travel whole. 2: as one of four bins, which are the
-            negative and the others, each above and below the mean of their magnitudes;
-            a value becomes the mean of its bin.
+            k: How many numbers of each chunk are sent.
+            chunk: Numbers in a chunk. A position takes 1 byte up to 256, 2 bytes up to
+                65536, and 4 above.
+            bits: `None`: values travel whole. 2: each value travels as one of four bins
+                (negative or not, each below or above the mean magnitude of its sign)
+                and becomes the mean of its bin.
 
     Returns:
         A linear exchange that remembers nothing, of dense real floating leaves.
@@ -109,8 +110,8 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         means = []
         for x, messages in zip(own, gathered, strict=True):
             everyone = _decode(messages, x, k, bits)
-            # One replica after the other: where all are added at once, the order in
-            # which a GPU adds equal positions differs from replica to replica.
+            # In a fixed order, one replica after the other: all at once, a GPU adds
+            # equal positions in an order that differs from replica to replica.
             summed_up, _ = jax.lax.scan(
                 lambda so_far, one: (_add(so_far, *one), None),
                 vary_with(jnp.zeros(x.shape, x.dtype), everyone),
@@ -132,7 +133,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
 
 
 def _in_chunks(buffer: Float[Array, " numbers"], chunk: int) -> Chunks:
-    """The buffer, padded, in chunks."""
+    """The buffer in chunks, padded."""
     length = min(chunk, buffer.size)
     return jnp.pad(buffer, (0, -buffer.size % length)).reshape(-1, length)
 
@@ -142,7 +143,7 @@ def _position_dtype(length: int) -> np.dtype:
 
 
 def _encode(x: Chunks, k: int, bits: int | None) -> UInt8[Array, "1 bytes"]:
-    """The k largest of each chunk, positions and then values."""
+    """The k largest numbers of each chunk: positions, then values."""
     _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
     values = jnp.take_along_axis(x, positions, axis=1)
     parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
@@ -158,7 +159,7 @@ def _encode(x: Chunks, k: int, bits: int | None) -> UInt8[Array, "1 bytes"]:
 def _decode(
     messages: UInt8[Array, "messages bytes"], like: Chunks, k: int, bits: int | None
 ) -> tuple[Int32[Array, "messages chunks k"], Float[Array, "messages chunks k"]]:
-    """Positions and values, for chunks that are as `like`."""
+    """Decoded positions and values, for chunks like `like`."""
     chunks, length = like.shape
     dtype = _position_dtype(length)
     rows = messages.reshape(messages.shape[0], chunks, -1)
@@ -174,7 +175,7 @@ def _decode(
 
 
 def _bins(values: Chosen) -> UInt8[Array, "chunks k"]:
-    """Bins 0 to 3: of the negative and the others, those below and above their mean."""
+    """Bins 0 to 3: below and above the mean, of the negative and the other values."""
     size, negative = jnp.abs(values), values < 0
     means = _mean_where(size, negative), _mean_where(size, ~negative)
     middle = jnp.where(negative, *(mean[:, None] for mean in means))
@@ -183,7 +184,7 @@ def _bins(values: Chosen) -> UInt8[Array, "chunks k"]:
 
 
 def _mean_where(values: Chosen, chosen: Bool[Array, "chunks k"]) -> jax.Array:
-    """The mean of the chosen numbers of each row, 0 where there are none."""
+    """The mean of the chosen numbers of each row; 0 if there are none."""
     number = jnp.sum(chosen, axis=1, dtype=values.dtype)
     return jnp.sum(jnp.where(chosen, values, 0.0), axis=1) / or_one(number)
 

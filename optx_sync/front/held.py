@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in a state: the parameters that a center is for; and in a checkpoint."""
+"""Find the parameters of a center in a state, and the arrays of a checkpoint."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,24 +12,24 @@ from optx_sync.forms import Form, is_variable
 from optx_sync.placement import fields
 from optx_sync.trees import Tree, is_masked, names_of, path_name
 
-Names = tuple[str, ...]  # of a path, the same for attributes, keys and places
+Names = tuple[str, ...]  # of a path; the same for attributes, keys and indices
 
 
 class Held(NamedTuple):
-    """Where the parameters stand that a center is for."""
+    """Where the parameters of one center stand."""
 
-    treedef: Any  # of the center, what is masked being leaves
-    places: list[int | None]  # of each the array's number; `None` where there is none
+    treedef: Any  # of the center, where masked nodes are leaves
+    places: list[int | None]  # the number of each array; `None` where there is none
 
     def tree(self, arrays: Sequence[Any]) -> Tree:
-        """The parameters, in the structure in which the optimizer knows them."""
+        """The parameters, in the structure that the optimizer knows."""
         return self.treedef.unflatten(
             optax.MaskedNode() if place is None else arrays[place]
             for place in self.places
         )
 
     def put(self, arrays: list[Any], tree: Tree) -> None:
-        """Put other parameters in their places."""
+        """Replace the parameters in the list of arrays."""
         for place, x in zip(self.places, self.treedef.flatten_up_to(tree), strict=True):
             if place is not None and not is_masked(x):
                 arrays[place] = x
@@ -41,7 +41,7 @@ def centers(tree: Tree) -> list[Any]:
 
 
 def held(state: Tree, form: Form) -> list[Held]:
-    """For each center in a state the parameters that it is for."""
+    """For each center in a state, the parameters that belong to it."""
     start = prefix(state)
     names = [names_of(path) for path in form.paths()]
     places = {
@@ -72,7 +72,7 @@ def held(state: Tree, form: Form) -> list[Held]:
 
 
 def is_state(tree: Tree) -> bool:
-    """Whether a tree holds what a step changes: an optimizer's state, NNX variables."""
+    """Whether a tree holds what a step changes: optimizer state or NNX variables."""
 
     def is_one(x):
         of_optax = hasattr(x, "_fields") and type(x).__module__.startswith("optax.")
@@ -82,22 +82,22 @@ def is_state(tree: Tree) -> bool:
 
 
 def prefix(state: Tree) -> Names:
-    """The path to the parameters or the model in what a step trains."""
+    """The path to the parameters or the model in the state of a step."""
     names: Names = ()
     while type(state) in (tuple, list) and state:
         names, state = (*names, "0"), state[0]
     if isinstance(state, Mapping):
-        state = {} if names else state  # in a tuple it is the parameters themselves
+        state = {} if names else state  # a tuple begins with the parameters themselves
     else:
         state = vars(state) if hasattr(state, "opt_state") else {}
     return (*names, *[name for name in ("params", "model") if name in state][:1])
 
 
 def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
-    """What an Orbax checkpoint holds by its names, and the structure of it."""
+    """(the shapes in an Orbax checkpoint by name, its structure)."""
     import orbax.checkpoint as ocp
 
-    # The manager itself knows it only of what it has saved.
+    # The manager itself knows it only for what it saved itself.
     folders = {
         int(number[0]): path
         for path in manager.directory.iterdir()
@@ -110,7 +110,7 @@ def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
         )
     tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    # Of a variable of Flax NNX the array is saved by the name `value`.
+    # The array of a Flax NNX variable is saved under the name `value`.
     names = (names_of(path) for path, _ in leaves)
     names = [x[:-1] if x[-1:] == ("value",) else x for x in names]
     return dict(zip(names, (x for _, x in leaves), strict=True)), treedef

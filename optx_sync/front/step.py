@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's step, compiled for all of them: what `Workers.step` returns."""
+"""The result of `Workers.step`: one worker's step, compiled for all of them."""
 
 import functools
 import itertools
@@ -18,21 +18,21 @@ from optx_sync.placement.axes import is_key
 from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
-# How a step handed its state back: as all that it returned, in front of other results,
-# or by changing NNX objects.
+# How a step returned its state: as its only result, before other results, or by
+# changing NNX objects.
 How = Literal["alone", "first", "in place"]
 
 
-# What is said where a shared part of a state comes back as a worker's own.
+# Part of JAX's message if a shared part of a state comes back as a worker's own.
 _NOT_SHARED = "None in out_axes", "but the center in the state does not"
 
 
 class _Call(NamedTuple):
-    """What a program is compiled for, besides shapes."""
+    """What a program is compiled for, apart from shapes."""
 
     state: forms.Form
     batches: tuple[forms.Form, ...]
-    keywords: tuple[str, ...]  # of the last batches
+    keywords: tuple[str, ...]  # of the last batches, those passed by keyword
 
 
 class Step:
@@ -63,12 +63,13 @@ class Step:
         donated = (1,) if donate else ()
         compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=donated)
         self.program: Any = compiled(self._run)
-        # JAX hands donated buffers to results of their shape, in their order, in
-        # whatever memory these are. All of them, in one order, find their own.
+        # JAX gives donated buffers to results of the same shape, in order, whatever
+        # memory they are in. With all arguments kept, in one order, each result gets
+        # its own.
         self.program_of_two_memories: Any = compiled(self._run, keep_unused=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: the state first, then other results."""
+        """One step: returns the state first, then the other results."""
         call, arrays, batches = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
         if self.donate:
@@ -94,7 +95,7 @@ class Step:
         return state[0] if how == "alone" else (*state, *others)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step lowered for these arguments, as by `jax.jit`."""
+        """The step, lowered for these arguments, as by `jax.jit`."""
         call, arrays, batches = self._take_apart(args, kwargs)
         return self._program_for(arrays).lower(call, arrays, batches)
 
@@ -124,7 +125,7 @@ class Step:
                 )
 
     def _take_apart(self, args: tuple, kwargs: dict) -> tuple[_Call, list, list]:
-        """What the program is compiled for, the state's arrays and the batches'."""
+        """(what the program is compiled for, the state's arrays, the batches)."""
         if len(args) < self.state:
             raise TypeError(
                 f"{self.name} has state={self.state}, so its first {self.state} "
@@ -144,7 +145,7 @@ class Step:
         return call, arrays, [arrays for _, arrays in parts]
 
     def _run(self, call: _Call, arrays: list, batches: list) -> tuple[list, dict]:
-        """All workers' step of arrays."""
+        """The step of all workers, on arrays."""
         layout = self.layout()
         marks = layout.marks(call.state, arrays)
         layout.check(call.state, arrays, marks, f"{self.name} with state={self.state}")
@@ -185,7 +186,7 @@ class Step:
         return layout.pinned(call.state, new, marks), results
 
     def _splits(self, call: _Call) -> tuple[Any, ...]:
-        """`split` of each batch."""
+        """`split` for each batch."""
         keywords = len(call.keywords)
         if not isinstance(self.split, tuple):
             return (self.split,) * len(call.batches)
@@ -198,7 +199,7 @@ class Step:
         return (*self.split, *(True,) * keywords)
 
     def _lay(self, x: Any, split: bool | None, where: str) -> tuple[Any, int | None]:
-        """A batch of all workers, `[*sizes, ...]`, and whether it lies along them."""
+        """(all workers' batch, `[*sizes, ...]`; 0 if it lies along them, or None)."""
         layout, shape = self.layout(), jnp.shape(x)
         if split is None or (not shape and not is_key(x)):
             return x, None
@@ -230,7 +231,7 @@ class Step:
         return x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:]), 0
 
     def _one_worker(self, call: _Call, arrays: list, batches: list) -> tuple:
-        """One worker's step: the new state's arrays, and other results."""
+        """One worker's step: (the new state's arrays, the other results)."""
         given = call.state.merge(arrays)
         rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
         args = rest[: len(rest) - len(call.keywords)]
@@ -249,7 +250,7 @@ class Step:
         return list(map(strong, new)), {how: others}
 
     def _sort(self, form: forms.Form, given: Tree, results: Any) -> tuple:
-        """How the state came back, its arrays, and other results."""
+        """(how the state came back, its arrays, the other results)."""
         listed = results if type(results) is tuple else (results,)
         ways: tuple[tuple[How, Any, Any], ...] = (
             ("alone", (results,), ()),

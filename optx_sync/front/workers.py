@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Workers`: a program written for one device, for many workers."""
+"""`Workers`: run a program that is written for one device on many workers."""
 
 import functools
 import math
@@ -31,33 +31,32 @@ from optx_sync.trees import Tree, is_inexact, names_of, path_name
 class Workers:
     """The workers of a run: how many, along which axes, simulated or on a mesh.
 
-    A step is written for one worker, and its optimizer says how workers agree. `start`
-    makes what all of them start from, `step` compiles the step for all, `center` gives
-    what is worth keeping. What stays in one piece for all workers, counters and
-    center, the classes of optimizer states say themselves.
+    You write a step for one worker, and its optimizer says how workers agree. `start`
+    makes the state that all of them start from, `step` compiles the step for all, and
+    `center` gives the result to evaluate and export. The classes of optimizer states
+    declare which fields all workers share: counters and center.
 
     A state is any tree: `(params, opt_state)`, a `TrainState`, a dict, Equinox modules,
-    the modules and optimizers of Flax NNX, which a step may change in place.
+    or the modules and optimizers of Flax NNX, which a step may change in place.
 
     Args:
-        n: The number of workers; along several axes a tuple, the outermost first.
-        axis_name: The name by which the optimizer calls the axis; a tuple of them. With
-            one number and several names one worker axis lies along all of these.
-        mesh: `None` simulates the workers on one device. On a mesh each worker has a
-            position along the axis: a `jax.sharding.Mesh`, or `True` for one of the
-            devices that there are.
-        specs: On a mesh with further axes, how one worker's parameters are sharded over
-            these: a tree like them, or like its first levels, of their `PartitionSpec`.
-            State that belongs to a parameter lies as that does, from `start` on, and
-            what workers send each other each device sends of its own shards, whatever
-            the exchange. `None`: shards stay as `start` finds them, the compiler lays
-            out what a step makes, and codes are sent of whole arrays by each device.
-
+            n: The number of workers; for several axes a tuple, the outermost first.
+            axis_name: The axis name in the optimizer, or a tuple of names. With one
+                number and several names, one worker axis lies along all of them.
+            mesh: `None` simulates the workers on one device. On a mesh each worker has
+                a position along the axis: a `jax.sharding.Mesh`, or `True` for a mesh
+                of the available devices.
+            specs: On a mesh with further axes, how one worker's parameters are sharded
+                over these: a tree of `PartitionSpec` like the parameters, or like its
+                first levels. State that belongs to a parameter is sharded like it, from
+                `start` on, and in a meeting each device sends its own shards, whatever
+                the exchange. `None`: shards stay as `start` finds them, the compiler
+                lays out what a step makes, and exchanges with codes code whole arrays
+                on each device.
     Raises:
-        TypeError: A number that is none, a name that is none, a mesh that is none, or a
-            spec that is none.
-        ValueError: A mesh that has no such axis, or not as many positions along it;
-            specs over another axis.
+            TypeError: A bad number, name, mesh or spec.
+            ValueError: A mesh without such an axis, or with another number of positions
+                along it; specs over another axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -92,7 +91,7 @@ class Workers:
         self.sizes: tuple[int, ...] = tuple(
             integer("n", number, mend) for number in numbers
         )
-        # An axis is one name, or several along which one number of workers lies.
+        # An axis is one name, or several names along which one number of workers lies.
         one: AxisName = placing.entry_of(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
@@ -132,7 +131,7 @@ class Workers:
 
     @functools.cached_property
     def mesh(self) -> Mesh | None:
-        """The mesh, `None` where the workers are simulated.
+        """The mesh, or `None` if the workers are simulated.
 
         Example:
             >>> import optx_sync as oxs
@@ -161,23 +160,23 @@ class Workers:
         return Layout(self.sizes, self.axes, mesh, specs)
 
     def start(self, state: Tree) -> Tree:
-        """What all workers start from: copies of one worker's state, where they live.
+        """The state that all workers start from: copies of one worker's, placed.
 
-        Arrays are stacked, `[n, ...]`, and on a mesh placed along its axis, but for
-        what workers share: counters and center. Of a random key each worker gets its
-        own, `jax.random.fold_in(key, i)`. Python's numbers become arrays (not those of
+        Arrays are stacked, `[n, ...]`, and on a mesh placed along its axis, except for
+        what workers share: counters and center. Of a random key, each worker gets its
+        own, `jax.random.fold_in(key, i)`. Python numbers become arrays (except those of
         Equinox modules); functions, flags and settings are left alone. Shards over
         other axes of the mesh stay.
 
         Args:
-            state: One worker's: any tree, as the class says.
+                state: One worker's: any tree, as described above.
 
-        Returns:
-            The same tree, of all workers. The argument stays as it is.
+            Returns:
+                The same tree, for all workers. The argument stays as it is.
 
         Raises:
-            ValueError: A state that was started already; arrays that are sharded over
-                the workers' axis, or over another mesh.
+                ValueError: A state that was started before; arrays that are sharded
+                    over the workers' axis, or over another mesh.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -199,10 +198,10 @@ class Workers:
         return form.merge(arrays)
 
     def expect(self, state: Tree) -> None:
-        """Tell `restore` what a checkpoint holds, without starting from it.
+        """Tell `restore` what a checkpoint holds, without starting the run from it.
 
-        As `start`, but of shapes alone: nothing is computed, placed or communicated,
-        and no memory is needed beside the restored state's.
+        Like `start`, but on shapes alone: nothing is computed, placed or communicated,
+        and it needs no memory beside that of the restored state.
 
         Args:
             state: One worker's, as for `start`.
@@ -227,7 +226,7 @@ class Workers:
         self._started = form, self._layout().shapes(form, arrays)
 
     def _one(self, state: Tree) -> tuple[forms.Form, list[Any]]:
-        """One worker's state that was not started before, as form and arrays."""
+        """(the form, the arrays) of one worker's state that was not started before."""
         form, arrays = forms.split(forms.with_arrays(state))
         _warn_of_raw_keys(form, arrays)
         before, shapes = self._started or (None, [])
@@ -250,34 +249,33 @@ class Workers:
     ) -> Any:
         """Compile one worker's step for all workers; a decorator.
 
-        The first `state` arguments are what `start` gave. `fun` returns them first, and
-        then what else it likes. Of NNX objects it may change its own in place, and need
-        not return them: the caller's change. Their buffers are donated.
+        The first `state` arguments are states from `start`. `fun` returns them first,
+        followed by any other results. It may change NNX objects in place and need not
+        return them: the caller's objects change. The state's buffers are donated.
 
-        Other arguments are whole batches `[batch, ...]`, which are split along axis 0
-        among the workers; a scalar is the same for all; of one random key each worker
-        gets its own, as `keys` gives it. Flags and functions are static. Other results
-        come back averaged over the workers: the mean, of integers and flags too, in
-        float32. That is a program of its own after the step, so the step itself sends
-        nothing where its optimizer does not.
+        Other arguments are whole batches `[batch, ...]`, split along axis 0 among the
+        workers. A scalar is the same for all; from one random key each worker gets its
+        own, as by `keys`. Flags and functions are static. Other results are averaged
+        over the workers, integers and flags too, in float32. A second program does that
+        after the step, so the step itself sends nothing where its optimizer does not.
 
         Args:
             fun: `(*state, *batches, **batches)` of one worker.
             state: How many arguments are state.
-            split: `True` splits along axis 0; `False` says that it has been done,
-                `[n, ...]`; `None` gives the whole to each. A tuple has one for each
-                batch; keywords are then split.
-            average: `False` leaves other results each worker's own, `[n, ...]`, and
-                sends nothing for them: for predictions of examples, say.
-            donate: Whether the state's buffers are reused for the new state.
+                split: `True` splits along axis 0; `False`: the batch is split already,
+                    `[n, ...]`; `None` gives the whole batch to each worker. A tuple has
+                    one entry for each batch; keywords are then split.
+                average: `False` keeps each worker's own results, `[n, ...]`, and sends
+                    nothing for them: for example for predictions.
+                donate: Whether the new state reuses the old state's buffers.
 
         Returns:
-            The step for all workers. Its `lower` is that of `jax.jit`.
+                The step for all workers. Its `lower` is that of `jax.jit`.
 
         Raises:
-            ValueError: A batch that cannot be split evenly; a state that does not come
-                back as it was; what `tx` refuses.
-            TypeError: Too few arguments; results that have no mean.
+                ValueError: A batch that cannot be split evenly; a state that comes back
+                    in another form; for the reasons of `tx`.
+                TypeError: Too few arguments; results that have no mean.
 
         Example:
             >>> import jax.numpy as jnp
@@ -314,21 +312,22 @@ class Workers:
         return form.merge(_first(layout, form, arrays))
 
     def center(self, state: Tree, *, statistics: One = "mean") -> Tree:
-        """What the workers agree on, of one worker's shape: to evaluate and to export.
+        """The parameters or model to evaluate and export, in one worker's shape.
 
-        Parameters are the center's, in their dtypes. Without a center, of replicas and
-        of `gossip`, they are the workers' mean, which of equal ones is theirs to the
-        bit. What else is each worker's own, as BatchNorm's statistics, is averaged as
-        well; integers and keys are the first worker's.
+        Parameters are those of the center, in their own dtypes. Without a center
+        (replicas, `gossip`) they are the workers' mean; the mean of equal parameters
+        equals them to the bit. Other arrays of each worker, such as BatchNorm's
+        statistics, are averaged as well; integers and keys are the first worker's.
 
         Args:
             state: A state of all workers.
-            statistics: `"mean"`; or `"first"`, the first worker's of all that no center
-                holds.
+                statistics: `"mean"`; or `"first"`, the first worker's arrays wherever
+                    no center holds them.
 
         Returns:
-            Of a tuple its first part, the parameters or the model. Of a `TrainState`, a
-            dict and the like all of it, with the center for `params` or `model`.
+                From a tuple its first part, the parameters or the model. From a
+                    `TrainState`, a dict and the like all of it, with the center as
+                    `params` or `model`.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -345,7 +344,7 @@ class Workers:
         layout.check(form, arrays, layout.marks(form, arrays), "workers.center")
         if not held.centers(form.bare(arrays)):
             _warn_of_differences(state, form, arrays)
-        # What is returned, with numbers for arrays: those of which it is made.
+        # The tree to return, with the numbers of the arrays that it needs.
         tree = form.merge(np.arange(len(arrays)))
         while type(tree) in (tuple, list):
             tree = tree[0]
@@ -354,7 +353,7 @@ class Workers:
         return part.merge(_center(layout, form, statistics, places, arrays))
 
     def metrics(self, state: Tree) -> Any:
-        """Numbers to log from a state, as `oxs.metrics` gives them, distances included.
+        """Metrics of a state for a log, as from `oxs.metrics`, distances included.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -370,21 +369,21 @@ class Workers:
         return metrics(form.bare(arrays), found[0].tree(arrays) if found else None)
 
     def fingerprint(self, state: Tree) -> dict[Worker, str]:
-        """Which workers differ in what is to be equal, and in which array first.
+        """Which workers differ in arrays that should be equal, and in which one first.
 
-        As `oxs.fingerprint` compares: what more than half of the workers have is right;
-        one pass over the data, 8 bytes an array and worker are sent. Compared are a
-        center with its outer state and counters, which on a mesh lie on every device;
-        and along the axis of `cross_shard` and other replicas the parameters and their
-        state. Run it every some hundred steps, and after `restore`.
+        Compares as `oxs.fingerprint` does: the value of more than half of the workers
+        is right, the data is read once, and 8 bytes per array and worker are sent.
+        Compared are a center with its outer state and counters, which on a mesh lie on
+        every device; and, along the axis of `cross_shard` and other replicas, the
+        parameters and their state. Run it every few hundred steps, and after `restore`.
 
         Args:
             state: A state of all workers.
 
         Returns:
-            For each worker that differs the path of the first such array in `state`;
-            empty where all agree. A worker is its number, or with several axes its
-            place along each.
+                For each worker that differs, the path in `state` of the first array
+                    that does; empty if all agree. A worker is given by its number, or
+                    with several axes by its position along each.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -409,19 +408,21 @@ class Workers:
         joiners: Literal["mean", "first"] = "mean",
         strict: bool = False,
     ) -> Tree:
-        """Go on with another number of workers: the state of `n` of them.
+        """Continue with another number of workers: the state for `n` of them.
 
-        What becomes of what says `oxs.resize`. What stands beside the optimizer's state
-        is each worker's own: survivors keep theirs, joiners get the mean, of integers
-        the largest, and of random keys one of their own. `oxs.Workers(n, axis_name,
-        mesh=True)` goes on with it: on a mesh it lies on the first positions.
+        `oxs.resize` describes what becomes of the optimizer's state. Whatever stands
+        beside it is each worker's own: survivors keep theirs; joiners get the mean, for
+        integers the largest, and a random key of their own. Continue with
+        `oxs.Workers(n, axis_name, mesh=True)`: on a mesh, the state lies on its first
+        positions.
 
         Args:
-            state: A state of all workers, of any number of them.
-            n: How many go on; along several axes a tuple, of which the first number may
-                change. `None`: as many as these workers are.
-            joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
-            strict: Refuse what would have to be dropped in the middle of a round.
+                state: A state of all workers, of whatever number.
+                n: How many continue; for several axes a tuple, whose first number may
+                    change. `None`: as many as these workers are.
+                joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
+                strict: Refuse a resize in the middle of a round that would lose
+                    something.
 
         Returns:
             The state of `n` workers, placed.
@@ -474,7 +475,7 @@ class Workers:
         return form.merge(memory.on_host(x) if kind else x for x, kind in pairs)
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
-        """Workers of another number along the first axis, and of its mesh."""
+        """Workers of another number along the first axis, on the mesh of these."""
         sizes = (n, *self.sizes[1:]) if isinstance(n, int) else tuple(n)
         if sizes[1:] != self.sizes[1:]:
             raise ValueError(_one_number_only(self.sizes, sizes))
@@ -500,7 +501,7 @@ class Workers:
         *,
         compare: bool = False,
     ) -> Tree:
-        """Read a state from a checkpoint of any number of workers, as `resize` does it.
+        """Read a state from a checkpoint of any number of workers, resized to these.
 
         The checkpoint holds the state as its own library saves it, whatever mesh or
         devices it lay on: `ocp.args.StandardSave(state)`, `StandardSave(nnx.state((
@@ -509,17 +510,17 @@ class Workers:
         Args:
             manager: An Orbax `CheckpointManager`.
             step: Which checkpoint; `None` for the latest.
-            like: A started state of that form; `None`: what `start` gave last, or
-                what `expect` was told.
-            compare: Whether to refuse a checkpoint in which some worker has other
-                arrays than most where they are to be equal, as `fingerprint` finds it.
+                like: A started state of that form; `None`: the last one of `start`, or
+                    the one that `expect` was told.
+                compare: Whether to refuse a checkpoint in which `fingerprint` finds
+                    workers that differ from most where they should be equal.
 
         Returns:
             The state, placed. NNX objects are new ones.
 
         Raises:
-            ValueError: No checkpoint; nothing was started; another state's checkpoint;
-                with `compare` one in which workers differ.
+                ValueError: No checkpoint; nothing was started; the checkpoint of
+                    another state; with `compare`, one in which workers differ.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -562,7 +563,7 @@ class Workers:
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
             place = x.sharding if n == self.sizes[0] else whole
-            shape = saved[name].shape[: x.ndim]  # without the numbers of a key
+            shape = saved[name].shape[: x.ndim]  # without the data of a random key
             template[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
         args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
         leaves = jax.tree.leaves(manager.restore(step, args=args))
@@ -570,7 +571,7 @@ class Workers:
         state = form.merge(restored[name] for name in names)
         if compare:
             layout = self._layout()
-            if n != self.sizes[0]:  # whole on every device
+            if n != self.sizes[0]:  # read whole on every device
                 sizes = (n, *self.sizes[1:])
                 layout = layout._replace(sizes=sizes, mesh=None, specs=None)
             found = [restored[name] for name in names]
@@ -593,9 +594,7 @@ class Workers:
 
     def keys(self, key: jax.Array) -> jax.Array:
         """Random keys, one for each worker: `jax.random.fold_in(key, i)`.
-
-        They are what `start` makes of a key in a state, and a step of one that it is
-        given.
+`start` makes such keys of a key in a state; a step, of a key among its batches.
 
         Example:
             >>> import jax
@@ -613,7 +612,7 @@ class Workers:
         return form.merge(self._layout().start(form, arrays))
 
 
-# One program each: one for each array would take longer to start than to run.
+# One program for all arrays: one for each would take longer to start than to run.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _first(layout: Layout, form: forms.Form, arrays: list[Any]) -> list[Any]:
     """The first worker's arrays."""
@@ -628,10 +627,10 @@ def _center(
     places: tuple[int, ...],
     arrays: list[Any],
 ) -> list[Any]:
-    """Some of one worker's arrays, with the center for its parameters."""
+    """Some of one worker's arrays, with the center as its parameters."""
     marks, state = layout.marks(form, arrays), form.bare(arrays)
     one = layout.of_one(arrays, marks, statistics)
-    # Pieces of a center are put together from those of all workers.
+    # A center in pieces is put together from the pieces of all workers.
     outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
     centers = held.centers(outermost)
     for node, params in zip(centers, held.held(state, form), strict=True):
@@ -647,14 +646,14 @@ def _one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
 
 
 def _number(form: forms.Form, arrays: Sequence[Any]) -> int:
-    """How many workers there are along the outermost axis."""
+    """The number of workers along the outermost axis."""
     marks = form.pick(tree_axes(form.bare(arrays), 0))
     pairs = zip(arrays, marks, strict=True)
     return next(x.shape[0] for x, mark in pairs if mark is not None)
 
 
 def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
-    """Warn of what is a raw random key by all appearance: workers would share it."""
+    """Warn of a probable raw random key, which all workers would share."""
     for path, x in zip(form.paths(), arrays, strict=True):
         if jnp.shape(x) == (2,) and x.dtype == jnp.uint32:
             warnings.warn(
@@ -667,7 +666,7 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
 
 
 def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -> None:
-    """Warn where workers have drifted apart and nothing in the state joins them."""
+    """Warn if workers have drifted apart and nothing in the state makes them meet."""
     if fields.nodes_of(form.bare(arrays), fields.is_level):
         return
     start = held.prefix(state)

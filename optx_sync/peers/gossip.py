@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gossip` and `noloco`: workers that average with partners instead of at a center.
+"""Gossip (`gossip`, `noloco`): workers average with partners, without a center.
 
-Every worker has a center of its own, which takes the place of the shared one: `outer`
-sees how far that center lies from the mean of the worker and its partners. Where the
-graph is complete the centers are equal and this is the exchange of `center/`.
+Every worker has a center of its own instead of a shared one: `outer` sees how far that
+center lies from the mean of the worker and its partners. On a complete graph the
+centers are equal, and a round is one of `center/`.
 """
 
 from typing import Any, NamedTuple
@@ -39,13 +39,13 @@ from optx_sync.trees import (
 
 
 class GossipMetrics(NamedTuple):
-    """What `oxs.metrics` reads from `gossip` and `noloco`; nothing is sent."""
+    """Metrics of `gossip` and `noloco`, read by `oxs.metrics`; nothing is sent."""
 
     rounds: Int32[Array, ""]  # rounds so far
     steps_since_round: Int32[Array, ""]
     dropped: Int32[Array, ""]  # rounds without this worker, with `drop_nonfinite`
-    # of each worker from the mean of all: given stacked parameters,
-    # else None, as one worker knows its own only.
+    # Of each worker from the mean of all, given stacked parameters; else None, since
+    # one worker knows only its own.
     distance: Float[Array, " workers"] | None
 
 
@@ -57,7 +57,7 @@ class GossipMetrics(NamedTuple):
     outer=fields.LIKE_PARAMS,
 )
 class OwnCenterState(CenterState):
-    """State of `gossip`: as of a center rule, but the center is the worker's own.
+    """State of `gossip`: that of a center rule, with a center of each worker's own.
 
     Only the counters are equal on all workers.
     """
@@ -67,7 +67,7 @@ class OwnCenterState(CenterState):
     def center_params(self, params: Tree) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.
 
-        Of a state without a worker axis, one worker's, it is that worker's own center.
+        In a state of one worker, without a worker axis, it is that worker's own center.
         """
         stacked = tuple(range(jnp.ndim(self.info.dropped)))
         return jax.tree.map(
@@ -114,9 +114,9 @@ def gossip(
     r"""Decentralised training: every few steps a worker averages with some others.
 
     In every step `inner` turns the worker's own gradient into its update. When the
-    steps since the last round reach `communication_period`, worker i takes from the
-    others what the graph's matrix W of this round says. With s_i its own center, what
-    it held after its last round:
+    steps since the last round reach `communication_period`, worker i averages with the
+    partners that the graph's matrix W of this round names. With s_i its own center, the
+    parameters that it held after its last round:
 
     .. math::
 
@@ -124,19 +124,19 @@ def gossip(
 
     one step of `outer` on s_i with that gradient.
 
-    Without `outer` that is sum_j W_ij x_j itself: D-PSGD, adapt then combine. A round
-    preserves the mean of all workers and shrinks their disagreement.
+    Without `outer` the result is sum_j W_ij x_j itself: D-PSGD, adapt then combine. A
+    round preserves the mean of all workers and shrinks their disagreement.
 
-    A round is one `collective-permute` (a few for graphs with more partners, a grouped
-    all-reduce for `grid`) of the parameters, whole trees joined per dtype, inside a
-    conditional: other steps send nothing, and nobody waits for all. Workers that are
-    sharded themselves send their shards, leaf by leaf, if the worker axis is manual
-    alone (`jax.shard_map(axis_names=...)`); `jax.vmap(spmd_axis_name=...)` makes an
-    all-gather of it, N times the bytes.
+    A round is one `collective-permute` of the parameters (a few for graphs with more
+    partners, a grouped all-reduce for `grid`), whole trees joined per dtype, inside a
+    conditional: other steps send nothing, and no worker waits for all others. Sharded
+    workers send their shards, leaf by leaf, if only the worker axis is manual
+    (`jax.shard_map(axis_names=...)`); `jax.vmap(spmd_axis_name=...)` turns this into an
+    all-gather, N times the bytes.
 
-    One worker is not the model: evaluate `oxs.mean_params(params)`. Where workers meet
-    seldom or in pairs their shards of the data should look alike; on shards sorted by
-    label a center or an all-reduce is far better.
+    A single worker's parameters are not the model: evaluate `oxs.mean_params(params)`.
+    Where workers meet seldom or in pairs, their shards of the data should look alike;
+    on shards sorted by label a center or an all-reduce is far better.
 
     It computes `params + updates`, so it stands last in a chain, and `update` needs
     `params`. Start as with `center_variable`. `update` and `apply_gradients` take
@@ -147,21 +147,23 @@ def gossip(
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
-        graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
-        communication_period: Steps between rounds: an int, or a schedule of the
-            worker's step, read at the step in which a period begins.
-        outer: What makes the step on the worker's own center; `None`: plain averaging,
-            as `optax.sgd(1.0)`. A momentum under which workers would drift apart
-            without any gradient is refused.
-        seed: For graphs that are drawn: equal on all workers. A resumed run draws on.
-        drop_nonfinite: A worker whose step would bring a NaN or infinity into its
-            parameters does not make it: it stands still until the next round, in which
-            it sends nothing, takes the mean of those partners that are well, and starts
-            with a fresh inner state. If there is none it takes its own center. Two
-            floats more travel.
-        accumulator_dtype: The dtype of the own center, and so of what travels. `None`:
-            float32 for half precision parameters, else their own. Narrower ones are
-            refused: parameters, not differences, would be rounded in each round.
+            graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
+            communication_period: Steps between rounds: an int, or a schedule of the
+                worker's step, read at the step in which a period begins.
+            outer: The optimizer that steps the worker's own center; `None`: plain
+                averaging, as with `optax.sgd(1.0)`. A momentum under which workers
+                would drift apart without any gradient is refused.
+            seed: For random graphs: equal on all workers. A resumed run goes on
+                drawing.
+            drop_nonfinite: A worker whose step would put a NaN or infinity into its
+                parameters skips that step. It stands still until the next round, sends
+                nothing in it, takes the mean of its healthy partners, and starts again
+                with a fresh inner state. Without a healthy partner it takes its own
+                center. Two floats more travel.
+            accumulator_dtype: The dtype of the worker's own center, and so of what
+                travels. `None`: float32 for half precision parameters, else their own.
+                Half precision is refused: it would round parameters, not differences,
+                in each round.
 
     Returns:
         A transformation with an `OwnCenterState`. `oxs.center_params` of a stacked
@@ -170,10 +172,11 @@ def gossip(
     Raises:
         TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
             bad axis name, parameters that are not floating.
-        ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or at
-            the call, an `outer` whose momentum is too high, a graph that does not fit
-            the number of workers, missing `params`, gradients that autodiff has summed
-            already or that do not match the parameters, an axis that is not mapped.
+            ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or
+                at the call, an `outer` whose momentum is too high, a graph that does
+                not fit the number of workers, missing `params`, gradients that autodiff
+                has already summed or that do not match the parameters, an axis that is
+                not mapped.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -249,10 +252,10 @@ def noloco(
     seed: int = 0,
     drop_nonfinite: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DiLoCo without an all-reduce: an outer step on the mean of a random pair.
+    r"""NoLoCo, DiLoCo without an all-reduce: outer steps on means of random pairs.
 
-    Every `communication_period` steps worker i meets one other, j, drawn anew. With s_i
-    its own center, which it held after its last round:
+    Every `communication_period` steps worker i meets one other worker j, drawn anew.
+    With s_i its own center, the parameters that it held after its last round:
 
     .. math::
 
@@ -260,19 +263,20 @@ def noloco(
 
     one step of `outer` on s_i with that gradient.
 
-    It is `oxs.gossip` on `oxs.graphs.random_pairs()`. The released program sends two
-    arrays, the center and what the worker moved; with its settings, where the pull to
-    the partner is as strong as the outer step, their sum is what is sent here. No
-    round waits for all; a worker sends its parameters once, an all-reduce about twice.
+    This is `oxs.gossip` on `oxs.graphs.random_pairs()`. The authors' program sends two
+    arrays, the center and what the worker moved. With its settings, where the pull to
+    the partner is as strong as the outer step, only their sum matters, and that is sent
+    here. No round waits for all workers; a worker sends its parameters once, where an
+    all-reduce sends them about twice.
 
-    The outer momentum must be lower than DiLoCo's: workers drift apart under a heavy
-    ball of 0.9, gradients or not, and so an `outer` that is not stable is refused. The
-    shards of the workers should look alike; evaluate `oxs.mean_params(params)`.
+    The outer momentum must be lower than DiLoCo's: under a heavy ball momentum of 0.9
+    workers drift apart even without gradients, so an unstable `outer` is refused. The
+    workers' shards of the data should look alike; evaluate `oxs.mean_params(params)`.
 
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
-        outer: See `gossip`; `None`: SGD with rate 0.7 and (heavy ball) momentum 0.5.
+            outer: See `gossip`; `None`: SGD of rate 0.7 and (heavy ball) momentum 0.5.
         communication_period: Steps between rounds, as for `gossip`.
         seed: For the pairs.
         drop_nonfinite: See `gossip`.
@@ -281,9 +285,9 @@ def noloco(
         The transformation; it stands last in a chain.
 
     Raises:
-        TypeError: What `gossip` refuses.
-        ValueError: In `init`, an `outer` whose momentum is too high for pairs; and what
-            `gossip` refuses.
+            TypeError: For the reasons of `gossip`.
+            ValueError: In `init`, an `outer` whose momentum is too high for pairs; for
+                the reasons of `gossip`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -308,14 +312,14 @@ def noloco(
 
 
 def mean_params(params: Tree) -> Tree:
-    """The mean over the workers: the model, where there is no center.
+    """The mean over the workers: the model to evaluate where there is no center.
 
     Args:
         params: The parameters of all workers, leaves [workers, ...].
 
     Returns:
-        Their mean, leaves [...] in their dtypes, summed in float32 at least. Of leaves
-        that are not floating, which no worker averages, it is the first worker's.
+            Their mean, leaves [...] in their dtypes, summed in float32 at least. Leaves
+            that are not floating are not averaged: those of the first worker.
 
     Raises:
         ValueError: A leaf has no worker axis.
@@ -351,7 +355,7 @@ def _check_wire(dtype: DTypeLike | None) -> Any:
 
 
 def _square_sums(x: jax.Array) -> jax.Array:
-    """float32[workers], of leaves [workers, ...]."""
+    """float32[workers], the squared norms of leaves [workers, ...]."""
     return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32), range(1, x.ndim))
 
 

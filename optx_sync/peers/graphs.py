@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Graph`: who meets whom, round by round, where there is no center.
+"""Gossip graphs, `Graph`: who meets whom, round by round, without a center.
 
-In a round worker i takes from the others what its row of a matrix W says,
+In a round worker i mixes the workers' parameters by its row of a matrix W,
 
     x_i  <-  sum_j W_ij x_j
 
-and the rows and columns of W sum to one, so that the mean of the workers stays. A
-round is written as permutations with weights, or as groups that take their mean: both
-are known when the program is compiled, as `collective-permute` and `all-reduce` want.
+The rows and columns of W sum to one, so that the mean of the workers stays. A round is
+written as permutations with weights, or as groups that take their mean: both are known
+when the program is compiled, as `collective-permute` and `all-reduce` require.
 
     graph               who meets                  each sends  mean of all after
     ring()              both neighbours            2 D         never, gap O(1 / N^2)
@@ -16,8 +16,8 @@ are known when the program is compiled, as `collective-permute` and `all-reduce`
     grid(m)             groups of m, N = m^d       about 2 D   d
     metropolis(edges)   any graph you give         degree D    never
 
-The gap is one minus the second largest size of an eigenvalue of W: the disagreement
-shrinks at least by that part in each round.
+The gap is one minus the second largest magnitude of an eigenvalue of W: each round
+shrinks the disagreement at least by that fraction.
 """
 
 import math
@@ -28,11 +28,11 @@ import numpy as np
 
 from optx_sync.checks import integer
 
-Weight = float | tuple[float, ...]  # of all workers, or one for each
+Weight = float | tuple[float, ...]  # the same for all workers, or one for each
 
 
 class Take(NamedTuple):
-    """What all workers take along one permutation."""
+    """One permutation: from whom each worker takes, and with which weight."""
 
     source: tuple[int, ...]  # worker i takes from worker source[i]
     weight: Weight
@@ -43,7 +43,7 @@ class GraphRound(NamedTuple):
 
     own: Weight = 1.0
     takes: tuple[Take, ...] = ()
-    # If given, groups of equal size of which each takes its mean, and nothing else.
+    # If given, groups of equal size: each takes its members' mean, and nothing else.
     groups: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -51,10 +51,11 @@ class Graph(NamedTuple):
     """Who meets whom in which round.
 
     Attributes:
-        rounds: `(number of workers) -> rounds`, a tuple of `GraphRound`; a ValueError
-            for a number that the graph does not fit.
-        choose: `"cycle"`: one after the other. `"draw"`: one at random, from the seed
-            and the number of rounds so far: equal on all workers, and after a resume.
+            rounds: `(number of workers) -> rounds`, a tuple of `GraphRound`; raises a
+                ValueError for a number that does not fit the graph.
+            choose: `"cycle"`: one round after the other. `"draw"`: a random one, from
+                the seed and the number of rounds so far: equal on all workers, and
+                after a resume.
 
     Example:
         Gossip with the mean of all in every fourth round (Gossip-PGA):
@@ -84,8 +85,8 @@ class Graph(NamedTuple):
 def ring() -> Graph:
     """Each worker with both neighbours, all three with the same weight.
 
-    Disagreement between far workers lives for O(N^2) rounds: for few workers, or where
-    links exist between neighbours only.
+    Disagreement between distant workers lasts for O(N^2) rounds: use it for few
+    workers, or where links exist only between neighbours.
 
     Example:
         >>> import optx_sync as oxs
@@ -103,9 +104,9 @@ def ring() -> Graph:
 def exponential() -> Graph:
     """Each worker with one other, 1, 2, 4, ... places before it in turn.
 
-    The cycle has ceil(log2 N) rounds. After one cycle all hold the mean if N is a power
-    of two; if not, they come close only (6 workers keep up to 22 % of their
-    disagreement in 3 rounds).
+    The cycle has ceil(log2 N) rounds. If N is a power of two, all hold the mean after
+    one cycle; otherwise they come close (6 workers keep up to 22 % of their
+    disagreement after 3 rounds).
 
     Example:
         >>> import numpy as np
@@ -128,11 +129,11 @@ def exponential() -> Graph:
 
 
 def random_pairs() -> Graph:
-    """Pairs, drawn anew in each round, every two workers equally likely.
+    """Random pairs, drawn anew in each round; every two workers are equally likely.
 
-    A round is one of a round-robin tournament, in which every two meet once; of an odd
-    number of workers one rests. A round leaves (N - 2) / (2 (N - 1)) of the squared
-    disagreement in expectation, a little below a half.
+    A round is one of a round-robin tournament, in which every two meet once; with an
+    odd number of workers one rests. In expectation a round leaves (N - 2) / (2 (N - 1))
+    of the squared disagreement, a little less than half.
 
     Example:
         >>> import optx_sync as oxs
@@ -142,7 +143,7 @@ def random_pairs() -> Graph:
 
     def rounds(n: int) -> tuple[GraphRound, ...]:
         _check_workers(n)
-        even = n + n % 2  # An odd number of workers plays with one who is not there.
+        even = n + n % 2  # an odd number of workers plays with an absent one
         turns = even - 1
         made = []
         for r in range(turns):
@@ -159,10 +160,10 @@ def random_pairs() -> Graph:
 
 
 def grid(m: int) -> Graph:
-    """Means of groups of m, one dimension of a grid of N = m^d workers after the other.
+    """Means of groups of m, along one dimension of a grid of N = m^d workers at a time.
 
-    After d rounds all hold the mean (Moshpit's grid). `grid(N)` is one group of all:
-    then the workers meet as those of `local_sgd` do, to the bit.
+    After d rounds all hold the mean (Moshpit's grid). `grid(N)` is one group of all
+    workers: they then meet as those of `local_sgd`, to the bit.
 
     Example:
         >>> import optx_sync as oxs
@@ -191,15 +192,15 @@ def grid(m: int) -> Graph:
 
 
 def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
-    """Any graph: an edge weighs 1 / (1 + the larger degree of its two ends).
+    """Any graph: Metropolis weights, 1 / (1 + the larger degree of an edge's ends).
 
-    What is left is the worker's own weight. The matrix is symmetric and rows and
+    A worker's own weight is the rest up to 1. The matrix is symmetric, and its rows and
     columns sum to one, whatever the graph. Edges are split into matchings, one
     `collective-permute` each: as many as the largest degree, or a few more.
 
     Args:
-        edges: Pairs of workers, numbered from 0; both meet. The graph must be
-            connected, or the mean would never be reached.
+            edges: Pairs of workers that meet, numbered from 0. The graph must be
+                connected, or the mean would never be reached.
 
     Example:
         A line of three:
@@ -228,7 +229,7 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
                 f"The edges do not connect workers {alone} with worker 0. Add edges "
                 "until each can be reached from each."
             )
-        if 2 * len(pairs) == n * (n - 1):  # All meet all, with the same weight.
+        if 2 * len(pairs) == n * (n - 1):  # a complete graph: all weights are equal
             return (GraphRound(groups=(tuple(range(n)),)),)
         degree = [sum(i in edge for edge in pairs) for i in range(n)]
         weight = {(a, b): 1 / (1 + max(degree[a], degree[b])) for a, b in pairs}
@@ -254,9 +255,9 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
 
 
 def _even(n: int, sources: Sequence[tuple[int, ...]]) -> GraphRound:
-    """The mean of a worker and those it takes from; sources that coincide count once.
+    """The mean of a worker and its sources; sources that coincide count once.
 
-    Where a worker takes from itself, as one that rests, its whole is its own.
+    A worker that takes from itself, as one that rests, keeps its own value.
     """
     others = [s for s in dict.fromkeys(sources) if s != tuple(range(n))]
     share = 1 / (1 + len(others))

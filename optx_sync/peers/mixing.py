@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round in which the mean of some partners stands for that of all workers."""
+"""A gossip round: the mean of some partners stands for that of all workers."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from optx_sync.trees import Tree, where
 
 
 class Mixing(NamedTuple):
-    """A round at once, of a worker and its partners in a graph."""
+    """A round without delay, for a worker and its partners in a graph."""
 
     meeting: Meeting
     graph: Graph
@@ -41,7 +41,7 @@ class Mixing(NamedTuple):
         if self.graph.choose == "cycle":
             check_cycle(self.meeting.rule.outer, self.graph, step.num_workers)
         if all(r.groups is not None and len(r.groups) == 1 for r in rounds):
-            # All centers are equal, and what was moved is all that need travel.
+            # All centers are equal, so the workers can send what they moved.
             return AtOnce(self.meeting).step(now, step)
         return either(step.due, lambda now: self._round(now, step, rounds), now)
 
@@ -54,7 +54,7 @@ class Mixing(NamedTuple):
             x, now.weight, branches, self._chosen(len(rounds), step.rounds)
         )
         if now.weight is not None:
-            mean = where(mass > 0, mean, center)  # Nobody contributes nothing.
+            mean = where(mass > 0, mean, center)  # without partners, no contribution
         at = step.at(0)
         moved = work.contribute(meeting.rule, mean, center, (), center, at)
         now = meeting.land(now, step, moved, mass, at)
@@ -66,7 +66,7 @@ class Mixing(NamedTuple):
             return 0
         if self.graph.choose == "cycle":
             return global_step % rounds
-        # Not the user's choice of generator, which a resumed run might have changed.
+        # A fixed generator: JAX's default may differ in a resumed run.
         key = jax.random.key(self.seed, impl="threefry2x32")
         return jax.random.randint(jax.random.fold_in(key, global_step), (), 0, rounds)
 
@@ -74,14 +74,14 @@ class Mixing(NamedTuple):
 def _mean_of_partners(
     x: Tree, weight: jax.Array | None, branches: Sequence[Any], chosen: int | jax.Array
 ) -> tuple[Tree, Any]:
-    """(the mean of worker and partners, the sum of their weights or ())."""
+    """(the mean of a worker and its partners, the sum of their weights or ())."""
     sent, treedef = jax.tree.flatten(x)
     if weight is not None:
-        # The 1 comes back as the sum of the graph's own weights, rounded as they are.
+        # The 1 comes back as the sum of the graph's weights, rounded like the others.
         sent = [*(weigh(x, weight) for x in sent), weight, jnp.ones_like(weight)]
-    # Joined, as a program with many partners would otherwise hold many permutes.
+    # Joined, or a program with many partners would hold many permutes.
     kind = joinable()
-    # What is not joined keeps its shape.
+    # Arrays that are not joined keep their shapes.
     flat = [x.reshape(-1) if kind is alike or not x.ndim else x for x in sent]
     joint = Joint(flat, kind)
     joined = joint.join(flat)
@@ -100,7 +100,7 @@ def _mean_of_partners(
 def _mixed(
     round_: GraphRound, axis_name: AxisName, arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """One round of arrays: the rows of its matrix that are this worker's."""
+    """One round for a list of arrays: this worker's row of the mixing matrix."""
     if round_.groups is not None:
         groups = [list(group) for group in round_.groups]
         means = reduce(

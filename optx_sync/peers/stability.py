@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether workers drift apart under an outer momentum, without any gradient."""
+"""Stability of an outer momentum: do workers drift apart without any gradient?"""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ import optax
 
 from optx_sync.peers.graphs import Graph
 
-# Above this many workers the matrices of a cycle are not multiplied out to check it.
+# For more workers than this the matrices of a cycle are not multiplied out.
 _CHECKED_WORKERS = 128
 
 
 def check_pairs(outer: optax.GradientTransformation | None) -> None:
-    """Refuse a momentum under which random pairs of many workers drift apart."""
+    """Refuse a momentum under which many workers drift apart in random pairs."""
     sgd = _sgd_of(outer)
     if sgd is not None:
         _require_stable(_pairs_growth(*sgd), sgd, "random pairs")
@@ -25,7 +25,7 @@ def check_pairs(outer: optax.GradientTransformation | None) -> None:
 def check_cycle(
     outer: optax.GradientTransformation | None, graph: Graph, workers: int
 ) -> None:
-    """Refuse a momentum under which workers drift apart on a graph in turns."""
+    """Refuse a momentum under which workers drift apart in the cycle of a graph."""
     sgd = _sgd_of(outer) if 1 < workers <= _CHECKED_WORKERS else None
     if sgd is not None:
         growth = _cycle_growth(graph.matrices(workers), *sgd)
@@ -33,7 +33,7 @@ def check_cycle(
 
 
 def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
-    """(rate, momentum, nesterov) of an SGD, found out by four steps; None if other."""
+    """(rate, momentum, nesterov) if it is an SGD, found by four steps; else None."""
     if outer is None:
         return None
 
@@ -45,12 +45,12 @@ def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
             seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
-    # Outside of what is traced and mapped here, and as Optax expects it.
+    # Outside of the caller's traces and axes, with the dtype promotion Optax expects.
     with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
         try:
             once, twice = response(1.0), response(2.0)
         except jax.errors.UnexpectedTracerError:
-            return None  # An injected hyper-parameter: not known here.
+            return None  # an injected hyper-parameter, unknown here
     if not np.allclose(2 * once, twice, rtol=1e-4):
         return None
     momentum = once[2] / once[1] if once[1] else 0.0
@@ -65,11 +65,11 @@ def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
 
 
 def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
-    """By what a round of random pairs multiplies the squared disagreement.
+    """The factor by which a round of random pairs multiplies the squared disagreement.
 
-    Of many workers, where a partner's place is independent of one's own: with z = (s,
-    t), s the center and t the trace of one coordinate, z <- A z + B (partner's z), and
-    the second moments of z go by A x A + B x B.
+    For many workers, whose partners are independent of them. With z = (s, t), s the
+    center and t the trace of one coordinate, z <- A z + B (partner's z), and the second
+    moments of z are multiplied by A x A + B x B.
     """
     own, other = np.array([0.5, 0.0]), np.array([-0.5, 0.0])  # the gradient
     trace = np.array([0.5, momentum]), other
@@ -84,9 +84,9 @@ def _pairs_growth(rate: float, momentum: float, nesterov: bool) -> float:
 def _cycle_growth(
     matrices: np.ndarray, rate: float, momentum: float, nesterov: bool
 ) -> float:
-    """By what a cycle of rounds multiplies the disagreement, in the long run."""
+    """The factor by which a cycle multiplies the disagreement, in the long run."""
     n = matrices.shape[1]
-    one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` takes the mean away.
+    one, alone = np.eye(n), np.eye(n) - 1 / n  # `alone` subtracts the mean
     whole = np.eye(2 * n)
     for matrix in matrices:
         gradient = (one - matrix) @ alone

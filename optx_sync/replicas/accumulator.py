@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum gradients until enough have been accumulated, dense or row-sparse.
+"""Accumulators: sums of gradients, dense or row-sparse, until an update takes them.
 
-The original's accumulators: dense gradients have one divisor, the number accumulated,
-and a row of a row-sparse gradient has its own, the number of gradients that contained
-this row. With weights both numbers are sums of weights.
+They divide as TensorFlow's do: dense gradients by the number accumulated, and each row
+of a row-sparse gradient by the number of gradients that contained this row. With
+weights both numbers are sums of weights.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from optx_sync.rows.slices import DROP, FILL, IndexedSlices, like_rows
 from optx_sync.shapes import Array, Bool
 from optx_sync.trees import Tree
 
-# The dtypes of sums for which weights are kept in float64.
+# The dtypes of sums whose weights are kept in float64.
 _WIDE = {jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)}
 
 
@@ -26,14 +26,14 @@ class Accumulator(NamedTuple):
     """What has been accumulated since the last update."""
 
     sums: Tree  # like the parameters, float32 for half precision
-    # [rows of all leaves, one leaf behind the other], in the dtype of weights: the sum
-    # of the weights of the gradients that contained a row. One array, since its parts
-    # have not the parameters' shapes.
+    # [rows of all leaves, one leaf after the other], in the dtype of weights: the sum
+    # of the weights of the gradients that contained a row. It is one array because
+    # single ones would lack the parameters' shapes.
     row_weights: jax.Array
 
 
 def start_accumulator(params: Tree, dtype: DTypeLike | None = None) -> Accumulator:
-    """Nothing accumulated, for parameters or their `jax.ShapeDtypeStruct`."""
+    """An empty accumulator for parameters or their `jax.ShapeDtypeStruct`."""
     sums = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=trees.accumulator_dtype(p.dtype, dtype)),
         params,
@@ -49,10 +49,10 @@ def accumulate(
     accepted: Bool[Array, ""] | bool,
     weight: ArrayLike = 1,
 ) -> Accumulator:
-    """Add a gradient where `accepted` holds; elsewhere it leaves no trace, NaN or not.
+    """Add a gradient where `accepted` holds; otherwise it leaves no trace, NaN or not.
 
-    It is multiplied by its weight, a scalar. Row-sparse leaves are as `sum_duplicates`
-    leaves them.
+    Its weight, a scalar, multiplies it. Row-sparse leaves must have unique
+    indices, as from `sum_duplicates`.
     """
     sums, row_weights = [], accumulator.row_weights
     weight = jnp.asarray(weight, row_weights.dtype)
@@ -76,10 +76,10 @@ def accumulate(
 
 
 def sums_of(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[jax.Array]]:
-    """What a mean in the form of `grads` is made of: (sums, weights of rows).
+    """(sums, weights of rows): what a mean in the form of `grads` is made of.
 
-    The sums are a tree like `grads`, `None` where there is no gradient; the weights
-    those of the rows of each leaf that is row-sparse.
+    The sums are a tree like `grads`, `None` where there is no gradient; the weights are
+    those of the rows of each row-sparse leaf.
     """
     sums, row_weights = [], []
     treedef, matched = _match(accumulator, grads)
@@ -100,11 +100,11 @@ def mean_of(
     """The mean of what was accumulated, in the form and the dtypes of `grads`.
 
     Args:
-        sums: What `sums_of` gives, added up over all replicas.
-        row_weights: The same.
-        grads: A gradient, of which only form, number of rows and dtypes matter.
-        count: The number of gradients in it, with weights the sum of these.
-        at_most: The largest number of gradients that can have been accumulated.
+            sums: From `sums_of`, added up over all replicas.
+            row_weights: The same.
+            grads: A gradient, of which only the form, number of rows and dtypes matter.
+            count: The number of gradients in the sums; with weights, the sum of these.
+            at_most: The largest number of gradients that can have been accumulated.
 
     Returns:
         A tree like `grads`. A row-sparse leaf has min(table's rows, `at_most` times the
@@ -127,10 +127,10 @@ def mean_of(
 
 
 def clear(accumulator: Accumulator, mean: Tree, count: jax.Array) -> Accumulator:
-    """What is left when `mean`, of `count` gradients, has been taken: nothing.
+    """What is left after an update took `mean`, of `count` gradients: nothing.
 
-    If the update names more rows than this gradient has room for, the rest stay for the
-    next update.
+    If more rows were accumulated than `mean` has room for, the rest stay for the next
+    update.
     """
     sums, row_weights = [], accumulator.row_weights
     treedef, matched = _match(accumulator, mean)
@@ -145,11 +145,11 @@ def clear(accumulator: Accumulator, mean: Tree, count: jax.Array) -> Accumulator
 
 
 def _zeros_after(mean: Tree, sums: jax.Array, count: jax.Array) -> jax.Array:
-    """Zeros in place of `sums`, of which `mean` has been made.
+    """Zeros in place of `sums`, once `mean` has been made of them.
 
     A count is never negative, but XLA does not know: it sees zeros that need the mean,
-    and so writes them where the sums were. Zeros that need nothing it may write before
-    the sums are read, and copies both for that.
+    and so writes them where the sums were. Zeros that depend on nothing it may write
+    before the sums are read, and then it copies both.
     """
     if mean is None:
         return jnp.zeros_like(sums)
@@ -157,12 +157,12 @@ def _zeros_after(mean: Tree, sums: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _rows_mean(sums: jax.Array, weights: jax.Array, size: int) -> IndexedSlices:
-    """The touched rows, each divided by its own weights."""
+    """The mean of the touched rows, each divided by its own weights."""
     rows = jnp.nonzero(weights > 0, size=size, fill_value=-1)[0].astype(jnp.int32)
     values = sums.at[rows].get(**FILL).astype(trees.at_least_float32(sums.dtype))
     divisor = weights.at[rows].get(**dict(FILL, fill_value=1))
     divisor = like_rows(divisor.astype(values.dtype), values)
-    # The entries left over get the indices that `sum_duplicates` gives to such.
+    # Spare entries get the indices that `sum_duplicates` gives to them.
     return IndexedSlices(rows, values / divisor).sum_duplicates()
 
 
@@ -175,7 +175,7 @@ def _match(accumulator: Accumulator, grads: Tree) -> tuple[Tree, list[Tree]]:
 
 
 def _behind(indices: jax.Array, start: int, rows: int) -> jax.Array:
-    """Where a leaf's rows are weighed; rows out of range must not count elsewhere."""
+    """Where a leaf's rows are weighed; a row out of range must not hit another leaf."""
     in_range = (indices >= 0) & (indices < rows)
     return jnp.where(in_range, indices + start, jnp.full_like(indices, -1))
 

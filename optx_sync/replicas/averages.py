@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving averages of the parameters: `variable_averages=` of synchronous replicas."""
+"""Moving averages of the parameters: `variable_averages=` of `sync_replicas`."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ Decay: TypeAlias = float | optax.Schedule
 
 
 def check_averages(variable_averages: Any) -> None:
-    """Refuse a decay outside of [0, 1]; what is traced or a schedule passes."""
+    """Refuse a decay outside of [0, 1]; traced values and schedules pass."""
     if variable_averages is None or callable(variable_averages):
         return
     if isinstance(variable_averages, jax.core.Tracer):
@@ -38,9 +38,9 @@ def start_averages(
     mask: Tree | Callable[[Tree], Tree] = None,
     dtype: DTypeLike | None = None,
 ) -> Tree:
-    """Copies of the parameters that the mask selects, sharing no buffer with them.
+    """Copies of the parameters that the mask selects; they share no buffer with them.
 
-    Without a decay there are no averages, `()`.
+    Without a decay, `()`.
     """
     if decay is None:
         return ()
@@ -69,7 +69,7 @@ def advance_averages(
     now = decay(global_step) if callable(decay) else decay
     if isinstance(now, jax.Array):
         rate = 1 - now.astype(jnp.float32)
-    else:  # In double: of 1 - float32(0.9999999) a fifth would be rounding.
+    else:  # In double precision: in float32 a fifth of 1 - 0.9999999 would be rounding.
         rate = np.asarray(1 - np.asarray(now, np.float64))
 
     def advance(average, param):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients reduced over all replicas, or over groups of them, in every step."""
+"""All-reduce the gradients of all replicas, or of groups of them, in every step."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -43,10 +43,10 @@ _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
 class CrossShardMetrics(NamedTuple):
-    """What `oxs.metrics` reads from `cross_shard`; nothing is sent.
+    """Metrics of `cross_shard`, read by `oxs.metrics`; nothing is sent.
 
-    Equal on all replicas but for the outliers, and of the last step but for the noise
-    scale, which is a ratio of moving averages. `None` without `measure=True`.
+    All but the outliers are equal on all replicas. All but the noise scale, a ratio of
+    moving averages, are those of the last step. `None` without `measure=True`.
     """
 
     noise_scale: jax.Array | None  # float32[], in examples; < 0 while |G|^2 is unknown
@@ -54,8 +54,8 @@ class CrossShardMetrics(NamedTuple):
     contribution_norm: jax.Array | None  # float32[], root of the mean square
     update_norm: jax.Array | None  # float32[], of what `inner` made of the mean
     contributors: jax.Array | None  # float32[], replicas of a weight above 0
-    # int32[], steps in which this replica's gradient lay far from the others', with a
-    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    # With a robust exchange, int32[], steps in which this replica's gradient lay far
+    # from the others' (see `optx_sync.exchange.robust`); otherwise None.
     outliers: jax.Array | None
 
 
@@ -68,7 +68,7 @@ class CrossShardState(NamedTuple):
     inner: optax.OptState  # the state of `inner`
 
     def metrics(self, params: Tree | None) -> CrossShardMetrics:
-        """What `measure=True` has measured, and how often this one was an outlier."""
+        """What `measure=True` measured, and how often this replica was an outlier."""
         del params
         if not jax.tree.leaves(self.info):
             raise ValueError(
@@ -81,21 +81,21 @@ class CrossShardState(NamedTuple):
 
 @fields.declare(exchange=fields.OF_SUMS)
 class SummedCrossShardState(CrossShardState):
-    """Of `reduction="sum"`."""
+    """The state for `reduction="sum"`."""
 
     __slots__ = ()
 
 
 @fields.declare(inner=fields.SHARED)
 class CutCrossShardState(CrossShardState):
-    """Of `shard_state=True`: what `inner` keeps lies in pieces, and belongs to all."""
+    """The state for `shard_state=True`: pieces of `inner`'s state on each replica."""
 
     __slots__ = ()
 
 
 @fields.declare(exchange=fields.OF_SUMS)
 class SummedCutCrossShardState(CutCrossShardState):
-    """Of `shard_state=True` and `reduction="sum"`."""
+    """The state for `shard_state=True` and `reduction="sum"`."""
 
     __slots__ = ()
 
@@ -113,9 +113,9 @@ def cross_shard(
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Reduce the gradients of all replicas in every step, then apply `inner`.
+    r"""All-reduce the gradients of all replicas in every step, then apply `inner`.
 
-    For the gradient g_i of replica i, with N replicas (of the group) and weights w_i:
+    With g_i the gradient of replica i, N replicas (in the group) and weights w_i:
 
     .. math::
 
@@ -125,33 +125,33 @@ def cross_shard(
 
     and the updates are those of `inner` for g.
 
-    The original is TensorFlow's `CrossShardOptimizer`. It scales the *loss* by 1/N for
-    a mean; here the gradient is scaled, so that what comes before in a chain, such as
-    clipping per replica, sees the replica's own gradient.
+    The original is TensorFlow's `CrossShardOptimizer`. For a mean it scales the *loss*
+    by 1/N. Here the gradient is scaled, so that what stands before it in a chain, such
+    as clipping per replica, sees the replica's own gradient.
 
-    As a link of a chain it is `oxs.all_reduce_grads`.
+    To put it into a chain, use `oxs.all_reduce_grads`.
 
     The extra argument `weight` of `update` (a scalar per replica, for example its
-    number of tokens) makes the mean a weighted one, over the group's weights where
-    there are groups. A replica of weight 0 leaves no trace, NaN or not; if all weights
-    are 0 the gradient is zero.
+    number of tokens) makes the mean a weighted one, within each group if there are
+    groups. A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the
+    gradient is zero.
 
-    `inner` must get the same on all replicas, or their parameters drift apart. An extra
-    argument `value`, the loss for `optax.contrib.reduce_on_plateau` or
-    `optax.polyak_sgd`, is therefore the mean over the replicas, with the gradients'
-    weights, when `inner` sees it.
+    `inner` must get the same values on all replicas, or their parameters drift apart.
+    Therefore it gets the mean over the replicas, with the gradients' weights, of the
+    extra argument `value`, the loss for `optax.contrib.reduce_on_plateau` or
+    `optax.polyak_sgd`.
 
-    Row-sparse gradients (`IndexedSlices`) travel as rows, see `reduce`. For a `None`
-    gradient `inner` gets what Optax does with `None`, and the update is zeros.
+    Row-sparse gradients (`IndexedSlices`) travel as rows, see `reduce`. A `None`
+    gradient reaches `inner` as `None`, and its update is zeros.
 
     A guard that decides by one replica's own values, such as
-    `optax.apply_if_finite(cross_shard(...))`, hangs: one replica enters the
-    collective and the others wait for it. Put it inside:
+    `optax.apply_if_finite(cross_shard(...))`, hangs: one replica enters the collective
+    and waits for those that do not. Put the guard inside:
     `cross_shard(optax.apply_if_finite(...))` sees the same gradient everywhere.
 
     With `shard_state=True` the state of `inner` takes 1/N of the memory (ZeRO-1).
-    Replica i owns piece i of every array: the gradients are added up where they are
-    owned, `inner` works on the piece, and the updates are gathered,
+    Replica i owns piece i of every array: the gradients are reduced to their owners,
+    `inner` works on the piece, and the updates are gathered,
 
     .. math::
 
@@ -160,26 +160,26 @@ def cross_shard(
         \text{piece } i \text{ of params}) \\
         \text{updates} &= \text{gather}(u)
 
-    which sends as much as the all-reduce of the gradients, and half precision leaves
-    less. Numbers and slots are those of `inner` on whole arrays, of half precision
-    ones in float32. The state is an `InPieces`: stacked, `[N, k]` for an array of N k
-    numbers. `init` where the axis is mapped gives a replica its piece; outside it gives
-    whole arrays, flat, which `oxs.replicate` and `oxs.start_workers` cut.
+    which sends as much as the all-reduce of the gradients, and less for half precision.
+    Numbers and slots are those of `inner` on whole arrays, in float32 for half
+    precision. The state is an `InPieces`: stacked, it is `[N, k]` for an array of N k
+    numbers. Where the axis is mapped, `init` gives a replica its piece; outside it
+    gives whole arrays, flat, which `oxs.replicate` and `oxs.start_workers` cut.
 
-    With `shard_state="leaves"` an `inner` that needs whole matrices, such as
-    `optax.contrib.muon`, is divided among owners. Leaves that it treats alike, of one
-    shape and dtype, are a group: K of them are stacked, and replica i works on its
-    ceil(K / N) whole ones. Leaves that it treats number by number (Adam's, in
-    `optax.contrib.muon` and `optax.partition`) lie in pieces as above. What travels is
-    the same, in one reduce-scatter and one all-gather for each dtype of all groups. The
-    last owners of a group hold padding where N does not divide K, and padding travels:
-    a matrix that is alone in its group saves neither memory nor time and sends N times
-    its bytes. Give such a one to `optax.adam`, or `inner` whole arrays.
+    With `shard_state="leaves"` whole leaves are divided among owners, for an `inner`
+    that needs whole matrices, such as `optax.contrib.muon`. Leaves of one shape and
+    dtype that `inner` treats alike are a group: its K leaves are stacked, and replica i
+    works on ceil(K / N) whole ones. Leaves that `inner` treats number by number (those
+    of Adam in `optax.contrib.muon` and `optax.partition`) lie in pieces as above. As
+    much travels, in one reduce-scatter and one all-gather for each dtype of all groups.
+    Where N does not divide K, the last owners of a group hold padding, and padding
+    travels: a matrix that is alone in its group saves neither memory nor time and sends
+    N times its bytes. Give such a matrix to `optax.adam`, or `inner` whole arrays.
 
     With `shard_state=True` the gradients may travel coded, `exchange=quantized(...)` or
-    `error_feedback(quantized(...))`: codes go up to the owners, which add up what they
-    stand for in float32, and what feedback remembers are the replica's own gradients.
-    The updates come back whole, so that all replicas apply the same.
+    `error_feedback(quantized(...))`. The owners add up the decoded gradients in
+    float32, and feedback remembers what each replica's own gradients lost. The updates
+    come back whole, so that all replicas apply the same ones.
 
     Args:
         inner: The transformation that gets the reduced gradient.
@@ -189,36 +189,40 @@ def cross_shard(
             for example `[[0, 1], [2, 3]]`; each group then trains on its own. Inside
             `jax.shard_map(check_vma=True)` the groups' parameters differ: call `init`
             there, where the axis is known, or on parameters that vary over it.
-        grads: What `update` is given. `"local"`: each replica's own gradient.
-            `"summed"`: gradients that autodiff has summed over the axis already, as
-            `jax.grad` of a replicated parameter does in
-            `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
-            `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
-            `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
-            gradient's type says that it is still to be summed over the axis; it is
-            summed here, once, after whatever loops added it up, and is the gradient of
-            the loss as written, a mean over the whole batch. Differentiate with respect
-            to `jax.reshard(params, jax.P(reduced={"data"}))`.
+            grads: What `update` is given. `"local"`: each replica's own gradient.
+                `"summed"`: gradients that autodiff has already summed over the axis, as
+                `jax.grad` of a replicated parameter does in
+                `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
+                `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
+                `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
+                gradient's type says that it is still to be summed over the axis. It is
+                summed here, once, after all loops that add it up, and is the gradient
+                of the loss as written, a mean over the whole batch. Differentiate with
+                respect to `jax.reshard(params, jax.P(reduced={"data"}))`.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-            how often a replica was an outlier. Gradients that are reduced already
-            (`grads`) take none.
-        shard_state: `True`: keep `inner`'s state in pieces, one on each replica.
-            `inner` must act on each number alone, as `optax.adam` does; what does not
-            is found out by trying it. One that needs a norm may add it up itself, over
-            `axis_name`. With `grads="unreduced"` any `inner` does: it sees whole
-            arrays that lie in pieces, cut where a dimension divides. `"leaves"`: whole
-            leaves on their owners. `inner` must act on each leaf alone, as
-            `optax.contrib.muon` does, which is tried, too.
-        reduce_extra_args: The names of extra arguments (scalars, trees of arrays) of
-            which `inner` gets the mean; `()` switches it off. Others reach `inner` as
-            they are: pass them equal on all replicas. Inside
-            `jax.shard_map(check_vma=True)` a scalar that is not is refused.
-        measure: Keep for `oxs.metrics` the gradient noise scale, how well the
-            replicas' gradients agree, their norm, that of the update, and how many
-            contributed. Their scalars travel with the gradients. Pass the number of
-            examples behind this replica's gradient as the extra argument `batch_size`
-            of `update`: a number that is the same on all replicas, or each one's own as
+                    `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)`
+                        counts how often a replica was an outlier. Not for gradients
+                        that are already reduced (`grads`).
+                shard_state: `True`: keep `inner`'s state in pieces, one on each
+                    replica. `inner` must act on each number alone, as `optax.adam`
+                    does; this is tested by a trial. An `inner` that needs a norm may
+                    sum it over `axis_name` itself. With `grads="unreduced"` any `inner`
+                    works: it sees whole arrays that lie in pieces, cut where a
+                    dimension divides. `"leaves"`: whole leaves on their owners. `inner`
+                    must act on each leaf alone, as `optax.contrib.muon` does; this is
+                    tested, too.
+            reduce_extra_args: The names of extra arguments (scalars, trees of arrays)
+                of which `inner` gets the mean; `()` switches it off. All others reach
+                `inner` as they are: pass them equal on all replicas. Inside
+                `jax.shard_map(check_vma=True)` a scalar that differs is refused.
+            measure: Keep measures for `oxs.metrics`: the gradient noise scale, how well
+                the replicas' gradients agree, their norm, that of the update, and how
+                many contributed. Their scalars travel with the gradients. Pass the
+                number of examples behind this replica's gradient as the extra argument
+                `batch_size` of `update`: a number that is the same on all replicas, or
+                each one's own as an array; 1 if left out. With groups, the measures are
+                those of the replica's own group.
             an array; 1 if left out. With groups: of one's own group.
 
     Returns:
@@ -229,12 +233,13 @@ def cross_shard(
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
             gradients.
-        ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that the
-            exchange does not take; `shard_state` with groups, with an exchange that
-            cannot be halved, or with an `inner` that needs whole arrays or trees;
-            at the call, a state of pieces for another number of replicas, a gradient
-            that has been reduced already, a weight that has no meaning, an axis that is
-            not mapped, gradients that do not match the parameters.
+            ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that
+                the exchange does not take; `shard_state` with groups, with an exchange
+                that cannot be halved, or with an `inner` that needs whole arrays or
+                trees; at the call, a state of pieces for another number of replicas, a
+                gradient that has already been reduced, a weight where it has no
+                meaning, an axis that is not mapped, gradients that do not match the
+                parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -315,29 +320,29 @@ def cross_shard(
 def all_reduce_grads(
     axis_name: AxisName, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Reduce the gradients of all replicas, as a link of an `optax.chain`.
+    """All-reduce the gradients of all replicas, as a link of an `optax.chain`.
 
-    What stands before it in the chain sees each replica's own gradient, what stands
-    after it the reduced one:
+    Links before it in the chain see each replica's own gradient, links after it the
+    reduced one:
 
         optax.chain(per_replica_clip, oxs.all_reduce_grads("data"), optax.adam(1e-3))
 
-    An optimizer in front of it is each replica's own, with moments of its own gradient,
-    and what is averaged are its steps: seldom what is meant, and nothing can tell.
+    An optimizer before it is each replica's own, with moments of its own gradient, and
+    what is averaged are its steps. That is seldom meant, and cannot be detected.
 
     A chain hands extra arguments to each of its links by itself, so the `value` of a
     link behind this one must be reduced before: `value=oxs.reduce(loss, "data")`.
 
     Args:
         axis_name: The mapped axis, or a tuple of them.
-        **options: The keywords of `cross_shard`, but `reduce_extra_args`.
+            **options: The keywords of `cross_shard`, except `reduce_extra_args`.
 
     Returns:
         The transformation; its state is empty where the exchange remembers nothing.
 
     Raises:
         TypeError: A missing or bad axis name.
-        ValueError: What `cross_shard` refuses.
+            ValueError: For the reasons of `cross_shard`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -352,7 +357,7 @@ def all_reduce_grads(
 
     def update(updates, state, params=None, **extra_args):
         reduced, state = tx.update(updates, state, params, **extra_args)
-        # The next link of the chain shall see that there is no gradient.
+        # So that the next link of the chain sees that there is no gradient.
         return jax.tree.map(
             lambda grad, mean: None if grad is None else mean,
             updates,
@@ -364,7 +369,7 @@ def all_reduce_grads(
 
 
 class _CrossShard(NamedTuple):
-    """`init` and `update` of `cross_shard`, by its checked arguments."""
+    """`init` and `update` of `cross_shard`, with checked arguments."""
 
     inner: optax.GradientTransformationExtraArgs
     axis_name: AxisName
@@ -383,7 +388,7 @@ class _CrossShard(NamedTuple):
         def own(tree):
             return varying.localize_where_mapped(tree, self.axis_name)
 
-        # The groups' states will differ, so all of it varies from the start.
+        # The groups' states will differ, so all of the state varies from the start.
         grouped = self.group_assignment is not None
         params = own(params) if grouped else params
         state = self.inner.init(params)
@@ -391,7 +396,7 @@ class _CrossShard(NamedTuple):
         return self.around(state, params)
 
     def around(self, inner, params):
-        """The state, of what `inner` keeps before its first step."""
+        """The state, around what `inner` keeps before its first step."""
         if self.state_of is None:
             return inner
 
@@ -407,7 +412,7 @@ class _CrossShard(NamedTuple):
     def update(
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
-        """The updates of `inner` for what the gradients have become, and the state."""
+        """The updates of `inner` for the reduced gradients, and the state."""
         extra_args = self.check(updates, params, weight, extra_args)
         batch_size = check_batch_size(batch_size)
         before = CrossShardState((), Info(), state) if self.state_of is None else state
@@ -424,7 +429,7 @@ class _CrossShard(NamedTuple):
         return updates, self.after(now, before, updates, inner)
 
     def after(self, now: CrossShardState, before: CrossShardState, updates, inner):
-        """The state after a step, of what the gradients have told and `inner` keeps."""
+        """The state after a step, with its measures and `inner`'s state."""
         if self.state_of is None:
             return inner
         info = now.info
@@ -435,7 +440,7 @@ class _CrossShard(NamedTuple):
         return now._replace(info=info, inner=inner)
 
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
-        """Refuse what does not fit a step; the extra arguments that `inner` gets."""
+        """Refuse arguments that do not fit; returns the extra arguments for `inner`."""
         checks.check_grads(grads, params)
         if weight is not None:
             _require_own(self.grads, "weight")
@@ -490,7 +495,7 @@ class _CrossShard(NamedTuple):
         return self.as_asked(met.mean, met.weight), state
 
     def as_asked(self, grads, count):
-        """The mean or sum that is asked for, of gradients that are one of the two."""
+        """The mean or sum, as `reduction` asks, of gradients that are one of them."""
         given = "sum" if self.grads == "summed" else "mean"
         if self.reduction == given:
             return grads
@@ -505,7 +510,7 @@ class _CrossShard(NamedTuple):
         return jax.tree.map(turn, grads, is_leaf=trees.is_slices)
 
     def square(self, tree, state: CrossShardState):
-        """The squared norm: over other axes along which gradients vary lie shards."""
+        """The squared norm, summed over the shards on other axes of the gradients."""
         return square_sum(
             tree, varying.localize(state.info.measured.update_norm, self.axis_name)
         )
@@ -531,7 +536,7 @@ class _InPieces(NamedTuple):
     def update(
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
-        """The updates, gathered from those of all pieces, and the state."""
+        """The updates, gathered from all pieces, and the state."""
         whole, axis_name = self.whole, self.whole.axis_name
         extra_args = whole.check(updates, params, weight, extra_args)
         batch_size = check_batch_size(batch_size)
@@ -561,7 +566,7 @@ class _InPieces(NamedTuple):
         if exchange.halves is not None:
             met = exchange.halves.up(grads, state.exchange, axis_name, weight=weight)
             return met.mean, state._replace(exchange=met.state)
-        scatter: Any = exchange.scatter  # which `cross_shard` has asked for
+        scatter: Any = exchange.scatter  # `cross_shard` has made sure that there is one
         pieces = scatter(grads, axis_name, weight=weight)
         if not whole.measure:
             return pieces, state
@@ -577,19 +582,19 @@ class _InPieces(NamedTuple):
 
 
 class _CutByType(NamedTuple):
-    """The same under plain `jax.jit`, where `inner` sees whole arrays that are cut."""
+    """The same under plain `jax.jit`, where `inner` sees whole arrays, sharded."""
 
     whole: _CrossShard
 
     def init(self, params):
-        """The state of `inner`, cut as the parameters would be."""
+        """The state of `inner`, sharded as the parameters would be."""
         checks.check_params(params)
         if not trees.is_placeholder(params):
             params = by_type.cut(params, self.whole.axis_name)
         return self.whole.inner.init(params)
 
     def update(self, updates, state, params=None, **extra_args):
-        """The updates, like the parameters, and the state."""
+        """The updates, sharded like the parameters, and the state."""
         axis_name = self.whole.axis_name
         extra_args = self.whole.check(updates, params, None, extra_args)
         by_type.require_unreduced(updates, axis_name)
@@ -627,7 +632,7 @@ class _InLeaves(NamedTuple):
         return fields.OwnedState(own, constants, plan.numbers())
 
     def update(self, updates, state, params=None, *, weight=None, **extra_args):
-        """The updates, gathered from those of their owners, and the state."""
+        """The updates, gathered from their owners, and the state."""
         whole, axis_name = self.whole, self.whole.axis_name
         extra_args = whole.check(updates, params, weight, extra_args)
         contract.require_dense(updates, 'shard_state="leaves"')
@@ -666,7 +671,7 @@ class _InLeaves(NamedTuple):
         return checks.fill_missing(plan.join(rest, stacks), params), after
 
     def _cut(self, tree, axis_name):
-        """This replica's pieces and whole rows of padded stacks."""
+        """This replica's pieces, and its whole rows of padded stacks."""
         if axis_name is None:
             rest, stacks = tree
             wide = [x.astype(trees.at_least_float32(x.dtype)) for x in stacks]
@@ -679,7 +684,7 @@ class _InLeaves(NamedTuple):
         return rest, [owners.padded(x, replicas) for x in stacks]
 
     def _in_rows(self, pieces, full):
-        """The flat pieces of stacks as the leaves that they hold."""
+        """The flat pieces of stacks, shaped as the leaves that they hold."""
         rest, stacks = pieces
         rows = [
             owners.reshaped(x, whole.shape[1:])
@@ -689,7 +694,7 @@ class _InLeaves(NamedTuple):
 
 
 def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) -> None:
-    """Refuse what gradients that types tell of do not go with."""
+    """Refuse options that do not work with `grads="unreduced"`."""
     if grads != "unreduced":
         return
     if reduction == "sum":
@@ -705,7 +710,7 @@ def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) ->
 
 
 def _require_own(grads: Grads, what: str) -> None:
-    """Refuse gradients that are reduced already, where `what` is asked for."""
+    """Refuse gradients that are already reduced, where `what` needs local ones."""
     if grads != "local":
         raise ValueError(
             f"{what} needs each replica's own gradient, but grads={grads!r} says that "
@@ -715,7 +720,7 @@ def _require_own(grads: Grads, what: str) -> None:
 
 
 def _check_pieces(replicas: _CrossShard, option: str, coded: bool) -> None:
-    """Refuse what a state in pieces does not go with."""
+    """Refuse options that do not work with a state in pieces."""
     if replicas.group_assignment is not None:
         raise ValueError(
             f"shard_state={option} cuts the state over all replicas of the axis and "
@@ -733,7 +738,7 @@ def _check_pieces(replicas: _CrossShard, option: str, coded: bool) -> None:
 
 
 def _check_leaves(replicas: _CrossShard) -> Callable[..., Tree]:
-    """What scatters gradients to the owners of leaves; refuse what they do not take."""
+    """The function that scatters gradients to the owners of leaves; no `measure`."""
     _check_pieces(replicas, "'leaves'", coded=False)
     if replicas.measure:
         raise ValueError(
@@ -745,7 +750,7 @@ def _check_leaves(replicas: _CrossShard) -> Callable[..., Tree]:
 
 
 def _require_floating(grads: Tree, params: Tree | None) -> None:
-    """Refuse integer parameters that have a gradient: updates get their dtype."""
+    """Refuse integer parameters that have a gradient, since updates get their dtype."""
     found = dict(trees.leaves_with_names(params))
     for path, grad in trees.leaves_with_names(grads):
         if grad is not None and not trees.is_inexact(jnp.result_type(found[path])):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole leaves per owner: `cross_shard(..., shard_state="leaves")` and `stacked`.
+"""Whole leaves per owner, for `cross_shard(..., shard_state="leaves")` and `stacked`.
 
-Leaves that `inner` treats alike, of one shape and dtype, are a group. Its K leaves are
-stacked, `[K, ...]`, and padded to N rows of J = ceil(K / N): replica i owns leaves
-i J, ..., and `inner` works on each of them whole. A leaf of which `inner` treats each
-number alone lies in pieces instead, as with `shard_state=True`.
+Leaves of one shape and dtype that `inner` treats alike are a group. Its K leaves are
+stacked, `[K, ...]`, and padded to N rows of J = ceil(K / N): replica i owns J of them,
+from leaf i J on, and `inner` works on each of them whole. A leaf that `inner` treats
+number by number lies in pieces instead, as with `shard_state=True`.
 """
 
 import math
@@ -47,11 +47,11 @@ class Plan(NamedTuple):
         return self.treedef.unflatten(rest), stacks
 
     def numbers(self) -> dict[str, jax.Array]:
-        """How many leaves each group has: int32[] each, by the group's name."""
+        """The number of leaves of each group: int32[] each, by the group's name."""
         return {group.name: jnp.int32(len(group.members)) for group in self.groups}
 
     def join(self, rest: Tree, stacks: list[jax.Array]) -> Tree:
-        """What `cut` has cut; rows of padding are left out."""
+        """The tree that `cut` has cut; rows of padding are left out."""
         leaves = self.treedef.flatten_up_to(rest)
         for group, stack in zip(self.groups, stacks, strict=True):
             for row, place in enumerate(group.members):
@@ -60,13 +60,14 @@ class Plan(NamedTuple):
 
 
 class Leaves:
-    """`inner` on whole leaves and on pieces, and the trials that say which are which.
+    """`inner` on whole leaves and on pieces, and the trials that tell which is which.
 
     Args:
         inner: The transformation.
-        axes: The mapped axes along which the owners lie, if there are any.
-        option: What asks for owners, as the user wrote it, for messages.
-        around: A chain in which something else sees all leaves, for messages.
+            axes: The mapped axes along which the owners lie, if any.
+            option: The option that asked for owners, as the user wrote it, for
+                messages.
+            around: A chain in which another link sees all leaves, for messages.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Leaves:
         self._around: str = around
 
     def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
-        """Which leaves are owned whole: what is not elementwise, or those of `names`.
+        """Which leaves are owned whole: those not elementwise, or those of `names`.
 
         Raises:
             ValueError: What `inner` does to a leaf depends on other leaves, or it
@@ -117,7 +118,7 @@ class Leaves:
         return Owned(self._split(self.inner.init(rest), rest)[0], found)
 
     def constants(self, rest: Tree) -> list[jax.Array]:
-        """Arrays in the state of pieces that are the same whatever the pieces hold."""
+        """Arrays in the state of pieces that do not depend on what the pieces hold."""
         return self._split(self.inner.init(rest), rest)[1]
 
     def update(
@@ -128,7 +129,7 @@ class Leaves:
         params: tuple[Tree, list[Any]] | None,
         extra: dict[str, Any],
     ) -> tuple[tuple[Tree, list[jax.Array]], Owned, list[jax.Array]]:
-        """The updates of pieces and of stacks, and the state: owned, and constant."""
+        """The updates of pieces and of stacks, and the state: (owned, constant)."""
         own, constants = state
         rest, stacks = (None, [None] * len(grads[1])) if params is None else params
         whole = self._merged(own.pieces, constants, grads[0])
@@ -143,7 +144,7 @@ class Leaves:
         return (new, updates), Owned(pieces, found), constants
 
     def _constant(self, rest: Tree) -> list[bool]:
-        """Of each leaf of the state of pieces, whether it is a constant array."""
+        """For each leaf of the state of pieces, whether it is a constant array."""
         sizes = (
             jax.tree.map(
                 lambda x, more=more: (
@@ -163,7 +164,7 @@ class Leaves:
         ]
 
     def _split(self, state: Tree, rest: Tree) -> tuple[Tree, list[Any]]:
-        """The state with `None` for its constant arrays, and these."""
+        """(the state with `None` for its constant arrays, these arrays)."""
         leaves, treedef = jax.tree.flatten(state)
         flags = self._constant(rest)
         kept = [None if f else x for x, f in zip(leaves, flags, strict=True)]
@@ -172,7 +173,7 @@ class Leaves:
         ]
 
     def _merged(self, state: Tree, constants: list[Any], rest: Tree) -> Tree:
-        """What `_split` has split."""
+        """The inverse of `_split`."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rest)
         treedef = jax.tree.structure(jax.eval_shape(self.inner.init, shapes))
         found, left = iter(jax.tree.leaves(state)), iter(constants)
@@ -206,14 +207,14 @@ class Leaves:
         )
 
     def _axes(self, plan: Plan, group: Group, stack: Any) -> Tree:
-        """0 for the arrays of a state, of one for each leaf; scalars are for all."""
+        """0 for the arrays of a state, one entry for each leaf; scalars are shared."""
         one = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
         tree = _only(plan.treedef, group.members[0], one)
         state = jax.eval_shape(self.inner.init, tree)
         return jax.tree.map(lambda x: 0 if x.ndim else None, state)
 
     def _program(self, treedef, shapes, place: int) -> str:
-        """What `inner` does to one leaf alone, as text: leaves that agree are alike."""
+        """What `inner` does to one leaf, as text: equal text means equal treatment."""
         own = _only(treedef, place, shapes[place])
         try:
             state = jax.eval_shape(self.inner.init, own)
@@ -228,12 +229,12 @@ class Leaves:
                 f"{self.option} needs to try inner on each leaf alone, and that "
                 f"failed: {error} Leave {self.option} out."
             ) from error
-        # Functions of JAX's own may stand in it with their addresses.
+        # The text may contain JAX functions with their addresses.
         return re.sub(r"0x[0-9a-f]+", "", str(made))
 
     def _whole(self, treedef, shapes, groups: list[Group]) -> list[Group]:
-        """The groups of which leaves must be whole; their trial."""
-        # Of each way to treat a leaf one is enough, whatever its size.
+        """The groups whose leaves must be whole, found by trial."""
+        # One leaf for each kind of treatment is enough, whatever its size.
         small = [
             jax.ShapeDtypeStruct(
                 tuple(min(2 if axis else 3, n) for axis, n in enumerate(x.shape)),
@@ -256,14 +257,14 @@ class Leaves:
         whole = [group for group in groups if not alone[kind_of[group]]]
         if not whole:
             return []
-        # Three leaves, of which one is whole for certain, and not all are alike.
+        # Up to three leaves: the first must be whole, and not all are treated alike.
         tried = [whole[0].members[0], *whole[0].members[1:2]]
         others = [g.members[0] for g in groups if g.members[0] not in tried]
         self._try(treedef, small, [*tried, *others][:3])
         return whole
 
     def _try(self, treedef, small, places: list[int]) -> None:
-        """Refuse an `inner` by which a leaf's update depends on other leaves."""
+        """Refuse an `inner` whose update of a leaf depends on other leaves."""
 
         def tree_of(some, found):
             leaves: list[Any] = [_MASKED] * len(small)
@@ -313,7 +314,7 @@ class Leaves:
 
 
 def padded(stack: Any, replicas: int) -> Any:
-    """The stack with rows of zeros, up to a multiple of the number of replicas."""
+    """The stack with zero rows added, up to a multiple of the number of replicas."""
     missing = -stack.shape[0] % replicas
     shape = stack.shape[0] + missing, *stack.shape[1:]
     if isinstance(stack, jax.ShapeDtypeStruct):
@@ -322,7 +323,7 @@ def padded(stack: Any, replicas: int) -> Any:
 
 
 def reshaped(flat: Any, shape: tuple[int, ...]) -> Any:
-    """Numbers of whole leaves as `[J, ...]`."""
+    """Flat numbers of whole leaves, as `[J, ...]`."""
     rows = flat.size // math.prod(shape), *shape
     if isinstance(flat, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(rows, flat.dtype)
@@ -337,14 +338,14 @@ def _stack(leaves: list[Any]) -> Any:
 
 
 def _only(treedef, place: int, x: Any) -> Tree:
-    """A tree that has this leaf alone; what else there is Optax takes for masked."""
+    """A tree with this leaf alone; Optax takes the others for masked."""
     leaves: list[Any] = [_MASKED] * treedef.num_leaves
     leaves[place] = x
     return treedef.unflatten(leaves)
 
 
 def _of_one(inner, treedef, place: int) -> optax.GradientTransformationExtraArgs:
-    """`inner` of one leaf, which is given as an array."""
+    """`inner` for one leaf, which is given as an array."""
 
     def init(params):
         return inner.init(_only(treedef, place, params))

@@ -29,8 +29,8 @@ class StackedState(NamedTuple):
     """State of `stacked`."""
 
     stacks: InStacks  # [K, ...] for each group, K a multiple of the number of shards
-    rest: Any  # of leaves that are treated number by number
-    constants: list[Any]  # arrays in the state of these that are the same for any
+    rest: Any  # the state of leaves that are treated number by number
+    constants: list[Any]  # arrays in that state which do not depend on the leaves
 
 
 @checks.shows_call(_CALL)
@@ -41,7 +41,7 @@ def stacked(
 
     Under plain `jax.jit` Newton-Schulz on a sharded matrix communicates in each of its
     multiplications, or the compiler gathers every matrix on every device. Here leaves
-    that `inner` treats alike, of one shape and dtype, are stacked, and the stack is
+    of one shape and dtype that `inner` treats alike are stacked, and the stack is
     resharded so that each device holds whole leaves:
 
     .. math::
@@ -51,34 +51,34 @@ def stacked(
         u_k &= \text{inner}(G_k) \quad \text{where } G_k \text{ lies} \\
         \text{updates} &= u_1, \ldots, u_K, \text{ cut as the parameters are}
 
-    which is one all-to-all in and one out for each group, and none in between. `inner`
-    computes 1/N of the matrices on each of N devices, and 1/N of its state lies there.
-    Leaves that it treats number by number, such as Adam's in `optax.contrib.muon`, stay
-    as the parameters lie. Where N does not divide K the stack is padded with zeros,
-    which travel, too: a matrix that is alone in its group saves nothing.
+    This is one all-to-all in and one out for each group, and none in between. Each of N
+    devices computes 1/N of the matrices and holds 1/N of `inner`'s state. Leaves that
+    `inner` treats number by number, such as Adam's in `optax.contrib.muon`, stay as the
+    parameters lie. Where N does not divide K the stack is padded with zeros, which
+    travel, too: a matrix that is alone in its group saves nothing.
 
-    An axis in `spec` over which parameters are replicated, as in
-    `jax.P(("data", "fsdp"))`, divides the work further, and adds an all-gather of the
-    updates over it. `cross_shard(..., shard_state="leaves")` is the same with a mapped
-    axis, where gradients are still to be reduced.
+    An axis in `spec` over which parameters are replicated, as in `jax.P(("data",
+    "fsdp"))`, divides the work further, and adds an all-gather of the updates over it.
+    `cross_shard(..., shard_state="leaves")` is the same for a mapped axis, where
+    gradients are still to be reduced.
 
     Args:
-        inner: The transformation. It must act on each leaf alone, as
-            `optax.contrib.muon` does, which is tried at `init`.
-        spec: How the stacks lie: `jax.P("fsdp")`, or with a tuple of axes, along their
-            first dimension alone. A `NamedSharding` brings its mesh; otherwise `init`
-            and `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
+            inner: The transformation. It must act on each leaf alone, as
+                `optax.contrib.muon` does; `init` tests this by a trial.
+            spec: How the stacks lie along their first dimension: `jax.P("fsdp")`, or a
+                tuple of axes. A `NamedSharding` brings its mesh; otherwise `init` and
+                `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
 
     Returns:
-        A transformation for `jax.jit` whose state is a `StackedState`. It holds stacks
-        for one number of devices: to go on with another, cut each stack to its K rows
-        and pad it with zeros to a multiple of that number.
+            A transformation for `jax.jit` with a `StackedState`. Its stacks fit one
+                number of devices: to go on with another, cut each stack to its K rows
+                and pad it with zeros to a multiple of the new number.
 
     Raises:
         TypeError: `inner` is no transformation, `spec` is neither of the two.
-        ValueError: `spec` names no axis, or other dimensions than the first; no mesh,
-            or one without these axes; an `inner` by which the update of a leaf depends
-            on other leaves; a state for another number of devices.
+            ValueError: `spec` names no axis, or other dimensions than the first; no
+                mesh, or one without these axes; an `inner` whose update of a leaf
+                depends on other leaves; a state for another number of devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -103,13 +103,13 @@ def stacked(
 
 
 class _Places(NamedTuple):
-    """Where stacks lie: along the first dimension over these axes."""
+    """Where stacks lie: cut along the first dimension over these axes."""
 
     names: tuple[str, ...]
     spec: PartitionSpec | NamedSharding
 
     def mesh(self) -> Mesh:
-        """The mesh of `spec`, or the one that is set."""
+        """The mesh of `spec`, or the current one."""
         mesh: Any = jax.sharding.get_abstract_mesh()
         if isinstance(self.spec, NamedSharding):
             mesh = self.spec.mesh
@@ -123,40 +123,40 @@ class _Places(NamedTuple):
         return mesh
 
     def sizes(self) -> list[int]:
-        """How many devices lie along each of the axes."""
+        """The number of devices along each of the axes."""
         shape = dict(self.mesh().shape)
         return [shape[name] for name in self.names]
 
     def devices(self) -> int:
-        """How many hold a piece of a stack."""
+        """The number of devices that hold a piece of a stack."""
         return math.prod(self.sizes())
 
     def laid(self, stack: Any) -> Any:
-        """A padded stack `[K, ...]` as `spec` says."""
+        """A padded stack `[K, ...]`, placed as `spec` says."""
         if isinstance(stack, jax.ShapeDtypeStruct):
             return stack
         return self._put(stack, PartitionSpec(self.names))
 
     def give(self, stack: Any) -> Any:
-        """A stack `[K, ...]` of leaves, padded: whole leaves to each device."""
+        """A padded stack `[K, ...]`, resharded to whole leaves on each device."""
         stack = owners.padded(stack, self.devices())
         if isinstance(stack, jax.ShapeDtypeStruct):
             return stack
-        # One axis after the other: of both at once the compiler gathers the stack.
+        # One axis after the other: for both at once the compiler gathers the stack.
         grid = stack.reshape(*self.sizes(), -1, *stack.shape[1:])
         for spec in self._ways(stack):
             grid = self._put(grid, spec)
         return self.laid(grid.reshape(stack.shape))
 
     def take(self, updates: jax.Array, like: jax.Array) -> jax.Array:
-        """The rows of `like` `[K, ...]`, cut as that is."""
+        """The rows of `like` `[K, ...]`, sharded as it is."""
         grid = updates.reshape(*self.sizes(), -1, *like.shape[1:])
         for spec in reversed(self._ways(like)):
             grid = self._put(grid, spec)
         return grid.reshape(-1, *like.shape[1:])[: like.shape[0]]
 
     def _ways(self, stack: jax.Array) -> list[PartitionSpec]:
-        """How `[*sizes, K / N, ...]` lies: as leaves do, cut by one axis more each."""
+        """How `[*sizes, K / N, ...]` lies: as leaves do, then cut by one axis more."""
         rest: list[Any] = [PartitionSpec.UNCONSTRAINED] * (stack.ndim - 1)
         if self._is_explicit():
             own = list(jax.typeof(stack).sharding.spec)[1:]
@@ -192,7 +192,7 @@ class _Stacked(NamedTuple):
     places: _Places
 
     def init(self, params):
-        """The state of stacks, and of what lies as the parameters do."""
+        """The state of the stacks, and of what lies as the parameters do."""
         checks.check_params(params)
         if trees.is_placeholder(params):
             shapes: Any = trees.shapes_of(params)
@@ -205,7 +205,7 @@ class _Stacked(NamedTuple):
         return self._state(own, self.leaves.constants(rest))
 
     def update(self, updates, state, params=None, **extra_args):
-        """The updates, cut as the parameters are, and the state."""
+        """The updates, sharded like the parameters, and the state."""
         checks.check_grads(updates, params)
         contract.require_dense(updates, _OPTION)
         like = updates if params is None else params
@@ -231,7 +231,7 @@ class _Stacked(NamedTuple):
         return new, self._state(own, constants)
 
     def _state(self, own: Owned, constants: list[Any]) -> Tree:
-        """The state, its stacks where they belong."""
+        """The state, with its stacks placed."""
         laid = self.places.laid
         stacks = jax.tree.map(lambda x: laid(x) if x.ndim else x, own.leaves)
         return StackedState(InStacks(stacks, self.places.names), own.pieces, constants)
@@ -253,7 +253,7 @@ class _Stacked(NamedTuple):
 
 
 def _check_spec(spec: object) -> tuple[str, ...]:
-    """The axes of a spec that cuts the first dimension alone."""
+    """The axes of a spec that cuts the first dimension only."""
     parts = spec.spec if isinstance(spec, NamedSharding) else spec
     if not isinstance(parts, PartitionSpec):
         raise TypeError(
@@ -273,7 +273,7 @@ def _check_spec(spec: object) -> tuple[str, ...]:
 
 
 def _without(part: Any, taken: set[str]) -> Any:
-    """How a dimension is cut where these axes cut another one."""
+    """How a dimension is cut once these axes cut another one."""
     if part is None or part is PartitionSpec.UNCONSTRAINED:
         return part
     names = (part,) if isinstance(part, str) else part

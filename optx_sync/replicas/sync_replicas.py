@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the mean of the first R fresh gradients: `sync_replicas`."""
+"""`sync_replicas`: backup replicas, the mean of the first R fresh gradients."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -55,15 +55,15 @@ from optx_sync.step import direct_transformation
 from optx_sync.trees import Tree
 
 Record = TypeVar("Record", "Outcomes", "Gathered")
-# A flag of the last gradient, or a number of all.
+# Flags for the last gradient, or counts of all gradients.
 Outcome: TypeAlias = Bool[Array, ""] | Int32[Array, ""]
 
 
 class Outcomes(NamedTuple):
-    """What may become of a replica's gradient; one of them does.
+    """What may become of a replica's gradient; exactly one of them does.
 
-    Where several reasons apply to one that is not used, not_contributed counts before
-    stale, stale before nonfinite, and nonfinite before no_token.
+    If several reasons keep a gradient from being used, the first of not_contributed,
+    stale, nonfinite and no_token counts.
     """
 
     used: Outcome  # accumulated
@@ -74,9 +74,9 @@ class Outcomes(NamedTuple):
 
 
 class SyncReplicasMetrics(NamedTuple):
-    """What `oxs.metrics` reads: what became of a replica's own gradients.
+    """Metrics of `sync_replicas`: what became of a replica's own gradients.
 
-    At most one of the flags holds for the last gradient; before the first one none.
+    At most one of the flags, for the last gradient, holds; before the first none.
     """
 
     used: Bool[Array, ""]  # it was accumulated
@@ -91,16 +91,17 @@ class SyncReplicasMetrics(NamedTuple):
     contribution_norm: Float[Array, ""] | None = None  # the root mean square
     update_norm: Float[Array, ""] | None = None  # of what `inner` made of the mean
     contributors: Float[Array, ""] | None = None  # gradients in the mean
-    # int32[], updates in which what it had accumulated lay far from the others', with a
-    # robust exchange (see `optx_sync.exchange.robust`); otherwise None.
+    # With a robust exchange, int32[], updates in which what this replica had
+    # accumulated lay far from the others' (see `optx_sync.exchange.robust`); otherwise
+    # None.
     outliers: jax.Array | None = None
 
 
 class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
-    With w the weight of a gradient, |g| its norm, b the examples behind it; named as
-    `optx_sync.metrics.to_sum` names them.
+    With w the weight of a gradient, |g| its norm, b the number of examples behind it.
+    The names are those of `optx_sync.metrics.to_sum`.
     """
 
     squares: Float[Array, ""]  # w |g|^2
@@ -126,16 +127,17 @@ class SyncReplicasState(NamedTuple):
 
     global_step: Int32[Array, ""]  # updates
     accumulated: Int32[Array, ""]  # gradients since the last one, of all replicas
-    # float32[], or float64[] where a sum is: the sum of the weights of these. All kept
-    # weights are multiples of `weight_unit`, the largest of the first ones ever; 0
-    # before. So weights that are all equal are 1, and half precision sums stay small.
+    # float32[], or float64[] where a sum is: the sum of the weights of these gradients.
+    # All kept weights are in units of `weight_unit`, the largest weight of the first
+    # gradients ever; 0 before them. So equal weights are 1, and half precision sums
+    # stay small.
     total_weight: jax.Array
     weight_unit: jax.Array
     accumulator: Accumulator  # of this replica
     exchange: Tree  # what the exchange remembers, or ()
-    # The weights of its own gradients since the last update, () with a linear exchange
+    # The weights of its own gradients since the last update; () with a linear exchange
     contributed: Tree
-    info: Info  # with `Outcomes` and `Gathered`, of this replica
+    info: Info  # with this replica's `Outcomes` and `Gathered`
     inner: optax.OptState
     averages: Tree  # like the parameters, MaskedNode where there is none, or ()
 
@@ -152,7 +154,7 @@ class SyncReplicasState(NamedTuple):
         )
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
-        """What another number of replicas costs in the middle of an update."""
+        """What a change of the number of replicas loses in the middle of an update."""
         del fewer
         waiting = int(jnp.ravel(self.accumulated)[0])
         return [f"{waiting} gradient(s) accumulated for the next update"][: waiting > 0]
@@ -191,7 +193,7 @@ def sync_replicas(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply `inner` to the mean of gradients once enough of them have come in.
 
-    With R = `replicas_to_aggregate`, N replicas on the axis, and the set A of gradients
+    With R = `replicas_to_aggregate`, N replicas on the axis, and A the set of gradients
     g_i, of weight w_i (1 if left out), accumulated since the last update:
 
         |A| >= R:  updates = inner(sum w_i g_i / sum w_i);  A = {};  global_step += 1
@@ -199,35 +201,36 @@ def sync_replicas(
 
     A gradient is accumulated if its replica `contributes`, if it is fresh
     (`gradient_step >= global_step`), if it is finite (with `drop_nonfinite`), and if a
-    token is left. N > R makes the others backup replicas: an update needs R of them,
-    and takes what came in with these. N < R lets each replica run several batches.
+    token is left. With N > R the other N - R are backup replicas: an update needs R
+    gradients, and takes what came in with these. With N < R each replica runs several
+    batches.
 
     An update has exactly max(N, R) tokens, and only an accumulated gradient uses one.
-    Where more gradients come in than tokens are left, the replicas with the numbers
-    s, s + 1, ... (modulo N), s = `global_step` modulo N, are served first. Every update
+    Where more gradients come in than tokens are left, the replicas with the numbers s,
+    s + 1, ... (modulo N), s = `global_step` modulo N, are served first. Every update
     starts with another replica, so that over N updates none is preferred.
 
-    The original is TensorFlow's `SyncReplicasOptimizer`, whose workers do not march in
-    step: there tokens wait in a queue, and late workers waste some of them. That
-    machine is `oxs.simulate.sync_replicas`. As there, a row of a row-sparse gradient is
-    divided by the number of gradients that contained the row, not by |A|. (The original
-    merges rows correctly only if each gradient's are sorted and unique. Here equal rows
-    are summed first.)
+    The original is TensorFlow's `SyncReplicasOptimizer`, whose workers do not run in
+    lockstep: there tokens wait in a queue, and late workers waste some of them.
+    `oxs.simulate.sync_replicas` simulates that. As there, a row of a row-sparse
+    gradient is divided by the number of gradients that contained the row, not by |A|.
+    (The original merges rows correctly only if each gradient's are sorted and unique;
+    here equal rows are summed first.)
 
     `update` takes more arguments. Three are scalars that may differ between replicas:
 
     * `contributes` (bool): `False` leaves this replica's gradient out, whatever it
       holds. Default: `True`.
     * `weight` (a number that is not negative, or a bool): the weight of this gradient
-      in the mean, its number of tokens, say. A gradient of weight 0 leaves no trace and
-      is not counted, as with `contributes=False`; every other one counts as one of the
-      R. A row of a row-sparse gradient is divided by the weights of those gradients
-      that contained it. Where all weights are and stay the same the result is to the
-      bit that without weights.
+      in the mean, such as its number of tokens. A gradient of weight 0 leaves no trace
+      and is not counted, as with `contributes=False`; every other one counts as one of
+      the R. A row of a row-sparse gradient is divided by the weights of the gradients
+      that contained it. With weights that are all equal, and stay so, the result is to
+      the bit the same as without.
     * `gradient_step` (int): the `global_step` at which the gradient was computed.
       Default: the current one.
 
-    One says when, and is equal on all of them:
+    One says when to update, and is equal on all replicas:
 
     * `meet` (bool): in place of the counter, whether the update is made in this step,
       of what has been accumulated so far, fewer gradients than R or more. A bool of
@@ -241,18 +244,18 @@ def sync_replicas(
 
     With `variable_averages` it computes `params + updates`, so it stands last in a
     chain, `update` needs `params`, and `oxs.averaged_params(state, params)` reads the
-    averages: e = e - (1 - decay) (e - params), after each update.
+    averages: after each update e = e - (1 - decay) (e - params).
 
     Row-sparse gradients (`IndexedSlices` of k rows) are accumulated in a dense array,
-    which is what travels, with the sum of the weights per row. `inner` gets row-sparse
-    means of min(rows, max(N, R) k) rows. An average moves the whole table. For a `None`
-    gradient `inner` gets what Optax does with `None`, and the update is zeros.
+    which travels with the sum of the weights per row. `inner` gets row-sparse means of
+    min(rows, max(N, R) k) rows. An average moves the whole table. A `None` gradient
+    reaches `inner` as `None`, and its update is zeros.
 
-    The state holds what is each replica's own: start with
+    Each replica has fields of its own in the state. So start with
     `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))`, or call `init`
     where the axis is mapped. Where the parameters are not stacked but replicated (`P()`
-    in `jax.shard_map`), pass `replicated=True` to `state_axes` and `state_specs`:
-    `inner` is then replicated too.
+    in `jax.shard_map`), pass `replicated=True` to `state_axes` and `state_specs`: then
+    `inner` is replicated too.
 
     Args:
         inner: The transformation that gets the mean gradient.
@@ -265,28 +268,29 @@ def sync_replicas(
             `lambda step: jnp.minimum(decay, (1 + step) / (10 + step))`.
         variables_to_average: Which parameters to average, a tree of bools or a function
             of the parameters that returns one, as in `optax.masked`. `None`: all.
-        drop_nonfinite: Leave out a gradient with a NaN or infinity anywhere, all leaves
-            of it. If none is left nothing changes. (Where a replica is itself sharded
-            by hand, over another axis of `jax.shard_map`, a device sees a part of the
-            gradient only: agree on `contributes` over that axis instead.)
-        accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
-            precision parameters, else their own.
-        reduce_extra_args: The names of extra arguments of which `inner` gets the mean
-            over the replicas whose gradients this step used, by their weights, as for
-            `cross_shard`.
-        exchange: How the replicas' sums become one; `None`: an all-reduce. The weights
-            of rows are summed exactly whatever it is, and row-sparse gradients need
-            `oxs.exchange.all_reduce`. A robust one gets from each replica of which
-            gradients were accumulated the mean of these, one vote each however many
-            (`clipped`: by their weights, 1 each if left out), and `oxs.metrics(state)`
-            counts how often a replica was an outlier. One that counts all replicas
-            alike takes a bool for a weight.
-        grads: `"local"`: each replica's own gradient. `"unreduced"`: for plain
-            `jax.jit` on a mesh of Explicit axes, as for `cross_shard`. A step's
-            gradient, of the loss as written, counts as those of all N replicas; sums
-            are kept as types that are not reduced, so steps that accumulate send
-            nothing. R is N at most or a multiple of it, and what asks for a replica's
-            own gradient is refused.
+            drop_nonfinite: Leave out a gradient, all its leaves, if there is a NaN or
+                infinity in any. If none is left nothing changes. (Where a replica is
+                itself sharded by hand, over another axis of `jax.shard_map`, a device
+                sees only a part of the gradient: agree on `contributes` over that axis
+                instead.)
+            accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
+                precision parameters, else their own.
+            reduce_extra_args: The names of extra arguments of which `inner` gets the
+                weighted mean over the replicas whose gradients this step used, as for
+                `cross_shard`.
+            exchange: How the replicas' sums become one; `None`: an all-reduce. The
+                weights of rows are always summed exactly, and row-sparse gradients need
+                `oxs.exchange.all_reduce`. A robust exchange gets from each replica the
+                mean of its accumulated gradients: one vote, however many they are
+                (`clipped`: by their weights, 1 each if left out), and
+                `oxs.metrics(state)` counts how often a replica was an outlier. An
+                exchange that counts all replicas alike takes only a bool as weight.
+            grads: `"local"`: each replica's own gradient. `"unreduced"`: for plain
+                `jax.jit` on a mesh of Explicit axes, as for `cross_shard`. A step's
+                gradient, of the loss as written, counts as N gradients, one of each
+                replica. Sums keep unreduced types, so steps that only accumulate send
+                nothing. R must be at most N or a multiple of it, and options that need
+                a replica's own gradient are refused.
         measure: As for `cross_shard`, of the gradients of each update, with the extra
             argument `batch_size`. Four scalars travel with each update. Dense gradients
             only.
@@ -298,11 +302,11 @@ def sync_replicas(
     Raises:
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
-        ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages; at the call, no variables, an axis
-            that is not mapped or whose size is not `total_num_replicas`, gradients that
-            autodiff has summed already or that do not match the parameters, missing
-            `params`, a weight that has no meaning or is negative.
+            ValueError: A number below 1, a decay outside of [0, 1], a mask without
+                averages; at the call, no variables, an axis that is not mapped or whose
+                size is not `total_num_replicas`, gradients that autodiff has already
+                summed or that do not match the parameters, missing `params`, a weight
+                that is negative or has no meaning.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -361,16 +365,16 @@ def sync_replicas(
 class _Step(NamedTuple):
     """What is known of a step once its gradients have been accumulated."""
 
-    grads: Tree  # this replica's, equal rows added up
+    grads: Tree  # this replica's, with equal rows summed
     params: Tree
-    tokens: int  # the gradients that an update can have
+    tokens: int  # the number of gradients that an update can have
     weight: Float[Array, ""]  # of this replica's gradient, 0 where it is not used
     due: Bool[Array, ""] | bool  # whether the update is made in this step
     extra_args: dict[str, Any]
 
 
 class _SyncReplicas(NamedTuple):
-    """`init`, `update` and `apply` of `sync_replicas`, by its checked arguments."""
+    """`init`, `update` and `apply` of `sync_replicas`, with checked arguments."""
 
     inner: optax.GradientTransformationExtraArgs
     axis_name: AxisName
@@ -392,7 +396,7 @@ class _SyncReplicas(NamedTuple):
         weights = accumulator.row_weights.dtype
 
         def own(tree: Tree) -> Tree:
-            # What is a replica's own varies over the axis from the start.
+            # A replica's own fields vary over the axis from the start.
             return varying.localize_where_mapped(tree, self.axis_name)
 
         return SyncReplicasState(
@@ -409,7 +413,7 @@ class _SyncReplicas(NamedTuple):
         )
 
     def start_info(self, params: Tree) -> Info:
-        """What is told before the first step."""
+        """The measures before the first step."""
         info = Info(
             outliers=contract.start_outliers(self.exchange),
             outcome=jnp.full((), -1, jnp.int32),
@@ -444,7 +448,7 @@ class _SyncReplicas(NamedTuple):
         def wait(_, params, state):
             return params, state
 
-        # The parameters are an operand so that XLA hands them on in place.
+        # The parameters are an operand so that XLA can pass them on in place.
         return _either(step.due, move, wait, params, state)
 
     def accept(
@@ -460,7 +464,7 @@ class _SyncReplicas(NamedTuple):
         batch_size=None,
         **extra_args,
     ) -> tuple[_Step, SyncReplicasState]:
-        """(what is known of the step, the state with this step's gradients in it)."""
+        """(what is known of the step, the state with this step's gradients added)."""
         self.check(grads, state, params, weight)
         batch_size = check_batch_size(batch_size)
         grads = unique_rows(grads)
@@ -485,7 +489,7 @@ class _SyncReplicas(NamedTuple):
         accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
         due = accumulated >= self.required if meet is None else meet
         if meet is not None and meet is not False:
-            # Of no gradients there is no mean.
+            # The mean of no gradients does not exist.
             sure = all_count and not self.drop_nonfinite
             due = meet if sure else jnp.logical_and(meet, accumulated > 0)
         outcome = _outcome(used, fresh, finite, contributes)
@@ -540,7 +544,7 @@ class _SyncReplicas(NamedTuple):
 
         def in_units(weights):
             unit = or_one(weight_unit)
-            # Not every device divides a number by itself to 1.
+            # Not every device divides a number by itself to exactly 1.
             return jnp.where(weights == unit, 1, weights / unit)
 
         own = in_units(weight)
@@ -564,7 +568,7 @@ class _SyncReplicas(NamedTuple):
         return state
 
     def square(self, tree, state: SyncReplicasState) -> jax.Array:
-        """The squared norm: over other axes along which gradients vary lie shards."""
+        """The squared norm, summed over the shards on other axes of the gradients."""
         like = varying.localize(state.info.measured.update_norm, self.axis_name)
         return square_sum(tree, like)
 
@@ -602,7 +606,7 @@ class _SyncReplicas(NamedTuple):
         return moved, params, state
 
     def extra_args_of(self, step: _Step) -> dict[str, Any]:
-        """What `inner` gets: means of what differs between replicas."""
+        """The extra arguments for `inner`: means where replicas may differ."""
         return mean_extra_args(
             step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
         )
@@ -617,7 +621,7 @@ class _SyncReplicas(NamedTuple):
         sums, rows = sums_of(state.accumulator, step.grads)
         weight = votes = also = None
         if not exchange.linear:
-            # A replica has one vote: the mean of its own gradients.
+            # Each replica has one vote: the mean of its own gradients.
             some, votes = or_one(state.contributed), state.contributed > 0
             sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
             weight = state.contributed if exchange.takes_weights else votes
@@ -629,7 +633,7 @@ class _SyncReplicas(NamedTuple):
         )
         count = jnp.ones((), jnp.int32)
         if exchange.linear:
-            # What has been added up is the mean times the number of replicas.
+            # The sum is the mean times the number of replicas.
             replicas = jnp.asarray(met.weight, state.total_weight.dtype)
             count = state.total_weight / replicas
             rows = reduce(rows, axis_name, reduction="sum")
@@ -640,17 +644,17 @@ class _SyncReplicas(NamedTuple):
 
 
 class _ByType(_SyncReplicas):
-    """The same of gradients whose types say that they are still to be summed."""
+    """The same for gradients whose types say that they are still to be summed."""
 
     def init(self, params: Tree) -> SyncReplicasState:
-        """The state before the first step: sums with such types, too."""
+        """The state before the first step, whose sums have such types, too."""
         state = super().init(params)
         if trees.is_placeholder(params):
             return state
         return state._replace(accumulator=self.typed(state.accumulator))
 
     def typed(self, accumulator: Accumulator) -> Accumulator:
-        """Sums that are zero, with the types of such as are still to be summed."""
+        """Zero sums, with unreduced types where the gradients have them."""
         return accumulator._replace(
             sums=by_type.unreduced(accumulator.sums, self.axis_name)
         )
@@ -702,15 +706,15 @@ class _ByType(_SyncReplicas):
         return _Step(grads, params, tokens, weight, due, extra_args), state
 
     def extra_args_of(self, step: _Step) -> dict[str, Any]:
-        """As they are: no replica is seen alone."""
+        """The extra arguments as they are: no replica is seen alone."""
         return step.extra_args
 
     def cleared(self, state: SyncReplicasState, mean: Tree) -> Accumulator:
-        """Nothing; what is of no gradient stays nothing."""
+        """Zero sums; `None` where there is no gradient."""
         return self.typed(jax.tree.map(jnp.zeros_like, state.accumulator))
 
     def agree(self, step: _Step, state: SyncReplicasState):
-        """(the mean of the steps' gradients, nothing for measures, the state)."""
+        """(the mean of the steps' gradients, no sums for measures, the state)."""
         sums, _ = sums_of(state.accumulator, step.grads)
         total = by_type.summed(sums, self.axis_name)
         steps = state.accumulated // by_type.size(step.grads, self.axis_name)
@@ -718,7 +722,7 @@ class _ByType(_SyncReplicas):
 
 
 def _refuse_own(asked: dict[str, Any]) -> None:
-    """Refuse what needs each replica's own gradient where there is none."""
+    """Refuse options that need each replica's own gradient where there is none."""
     for name, value in asked.items():
         if value is not None and value is not False:
             raise ValueError(
@@ -731,7 +735,7 @@ def _refuse_own(asked: dict[str, Any]) -> None:
 def check_replicas(
     replicas_to_aggregate: object, total_num_replicas: object
 ) -> tuple[int, int | None]:
-    """Both numbers as ints; refuse what is not an integer of 1 or more."""
+    """Both numbers as ints; refuse anything but integers of 1 or more."""
     required = checks.integer(
         "replicas_to_aggregate",
         replicas_to_aggregate,
@@ -745,7 +749,7 @@ def check_replicas(
 
 
 def check_variables(tree: Tree) -> None:
-    """Refuse a tree of parameters or gradients that has no leaf at all."""
+    """Refuse a tree of parameters or gradients without leaves."""
     if not jax.tree.leaves(tree) and not trees.is_placeholder(tree):
         raise ValueError(
             f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
@@ -759,10 +763,10 @@ def _either(
     wait: Callable[..., tuple[Tree, Tree]],
     *before: Tree,
 ) -> tuple[Tree, Tree]:
-    """(result, state) of `move(*before)` where due, else of `wait(shapes, *before)`.
+    """(result, state) of `move(*before)` if due, else of `wait(shapes, *before)`.
 
-    `before` ends with the state; `shapes` are those of the result of `move`. No
-    conditional where `due` is known.
+    `before` ends with the state; `shapes` are the shapes of `move`'s result. If `due`
+    is a Python bool there is no conditional.
     """
     types = jax.eval_shape(move, *before)
     shapes = types[0]
@@ -780,12 +784,12 @@ def _either(
 
 
 def _zeros(kind: type[Record], dtype: DTypeLike) -> Record:
-    """A NamedTuple of zeros, an array for each: a buffer can be donated once."""
+    """A NamedTuple of zeros, each its own array: a buffer can be donated only once."""
     return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
 
 
 def _outcome(used, fresh, finite, contributes):
-    """int32[], the place in `Outcomes` of what becomes of a gradient."""
+    """int32[], the field of `Outcomes` that is the gradient's."""
     place = Outcomes._fields.index
     outcome = jnp.int32(place("no_token"))
     for name, applies in (
@@ -799,9 +803,9 @@ def _outcome(used, fresh, finite, contributes):
 
 
 def _hand_out(candidate, weight, tokens, global_step, axis_name):
-    """Whether this replica's gradient gets a token, and the weights [N] of all that do.
+    """(whether this replica's gradient gets a token, the weights [N] of all that do).
 
-    Of the others the weight is 0.
+    The weights of the others are 0.
     """
     replicas = collectives.axis_size(axis_name)
     numbers = jnp.arange(replicas, dtype=jnp.int32)
@@ -809,7 +813,7 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
     sent = jnp.where(mine & candidate, weight, jnp.zeros_like(weight))
     everyone = reduce(sent, axis_name, reduction="sum")
     flags = (everyone != 0).astype(jnp.int32)
-    # Another replica is the first one in each update; those before it are the last.
+    # Each update starts with the next replica; those before it come last.
     last = numbers < global_step % replicas
     before = jnp.sum(flags, where=last, dtype=jnp.int32)
     ahead = jnp.where(last, jnp.sum(flags, dtype=jnp.int32), 0) - before
@@ -820,7 +824,7 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
 
 
 def _no_updates(shapes):
-    """Updates that leave parameters as they are, bit for bit."""
+    """Updates that leave the parameters as they are, bit for bit."""
 
     def none(leaf):
         if isinstance(leaf, IndexedSlices):
@@ -829,7 +833,7 @@ def _no_updates(shapes):
             return IndexedSlices(nowhere, values).sum_duplicates()
         # Minus zero, because 0.0 would turn a parameter of -0.0 into 0.0.
         zeros = jnp.full(leaf.shape, -0.0, leaf.dtype)
-        # Where types say how parameters are sharded, both branches must say so.
+        # Where types carry shardings, both branches must have the same.
         lies = leaf.sharding and leaf.sharding.spec
         return jax.reshard(zeros, lies) if lies and any(lies.partitions) else zeros
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds: when what workers contribute is summed, and when it lands."""
+"""Rounds: when the workers' contributions are summed, and when they land."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round at once: workers contribute, agree and take in one step."""
+"""A round without delay: workers contribute, agree and take in one step."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from optx_sync.trees import Tree
 
 
 class AtOnce(NamedTuple):
-    """Every phase of a round in the step in which it is due."""
+    """All phases of a round happen in the step in which it is due."""
 
     meeting: Phases
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in line: in every step one part sets out, and the one before it lands.
+"""Rounds in every step: one part sets out while the part of the step before lands.
 
-The sum of what set out a step before stands in no conditional and depends on the state
-alone, so that the compiler may hide it behind the step.
+The sum of what set out a step before stands outside of all conditionals and depends on
+the state alone, so that the compiler may overlap it with the step.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from optx_sync.trees import Tree, row_of, where, with_row
 
 
 class InLine(NamedTuple):
-    """An exchange in every step, of what set out in the step before."""
+    """An exchange in every step, of what set out in the step before it."""
 
     meeting: Meeting
 
@@ -48,7 +48,7 @@ class InLine(NamedTuple):
         return now._replace(exchange=remembered)
 
     def _sum(self, now: Now, step: Step, lands: jax.Array) -> tuple[Now, Pending, Tree]:
-        """(now, the sum of what is pending, what the exchange remembers of all)."""
+        """(now, the sum of what is pending, what the exchange remembers)."""
         parts, memory, last = step.parts, now.exchange, step.part(ago=1)
         if parts.number > 1:
             memory = row_of(memory, last)
@@ -56,7 +56,7 @@ class InLine(NamedTuple):
         before = now._replace(
             exchange=memory, weight=weight if self.meeting.drop_nonfinite else None
         )
-        # Other weights may have been given a step before than are given now.
+        # The weights belong to the step before: this step's say nothing about them.
         alike = not self.meeting.drop_nonfinite
         with shards.beside(values, now.center.value):
             after, total, pushed = self.meeting.agree(

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A center in pieces: each worker holds 1/N of it, and of the outer state.
+"""A sharded center: each worker holds 1/N of the center and of the outer state.
 
-What the workers have is added up where it is owned, the owner makes the step of the
-center on its piece, and all workers gather the new center. With x_i the parameters of
-worker i, c_j the piece of the center that worker j owns and x_ij the piece of x_i:
+The workers' arrays are reduced to their owners (reduce-scatter), each owner steps its
+piece of the center, and all workers gather the new center. With x_i the parameters of
+worker i, c_j the piece of the center that worker j owns and x_ij piece j of x_i:
 
     r_j = sum_i x_ij / N      c_j <- outer(c_j, contribution of r_j)      x_i <- all c_j
 
-Between rounds nobody holds the whole center, so what travels is the parameters, and not
-how far they are from it: a rule whose contribution is affine in them gives the same
-mean. The two halves send what an all-reduce sends. Who measures gathers the center
-before the round, too.
+Between rounds nobody holds the whole center, so workers send their parameters and not
+their distance from it. Where a rule's contribution is affine in the parameters, the
+mean is the same. The two halves send as much as an all-reduce. With `measure` the
+center is gathered before the round, too.
 
-With codes all workers keep s, the center as they have decoded it, and C codes numbers:
+With codes all workers keep s, the center as they have decoded it. With C the code:
 
     up      m_j = mean of C(contribution_ij to s)        c_j <- outer(c_j, m_j)
     down    d_j = C(c_j - s_j)                           s <- s + all d_j
 
-What coding loses on the way down is in the next gap c_j - s_j, and is sent with it.
+What coding loses on the way down stays in the next gap c_j - s_j and is sent with it.
 """
 
 from typing import Any, NamedTuple
@@ -55,13 +55,13 @@ _OPTION = "shard_center=True"
 
 
 class Pieces(NamedTuple):
-    """The phases of a round whose center lies in pieces; `pieces` makes one."""
+    """The phases of a round of a sharded center; `pieces` makes one."""
 
     meeting: Meeting
     period: Period
-    delay: int  # steps from a sum to where it lands
+    delay: int  # steps from a sum until it lands
     read: Reads
-    elementwise: Elementwise | None  # what asks it of the outer optimizer
+    elementwise: Elementwise | None  # the check of the outer optimizer
 
     @property
     def drop_nonfinite(self) -> bool:
@@ -70,27 +70,27 @@ class Pieces(NamedTuple):
 
     @property
     def coded(self) -> bool:
-        """Whether the center comes back coded, and workers keep what they decoded."""
+        """Whether the center comes back coded, and workers keep the decoded center."""
         return self.meeting.exchange.halves is not None
 
     @property
     def blind(self) -> bool:
-        """Whether workers contribute without the center, which nobody holds."""
+        """Whether workers contribute without the center, which none of them holds."""
         return not (self.coded or self.meeting.measure)
 
     @property
     def alone(self) -> bool:
-        """Whether a contribution is the worker's alone, and so travels itself."""
+        """Whether a contribution depends on the worker alone, and so can be sent."""
         return not (self.read.taken or self.read.center)
 
     @property
     def takes_all(self) -> bool:
-        """Whether a worker keeps nothing of its own in a round."""
+        """Whether a worker keeps nothing of its own parameters in a round."""
         kept = self.meeting.keep_local
         return isinstance(kept, int | float) and kept == 0
 
     def try_on(self, center: Tree) -> None:
-        """Refuse a rule or outer optimizer that does not act on each number alone."""
+        """Refuse a rule that is not affine, or an outer optimizer not elementwise."""
         if self.blind and not self.alone and not _is_affine(self.rule, self.period):
             raise ValueError(
                 f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
@@ -106,7 +106,7 @@ class Pieces(NamedTuple):
         return self.meeting.rule
 
     def start_center(self, parts: Whole, center: Tree) -> Center:
-        """The pieces of a whole center, and those of the outer state."""
+        """The pieces of a whole center, and of the outer state."""
         outer, axis_name = self.rule.outer, self.meeting.axis_name
 
         def own(init):
@@ -132,7 +132,7 @@ class Pieces(NamedTuple):
             )
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
-        """(now, what this worker sends, whole arrays)."""
+        """(now, the whole arrays that this worker sends)."""
         meeting, held = self.meeting, now.center
         if not self.blind:
             seen = now.worker.taken if self.coded else self._whole(now)
@@ -144,7 +144,7 @@ class Pieces(NamedTuple):
         return meeting.leave_out(now._replace(worker=worker), step, sent), sent
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
-        """(now, this worker's pieces of the sum or mean, who are in it or ())."""
+        """(now, this worker's pieces of the sum or mean, the sum of weights or ())."""
         meeting, weight = self.meeting, now.weight
         pushed: int | jax.Array = step.num_workers
         if weight is not None:
@@ -160,9 +160,9 @@ class Pieces(NamedTuple):
         return now, InPieces(mean), pushed if meeting.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The owners absorb their pieces, and this worker takes of all of them.
+        """The owners absorb their pieces, and this worker takes the gathered center.
 
-        Where nobody contributed the center stays, with `drop_nonfinite`.
+        With `drop_nonfinite`, the center stays where nobody contributed.
         """
         meeting, (center, outer) = self.meeting, now.center
         before = Center(
@@ -184,13 +184,13 @@ class Pieces(NamedTuple):
         return now._replace(worker=self._taking(now, at))
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """What else a round does to a worker; a broken one takes the whole center."""
+        """The other effects of a round; a broken worker takes the whole center."""
         whole = now.worker.params
         takes = self.takes_all and not self.delay and is_in_pieces(center)
         if self.coded:
             whole = now.worker.taken
         elif self.drop_nonfinite and not takes:
-            # It is gathered where anybody needs it.
+            # The center is gathered if any worker needs it.
             broken = localize((~now.well).astype(jnp.float32), self.meeting.axis_name)
             broken = reduce(broken, self.meeting.axis_name, reduction="sum")
             whole = jax.lax.cond(
@@ -202,7 +202,7 @@ class Pieces(NamedTuple):
         return self.meeting.settle(now, walked, whole)
 
     def moved(self, center: Tree, change: Tree) -> Tree:
-        """The center once it has moved by a whole tree that is equal on all."""
+        """The center moved by a whole tree that is equal on all workers."""
         axis_name = self.meeting.axis_name
 
         def moved(pieces, change):
@@ -215,7 +215,7 @@ class Pieces(NamedTuple):
         return InParts(tuple(map(moved, center.parts, changes)), center.partition)
 
     def _sent(self, now: Now, at: Round) -> Tree:
-        """What a worker sends, whole arrays: a contribution, or what it is made of."""
+        """The whole arrays that a worker sends: its contribution, or its parameters."""
         accumulated = now.worker.accumulated
         wide = work.as_center(now.worker.params, now.center.value.tree)
         if self.alone:
@@ -228,18 +228,18 @@ class Pieces(NamedTuple):
     def _mean(
         self, now: Now, step: Step, sent: Tree, pushed: int | jax.Array
     ) -> tuple[Now, Tree]:
-        """(now, the mean contribution of all workers to this one's piece)."""
+        """(now, the mean contribution of all workers to this worker's piece)."""
         exchange, axis_name = self.meeting.exchange, self.meeting.axis_name
         weight, piece = now.weight, now.center.value.tree
         if exchange.halves is not None:
             met = exchange.halves.up(sent, now.exchange, axis_name, weight=weight)
             return now._replace(exchange=met.state), met.mean
-        scatter: Any = exchange.scatter  # which `pieces` has asked for
+        scatter: Any = exchange.scatter  # `pieces` has made sure that there is one
         mean = scatter(sent, axis_name, weight=weight)
         if self.alone or not self.blind:
             return now, mean
         params, accumulated = mean
-        # The piece of the center stands for what the formula does not read.
+        # The formula does not read the center, so the piece of it is a placeholder.
         mean = work.contribute(
             self.rule,
             params if self.read.params else piece,
@@ -249,12 +249,12 @@ class Pieces(NamedTuple):
             step.at(0),
         )
         if weight is not None:
-            # Of nobody's parameters the mean is 0, and so is what they contribute.
+            # Without contributors the mean of parameters is 0: so be the contribution.
             mean = where(pushed > 0, mean, zeros_like(mean))
         return now, mean
 
     def _measured(self, now: Now, step: Step, contribution: Tree, mean: Tree) -> Now:
-        """What the scalars of all workers and owners say of what they contributed."""
+        """The measures of the contributions, from the scalars of workers and owners."""
         info = now.info
         measured = measure_in_pieces(
             info.measured,
@@ -266,17 +266,17 @@ class Pieces(NamedTuple):
         return now._replace(info=info._replace(measured=measured))
 
     def _square(self, now: Now, piece: Tree) -> jax.Array:
-        """The squared norm of a piece: over other axes of the mesh lie its shards."""
+        """The squared norm of a piece, summed over its shards on other mesh axes."""
         like = localize(now.info.measured.update_norm, self.meeting.axis_name)
         return square_sum(piece, like)
 
     def _whole(self, now: Now) -> Tree:
-        """The center, gathered, in its own dtypes."""
+        """The gathered center, in its own dtypes."""
         center = now.center.value
         return self._gathered(center, work.as_center(now.worker.params, center.tree))
 
     def _gathered(self, center: Tree, like: Tree) -> Tree:
-        """The center, or a part, gathered, in the dtypes of the parameters `like`."""
+        """The gathered center, or a part of it, in the dtypes of `like`."""
         if isinstance(center, InParts):
             cut = center.partition
             pairs = zip(center.parts, cut.each(lambda part: part, like), strict=True)
@@ -286,7 +286,7 @@ class Pieces(NamedTuple):
         return gather(pieces, like, self.meeting.axis_name, buckets)
 
     def _taking(self, now: Now, at: Round) -> Worker:
-        """The worker after it took what the owners' pieces have become."""
+        """The worker after it took the center that the owners have stepped."""
         meeting, worker = self.meeting, now.worker
         halves = meeting.exchange.halves
         if halves is not None:
@@ -295,7 +295,7 @@ class Pieces(NamedTuple):
             gap = jax.tree.map(jnp.subtract, owned, cut(seen, axis_name))
             after = jax.tree.map(jnp.add, seen, halves.down(gap, seen, axis_name))
         else:
-            # In the parameters' dtypes, where these are all that is made of it.
+            # Gathered in the parameters' dtypes where nothing needs more.
             like = worker.params
             if not self.takes_all:
                 like = work.as_center(like, now.center.value.tree)
@@ -304,7 +304,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(meeting: Meeting, period: Period, delay: int) -> Pieces:
-    """The phases of a center in pieces; refuse what needs it whole."""
+    """The phases of a sharded center; refuse a rule or exchange that needs it whole."""
     rule, axis_name = meeting.rule, meeting.axis_name
     if not axis_name:
         raise ValueError(
@@ -338,7 +338,7 @@ def pieces(meeting: Meeting, period: Period, delay: int) -> Pieces:
 
 
 def _is_affine(rule: CenterRule, period: Period) -> bool:
-    """Whether the mean of contributions is the contribution of the means."""
+    """Whether the contribution of the means is the mean of the contributions."""
     numbers = np.random.default_rng(0)
     x, a = (numbers.normal(size=(2, 2, 3)).astype(np.float32) for _ in range(2))
     s = numbers.normal(size=(2, 3)).astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round in two halves: the sum is taken in one step and lands `delay` steps later."""
+"""A round with delay: the sum is taken in one step, and lands `delay` steps later."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from optx_sync.trees import Tree
 
 
 class Later(NamedTuple):
-    """The center absorbs a sum, and workers take, `delay` steps after it was taken."""
+    """The center absorbs a sum, and workers take, `delay` steps after the sum."""
 
     meeting: Phases
     delay: int
@@ -33,7 +33,7 @@ class Later(NamedTuple):
         return pending, parts.each(self.meeting.remember, center)
 
     def step(self, now: Now, step: Step) -> Now:
-        """One step of the round: what lands, lands before the next part sets out."""
+        """One step of the round: a pending sum lands before the next part sets out."""
         buffer = buffer_of(step.parts, now.center.value)
         lands = (step.rounds != 0) & (step.quiet < self.delay)
         lands &= (step.steps >= self.delay) | step.due
@@ -59,7 +59,7 @@ class Later(NamedTuple):
 
 
 def arrive(meeting: Phases, now: Now, step: Step, buffer: Buffer) -> Now:
-    """What is pending lands; nothing is sent."""
+    """Let the pending sum land; nothing is sent."""
     pending = now.pending
 
     def land(now, part):

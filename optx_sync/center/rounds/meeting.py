@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of a round: bring, agree, land, settle; `Meeting` has those of lockstep.
+"""The phases of a round: bring, agree, land, settle. `Meeting` is that of lockstep.
 
-A round makes each of them once, of the part of the parameters that meets; which phases
-stand together, and in which conditional, is the round's (`at_once`, `later`, `in_line`,
-`in_pieces`).
+A round calls each phase once, for the part of the parameters that meets. The kind of
+round (`at_once`, `later`, `in_line`, `in_pieces`) says which phases stand together, and
+in which conditional.
 """
 
 from collections.abc import Callable
@@ -45,32 +45,32 @@ class Now(NamedTuple):
     worker: Worker
     center: Center
     pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    exchange: Tree  # what the exchange remembers, of each part
+    exchange: Tree  # what the exchange remembers, for each part
     info: SharedInfo
-    # Of this round alone. `None` where all contributions count alike.
+    # Of this round alone. `None` where all contributions count the same.
     weight: Any  # float[], this worker's
     # `None` without `drop_nonfinite`.
     well: Any  # bool[], whether this worker is finite
 
 
 class Step(NamedTuple):
-    """What is known of a step."""
+    """What is known of the current step."""
 
     num_workers: int
-    period: int | None  # in steps; None where it is a schedule
+    period: int | None  # in steps; None for a schedule
     due: bool | jax.Array  # bool or bool[], whether workers meet in this step
     steps: (
         jax.Array
-    )  # int32[], the workers' steps since their last round, with this one
-    ages: Any  # int32[P], those since each part met; () where there is one
-    rounds: Int32[Array, ""]  # before this step
-    quiet: Int32[Array, ""]  # the steps since the last round before this one
+    )  # int32[], the workers' steps since their last round, this one included
+    ages: Any  # int32[P], steps since each part met; () where there is one part
+    rounds: Int32[Array, ""]  # rounds before this step
+    quiet: Int32[Array, ""]  # steps between the last round and this step
     parts: Whole
-    params: Tree  # as they came, whose types say how a worker is sharded
+    params: Tree  # as given to the step; their types say how a worker is sharded
     alike: bool  # whether all weights are 0 or 1
     extra_args: dict[str, Any]
-    # What else a rule may know of a worker that comes alone, by its name in a `Round`:
-    # [P] each, of each part.
+    # What a rule may know of a worker that comes alone, by its name in a `Round`:
+    # [P] each, one entry for each part.
     alone: dict[str, jax.Array]
 
     def at(self, part: int) -> Round:
@@ -81,12 +81,12 @@ class Step(NamedTuple):
         return Round(self.num_workers, self.period, self.ages[part], **of_part)
 
     def part(self, ago: int = 0) -> int | jax.Array:
-        """The part that meets in the next exchange, or met so many before that."""
+        """The part that meets in the next exchange, or did so many exchanges before."""
         number = self.parts.number
         return (self.rounds - ago) % number if number > 1 else 0
 
     def met(self) -> jax.Array:
-        """Which parts have met in this step: bool[P], bool[] where there is one."""
+        """Which parts have met in this step: bool[P], or bool[] for a single part."""
         due = jnp.asarray(self.due)
         if self.parts.number == 1:
             return due
@@ -94,7 +94,7 @@ class Step(NamedTuple):
 
 
 class Phases(Protocol):
-    """What a worker does in a round, of one part after the other."""
+    """What a worker does in a round, once for each part that meets."""
 
     @property
     def drop_nonfinite(self) -> bool:
@@ -114,24 +114,24 @@ class Phases(Protocol):
         ...
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The center absorbs what workers contributed, and this worker takes of it."""
+        """The center absorbs the contributions, and this worker takes from it."""
         ...
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """What else a round does to a worker that held `walked` before it."""
+        """The other effects of a round on a worker that held `walked` before it."""
         ...
 
 
 class Rounds(Protocol):
-    """When the phases of a round take place."""
+    """When the phases of a round happen."""
 
     def start(self, parts: Whole, center: Tree, held: Tree) -> tuple[OnItsWay, Tree]:
         """(what is pending, what the exchange remembers) before the first round.
 
         Args:
-            parts: Those of the parameters.
-            center: The whole center.
-            held: The center as a worker holds it, the same or its pieces.
+                parts: The parts of the parameters.
+                center: The whole center.
+                held: The center as a worker holds it: whole, or its pieces.
         """
         ...
 
@@ -141,7 +141,7 @@ class Rounds(Protocol):
 
 
 class Meeting(NamedTuple):
-    """The phases of a round, as the arguments of `center_variable` ask for them."""
+    """The phases of a round in lockstep, by the arguments of `center_variable`."""
 
     inner: optax.GradientTransformationExtraArgs
     rule: CenterRule
@@ -153,7 +153,7 @@ class Meeting(NamedTuple):
     keep_local: float | jax.Array
 
     def start_center(self, parts: Whole, center: Tree) -> Center:
-        """The center as workers hold it, with an outer state for each part."""
+        """The center as workers hold it, and an outer state for each part."""
         outer = self.rule.outer
         state = () if outer is None else parts.each(outer.init, center)
         return Center(center, vary_with(state, center))
@@ -178,7 +178,7 @@ class Meeting(NamedTuple):
         return self.leave_out(now, step, contribution), contribution
 
     def leave_out(self, now: Now, step: Step, contribution: Tree) -> Now:
-        """Weight 0 for a worker that is not finite, if those are to be dropped."""
+        """Weight 0 for a worker that is not finite, with `drop_nonfinite`."""
         if not self.drop_nonfinite:
             return now
         finite = everywhere(is_finite(contribution), step.params, self.axis_name)
@@ -207,13 +207,13 @@ class Meeting(NamedTuple):
         info = now.info._replace(outliers=outliers, measured=measured)
         now = now._replace(exchange=met.state, info=info)
         if self.rule.mean_over is None:
-            # As many as there would be if nobody had left any out.
+            # A sum: the mean times the number of workers with a weight above 0.
             count = (met.also or {}).get("contributors", met.weight)
             mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
         return now, mean, met.weight if self.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The center absorbs what workers contributed, and this worker takes of it."""
+        """The center absorbs the contributions, and this worker takes from it."""
         before = now.center
         extra = self.extra_args(step, now.weight)
         after = work.absorb(self.rule, before, vary_like(total, before.value), **extra)
@@ -230,7 +230,7 @@ class Meeting(NamedTuple):
         return now._replace(worker=worker, center=after, info=info)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """What else a round does to a worker; a broken one starts anew.
+        """The other effects of a round on a worker; a broken one starts again.
 
         Args:
             now: After the other phases, of all parts.
@@ -255,7 +255,7 @@ class Meeting(NamedTuple):
         return now._replace(worker=worker, info=info)
 
     def extra_args(self, step: Step, weight: jax.Array | None) -> dict[str, Any]:
-        """What the worker's optimizer gets when it makes a step at the center."""
+        """The extra arguments of the step that `inner` makes at the center."""
         if self.rule.outer is not self.inner:
             return {}
 
@@ -284,10 +284,10 @@ def either(
     now: Now,
     changes: frozenset[str] = SETS_OUT | LANDS | MENDS,
 ) -> Now:
-    """`change(now)` where due, else `now`; of worker and center it changes `changes`.
+    """`change(now)` if due, else `now`; `changes` names the fields it may change.
 
-    No conditional where `due` is known. It carries what may change only: each operand
-    costs as much time to trace as a step of the round.
+    If `due` is a Python bool there is no conditional. A conditional carries only the
+    fields that may change: each operand takes as long to trace as a step of the round.
     """
     fields = fields_of(now)
     kept = {name: x for name, x in fields.items() if name not in changes}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AGN: workers push an accumulated normalised gradient and pull the center."""
+"""AGN: workers push accumulated normalised gradients to a center, and pull it."""
 
 from typing import Literal, Unpack
 
@@ -21,7 +21,7 @@ def agn_rule(
     accumulate: Accumulate = "gradients",
     reduction: Reduction = "mean",
 ) -> CenterRule:
-    """The rule of `agn`, where its arguments are described; `outer` is as given."""
+    """The rule of `agn`, which describes the arguments; `outer` has no default here."""
     check_reduction(reduction)
     one_of("accumulate", accumulate, Accumulate)
     if accumulate == "updates" and outer is not None:
@@ -52,10 +52,10 @@ def agn(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Workers push an accumulated normalised gradient and pull the center (AGN).
+    r"""AGN: workers push an accumulated normalised gradient and pull the center.
 
     Every worker trains on its own with `inner` and sums up its gradients. After
-    `communication_period` steps, k of them, with c the center:
+    `communication_period` steps, k of them, with N workers and c the center:
 
     .. math::
 
@@ -64,26 +64,26 @@ def agn(
 
     where outer(c, d) is one step of `outer` on c with the gradient d.
 
-    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
-    parameters land within one ulp of the larger of the two values.)
+    (Exact to the bit with `oxs.apply_gradients`; with `update` and
+    `optax.apply_updates` float32 parameters land within one ulp of the larger of the
+    two values.)
 
-    The original is TensorFlow's `AGNOptimizer`: it runs the worker's optimizer a
-    second time, on the center, with slots of the center's own; so does `outer=None`.
-    The paper accumulates the worker's *updates* and adds them to the center,
-    `accumulate="updates"`; for SGD without momentum the two are the same.
+    The original is TensorFlow's `AGNOptimizer`. It runs the worker's optimizer a second
+    time, on the center, with slots of the center's own; `outer=None` does the same. The
+    paper accumulates the worker's *updates* and adds them to the center:
+    `accumulate="updates"`. For SGD without momentum the two are equal.
 
     In the original the workers push one after the other. In lockstep their
-    contributions are averaged, which keeps the step of the center at the worker's
-    learning rate; `reduction="sum"` adds them, for SGD the same as pushing one after
-    the other. At `communication_period=1`, with the sum, it is DOWNPOUR. In the
-    original Adam's powers of beta are shared between a worker and the center; here
-    each has its own count.
+    contributions are averaged, which keeps the center's step at the worker's learning
+    rate; `reduction="sum"` adds them, which for SGD equals pushing one after the other.
+    With the sum and `communication_period=1` it is DOWNPOUR. In the original a worker
+    and the center share Adam's powers of beta; here each has its own count.
 
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-        outer: What absorbs the contributions at the center; `None`: `inner` again.
+            outer: The center's optimizer for the contributions; `None`: `inner` again.
         accumulate: `"gradients"` (the original) or `"updates"` (the paper).
         reduction: `"mean"` or `"sum"` of the workers' contributions.
         communication_period: See `center_variable`.
@@ -93,8 +93,8 @@ def agn(
         The transformation; it stands last in a chain.
 
     Raises:
-        ValueError: `outer` together with `accumulate="updates"`; what
-            `center_variable` refuses.
+            ValueError: `outer` was given together with `accumulate="updates"`; or for
+                one of the reasons of `center_variable`.
 
     Example:
         >>> import jax.numpy as jnp, optax

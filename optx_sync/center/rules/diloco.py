@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiLoCo: what the workers moved is a gradient for an outer optimizer."""
+"""DiLoCo: how far the workers moved is the gradient of an outer optimizer."""
 
 from typing import Unpack
 
@@ -13,7 +13,7 @@ from optx_sync.comm.collectives import AxisName
 
 
 def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule:
-    """The rule of `diloco`; `None`: Nesterov SGD of rate 0.7 and momentum 0.9."""
+    """The rule of `diloco`; `None`: Nesterov SGD, learning rate 0.7, momentum 0.9."""
     if outer is None:
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     return CenterRule(
@@ -33,7 +33,7 @@ def diloco(
     communication_period: Period = 500,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Workers train on their own; what they moved is an outer optimizer's gradient.
+    r"""DiLoCo: how far the workers moved is the gradient of an outer optimizer.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
@@ -45,20 +45,21 @@ def diloco(
 
     where outer(c, d) is one step of `outer` on c with the gradient d.
 
-    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
-    parameters land within one ulp of the larger of the two values.)
+    (Exact to the bit with `oxs.apply_gradients`; with `update` and
+    `optax.apply_updates` float32 parameters land within one ulp of the larger of the
+    two values.)
 
-    With `outer=optax.sgd(1.0)` it is local SGD. The paper's settings: AdamW inside,
+    With `outer=optax.sgd(1.0)` this is local SGD. The paper's settings: AdamW inside,
     500 steps between rounds, and the default outer optimizer. The best outer learning
-    rate grows with the number of workers and with the period; an outer momentum needs
-    50 rounds or more to pay.
+    rate grows with the number of workers and with the period; outer momentum pays off
+    only after 50 rounds or more.
 
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-        outer: What absorbs the pseudo-gradient; `None`: Nesterov SGD with learning
-            rate 0.7 and momentum 0.9.
+            outer: The optimizer that absorbs the pseudo-gradient; `None`: Nesterov SGD
+                with learning rate 0.7 and momentum 0.9.
         communication_period: See `center_variable`.
         **options: The other keywords of `center_variable`.
 

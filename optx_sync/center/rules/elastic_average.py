@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic averaging: workers drift, tied to the center by a spring."""
+"""Elastic averaging (EASGD): a spring ties each worker to the center."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def elastic_rule(
     rho: float | jax.Array | None = None,
     learning_rate: float | jax.Array | None = None,
 ) -> CenterRule:
-    """The rule of `elastic_average`, where its arguments are described."""
+    """The rule of `elastic_average`, which describes the arguments."""
     _check("moving_rate", moving_rate, lambda a: 0 <= a <= 1, "in [0, 1]")
     _check("rho", rho, lambda rho: 0 <= rho < math.inf, "finite and at least 0")
     if rho is None:
@@ -85,10 +85,10 @@ def elastic_average(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Workers with parameters of their own, pulled elastically to a center (EASGD).
+    r"""Elastic averaging (EASGD): workers are pulled towards a center, and it to them.
 
-    In every step worker i with the parameters x_i has the gradient g_i, where s_i is
-    the center at its last exchange, before the pushes of that round:
+    In every step worker i, with the parameters x_i, adds a penalty to its gradient g_i.
+    With s_i the center at its last round, before the pushes of that round:
 
     .. math::
 
@@ -102,26 +102,28 @@ def elastic_average(
         x_i \leftarrow x_i - a (x_i - c), \qquad
         c \leftarrow c + \sum_i a (x_i - c)
 
-    An exchange conserves the sum of all workers' parameters and the center. Momentum
+    A round conserves the sum of all workers' parameters and the center. Momentum
     inside, `optax.sgd(lr, momentum=0.9, nesterov=True)`, makes it EAMSGD.
 
-    The original is TensorFlow's `ElasticAverageOptimizer`, and the defaults are its
-    own: `moving_rate = 0.9 / communication_period / num_workers` and `rho =
-    moving_rate / learning_rate`. The paper's rate does not shrink with the period,
+    The defaults are those of TensorFlow's `ElasticAverageOptimizer`:
+    `moving_rate = 0.9 / communication_period / num_workers` and
+    `rho = moving_rate / learning_rate`. The paper's rate does not shrink with the
+    period,
 
         oxs.elastic_average(inner, "workers", moving_rate=0.9 / num_workers, rho=0.0)
 
     and is far better at long periods. In lockstep all workers pull at once, and the
-    center is stable for num_workers * moving_rate below 2 or so.
+    center is stable for num_workers * moving_rate below about 2.
 
-    The original is asynchronous; this is the paper's synchronous form. A penalty
-    (rho != 0) makes row-sparse gradients dense, and keeps a second copy of the center.
+    TensorFlow's optimizer is asynchronous; this is the paper's synchronous form. A
+    penalty (rho != 0) makes row-sparse gradients dense and keeps a second copy of the
+    center.
 
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-        num_workers: Checked against the size of the axis where given.
+            num_workers: If given, checked against the size of the axis.
         moving_rate: a, in [0, 1].
         rho: The strength of the penalty, >= 0; 0.0 switches it off; `None`:
             `moving_rate / learning_rate`.
@@ -164,7 +166,7 @@ def elastic_average(
 
 
 def _check(name: str, value: Tree, holds: Callable[[float], bool], rule: str) -> None:
-    """Refuse a number for which `holds` is false; what is traced passes."""
+    """Refuse a number for which `holds` is false; a traced value passes."""
     if value is None or isinstance(value, jax.core.Tracer):
         return
     number = isinstance(value, int | float) or hasattr(value, "dtype")

@@ -12,7 +12,7 @@ from optx_sync.comm.collectives import AxisName
 
 
 def local_sgd_rule() -> CenterRule:
-    """The rule of `local_sgd`: the center moves by the mean of the workers' moves."""
+    """The rule of `local_sgd`: add the mean of what the workers moved to the center."""
     return CenterRule(
         contribute=lambda own, center, at: own.params - own.taken,
         mean_over="workers",
@@ -27,7 +27,7 @@ def local_sgd(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Workers train on their own and average their parameters every few steps.
+    r"""Local SGD: workers train alone and average their parameters every few steps.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
@@ -36,11 +36,12 @@ def local_sgd(
 
         c \leftarrow c + \frac{1}{N} \sum_i (x_i - c), \qquad x_i \leftarrow c
 
-    (To the bit by `oxs.apply_gradients`; by `update` and `optax.apply_updates` float32
-    parameters land within one ulp of the larger of the two values.)
+    (Exact to the bit with `oxs.apply_gradients`; with `update` and
+    `optax.apply_updates` float32 parameters land within one ulp of the larger of the
+    two values.)
 
-    Any optimizer may be inside. A schedule as period gives post-local SGD: every step
-    during a warm-up, every 16 after it, with
+    `inner` may be any optimizer. A schedule as period gives post-local SGD: a round in
+    every step during a warm-up, and every 16 steps after it, with
 
         communication_period=lambda step: jnp.where(step < 1000, 1, 16)
 
