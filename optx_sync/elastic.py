@@ -47,12 +47,12 @@ class Group:
     devices or simulated ones, is a group as well.
 
     Args:
-            folder: Where saves go: a place that every process of every later group can
-                read and write, such as a shared disk or `gs://bucket/run`. Made if
-                missing.
-            workers: The `Workers` of the run; or the name of the axis, for one worker
-                on each device of all processes.
-            keep: How many saves are kept; older ones are deleted.
+        folder: Where saves go: a place that every process of every later group can
+            read and write, such as a shared disk or `gs://bucket/run`. Made if
+            missing.
+        workers: The `Workers` of the run; or the name of the axis, for one worker
+            on each device of all processes.
+        keep: How many saves are kept; older ones are deleted.
 
     Raises:
         ImportError: Orbax is not installed.
@@ -134,7 +134,7 @@ class Group:
         saved if their number has changed, and only its own workers' part if it has not.
 
         Args:
-                state: One worker's, as for `Workers.start`: how a run begins.
+            state: One worker's, as for `Workers.start`: how a run begins.
 
         Returns:
             The state of all workers, placed. NNX objects are new ones.
@@ -160,12 +160,12 @@ class Group:
         Until all is written, the previous save stays the last.
 
         Args:
-                state: The state of all workers; its buffers are free for the next step.
-                notes: Anything that JSON can hold, equal in all processes: for example
-                    the state of an iterator over the data, or a history for the log.
+            state: The state of all workers; its buffers are free for the next step.
+            notes: Anything that JSON can hold, equal in all processes: for example
+                the state of an iterator over the data, or a history for the log.
 
         Raises:
-                ValueError: No example was taken since the last save.
+            ValueError: No example was taken since the last save.
         """
         import orbax.checkpoint as ocp
 
@@ -208,7 +208,7 @@ class Group:
             int64 `[workers of this process * batch]`, each in `[0, size)`.
 
         Raises:
-                TypeError, ValueError: A number that is no integer, or below 1.
+            TypeError, ValueError: A number that is no integer, or below 1.
 
         Example:
             >>> import tempfile
@@ -243,8 +243,8 @@ class Group:
                 `rows`.
 
         Returns:
-                Arrays `[n * batch, ...]` on the mesh; unchanged where workers are
-                simulated.
+            Arrays `[n * batch, ...]` on the mesh; unchanged where workers are
+            simulated.
         """
         sharding = self._sharding()
         if sharding is None:

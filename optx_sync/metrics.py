@@ -91,12 +91,12 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     """The center that workers share: for evaluation, checkpoints and export.
 
     Args:
-            state: The state of an optimizer that holds a center (`elastic_average`,
-                `agn`, `local_sgd`, `diloco`, `center_variable`), alone or anywhere
-                inside a chain, with or without a worker axis.
-            params: The parameters, of one worker or of all: they give the structure and
-                the dtypes. Leaves that no center holds (`optax.masked`) are returned as
-                they are.
+        state: The state of an optimizer that holds a center (`elastic_average`,
+            `agn`, `local_sgd`, `diloco`, `center_variable`), alone or anywhere
+            inside a chain, with or without a worker axis.
+        params: The parameters, of one worker or of all: they give the structure and
+            the dtypes. Leaves that no center holds (`optax.masked`) are returned as
+            they are.
 
     Returns:
         A copy of the center, so that the state can be donated, in the structure and
@@ -153,11 +153,11 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
     """Metrics to log, read from a state; no collective, values are per worker.
 
     Args:
-            state: The state of an optimizer of this package, alone or inside a chain,
-                of one worker or of all. Of several such states (in
-                `optax.multi_transform`, say) the first one counts.
-            params: For an optimizer with a center: this worker's parameters, or stacked
-                ones with a stacked state; adds the distance from the center.
+        state: The state of an optimizer of this package, alone or inside a chain,
+            of one worker or of all. Of several such states (in
+            `optax.multi_transform`, say) the first one counts.
+        params: For an optimizer with a center: this worker's parameters, or stacked
+            ones with a stacked state; adds the distance from the center.
 
     Returns:
         `CenterMetrics` for an optimizer with a center, `SyncReplicasMetrics` for
@@ -165,7 +165,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         for `cross_shard` with `measure=True` or an exchange that counts outliers.
 
     Raises:
-            ValueError: No state in it has metrics.
+        ValueError: No state in it has metrics.
 
     Example:
         >>> import jax.numpy as jnp, optax

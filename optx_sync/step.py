@@ -127,9 +127,9 @@ def apply_gradients(
         The parameters and the state after the step.
 
     Raises:
-            ValueError: No `params`; a chain in which a link follows a center rule, or
-                `sync_replicas` with averages; for the reasons of `tx` itself.
-            TypeError: Row-sparse gradients that `tx` does not take.
+        ValueError: No `params`; a chain in which a link follows a center rule, or
+            `sync_replicas` with averages; for the reasons of `tx` itself.
+        TypeError: Row-sparse gradients that `tx` does not take.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -191,9 +191,9 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
     and the other no conditional.
 
     Args:
-            tx: A center rule's transformation (not inside a chain), or its
-                `communication_period`.
-            step: The step, 0 for the first, in a run that always meets when it is due.
+        tx: A center rule's transformation (not inside a chain), or its
+            `communication_period`.
+        step: The step, 0 for the first, in a run that always meets when it is due.
 
     Returns:
         Whether this is the last step of a period.

@@ -201,13 +201,13 @@ def center_variable(
         float32: `optax.apply_updates` then lands exactly on the center.
 
     Raises:
-            TypeError: An `inner` that is no transformation, a `rule` that is no
-                `CenterRule`, a bad axis name, parameters that are not floating.
-            ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`,
-                an exchange or a keyword that needs the whole center; at the call,
-                missing `params`, gradients that autodiff has already summed or that do
-                not match the parameters, an axis that is not mapped or whose size is
-                not the rule's `num_workers`.
+        TypeError: An `inner` that is no transformation, a `rule` that is no
+            `CenterRule`, a bad axis name, parameters that are not floating.
+        ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`,
+            an exchange or a keyword that needs the whole center; at the call,
+            missing `params`, gradients that autodiff has already summed or that do
+            not match the parameters, an axis that is not mapped or whose size is
+            not the rule's `num_workers`.
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)

@@ -218,11 +218,11 @@ def is_due(
     """Whether a worker meets the center in this step: bool[].
 
     Args:
-            communication_period: Steps between rounds. A schedule is read at the step
-                in which the period began: read at the current step, a period that grows
-                faster than the steps pass would never end.
-            steps: int32[], the worker's steps since its last round, this one included.
-            local_step: int32[], the worker's steps before this one.
+        communication_period: Steps between rounds. A schedule is read at the step
+            in which the period began: read at the current step, a period that grows
+            faster than the steps pass would never end.
+        steps: int32[], the worker's steps since its last round, this one included.
+        local_step: int32[], the worker's steps before this one.
     """
     if not callable(communication_period):
         return steps >= communication_period

@@ -53,12 +53,12 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     A NaN counts as the largest and arrives.
 
     Args:
-            k: How many numbers of each chunk are sent.
-            chunk: Numbers in a chunk. A position takes 1 byte up to 256, 2 bytes up to
-                65536, and 4 above.
-            bits: `None`: values travel whole. 2: each value travels as one of four bins
-                (negative or not, each below or above the mean magnitude of its sign)
-                and becomes the mean of its bin.
+        k: How many numbers of each chunk are sent.
+        chunk: Numbers in a chunk. A position takes 1 byte up to 256, 2 bytes up to
+            65536, and 4 above.
+        bits: `None`: values travel whole. 2: each value travels as one of four bins
+            (negative or not, each below or above the mean magnitude of its sign)
+            and becomes the mean of its bin.
 
     Returns:
         A linear exchange that remembers nothing, of dense real floating leaves.

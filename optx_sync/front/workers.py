@@ -40,23 +40,24 @@ class Workers:
     or the modules and optimizers of Flax NNX, which a step may change in place.
 
     Args:
-            n: The number of workers; for several axes a tuple, the outermost first.
-            axis_name: The axis name in the optimizer, or a tuple of names. With one
-                number and several names, one worker axis lies along all of them.
-            mesh: `None` simulates the workers on one device. On a mesh each worker has
-                a position along the axis: a `jax.sharding.Mesh`, or `True` for a mesh
-                of the available devices.
-            specs: On a mesh with further axes, how one worker's parameters are sharded
-                over these: a tree of `PartitionSpec` like the parameters, or like its
-                first levels. State that belongs to a parameter is sharded like it, from
-                `start` on, and in a meeting each device sends its own shards, whatever
-                the exchange. `None`: shards stay as `start` finds them, the compiler
-                lays out what a step makes, and exchanges with codes code whole arrays
-                on each device.
+        n: The number of workers; for several axes a tuple, the outermost first.
+        axis_name: The axis name in the optimizer, or a tuple of names. With one
+            number and several names, one worker axis lies along all of them.
+        mesh: `None` simulates the workers on one device. On a mesh each worker has
+            a position along the axis: a `jax.sharding.Mesh`, or `True` for a mesh
+            of the available devices.
+        specs: On a mesh with further axes, how one worker's parameters are sharded
+            over these: a tree of `PartitionSpec` like the parameters, or like its
+            first levels. State that belongs to a parameter is sharded like it, from
+            `start` on, and in a meeting each device sends its own shards, whatever
+            the exchange. `None`: shards stay as `start` finds them, the compiler
+            lays out what a step makes, and exchanges with codes code whole arrays
+            on each device.
+
     Raises:
-            TypeError: A bad number, name, mesh or spec.
-            ValueError: A mesh without such an axis, or with another number of positions
-                along it; specs over another axis.
+        TypeError: A bad number, name, mesh or spec.
+        ValueError: A mesh without such an axis, or with another number of positions
+            along it; specs over another axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -169,14 +170,14 @@ class Workers:
         other axes of the mesh stay.
 
         Args:
-                state: One worker's: any tree, as described above.
+            state: One worker's: any tree, as described above.
 
-            Returns:
-                The same tree, for all workers. The argument stays as it is.
+        Returns:
+            The same tree, for all workers. The argument stays as it is.
 
         Raises:
-                ValueError: A state that was started before; arrays that are sharded
-                    over the workers' axis, or over another mesh.
+            ValueError: A state that was started before; arrays that are sharded
+                over the workers' axis, or over another mesh.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -270,12 +271,12 @@ class Workers:
                 donate: Whether the new state reuses the old state's buffers.
 
         Returns:
-                The step for all workers. Its `lower` is that of `jax.jit`.
+            The step for all workers. Its `lower` is that of `jax.jit`.
 
         Raises:
-                ValueError: A batch that cannot be split evenly; a state that comes back
-                    in another form; for the reasons of `tx`.
-                TypeError: Too few arguments; results that have no mean.
+            ValueError: A batch that cannot be split evenly; a state that comes back
+                in another form; for the reasons of `tx`.
+            TypeError: Too few arguments; results that have no mean.
 
         Example:
             >>> import jax.numpy as jnp
@@ -325,9 +326,9 @@ class Workers:
                     no center holds them.
 
         Returns:
-                From a tuple its first part, the parameters or the model. From a
-                    `TrainState`, a dict and the like all of it, with the center as
-                    `params` or `model`.
+            From a tuple its first part, the parameters or the model. From a
+                `TrainState`, a dict and the like all of it, with the center as
+                `params` or `model`.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -381,9 +382,9 @@ class Workers:
             state: A state of all workers.
 
         Returns:
-                For each worker that differs, the path in `state` of the first array
-                    that does; empty if all agree. A worker is given by its number, or
-                    with several axes by its position along each.
+            For each worker that differs, the path in `state` of the first array
+                that does; empty if all agree. A worker is given by its number, or
+                with several axes by its position along each.
 
         Example:
             >>> import jax.numpy as jnp, optax
@@ -417,12 +418,12 @@ class Workers:
         positions.
 
         Args:
-                state: A state of all workers, of whatever number.
-                n: How many continue; for several axes a tuple, whose first number may
-                    change. `None`: as many as these workers are.
-                joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
-                strict: Refuse a resize in the middle of a round that would lose
-                    something.
+            state: A state of all workers, of whatever number.
+            n: How many continue; for several axes a tuple, whose first number may
+                change. `None`: as many as these workers are.
+            joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
+            strict: Refuse a resize in the middle of a round that would lose
+                something.
 
         Returns:
             The state of `n` workers, placed.
@@ -519,8 +520,8 @@ class Workers:
             The state, placed. NNX objects are new ones.
 
         Raises:
-                ValueError: No checkpoint; nothing was started; the checkpoint of
-                    another state; with `compare`, one in which workers differ.
+            ValueError: No checkpoint; nothing was started; the checkpoint of
+                another state; with `compare`, one in which workers differ.
 
         Example:
             >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -594,7 +595,8 @@ class Workers:
 
     def keys(self, key: jax.Array) -> jax.Array:
         """Random keys, one for each worker: `jax.random.fold_in(key, i)`.
-`start` makes such keys of a key in a state; a step, of a key among its batches.
+
+        `start` makes such keys of a key in a state; a step, of a key among its batches.
 
         Example:
             >>> import jax

@@ -285,9 +285,9 @@ def noloco(
         The transformation; it stands last in a chain.
 
     Raises:
-            TypeError: For the reasons of `gossip`.
-            ValueError: In `init`, an `outer` whose momentum is too high for pairs; for
-                the reasons of `gossip`.
+        TypeError: For the reasons of `gossip`.
+        ValueError: In `init`, an `outer` whose momentum is too high for pairs; for
+            the reasons of `gossip`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -318,8 +318,8 @@ def mean_params(params: Tree) -> Tree:
         params: The parameters of all workers, leaves [workers, ...].
 
     Returns:
-            Their mean, leaves [...] in their dtypes, summed in float32 at least. Leaves
-            that are not floating are not averaged: those of the first worker.
+        Their mean, leaves [...] in their dtypes, summed in float32 at least. Leaves
+        that are not floating are not averaged: those of the first worker.
 
     Raises:
         ValueError: A leaf has no worker axis.

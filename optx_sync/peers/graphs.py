@@ -51,11 +51,11 @@ class Graph(NamedTuple):
     """Who meets whom in which round.
 
     Attributes:
-            rounds: `(number of workers) -> rounds`, a tuple of `GraphRound`; raises a
-                ValueError for a number that does not fit the graph.
-            choose: `"cycle"`: one round after the other. `"draw"`: a random one, from
-                the seed and the number of rounds so far: equal on all workers, and
-                after a resume.
+        rounds: `(number of workers) -> rounds`, a tuple of `GraphRound`; raises a
+            ValueError for a number that does not fit the graph.
+        choose: `"cycle"`: one round after the other. `"draw"`: a random one, from
+            the seed and the number of rounds so far: equal on all workers, and
+            after a resume.
 
     Example:
         Gossip with the mean of all in every fourth round (Gossip-PGA):
@@ -199,8 +199,8 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
     `collective-permute` each: as many as the largest degree, or a few more.
 
     Args:
-            edges: Pairs of workers that meet, numbered from 0. The graph must be
-                connected, or the mean would never be reached.
+        edges: Pairs of workers that meet, numbered from 0. The graph must be
+            connected, or the mean would never be reached.
 
     Example:
         A line of three:

@@ -100,11 +100,11 @@ def mean_of(
     """The mean of what was accumulated, in the form and the dtypes of `grads`.
 
     Args:
-            sums: From `sums_of`, added up over all replicas.
-            row_weights: The same.
-            grads: A gradient, of which only the form, number of rows and dtypes matter.
-            count: The number of gradients in the sums; with weights, the sum of these.
-            at_most: The largest number of gradients that can have been accumulated.
+        sums: From `sums_of`, added up over all replicas.
+        row_weights: The same.
+        grads: A gradient, of which only the form, number of rows and dtypes matter.
+        count: The number of gradients in the sums; with weights, the sum of these.
+        at_most: The largest number of gradients that can have been accumulated.
 
     Returns:
         A tree like `grads`. A row-sparse leaf has min(table's rows, `at_most` times the

@@ -63,16 +63,16 @@ def stacked(
     gradients are still to be reduced.
 
     Args:
-            inner: The transformation. It must act on each leaf alone, as
-                `optax.contrib.muon` does; `init` tests this by a trial.
-            spec: How the stacks lie along their first dimension: `jax.P("fsdp")`, or a
-                tuple of axes. A `NamedSharding` brings its mesh; otherwise `init` and
-                `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
+        inner: The transformation. It must act on each leaf alone, as
+            `optax.contrib.muon` does; `init` tests this by a trial.
+        spec: How the stacks lie along their first dimension: `jax.P("fsdp")`, or a
+            tuple of axes. A `NamedSharding` brings its mesh; otherwise `init` and
+            `update` run under `jax.set_mesh(mesh)`. Axes may be Auto or Explicit.
 
     Returns:
-            A transformation for `jax.jit` with a `StackedState`. Its stacks fit one
-                number of devices: to go on with another, cut each stack to its K rows
-                and pad it with zeros to a multiple of the new number.
+        A transformation for `jax.jit` with a `StackedState`. Its stacks fit one
+            number of devices: to go on with another, cut each stack to its K rows
+            and pad it with zeros to a multiple of the new number.
 
     Raises:
         TypeError: `inner` is no transformation, `spec` is neither of the two.

@@ -129,9 +129,9 @@ class Rounds(Protocol):
         """(what is pending, what the exchange remembers) before the first round.
 
         Args:
-                parts: The parts of the parameters.
-                center: The whole center.
-                held: The center as a worker holds it: whole, or its pieces.
+            parts: The parts of the parameters.
+            center: The whole center.
+            held: The center as a worker holds it: whole, or its pieces.
         """
         ...
 

@@ -93,8 +93,8 @@ def agn(
         The transformation; it stands last in a chain.
 
     Raises:
-            ValueError: `outer` was given together with `accumulate="updates"`; or for
-                one of the reasons of `center_variable`.
+        ValueError: `outer` was given together with `accumulate="updates"`; or for
+            one of the reasons of `center_variable`.
 
     Example:
         >>> import jax.numpy as jnp, optax
