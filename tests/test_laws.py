@@ -36,6 +36,7 @@ OTHERS = {
     *("local_sgd_rule", "qsr", "strided", "delayed_nesterov", "exchange", "graphs"),
     *("map_workers", "value_and_grad", "audit", "elastic", "optimizers", "simulate"),
     "on_values",  # It takes what has no state.
+    "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),

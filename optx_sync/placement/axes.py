@@ -128,6 +128,8 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
+    # Of a part of a state whose form only the parameters tell there is one spec.
+    placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
     # Stacks tell themselves. A piece is flat: it has none of its parameter's axes.
     placed = jax.tree.map(
         lambda node, own: node.specs() if fields.is_in_stacks(node) else own,
@@ -144,8 +146,6 @@ def state_specs(
         placed,
         is_leaf=lambda x: fields.is_in_pieces(x) or is_spec(x),
     )
-    # Of a part of a state whose form only the parameters tell there is one spec.
-    placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
     if worker_axis is None:
         return placed
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
