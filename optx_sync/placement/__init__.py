@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a state lives: whose its fields are, and all that follows from that."""
+"""Where a state lives: whose each field is, and all that follows from it."""

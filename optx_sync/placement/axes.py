@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs and axes of a state, from the kinds of its fields and the parameters' specs.
+"""Worker axes and PartitionSpecs of a state, from its fields and the parameters' specs.
 
-What is equal on all workers (counters, the center) has no worker axis when the states
-of several workers are held together; all else has one in front. What is equal where the
-parameters are has none where they are replicated themselves.
+When the states of several workers are held together, what is equal on all of them
+(counters, the center) has no worker axis, and all else has one in front. What is equal
+wherever the parameters are has none where the parameters are replicated.
 """
 
 from collections.abc import Callable
@@ -32,17 +32,17 @@ def state_axes(
         tx: Any Optax transformation, with or without wrappers of this package in it.
         params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
         replicated: Whether the parameters have no worker axis, being equal on all
-            replicas (`in_axes=None`). State computed from the parameters then has no
-            worker axis; only what is a replica's own has one, as in `sync_replicas`.
-        level: Of nested wrappers, `oxs.local_sgd(oxs.agn(inner, "data"), "pods")`,
-            which one's axis is asked for: 0 is the outermost, here `"pods"`.
+            replicas (`in_axes=None`). State computed from the parameters then has none
+            either; only what is a replica's own has one, as in `sync_replicas`.
+        level: With nested wrappers, `oxs.local_sgd(oxs.agn(inner, "data"), "pods")`,
+            the wrapper whose axis is asked for: 0 is the outermost, here `"pods"`.
 
     Returns:
-        A tree like the state, of `None` for what is equal on all workers (this
-        package's counters and the center: they stay unbatched, so that conditionals on
-        them stay conditionals) and 0 for all that is per worker. What
-        `optax.inject_hyperparams` keeps around a center rule is shared, as it may act
-        at the center; a rate of each worker's own is injected inside, in `inner`.
+        A tree like the state: `None` for what is equal on all workers (this package's
+        counters and the center, which stay unbatched, so that conditionals on them stay
+        conditionals) and 0 for all that is per worker. What `optax.inject_hyperparams`
+        keeps around a center rule is shared, as it may act at the center; inject a rate
+        of each worker's own inside, in `inner`.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -58,7 +58,7 @@ def state_axes(
 
 
 def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
-    """`state_axes` of a tree with states anywhere in it, of one worker or stacked.
+    """`state_axes` for a tree with states anywhere in it, of one worker or stacked.
 
     Below the innermost level only the counters are shared.
     """
@@ -69,7 +69,7 @@ def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
 def equal_on_replicas(tree: Tree) -> list[bool]:
     """Whether each leaf of a tree with states in it is equal on all replicas.
 
-    So is what no state holds; in a state it is what its table says.
+    Leaves outside of states are; a state's table tells for its fields.
     """
     marks = jax.tree.structure(tree).flatten_up_to(_axes(tree, True, 0))
     return [mark is None for mark in marks]
@@ -86,11 +86,11 @@ def state_specs(
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
-    replicated. Of a leaf with fewer axes than its parameter (Adafactor's rows and
-    columns) each takes that of the parameter's axis which it kept; where the shapes do
-    not tell which one that is, the leaf is replicated. What is per worker has the
-    worker axis in front of that, as `replicate` puts it there; what is equal on all
-    workers has not.
+    replicated. In a leaf with fewer axes than its parameter (Adafactor's rows and
+    columns) each axis takes the spec of the parameter's axis that it kept; where the
+    shapes do not tell which one that is, the leaf is replicated. Leaves that are per
+    worker have the worker axis in front, where `replicate` puts it; those that are
+    equal on all workers have none.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -98,7 +98,7 @@ def state_specs(
         param_specs: A tree like `params` (or a prefix of it) of their `PartitionSpec`,
             without the worker axis.
         worker_axis: The mesh axis along which the workers lie, or a tuple of them.
-            `None` for replicas, whose state is equal: no leaf has a worker axis then.
+            `None` for replicas, whose state is equal: then no leaf has a worker axis.
             For nested wrappers a `PartitionSpec` with one entry for each level, the
             outermost first: `P("pods", "data")`, the parameters' own worker axes.
         replicated: As for `state_axes`: the parameters' own spec has no worker axis.
@@ -117,7 +117,7 @@ def state_specs(
     full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
     state = jax.eval_shape(tx.init, params)
     placed = optax.tree.map_params(
-        # Optax's own tree without leaves does not tell what parts there are.
+        # Optax's own tree, without leaves, does not tell which parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
             leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
@@ -128,9 +128,9 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
-    # Of a part of a state whose form only the parameters tell there is one spec.
+    # A state whose form only the parameters tell has one spec for all of it.
     placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
-    # Stacks tell themselves. A piece is flat: it has none of its parameter's axes.
+    # Stacks carry their specs. A piece is flat: it has none of its parameter's axes.
     placed = jax.tree.map(
         lambda node, own: node.specs() if fields.is_in_stacks(node) else own,
         state,
@@ -169,10 +169,10 @@ def map_marked(
     pieces: Callable | None = None,
     level: int = 0,
 ) -> Tree:
-    """`function` of the leaves that are per worker, `shared` of those that are not.
+    """`function` of the leaves that are per worker, `shared` of the others.
 
-    `pieces`, where given, is for those that are in pieces on this level; it is also
-    given their `fields.Cut`.
+    If given, `pieces` is for leaves in pieces on this level; it also gets their
+    `fields.Cut`.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
     marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
@@ -206,7 +206,7 @@ def in_pieces(tree: Tree, level: int = 0) -> Tree:
 
 
 def stack_specs(tree: Tree) -> Tree:
-    """The spec of each leaf that stands in an `InStacks`, `None` of others."""
+    """The spec of each leaf in an `InStacks`; `None` for others."""
     return jax.tree.map(
         lambda node: node.specs() if fields.is_in_stacks(node) else None,
         tree,
@@ -215,13 +215,13 @@ def stack_specs(tree: Tree) -> Tree:
 
 
 def is_key(x: Any) -> bool:
-    """Whether this is an array of random keys, of any kind but the raw one."""
+    """Whether this is an array of typed random keys, not raw ones."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def fold_keys(keys: Any, worker: Any) -> Any:
-    """Random keys with a worker's number in each."""
+    """Random keys, each folded with a worker's number."""
     folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), worker)
     return folded.reshape(keys.shape)
 
@@ -229,8 +229,9 @@ def fold_keys(keys: Any, worker: Any) -> Any:
 def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     """Whether each leaf is a random key of which each worker of a level gets its own.
 
-    `own` says whether keys in it differ, `ours` whether a state of this package holds
-    the tree. A state of an outer level says nothing of the level that is asked for.
+    `own`: whether keys in the tree differ between workers. `ours`: whether a state of
+    this package holds the tree. A state of an outer level tells nothing about the level
+    that is asked for.
     """
     differ = own or not ours
 
@@ -243,9 +244,9 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
         if fields.is_level(node):
             return fields.map_fields(field, node)
         if _is_optax(node):
-            # It may stand in a chain beside `all_reduce_grads`, and must stay equal.
+            # In a chain beside `all_reduce_grads` it must stay equal on all.
             return type(node)(*(own_keys(x, own and ours, ours) for x in node))
-        # The numbers of rows have a key's dtype, so that nothing adds to them.
+        # Row numbers have a key's dtype, so that arithmetic refuses them.
         return jax.tree.map(lambda x: own and not is_slices(node) and is_key(x), node)
 
     return jax.tree.map(
@@ -272,7 +273,7 @@ def _is_injected(x: Any) -> bool:
     )
 
 
-# Optax's wrappers that make a step of what they wrap in some steps only.
+# Optax's wrappers that step what they wrap in some steps only.
 _SOMETIMES = (
     "ApplyIfFiniteState",
     "ConditionallyMaskState",
@@ -304,7 +305,7 @@ def _refuse_around_center(state: Tree) -> None:
 
 
 def _check_levels(state: Tree, levels: int) -> None:
-    """Refuse more levels than there are states that hold another one."""
+    """Refuse more levels than there are nested states."""
 
     def inside(node):
         if fields.is_in_pieces(node):
@@ -327,8 +328,8 @@ def _check_levels(state: Tree, levels: int) -> None:
 def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) -> Tree:
     """`None` for every leaf of a state that is shared on a level, else 0.
 
-    `around` says whether the field that holds the tree is shared; `None`: no state of
-    this package holds it. `level` counts down to that which is asked for.
+    `around`: whether the field that holds the tree is shared; `None` if no state of
+    this package holds it. `level` counts down to the one that is asked for.
     """
     shared = replicated if around is None else around
     equal = {"all levels"}
@@ -343,7 +344,7 @@ def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) 
         if fields.is_level(node):
             return fields.map_fields(field, node)
         if _is_injected(node):
-            # What acts at the center is no worker's own.
+            # What acts at the center is shared.
             whose = None if shared or level == 0 else 0
             inside = _axes(node.inner_state, replicated, level, around)
             numbers = jax.tree.map(lambda _: whose, node._replace(inner_state=()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which memory an array of a state lives: that of its device, or of its host.
+"""The memory in which an array of a state lives: its device's, or the host's.
 
-A field whose kind is `on_host` (`fields.Kind`) stays in the host's memory, pinned, so
-that the device can read it: a program that only hands it on holds nothing of it on the
-device. JAX's types tell the two memories apart, and nothing is computed of an array on
-the host before it is moved to the device. Scalars always are on the device.
+A field whose kind is `on_host` (`fields.Kind`) stays in pinned host memory, which the
+device can read: a program that only passes it on needs no room for it on the device.
+JAX's types distinguish the two memories, and an array on the host must be moved to the
+device before anything is computed from it. Scalars are always on the device.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ _SPACES = jax.memory.Space
 
 
 def is_on_host(tree: Tree) -> bool:
-    """Whether any array of a tree is on the host."""
+    """Whether any array of a tree is in host memory."""
     return any(map(_on_host, jax.tree.leaves(tree)))
 
 
 def on_device(tree: Tree) -> Tree:
-    """The tree, what is on the host moved to its device."""
+    """The tree, with arrays in host memory moved to their device."""
     return jax.tree.map(lambda x: _moved(x, _SPACES.Device) if _on_host(x) else x, tree)
 
 
 def on_host(tree: Tree) -> Tree:
-    """The tree, all arrays but its scalars moved to the host of their device."""
+    """The tree with all arrays but scalars moved to their device's host memory."""
     return jax.tree.map(lambda x: _moved(x, _SPACES.Host) if jnp.ndim(x) else x, tree)
 
 
@@ -51,7 +51,7 @@ def copy(x: Any) -> jax.Array:
 
 
 def kinds(tree: Tree) -> Tree:
-    """`HOST` for each leaf of a tree with states in it that belongs there, else ''."""
+    """`HOST` for each leaf of a tree with states that belongs there, else ''."""
 
     def field(_, kind, value):
         if kind.memory == "device":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resize`: go on with another number of workers.
+"""`resize`: elastic training with another number of workers.
 
-What becomes of a field is its kind's. All arrays have the worker axis in front here,
-`[N, ...]`, also those that are equal on all workers.
+The kind of a field says what becomes of it. All arrays here have the worker axis in
+front, `[N, ...]`, even those that are equal on all workers.
 """
 
 import warnings
@@ -32,11 +32,11 @@ def resize(
     replicated: bool = False,
     strict: bool = False,
 ) -> tuple[Tree, Any]:
-    """Go on with another number of workers: the parameters and state of `n` of them.
+    """Continue with another number of workers: parameters and state for `n` of them.
 
     For the state of any transformation, with wrappers of this package anywhere in it,
-    stacked as a whole or as `oxs.state_axes` says. Where there are fewer the last
-    workers leave, where there are more the new ones come last. What becomes of what:
+    stacked as a whole or as `oxs.state_axes` says. With fewer workers the last ones
+    leave; with more, the new ones come last. What becomes of what:
 
         shared by all workers (center, outer state, counters)    stays as it is
         parameters of a rule that takes the center whole         the center
@@ -51,34 +51,34 @@ def resize(
 
     Moments and counts travel together: a joiner's schedules go on, and its second
     moments are never 0 with a count above 0. Right after a round
-    (`oxs.metrics(state).steps_since_round == 0`) nothing that was learned is lost with
-    a rule that takes the center. In the middle of one, what workers learned and
-    accumulated since the last is dropped with a warning, or refused with `strict`. With
-    `fragments` most parts are in the middle of a round at any time: survivors keep what
-    they have, and what leavers have learned since is what is dropped.
+    (`oxs.metrics(state).steps_since_round == 0`), a rule that takes the center loses
+    nothing that was learned. In the middle of a round, what workers learned and
+    accumulated since the last one is dropped with a warning, or refused with `strict`.
+    With `fragments` most parts are in the middle of a round at any time: survivors keep
+    what they have, and only what leavers have learned since is dropped.
 
-    It works on the host, on whole arrays. Place the result as `oxs.state_shardings`
-    says. The number of workers also stands in the transformation where `moving_rate` or
-    `num_workers` was computed from it: `tx` is the one to go on with.
+    It works on the host, on whole arrays. Place the result with `oxs.state_shardings`.
+    If `moving_rate` or `num_workers` in the transformation was computed from the number
+    of workers, pass as `tx` one that is made for `n`.
 
     Args:
         tx: The transformation for `n` workers, like the one that made the state.
         params: The parameters of all N workers, `[N, ...]`.
         state: The state of all N workers.
         n: The number of workers to go on with.
-        joiners: What new workers begin with of what is a worker's own. `"mean"` of the
-            others; the `"first"` one's; or `"fresh"`, what `tx.init` gives.
+        joiners: What a joiner gets where a field is a worker's own: the `"mean"` of the
+            others; a copy of the `"first"` one's; or `"fresh"`, what `tx.init` gives.
         replicated: As for `oxs.state_axes`: the parameters have no worker axis.
         strict: Refuse what would have to be dropped.
 
     Returns:
         `(params, state)` of `n` workers, in the form in which they came. With the same
-        number they are what they were, to the bit.
+        number they are unchanged, to the bit.
 
     Raises:
         TypeError: `n` is no integer.
         ValueError: `n` below 1; a state that is not of `tx` or has no worker axis; with
-            `strict` one in the middle of a round; center rules in each other in the
+            `strict`, a state in the middle of a round; nested center rules in the
             middle of a round.
 
     Example:
@@ -149,8 +149,8 @@ def resize_tree(
 ) -> tuple[Tree, Tree]:
     """`resize` of a tree with states anywhere in it, stacked on so many levels.
 
-    What it holds besides them is each worker's own, keys included. `params` are those
-    that a center in it is for, `like` is the tree of one worker.
+    Leaves outside of states are each worker's own, keys included. `params` are the
+    parameters of a center in it, `like` is the tree of one worker.
     """
     leaves = _leaves(tree, like, axes, levels)
     before = next(leaf.x.shape[0] for leaf in leaves if leaf.own)
@@ -163,12 +163,12 @@ def resize_tree(
 
 
 def _stacked(state: Tree, leaves: list["_Leaf"], workers: int) -> Tree:
-    """The state with the worker axis in front of all arrays."""
+    """The state, with the worker axis in front of all arrays."""
     return jax.tree.structure(state).unflatten(leaf.of_all(workers) for leaf in leaves)
 
 
 def _new_params(how: "_Resizing", params: Tree, stacked: Tree) -> Tree:
-    """Parameters of the workers after, some or all of them at the center."""
+    """The new workers' parameters, with some or all of them at the center."""
     params = jax.tree.map(lambda x: how.array(fields.OWN, x), params)
     for node in fields.nodes_of(stacked):
         if found := fields.center_of(node):
@@ -184,9 +184,9 @@ def _new_state(
     fresh: Tree,
     own: bool,
 ) -> Tree:
-    """The state of the workers after; `own` says whose keys outside of states are."""
+    """The new workers' state; `own` says whose keys outside of states are."""
     resized = how.tree(stacked, fresh)
-    # A joiner draws what nobody else draws.
+    # A joiner must not draw the same numbers as another worker.
     resized = jax.tree.map(
         lambda x, own: x.fold_in(how.before) if own and isinstance(x, _Keys) else x,
         resized,
@@ -199,7 +199,7 @@ def _new_state(
 
 
 def _begun(tree: Tree, number: int = 0) -> Tree:
-    """What the arrays of a state are at the start, where that is said of their kind."""
+    """The starting values of a state's arrays, where their kind tells them."""
 
     def visit(node):
         if fields.declares(node):
@@ -210,21 +210,21 @@ def _begun(tree: Tree, number: int = 0) -> Tree:
 
 
 class _Resizing(NamedTuple):
-    """From how many workers to how many, and what becomes of arrays `[N, ...]`."""
+    """From how many workers to how many; what becomes of arrays `[N, ...]`."""
 
     before: int
     after: int
     joiners: Joiners
     lost: list[str]
-    # Whether what is owed is added up, and whether the tree is in one worker's state,
-    # where levels keep their size.
+    # Whether what is owed is a share of a sum; and whether the tree is in one worker's
+    # state, where levels keep their size.
     added: bool = False
     inside: bool = False
 
     def tree(self, tree: Tree, fresh: Tree) -> Tree:
-        """A tree in which states say what their fields are, and all else is owned.
+        """Resize a tree: states' fields by their kinds, all else as each worker's own.
 
-        `fresh` is that of a worker that begins, with `None` where joiners get none.
+        `fresh` is the tree of a worker that begins, with `None` where joiners get none.
         """
 
         def visit(node, fresh):
@@ -250,7 +250,7 @@ class _Resizing(NamedTuple):
         return jax.tree.map(lambda x, new: how.array(kind, x, new), tree, fresh)
 
     def array(self, kind: fields.Kind, x: Any, fresh: Any = None) -> Any:
-        """An array of such a kind."""
+        """Resize one array of this kind."""
         kept, joiner = x[: self.after], x[0]
         if kind.is_shared or kind.resized == "anew":
             kept, joiner = x[:0], joiner if kind.resized == "kept" else fresh
@@ -263,7 +263,7 @@ class _Resizing(NamedTuple):
         if kind.resized == "owed":
             kept = kept.astype(np.float64)
             kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
-            # The mean divides what is owed by N, so it scales by after / before.
+            # What is owed is a share of a mean over N, so it scales by after / before.
             kept = kept * (1.0 if self.added else self.after / self.before)
         new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
         joined = np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])
@@ -271,16 +271,16 @@ class _Resizing(NamedTuple):
 
 
 class _Keys(np.ndarray):
-    """The numbers of random keys, which have no mean."""
+    """The data of random keys, which have no mean."""
 
     impl: Any
 
     def __array_finalize__(self, like: Any) -> None:
-        """A part of them is of the same kind."""
+        """A slice of them is of this class, too."""
         self.impl = getattr(like, "impl", None)
 
     def fold_in(self, first: int) -> "_Keys":
-        """The same keys `[N]`, but from this worker on each with its number in it."""
+        """The same keys `[N]`, with the worker's number folded in from `first` on."""
         folded = np.array(self)
         for worker in range(first, len(self)):
             keys = jax.random.wrap_key_data(jnp.asarray(folded[worker]), impl=self.impl)
@@ -295,7 +295,7 @@ class _Keys(np.ndarray):
 
 
 def _mean(x: np.ndarray) -> np.ndarray:
-    """The mean of the workers; of equal ones their value, to the bit."""
+    """The mean over the workers; where they are equal, their value to the bit."""
     wide = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
     with np.errstate(invalid="ignore"):
         mean = (wide[0] + (wide - wide[0]).mean(0)).astype(x.dtype)
@@ -328,7 +328,7 @@ def _first_of(x: Any) -> Any:
 
 
 def _worker_axes(state: Tree) -> int:
-    """How many worker axes parameters have: one for each of rules in each other."""
+    """How many worker axes the parameters have: one for each nested rule."""
     counts = [
         x.ndim
         for node in fields.nodes_of(state, fields.is_level)
@@ -343,20 +343,20 @@ class _Leaf(NamedTuple):
     """An array of a state."""
 
     x: Any
-    one: jax.ShapeDtypeStruct  # that of one worker
+    one: jax.ShapeDtypeStruct  # its shape for one worker
     own: bool  # whether it has the worker axis
     cut: bool  # whether it lies in pieces
 
     def of_all(self, workers: int) -> np.ndarray:
-        """`[workers, ...]`; what lies in pieces is put together and shared."""
+        """`[workers, ...]`; an array in pieces is put together and shared."""
         x = _on_host(self.x)
         x = x.reshape(-1, *x.shape[2:])[: self.one.shape[0]] if self.cut else x
         return x if self.own else _repeat(x, workers)
 
 
 def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
-    """The leaves of a state, whose shapes are checked."""
-    # Of rules in each other some have an axis of the inner workers alone.
+    """The leaves of a state, with their shapes checked."""
+    # With nested rules some leaves have only the axis of the inner workers.
     counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]
     stacked = any(map(jnp.ndim, counters))
     found = []
@@ -399,7 +399,7 @@ def _say(lost: list[str], strict: bool) -> None:
 
 
 def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) -> Tree:
-    """Parameters `[n, ...]`, of which joiners, or all workers, are at the center."""
+    """Parameters `[n, ...]`, with joiners, or all workers, at the center."""
     if fields.is_in_pieces(center):
         center = jax.tree.map(
             lambda c, p: c if is_masked(c) else c.reshape(how.before, *p.shape[1:]),
