@@ -32,7 +32,7 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 import report
 
 PERIOD, BATCH, PROCESSES = 20, 16, 3
-PAUSE = 0.4  # seconds before each round, so that runs last as long as deaths need
+PAUSE = 0.4  # seconds after each round, so that runs last as long as deaths need
 A_SECOND = PERIOD * BATCH * PROCESSES / PAUSE  # examples, at most
 STAGES = {  # what ends each of them
     "noticed": "[FailurePolicy]",
@@ -73,9 +73,12 @@ def loop(config):
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels
         return entropy(logits, labels).mean()
 
+    def begin():
+        params = network.init(jax.random.key(0), images[:1])  # equal everywhere
+        return params, tx.init(params)
+
     with oxs.elastic.Group(config["run"], "workers") as group:
-        initial = network.init(jax.random.key(0), images[:1])
-        params, state = group.restore_or_start((initial, tx.init(initial)))
+        params, state = group.restore_or_start(begin)
         say("restored", position=group.position)
 
         @group.workers.step(state=2)
@@ -84,17 +87,19 @@ def loop(config):
             return oxs.apply_gradients(tx, grads, state, params)
 
         while group.position < config["examples"]:
-            time.sleep(PAUSE)
             for _ in range(PERIOD):
                 rows = train[group.rows(len(train), BATCH)]
                 batch = group.batch((images[rows], labels[rows]))
                 params, state = jax.block_until_ready(step(params, state, *batch))
+            met = time.time()
             group.save((params, state))
             if not jax.process_index():
                 center = jax.device_get(state.center)
                 loss = float(loss_of(center, images[test], labels[test]))
                 n, rounds = group.workers.sizes[0], int(state.global_step)
-                say("round", position=group.position, n=n, rounds=rounds, loss=loss)
+                where = {"n": n, "rounds": rounds, "position": group.position}
+                say("round", **where, loss=loss, time=met)
+            time.sleep(PAUSE)
 
 
 def trainer(folder, examples, processes, quiet_end):
@@ -316,7 +321,9 @@ def main():
 
         settings: Any = {"include_dashboard": False, "log_to_driver": False}
         settings["address"] = "local"  # and not of another run that is here
-        context: dict[str, Any] = vars(ray.init(num_cpus=PROCESSES + 1, **settings))
+        # With room for the next group: Ray Train asks again for CPUs only after 0.6 s.
+        cpus = 2 * PROCESSES + 1
+        context: dict[str, Any] = vars(ray.init(num_cpus=cpus, **settings))
         session = context["address_info"]["session_dir"]
         if "seconds" in options.only:
             seconds(page, session, deaths, int(A_SECOND * (10 + 15 * deaths)))

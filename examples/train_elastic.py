@@ -66,9 +66,12 @@ def loop(config):
         entropy = optax.losses.softmax_cross_entropy_with_integer_labels
         return entropy(logits, labels).mean()
 
+    def begin():
+        params = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
+        return params, tx.init(params)
+
     with oxs.elastic.Group(config["folder"], "workers") as group:
-        initial = network.init(jax.random.key(SEED), images[:1])  # equal everywhere
-        params, state = group.restore_or_start((initial, tx.init(initial)))
+        params, state = group.restore_or_start(begin)
         say(pid=os.getpid(), position=group.position)
 
         @group.workers.step(state=2)

@@ -8,7 +8,8 @@ needs: it continues from the last save, with the workers that there are now.
 
     def train():  # in each process, after jax.distributed.initialize
         with oxs.elastic.Group("/shared/run", "workers") as group:
-            state = group.restore_or_start((params, tx.init(params)))
+            # `begin` returns (params, tx.init(params)), and is called only once.
+            state = group.restore_or_start(begin)
             step = group.workers.step(one_step, state=2)
             while group.position < examples:
                 rows = group.rows(len(images), batch=16)
@@ -22,6 +23,7 @@ save that was cut short.
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -125,7 +127,7 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({str(self.manager.directory)!r}, {self.workers})"
 
-    def restore_or_start(self, state: Tree) -> Tree:
+    def restore_or_start(self, state: Tree | Callable[[], Tree]) -> Tree:
         """The state of the last save, for this group's workers; without one, the first.
 
         From a save by as many workers, every worker gets its own state back, to the
@@ -134,7 +136,10 @@ class Group:
         saved if their number has changed, and only its own workers' part if it has not.
 
         Args:
-            state: One worker's, as for `Workers.start`: how a run begins.
+            state: One worker's, as for `Workers.start`: how a run begins. Or a function
+                without arguments that returns it, and is called only at the start: a
+                group that restores initialises no model, which takes seconds of
+                compilation in every process but the first.
 
         Returns:
             The state of all workers, placed. NNX objects are new ones.
@@ -144,7 +149,7 @@ class Group:
         """
         step = self.manager.latest_step()
         if step is None:
-            return self.workers.start(state)
+            return self.workers.start(state() if forms.is_function(state) else state)
         self.workers.expect(state)
         restored = self.workers.restore(self.manager, step)
         notes = self.manager.metadata(step).custom_metadata[_NOTES]

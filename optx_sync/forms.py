@@ -7,7 +7,9 @@ two places, as tied weights do, stays one.
 """
 
 import functools
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -115,6 +117,24 @@ def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
         else:
             found.append(Kept(type(leaf), leaf))
     return Form(treedef, tuple(found)), arrays
+
+
+def shapes_of(function: Callable[[], Tree]) -> Tree:
+    """What a function returns, with `jax.ShapeDtypeStruct` for its arrays."""
+    forms: list[Form] = []
+
+    def traced() -> list[Any]:
+        form, arrays = split(with_arrays(function()))
+        forms.append(form)
+        return arrays
+
+    arrays = jax.eval_shape(traced)
+    return forms[0].merge(arrays)
+
+
+def is_function(x: Any) -> bool:
+    """Whether this is a function, and no model that can be called."""
+    return inspect.isroutine(x) or isinstance(x, functools.partial)
 
 
 def with_arrays(tree: Tree) -> Tree:

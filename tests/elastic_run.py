@@ -48,7 +48,7 @@ def step_of(workers, tx):
 
 def live(group, tx, rounds, steps=0):
     """One life of a group: so many rounds, each saved, and so many steps more."""
-    saved = state = group.restore_or_start(start(tx))
+    saved = state = group.restore_or_start(lambda: start(tx))
     step = step_of(group.workers, tx)
     for done in range(1, rounds * PERIOD + steps + 1):
         rows = group.rows(SIZE, BATCH)

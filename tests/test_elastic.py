@@ -94,9 +94,16 @@ def test_a_joiner_is_as_resize_makes_it(tmp_path, monkeypatch):
         state = live(group, DILOCO, rounds=1)
         saved = group.position
     three = oxs.elastic.Group(tmp_path, oxs.Workers(3, AXIS))
-    # Who goes on needs no start, which places each leaf in agreement of all processes.
+    # Who goes on needs no start, which places each leaf in agreement of all processes,
+    # and no initial values, which every process would compile.
     monkeypatch.setattr(oxs.Workers, "start", None)
-    restored = three.restore_or_start(start(DILOCO))
+
+    def traced():
+        initial = start(DILOCO)
+        assert not jax.core.is_concrete(initial[2])
+        return initial
+
+    restored = three.restore_or_start(traced)
     assert (three.position, three.notes) == (saved, {"rounds": 1})
     equal(restored, group.workers.resize(state, 3))
     draws = jax.vmap(jax.random.uniform)(restored[2])

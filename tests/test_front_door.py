@@ -495,7 +495,7 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
     """In the middle of a period to the bit; eight on a mesh go on as six."""
     tx = RULES["chain"]
 
-    def begin(workers):
+    def begin():
         if style == "nnx":
             model = nnx.Linear(3, 1, rngs=nnx.Rngs(0, dropout=1))
             state = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -506,7 +506,7 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
             state = TrainState.create(apply_fn=print, params=PARAMS, tx=tx)
         else:
             state = PARAMS, tx.init(PARAMS), {"key": jax.random.key(5)}
-        return workers.start(state)
+        return state
 
     def step_for(workers):
         @workers.step
@@ -540,7 +540,7 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
         return found.params if style == "train_state" else found
 
     eight = oxs.Workers(8, AXIS, mesh=True)
-    step, state = step_for(eight), begin(eight)
+    step, state = step_for(eight), eight.start(begin())
     for _ in range(4):
         state = step(state, INPUTS, TARGETS)
     with ocp.CheckpointManager(tmp_path) as manager:
@@ -550,11 +550,11 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
         state = step(state, INPUTS, TARGETS)
     with ocp.CheckpointManager(tmp_path) as manager:
         again = oxs.Workers(8, AXIS, mesh=True)
-        begin(again)
+        again.expect(begin)
         restored = step_for(again)(again.restore(manager), INPUTS, TARGETS)
         same_bits(arrays(restored), arrays(state))
         six = oxs.Workers(6, AXIS, mesh=mesh)
-        fresh = begin(six)
+        fresh = six.start(begin())
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # after a round nothing is lost
             restored = six.restore(manager, 4)

@@ -198,14 +198,15 @@ class Workers:
         )
         return form.merge(arrays)
 
-    def expect(self, state: Tree) -> None:
+    def expect(self, state: Tree | Callable[[], Tree]) -> None:
         """Tell `restore` what a checkpoint holds, without starting the run from it.
 
         Like `start`, but on shapes alone: nothing is computed, placed or communicated,
         and it needs no memory beside that of the restored state.
 
         Args:
-            state: One worker's, as for `start`.
+            state: One worker's, as for `start`, or a function without arguments that
+                returns it: `jax.eval_shape` traces it, and nothing is initialised.
 
         Raises:
             ValueError: As `start`.
@@ -219,10 +220,12 @@ class Workers:
             ...     _ = manager.save(1, args=saved)
             ...     manager.wait_until_finished()
             ...     again = oxs.Workers(4, "workers")
-            ...     again.expect(first)
+            ...     again.expect(lambda: {"w": jnp.ones(3)})
             ...     again.restore(manager)["w"].shape
             (4, 3)
         """
+        if forms.is_function(state):
+            state = forms.shapes_of(state)
         form, arrays = self._one(state)
         self._started = form, self._layout().shapes(form, arrays)
 
