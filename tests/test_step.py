@@ -235,6 +235,16 @@ def test_due():
         oxs.due(optax.chain(tx, optax.identity()), 3)
 
 
+def test_due_of_a_fraction():
+    """A period of 2.5 steps ends with the third, on the host as in `update`."""
+    tx = oxs.local_sgd(INNER, None, communication_period=lambda _: jnp.float32(2.5))
+    state, met = tx.init(jnp.ones(2)), []
+    for step in range(9):
+        _, state = tx.update(jnp.ones(2), state, jnp.ones(2))
+        met += [step] if oxs.metrics(state).steps_since_round == 0 else []
+    assert met == [step for step in range(9) if oxs.due(tx, step)] == [2, 5, 8]
+
+
 @dataclasses.dataclass  # which takes the hash away
 class Growing:
     """A period of as many steps as it is told, and one more after each."""
