@@ -100,7 +100,8 @@ def test_a_joiner_is_as_resize_makes_it(tmp_path, monkeypatch):
 
     def traced():
         initial = start(DILOCO)
-        assert not jax.core.is_concrete(initial[2])
+        with pytest.raises(jax.errors.ConcretizationTypeError):
+            float(initial[0]["w"].sum() + jax.random.uniform(initial[2]))
         return initial
 
     restored = three.restore_or_start(traced)
