@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that do not march in step: a server holds the center, workers come and go.
+"""Asynchronous training with a parameter server: workers come and go.
 
 `run` does it all on Ray (extra `ray`, imported only when `run` is called). `Server` and
 `Worker` are plain Python, for those who have a launcher of their own: a worker needs a

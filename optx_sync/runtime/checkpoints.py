@@ -16,15 +16,15 @@ import numpy as np
 from optx_sync.fingerprints import fingerprint
 from optx_sync.trees import names_of
 
-# Under which name what is no array lies in a checkpoint.
+# The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"
-# Under which name in them lie the fingerprints of the arrays.
+# The key of the arrays' fingerprints in these notes.
 WORDS = "fingerprints"
-# What a damaged checkpoint's name ends with.
+# The suffix of a damaged checkpoint's folder.
 DAMAGED = ".damaged"
 
 
-# How long a lock may be another's: one whose process has been killed is free at once.
+# How long to wait for a lock; that of a killed process is free at once.
 LOCK_SECONDS = 5.0
 
 
@@ -33,14 +33,14 @@ class Damaged(Exception):
 
 
 class Lock:
-    """The right to write to a folder: of one process, until it lets go or dies."""
+    """A file lock on a folder: held by one process until it releases it or dies."""
 
     _held: ClassVar[weakref.WeakValueDictionary[str, "Lock"]] = (
         weakref.WeakValueDictionary()
     )
 
     def __init__(self, folder: pathlib.Path):
-        # Whoever holds it changes the text; the file stays.
+        # The holder rewrites the text; the file itself stays.
         self._file: int = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         end = time.monotonic() + LOCK_SECONDS
         while True:
@@ -65,23 +65,23 @@ class Lock:
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> "Lock":
-        """The lock of a folder, which all who are in this process share."""
+        """The lock of a folder, shared by all servers in this process."""
         lock = cls._held.get(str(folder))
         if lock is None or not lock._is_in(folder):
             lock = cls._held[str(folder)] = cls(folder)
         return lock
 
     def _is_in(self, folder: pathlib.Path) -> bool:
-        """Whether the folder has not been given another name since."""
+        """Whether the lock's file is still in this folder, and not in a renamed one."""
         there = folder / "lock"
         return there.exists() and os.path.samestat(os.fstat(self._file), there.stat())
 
 
 class Checkpoints:
-    """A folder, here or wherever Orbax can write: `gs://bucket/run`.
+    """Checkpoints in a local folder or wherever Orbax writes: `gs://bucket/run`.
 
     A checkpoint is written aside and then renamed, so that an unfinished one has
-    another name. A folder here is locked: two runs cannot save to it.
+    another name. A local folder is locked: two runs cannot save to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -103,27 +103,27 @@ class Checkpoints:
 
     @staticmethod
     def path_of(folder: str | os.PathLike[str]) -> Any:
-        """A path as Orbax takes it, here or elsewhere."""
-        from etils import epath  # Orbax stands on it.
+        """A path as Orbax takes it, local or not."""
+        from etils import epath  # Orbax depends on it.
 
         path = epath.Path(folder)
         return path if "://" in str(folder) else path.absolute()
 
     def numbers(self) -> tuple[int, ...]:
-        """The finished checkpoints."""
+        """The numbers of the finished checkpoints."""
         names = (path.name for path in self.folder.iterdir())
         return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
     def damaged(self) -> tuple[int, ...]:
-        """Those that were put aside."""
+        """The names of the damaged checkpoints, which were put aside."""
         names = (path.name for path in self.folder.iterdir())
         stems = (name.removesuffix(DAMAGED) for name in names if DAMAGED in name)
         return tuple(sorted(int(stem) for stem in stems if stem.isdecimal()))
 
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Any:
-        """Write a checkpoint, and its path."""
+        """Write a checkpoint and return its path."""
         path = self.folder / str(number)
-        if path.exists():  # Of a server that died before it could name this one.
+        if path.exists():  # The server died before it could note this one.
             path.rmtree()
         arrays = {name: part for name, part in arrays.items() if part}
         notes = {**notes, WORDS: _words(arrays)}
@@ -132,7 +132,7 @@ class Checkpoints:
         return path
 
     def load(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds: arrays, and notes.
+        """Read a checkpoint: its arrays and its notes.
 
         Raises:
             Damaged: It cannot be read, or an array is not the one that was saved.
@@ -145,23 +145,23 @@ class Checkpoints:
                 path, restore_args=jax.tree.map(lambda _: as_numpy, tree)
             )
             notes = json.loads(np.asarray(restored.pop(NOTES)).tobytes().decode())
-        except Exception as error:  # Whatever Orbax makes of broken files.
+        except Exception as error:  # Orbax raises various errors for broken files.
             raise Damaged(f"{path} cannot be read: {error}"[:500]) from error
-        saved = notes.pop(WORDS, {})  # an older one has none
+        saved = notes.pop(WORDS, {})  # older checkpoints have none
         for name, words in _words(restored).items():
             if words != saved.get(name, words):
                 raise Damaged(f"{path} holds another {name} than was saved")
         return restored, notes
 
     def delete(self, number: int) -> None:
-        """Delete a checkpoint; that it could not be deleted is no reason to stop."""
+        """Delete a checkpoint; a failure to delete is ignored."""
         try:
             (self.folder / str(number)).rmtree()
         except OSError:
             pass
 
     def put_aside(self, number: int) -> None:
-        """Take a damaged checkpoint out of the way."""
+        """Rename a damaged checkpoint, so that it is not read again."""
         path = self.folder / str(number)
         try:
             path.rename(self.folder / f"{number}{DAMAGED}")
@@ -183,7 +183,7 @@ def _fingerprints(arrays: list[Any]) -> jax.Array:
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
-    """The folders in which servers of a run have saved something, by server."""
+    """The folders with checkpoints of a run, by server number."""
     path = Checkpoints.path_of(folder)
     if not path.exists():
         return {}
@@ -198,7 +198,7 @@ def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
 
 
 def set_aside(path: Any) -> None:
-    """Give a folder of an earlier run, to which nobody saves any more, another name."""
+    """Rename the folder of an earlier run that has ended."""
     lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
     number = 1
     while (there := path.parent / f"{path.name}.before_{number}").exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a run: its history, a table in a terminal, else lines on a log."""
+"""The history of a run, shown as a table in a terminal or as lines of a log."""
 
 import datetime
 import logging
@@ -12,30 +12,30 @@ from optx_sync.trees import Tree
 
 log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
-# How often a line says how all workers stand.
+# Seconds between two lines of the log on all workers.
 LINE_SECONDS = 5.0
-# Over how long a rate is taken.
+# The window of the rate, in seconds.
 RATE_SECONDS = 30.0
-# How many events a history holds.
+# The most events that a history holds.
 KEPT = 100_000
-# How many workers such a line names.
+# The most workers that such a line names.
 SHOWN_WORKERS = 8
 WARNINGS = ("lost", "restored", "damaged", "unsaved", "refused", "rolled_back")
-# Of these all servers tell; of what workers do, the first one.
+# Events that are taken from every server; others only from the first.
 OF_EACH_SERVER = ("started", "restored", "damaged", "unsaved", "refused", "rolled_back")
 PUSHES = ("push", "dropped", "retry")
 
 
 class History(NamedTuple):
-    """What happened in a run: one event for each push, and for each death."""
+    """The history of a run: one event for each push and for each death."""
 
-    # In the order of the servers' clocks; of a long run the last `KEPT`.
+    # In the order of the servers' clocks; the last `KEPT` of a long run.
     events: list[Event]
     averages: Tree | None  # of `SyncReplicas(variable_averages=)`
     counts: dict[tuple[str, int], int] = {}  # noqa: RUF012 # only read: (kind, worker)
 
     def count(self, kind: str, worker: int | None = None) -> int:
-        """How many events of a kind there were, of one worker or of all."""
+        """The number of events of a kind, of one worker or of all."""
         return sum(
             number
             for (of_kind, of_worker), number in self.counts.items()
@@ -44,20 +44,20 @@ class History(NamedTuple):
 
 
 class Seen:
-    """What has been heard of a run: it grows no more once `KEPT` events are there."""
+    """The events of a run so far, and totals; it holds at most `KEPT` events."""
 
     def __init__(self):
         self.events: deque[Event] = deque(maxlen=KEPT)
         self.counts: Counter[tuple[str, int]] = Counter()
         self.last: dict[int, Event] = {}  # pushes, by worker
-        self.states: dict[int, str] = {}  # of workers, by what they did last
-        self.step: int = 0  # where the center is, by the servers
+        self.states: dict[int, str] = {}  # of each worker that has not pushed
+        self.step: int = 0  # of the center
         self.saved: int | None = None  # the step of the newest checkpoint
         self.done: int = 0  # steps that workers have made since their first push
-        self._walked: deque[tuple[float, int]] = deque()  # (when, how many were done)
+        self._walked: deque[tuple[float, int]] = deque()  # (time, steps done by then)
 
     def add(self, new: list[Event]) -> None:
-        """Take what is new."""
+        """Add new events."""
         for event in new:
             self.events.append(event)
             self.counts[event.kind, event.worker] += 1
@@ -69,19 +69,19 @@ class Seen:
                 self.saved = event.global_step
             if event.kind in _STATES:
                 self.states[event.worker] = _STATES[event.kind]
-            if event.kind != "lost":  # Which has the step of the last push.
+            if event.kind != "lost":  # A "lost" event has the step of the last push.
                 self.step = event.global_step
         self._walked.append((time.monotonic(), self.done))
         while self._walked[-1][0] - self._walked[0][0] > RATE_SECONDS:
             self._walked.popleft()
 
     def rate(self) -> float:
-        """Steps a second of all workers, lately."""
+        """Recent steps per second of all workers together."""
         (begin, before), (end, done) = self._walked[0], self._walked[-1]
         return (done - before) / (end - begin) if end > begin else 0.0
 
     def head(self, num_workers: int, total_steps: int | None) -> str:
-        """Where the center is, how fast it goes, and how far it is to the end."""
+        """The step of the center, the rate, the percentage and the time left."""
         said, rate = f"center: step {self.step}", self.rate() if self._walked else 0.0
         if rate:
             said += f", {rate:.3g} steps a second"
@@ -95,11 +95,11 @@ class Seen:
         return said if self.saved is None else f"{said}, saved at step {self.saved}"
 
     def state(self, worker: int) -> str:
-        """How it stands with a worker that has not pushed."""
+        """The state of a worker that has not pushed."""
         return self.states.get(worker, "starting")
 
     def closing(self, seconds: float) -> str:
-        """What there was in all, in a line."""
+        """A closing summary of the run, in one line."""
         total: Counter[str] = Counter()
         for (kind, _), number in self.counts.items():
             total[kind] += number
@@ -121,7 +121,7 @@ class Seen:
         return ", ".join([said, f"the center at step {self.step}", *more])
 
     def history(self, averages: Tree | None) -> History:
-        """What `run` returns."""
+        """The `History` that `run` returns."""
         return History(list(self.events), averages, dict(self.counts))
 
 
@@ -131,8 +131,8 @@ _STATES = {"join": "joined", "lost": "starting", "left": "ended"}
 class Display:
     """A table of the workers in a terminal, where there is Rich; otherwise a log.
 
-    The log is Python's, `optx_sync.runtime`. Where the program has set none up, lines
-    go to the standard error stream while the run lasts.
+    The log is `logging.getLogger("optx_sync.runtime")`. If the program has configured
+    no handler, lines go to standard error while the run lasts.
     """
 
     def __init__(self, num_workers: int, total_steps: int | None = None):
@@ -168,7 +168,7 @@ class Display:
             log.setLevel(self._level)
 
     def show(self, seen: Seen, new: list[Event]) -> None:
-        """Tell what is new."""
+        """Show new events."""
         for event in new:
             if event.kind in WARNINGS:
                 log.warning(line(event))
@@ -182,7 +182,7 @@ class Display:
 
 
 def line(event: Event) -> str:
-    """What an event is in words."""
+    """An event as a line of the log."""
     who = f"worker {event.worker}" if event.worker >= 0 else "a server"
     what = {
         "join": f"{who} has joined",
@@ -199,7 +199,7 @@ def line(event: Event) -> str:
 
 
 def summary(num_workers: int, seen: Seen, total_steps: int | None = None) -> str:
-    """How all workers stand, in a line."""
+    """The state of all workers, in one line."""
     parts = [seen.head(num_workers, total_steps)]
     for worker in range(min(num_workers, SHOWN_WORKERS)):
         event = seen.last.get(worker)
@@ -217,7 +217,7 @@ def summary(num_workers: int, seen: Seen, total_steps: int | None = None) -> str
 
 
 def table(num_workers: int, seen: Seen, total_steps: int | None = None) -> Any:
-    """What the display shows, a Rich table."""
+    """The Rich table that a terminal shows."""
     from rich.table import Table
 
     names = sorted({name for event in seen.last.values() for name in event.shown})

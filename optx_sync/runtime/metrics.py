@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a run, as metrics of Ray: its dashboard and Prometheus show them."""
+"""Metrics of a run for Ray's dashboard and Prometheus."""
 
 from optx_sync.runtime.messages import Event
 
@@ -22,10 +22,10 @@ SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 
 
 class Metrics:
-    """Counts what the servers tell, per worker and server; names begin with optx_sync.
+    """Counters and gauges per worker and server; their names begin with optx_sync.
 
-    It counts in the process that collects the events, so an exchange does not wait for
-    it.
+    They are updated in the process that collects the events, so no exchange waits for
+    them.
     """
 
     def __init__(self):

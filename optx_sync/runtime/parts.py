@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the parameters meets when, and on which server it lives."""
+"""Parts of the parameters: when each is exchanged, and on which server it lives."""
 
 import math
 import zlib
@@ -15,12 +15,12 @@ from optx_sync.checks import integer
 from optx_sync.runtime.messages import Arrays
 from optx_sync.trees import Tree, path_name
 
-# An array, or a `jax.ShapeDtypeStruct`, whose parameters of type nobody knows.
+# An array or a `jax.ShapeDtypeStruct`.
 Shaped: TypeAlias = Any
 
 
 class Layout(NamedTuple):
-    """The parts of a tree. A part lives on one server, and is pushed alone."""
+    """The parts of a tree. A part lives on one server and is pushed on its own."""
 
     whole: Whole  # cuts a tree into parts
     turns: tuple[tuple[int, ...], ...]  # the parts that meet in the same round
@@ -32,14 +32,14 @@ class Layout(NamedTuple):
 
     def pick(self, tree: Tree, part: int) -> Tree:
         """A part of a tree, or of shapes."""
-        if len(self.owners) > 1:  # Rows of NumPy's arrays are not cut.
+        if len(self.owners) > 1:  # `Whole` does not cut rows of NumPy arrays.
             tree = jax.tree.map(
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
             )
         return self.whole.pick(tree, part)
 
     def join(self, parts: dict[int, Arrays], shapes: Tree) -> Tree:
-        """The tree whose parts these are, JAX arrays of its own in their dtypes."""
+        """The tree made of these parts, as new JAX arrays in the parameters' dtypes."""
         trees = {
             part: Variables(self.pick(shapes, part)).tree(
                 {path: jnp.array(array, copy=True) for path, array in arrays.items()}
@@ -59,23 +59,23 @@ class Layout(NamedTuple):
         return tree
 
     def mark(self, shapes: Tree, part: int) -> int:
-        """A number that differs where other rows are in the part."""
+        """A number that identifies the rows of a part."""
         rows = jax.tree.map(lambda x: np.arange(x.shape[0] if x.shape else 1), shapes)
         picked = jax.tree.leaves(self.pick(rows, part))
         return zlib.crc32(b"".join(np.asarray(x).tobytes() + b"," for x in picked))
 
 
 def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
-    """The parts of parameters, evenly on servers.
+    """Split parameters into parts and spread these evenly over servers.
 
-    Parts that meet one after the other go to servers as evenly as their bytes allow.
-    Where there is one only, and several servers, the variables are split into as many
-    parts as servers, which meet in the same round.
+    Fragments, which meet in turn, go to servers as evenly as their bytes allow. With
+    several servers and no fragments, the variables are split into one part for each
+    server, and all parts meet in the same round.
 
     Raises:
         ValueError: More servers than parts or variables.
     """
-    shapes = jax.eval_shape(start_center, shapes)  # It is the center that is cut.
+    shapes = jax.eval_shape(start_center, shapes)  # Parts are cut from the center.
     integer("num_servers", num_servers, "Pass for example 1.")
     number = number_of_parts(fragments)
     if number == 1 and num_servers > 1:
@@ -106,7 +106,7 @@ def lay_out(shapes: Tree, fragments: Fragments, num_servers: int = 1) -> Layout:
 
 
 class Variables:
-    """The way from a tree to the paths of its arrays, and back."""
+    """Conversion between a tree and a dict of its arrays by path."""
 
     def __init__(self, tree: Tree):
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -123,7 +123,7 @@ class Variables:
 
 
 def _evenly(sizes: list[int], number: int) -> list[int]:
-    """Which of so many bins each of these goes to, the largest first."""
+    """Assign sizes to bins evenly, the largest first: the bin of each."""
     owner, full, filled = [0] * len(sizes), [0] * number, [0] * number
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         # Variables of size 0 must not leave a part empty.

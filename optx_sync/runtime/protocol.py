@@ -1,57 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may push what when, and what a death leaves: the protocol, as a model.
+"""The push protocol between workers and servers, as a pure model.
 
-Plain Python on tuples: no arrays, no processes, no clock. `decide` is what a server
-decides, `Client` with `wants` and `hears` is what a worker decides. A server and a
-connection carry out what is decided here, and `tests/runtime/test_protocol.py` goes
-through every order of events with that code.
+Plain Python on tuples: no arrays, no processes, no clock. `decide` makes the decisions
+of a server; `Client` with `wants` and `hears` makes those of a worker. A server and a
+connection carry them out, and `tests/runtime/test_protocol.py` explores every order of
+events with this code.
 
 **A push is of one part, and a part lives on one server.** So a push is one call: it has
 been applied, or it has not. Servers know nothing of each other.
 
-**A push has a name**, (incarnation, serial). An incarnation is handed out by a join, no
-two joins get the same, and a server answers a worker's newest one only. Of each part
-the push that was applied last is kept by name, so that one sent again is known.
+**A push has a name**, (incarnation, serial). Each join hands out a new incarnation, and
+a server answers only a worker's newest one. The server keeps the name of the last push
+that it applied to each part, and so recognises one that is sent again.
 
-**A server has checkpoints of its own.** One that dies comes back as its last one says,
-and a new epoch of it begins. It turns a message of another epoch away, and says which
-push of each part survived. So the worker knows what is lost, and tells, or sends it
-again if it has kept it (`replay`).
+**A server has checkpoints of its own.** One that dies is restored from its last one, in
+a new epoch. It turns away messages of another epoch, and says which push of each part
+survived. So the worker knows what is lost: it reports this, or sends those pushes again
+if it has kept them (`replay`).
 """
 
 from typing import NamedTuple, TypeAlias
 
-# (incarnation, serial); () is no push.
+# (incarnation, serial); () stands for no push.
 Name: TypeAlias = tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """What a server has applied of the pushes of one worker, of one part."""
+    """What a server has applied of one worker's pushes of one part."""
 
-    round: int = 0  # how many
-    last: Name = ()  # the last of them
-    used: int = 0  # how many were not dropped as stale
+    round: int = 0  # the number of pushes
+    last: Name = ()  # the last one
+    used: int = 0  # the number of those not dropped as stale
 
 
 class Entry(NamedTuple):
     """What a server knows of one worker."""
 
     places: tuple[Place, ...]  # of each part that lives here
-    incarnation: int = 0  # who may push; 0: whoever has not joined
+    incarnation: int = 0  # the one that may push; 0: no join is needed
     joins: int = 0
 
 
 class Book(NamedTuple):
-    """What a server knows, besides arrays."""
+    """The state of a server, without its arrays."""
 
     entries: tuple[Entry, ...]
-    epoch: int  # no two starts of a server have the same
-    every: int = 0  # pushes between checkpoints; 0: there are none
+    epoch: int  # differs for each start of the server
+    every: int = 0  # pushes between checkpoints; 0: no checkpoints
     handed: int = 0  # the last incarnation that was handed out
-    number: int = 0  # of the last checkpoint that was tried
-    saved: tuple[int, ...] = ()  # those that can be read
+    number: int = 0  # of the last checkpoint attempt
+    saved: tuple[int, ...] = ()  # the checkpoints that can be read
     covered: tuple[tuple[Name, ...], ...] = ()  # `last` of each place in the newest
-    since: int = 0  # pushes since the last one that was tried
+    since: int = 0  # pushes since the last attempt
 
 
 def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
@@ -61,16 +61,16 @@ def new_book(workers: int, parts: int, epoch: int, every: int) -> Book:
 
 
 def restored(book: Book, entries: tuple[Entry, ...], saved: tuple[int, ...]) -> Book:
-    """The book of a server that has become what the newest of `saved` holds."""
+    """The book of a server that is restored from the newest of `saved`."""
     covered = tuple(tuple(place.last for place in e.places) for e in entries)
     return book._replace(entries=entries, saved=saved, covered=covered)
 
 
-# What is asked of a server.
+# Requests to a server.
 
 
 class Enter(NamedTuple):
-    """A worker starts: nobody else may push under its number from now on."""
+    """A worker joins: from now on nobody else may push under its number."""
 
     worker: int
     incarnation: int  # 0: hand one out
@@ -83,7 +83,7 @@ class Send(NamedTuple):
     worker: int
     incarnation: int
     joins: int
-    part: int  # among those that live at this server
+    part: int  # its index on this server
     round: int
     serial: int
 
@@ -99,7 +99,7 @@ class Stay(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Save yourself; how does it stand with this worker's pushes?"""
+    """Write a checkpoint, and report which of this worker's pushes it covers."""
 
     worker: int
 
@@ -107,20 +107,20 @@ class Save(NamedTuple):
 Request: TypeAlias = Enter | Send | Stay | Save
 
 
-# What a server answers.
+# Answers of a server.
 
 
 class Standing(NamedTuple):
-    """It is done, or has been done before: so it stands with the worker."""
+    """Done now or before: the state of this worker's pushes."""
 
     epoch: int
     entry: Entry
-    covered: tuple[Name, ...] = ()  # of each part, its last push that is saved
+    covered: tuple[Name, ...] = ()  # of each part, the last push in a checkpoint
     busy: bool = False  # not done yet: ask again
 
 
 class Turned(NamedTuple):
-    """The server has started anew since; this is what survived."""
+    """The server has been restarted since; these pushes survived."""
 
     epoch: int
     entry: Entry
@@ -143,16 +143,16 @@ Answer: TypeAlias = Standing | Turned | Superseded | Refused
 
 
 class Decision(NamedTuple):
-    """What a server does; if it can, it is then as `book` says."""
+    """What a server does about a request, and its book after it has done so."""
 
     book: Book
     answer: Answer
-    # "apply" the push, answer what was answered "again", "save", or nothing.
+    # "apply" the push, repeat the last answer ("again"), "save", or nothing.
     action: str = ""
 
 
 def decide(book: Book, request: Request) -> Decision:
-    """What a server does about a request."""
+    """Decide what a server does about a request."""
     worker = request.worker
     entry = book.entries[worker]
     if isinstance(request, Save):
@@ -210,24 +210,24 @@ def _send(book: Book, entry: Entry, request: Send) -> Decision:
 
 
 def dropped(book: Book, worker: int, part: int) -> Book:
-    """The push that was applied last was stale, and left no trace."""
+    """Count the last push as stale: it was dropped."""
     place = book.entries[worker].places[part]
     return _with_place(book, worker, part, place._replace(used=place.used - 1))
 
 
 def is_due(book: Book) -> bool:
-    """Whether the server is to save itself."""
+    """Whether a checkpoint is due."""
     return 0 < book.every <= book.since
 
 
 def saved(book: Book, number: int) -> Book:
-    """The book of a server that has saved itself; the newest two are kept."""
+    """The book after a checkpoint; the newest two are kept."""
     covered = tuple(tuple(place.last for place in e.places) for e in book.entries)
     return book._replace(saved=(*book.saved[-1:], number), covered=covered)
 
 
 def standing(book: Book, worker: int, busy: bool = False) -> Standing:
-    """How it stands with a worker."""
+    """The state of a worker's pushes."""
     covered = book.covered[worker] if book.covered else ()
     return Standing(book.epoch, book.entries[worker], covered, busy)
 
@@ -249,15 +249,15 @@ def _put(items: tuple, number: int, item) -> tuple:
 class Line(NamedTuple):
     """What a worker knows of its pushes of one part."""
 
-    serial: int = 0  # of the last that was applied: it goes on when some are lost
-    round: int = 0  # that one's, as the server counts
-    used: int = 0  # those that were not dropped, as the server counts
-    base: int = 0  # how many of these are not its own, but of its predecessors
-    kept: tuple[int, ...] = ()  # serials applied, of which no checkpoint is known
+    serial: int = 0  # of the last one applied; not reset when pushes are lost
+    round: int = 0  # the server's count for that push
+    used: int = 0  # the server's count of those not dropped
+    base: int = 0  # how many of these its predecessors made
+    kept: tuple[int, ...] = ()  # serials applied and not known to be in a checkpoint
 
 
 class Client(NamedTuple):
-    """A worker, as one who asks one server."""
+    """A worker's side of the protocol with one server."""
 
     worker: int
     replay: int = 0  # how many pushes of each part it keeps at most
@@ -265,18 +265,18 @@ class Client(NamedTuple):
     joins: int = 0
     epoch: int = 0  # of the server; 0: it has not answered yet
     lines: tuple[Line, ...] = ()  # of each part that lives there
-    # What it asks now: "enter", "send", "token", "start", "save". Else how that ended:
-    # "idle", "waiting", "superseded", "refused".
+    # The request under way: "enter", "send", "token", "start", "save"; or how the last
+    # one ended: "idle", "waiting", "superseded", "refused".
     phase: str = "idle"
-    goal: str = "idle"  # what it was asked to do
-    sending: tuple[tuple[int, int], ...] = ()  # (part, serial) to be applied yet
-    lost: int = 0  # pushes that went with the server, since it was asked
+    goal: str = "idle"  # the operation that was begun
+    sending: tuple[tuple[int, int], ...] = ()  # (part, serial), not yet applied
+    lost: int = 0  # pushes lost with the server since the operation began
     tries: int = 0
     message: str = ""
 
 
 def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
-    """Start something: "enter", "send" a push, "token", "start", or "save"."""
+    """Begin an operation: "enter", "send" a push, "token", "start", or "save"."""
     client = client._replace(goal=goal, phase=goal, lost=0, tries=0, message="")
     if goal == "send":
         return client._replace(sending=((part, serial),))
@@ -286,7 +286,7 @@ def begin(client: Client, goal: str, part: int = 0, serial: int = 0) -> Client:
 
 
 def wants(client: Client) -> Request | None:
-    """What to ask now; `None` when it has come to an end."""
+    """The next request; `None` when the operation has ended."""
     c = client
     match c.phase:
         case "enter":
@@ -309,12 +309,12 @@ def wants(client: Client) -> Request | None:
 
 
 def hears(client: Client, answer: Answer) -> Client:
-    """What a client does about the answer to what it wants."""
+    """The client after the server's answer to its request."""
     match answer:
         case Superseded(message):
             return client._replace(phase="superseded", message=message)
         case Refused() if len(client.sending) > 1 or client.goal in ("start", "save"):
-            # One that is sent again: the others come all the same.
+            # The answer to one push that is sent again; the others follow.
             rest = client.sending[1:]
             return _go_on(client._replace(sending=rest, lost=client.lost + 1))
         case Refused():
@@ -360,7 +360,7 @@ def _applied(client: Client, answer: Standing) -> Client:
 
 
 def _covered(client: Client, answer: Standing) -> Client:
-    """Forget what the server has saved."""
+    """Forget pushes that a checkpoint covers."""
     if not answer.covered:
         return client
     lines = []
@@ -371,21 +371,21 @@ def _covered(client: Client, answer: Standing) -> Client:
 
 
 def _resumed(client: Client, answer: Turned) -> Client:
-    """The server has gone back to a checkpoint; what of this worker's survived?"""
+    """The client after the server was restored: which of its pushes survived."""
     lines: list[Line] = []
     again: list[tuple[int, int]] = []
     lost = client.lost
     for part, place in enumerate(answer.entry.places):
         mine = place.last[:1] == (client.incarnation,)
         applied = place.last[1] if mine else 0
-        if not client.lines:  # It has asked nothing here yet.
+        if not client.lines:  # It has sent this server no request yet.
             serial = applied or place.round
             lines.append(Line(serial, place.round, place.used, place.used))
             continue
         line = client.lines[part]
         resend = [(part, serial) for serial in line.kept if serial > applied]
         again += resend
-        # Of those that come again some had been applied.
+        # Some of the pushes that are sent again had been applied.
         coming = {*resend, *(s for s in client.sending if s[0] == part)}
         had = sum(applied < serial <= line.serial for _, serial in coming)
         lost += max(line.used - max(place.used, line.base) - had, 0)

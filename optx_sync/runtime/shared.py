@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two processes of a machine: memory that both see, and pipes."""
+"""Messages between two processes of a machine, by shared memory and pipes."""
 
 import mmap
 import os
@@ -10,11 +10,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-# Messages up to here are packed into one piece.
+# Up to this size, in bytes, a message is packed into one piece.
 SHORT_BYTES = 2**16
-ALIGNED = 64  # what JAX and vector instructions like arrays to begin at
+ALIGNED = 64  # the alignment that JAX and vector instructions want, in bytes
 
-# A process, a file that it has open, and the file's name.
+# (process, file descriptor in that process, the file's name).
 Address: TypeAlias = tuple[int, int, str]
 
 
@@ -23,9 +23,9 @@ class Unseen(Exception):
 
 
 class Memory:
-    """Memory of this process that others of its user on the machine can see.
+    """Shared memory that other processes of the same user can map.
 
-    It has no place in the file system, and goes when nobody has it any more.
+    It has no name in the file system, and is freed when no process maps it any more.
     """
 
     def __init__(self, size: int):
@@ -38,7 +38,7 @@ class Memory:
 
 
 def seen(address: Address) -> memoryview:
-    """The memory of another process.
+    """Map the memory of another process.
 
     Raises:
         OSError: The process is on another machine, or gone.
@@ -46,40 +46,40 @@ def seen(address: Address) -> memoryview:
     process, number, name = address
     path = f"/proc/{process}/fd/{number}"
     if not os.readlink(path).startswith(f"/memfd:{name}"):
-        raise FileNotFoundError(path)  # Another process has that number here.
+        raise FileNotFoundError(path)  # The number belongs to another process here.
     with open(path, "r+b", buffering=0) as file:
         return memoryview(mmap.mmap(file.fileno(), 0))
 
 
 class Line:
-    """One end between a worker and a server, who speak in turns.
+    """One end of the line between a worker and a server, which speak in turns.
 
-    The worker begins through Ray, and offers two pipes with what it says. Where the
-    server sees its memory, it opens them, and from then on both speak through these:
-    a call of Ray's takes longer than 4 MB take through memory. What is sent through
-    memory is overwritten by the next message of the same side.
+    The worker begins with calls of Ray, and offers two pipes with its first messages.
+    If the server can map the worker's memory, it opens the pipes, and both use them from
+    then on: a call of Ray takes longer than 4 MB take through memory. A message in
+    memory is overwritten by the next one of the same side.
     """
 
     def __init__(self, begins: bool = False):
         self._begins: bool = begins
-        # Whether the other one sees this one's memory, and is to answer through it.
+        # Whether the other end can map this end's memory and should answer through it.
         self.near: bool = begins and hasattr(os, "memfd_create")
         self.busy: bool = False  # whether an answer is awaited
         self._own: Memory | None = None
         self._others: tuple[Address, memoryview] | None = None
         self._pipes: tuple[Connection, Connection] | None = None  # to hear, to speak
-        # The other one's ends of these, until it has opened them.
+        # The other end's descriptors of these, until it has opened them.
         self._offered: tuple[Connection, Connection] | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether both speak through pipes."""
+        """Whether both ends use the pipes."""
         return self.near and self._pipes is not None and self._offered is None
 
     def packed(self, message: object) -> bytes:
         """A message as bytes, which Ray sends faster than anything else.
 
-        A long one lies in memory that both see, if they do.
+        A long one lies in shared memory, if both can map it.
         """
         found: list[pickle.PickleBuffer] = []
         header = pickle.dumps(message, 5, buffer_callback=found.append)
@@ -89,7 +89,7 @@ class Line:
             places.append((end, end + buffer.nbytes))
             end += -(-buffer.nbytes // ALIGNED) * ALIGNED
         offer = self._offer() if self.near and self._begins else None
-        # What comes with an offer shows whether the memory is seen.
+        # A message with an offer also shows whether the memory can be mapped.
         if not self.near or (end <= SHORT_BYTES and offer is None):
             return pickle.dumps((header, found, None, self.near, None), 5)
         if self._own is None or len(self._own.view) < end:
@@ -99,7 +99,7 @@ class Line:
         return pickle.dumps((header, places, self._own.address, self.near, offer))
 
     def unpacked(self, message: bytes) -> Any:
-        """What `packed` was given; its arrays may be views of memory.
+        """Unpack a message of `packed`; its arrays may be views of shared memory.
 
         Raises:
             Unseen: It lies in memory of a process that is elsewhere, or gone.
@@ -116,12 +116,12 @@ class Line:
         except OSError as error:
             self.near = False
             raise Unseen(str(error)) from error
-        if self.near:  # The other one has opened what it was offered.
+        if self.near:  # The other end has opened the pipes.
             self._offered = None
         return pickle.loads(header, buffers=buffers)
 
     def _offer(self) -> tuple[int, int, int] | None:
-        """(this process, what the other one hears by, what it speaks by)."""
+        """(this process, the other end's descriptor to read, and the one to write)."""
         if self.is_open:
             return None
         hear, far_speak = Pipe(duplex=False)
@@ -130,19 +130,19 @@ class Line:
         return os.getpid(), far_hear.fileno(), far_speak.fileno()
 
     def say(self, message: bytes) -> None:
-        """Send what `packed` made; an `OSError` where nobody is there any more."""
+        """Send a packed message; raises `OSError` if the other end is gone."""
         if self._pipes is None:
             raise BrokenPipeError
         self._pipes[1].send_bytes(message)
 
     def hear(self) -> bytes:
-        """What the other one says; an `EOFError` or `OSError` where it is gone."""
+        """Receive a message; `EOFError` or `OSError` if the other end is gone."""
         if self._pipes is None:
             raise EOFError
         return self._pipes[0].recv_bytes()
 
     def hang_up(self) -> None:
-        """Speak through Ray again."""
+        """Close the pipes and use Ray again."""
         self._pipes = self._offered = None
 
 
