@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on Ray: it starts servers and workers, replaces those that die, and ends."""
+"""Asynchronous training on Ray: start servers and workers, replace those that die."""
 
 import contextlib
 import os
@@ -39,12 +39,12 @@ from optx_sync.runtime.ray_actors import (
 from optx_sync.runtime.worker import Worker, shapes_of
 from optx_sync.trees import Tree
 
-# A worker that dies so often without one round between is not replaced again.
+# A worker that dies this often without a round in between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
-# A worker whose process does not start is started again, later each time.
+# Seconds until a process that did not start is started again, longer each time.
 SLOWEST_START_SECONDS = 30.0
 POLL_SECONDS = 0.25
-# So long without news, and the log says what the run waits for.
+# Seconds without events after which the log says what the run waits for.
 SILENCE_SECONDS = 10.0
 
 
@@ -74,7 +74,7 @@ def run(
     worker_timeout: float | None = None,
     total_steps: int | None = None,
 ) -> tuple[Tree, History]:
-    """Train with workers that do not wait for each other, on this machine or a cluster.
+    """Train asynchronously on Ray: workers that do not wait for each other.
 
     `worker_fn(worker)` runs in a process of its own for each worker, and is any JAX
     program: it computes a gradient at `worker.params` and calls `worker.step(grads,
@@ -104,35 +104,35 @@ def run(
         agreement: A center rule (`oxs.elastic_rule(...)`, `oxs.agn_rule(...)`,
             `oxs.local_sgd_rule()`, `oxs.diloco_rule()`), or `SyncReplicas(...)`.
         num_workers: How many workers.
-        num_servers: So many processes hold the center. A push is of one part of it,
-            and a part lives on one of them: `fragments`, evenly by their bytes, or else
-            the variables split by size into as many parts, which are pushed in the same
-            round. `SyncReplicas` needs one: a gradient is accepted or dropped as a
-            whole.
+        num_servers: The number of processes that hold the center. A push is of one part
+            of it, and a part lives on one server: `fragments`, spread evenly by their
+            bytes, or else the variables, split by size into one part for each server,
+            which are pushed in the same round. `SyncReplicas` needs one server: a
+            gradient is accepted or dropped as a whole.
         communication_period: Steps between a worker's rounds, an int or a schedule of
-            its step (0-based). `SyncReplicas` has no use for it. What a worker has
-            done since its last round when it ends is not pushed: `worker.flush()`.
+            its step (0-based). `SyncReplicas` does not use it. Steps since the last
+            round are not pushed when a worker ends: call `worker.flush()`.
         exchange: How a worker codes what it pushes to a center, for example
             `oxs.exchange.error_feedback(oxs.exchange.quantized(4))`: each array alone,
             as bytes that the server decodes. `None`: whole arrays. What the code still
             owes is kept by the worker, goes into no checkpoint, and is lost when the
             worker dies or pulls. Not for `SyncReplicas`, nor for rules whose
             contribution reads the center (elastic averaging).
-        pull_exchange: How the server codes what a worker takes, for example
-            `oxs.exchange.quantized(4)`: what it lacks of the center. What a code loses
-            is lacking the next time, so it must remember nothing; the server keeps for
-            each worker the center as that worker knows it. The first answer, and one
-            after a death or a lost answer, is whole. `None`: all answers are. Not for
-            `SyncReplicas`.
+        pull_exchange: How the server codes its answers, for example
+            `oxs.exchange.quantized(4)`: the difference between the center and what
+            the worker knows of it, which the server keeps for each worker. What a code
+            loses is part of the next difference, so it needs no feedback. The first
+            answer, and one after a death or a lost answer, is whole. `None`: all
+            answers are. Not for `SyncReplicas`.
         checkpoint_dir: Where servers save the center, and find it when they start: a
             folder that all machines see, or an address like `gs://bucket/run`. A folder
             is locked while a run saves to it.
-        synchronous: All workers wait at the start until the last one is there.
+        synchronous: All workers wait at the start until the last one has joined.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
         replay: Workers keep what they push until a checkpoint covers it, at most
             2 `checkpoint_every` pushes each, and send it again when a server died: then
-            its death loses nothing. With center rules only.
+            its death loses nothing. Only with center rules.
         weigh: `(at: Round) -> factor`, traced at the servers: how much of a push the
             center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
             many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
@@ -140,31 +140,30 @@ def run(
         fragments: P parts of the parameters, as in `center_variable`: in its k-th round
             a worker exchanges part k mod P, every `communication_period` / P steps.
             With center rules only.
-        delay: A push travels while the worker goes on; the worker takes the answer so
-            many of its steps later. The center absorbs it when it arrives. With center
-            rules only.
+        delay: The worker continues while its push travels, and takes the answer so many
+            of its steps later. The center absorbs the push when it arrives. Only with
+            center rules.
         keep_local: The share of its own parameters that a worker keeps where the rule
             takes the center. With center rules only.
-        keep_state: A worker's inner state goes with every so many-th of its rounds, to
-            the server and into its checkpoints, and its successor goes on with it; 0:
-            a successor's is fresh. `worker.place`, a few words of the program's own,
-            goes with each round.
-        resume: Go on from what lies in `checkpoint_dir`; what these servers cannot go
-            on from is refused. `False`: start afresh, and put aside what is there. The
-            number of workers may be another one, but for `SyncReplicas`.
-        max_failures: So many exceptions of `worker_fn`, of all workers together, are
-            told, and the worker is replaced; the next one ends the run.
-        worker_timeout: A worker of which no server has heard for so many seconds is
-            told of, killed and replaced. Choose more than it takes from its start to
-            its first round, and from one round to the next. `None`: it may take any
-            time.
-        total_steps: The steps that each worker is going to make, for the display: how
-            much is done, and how long the rest takes. Nothing ends by it.
+        keep_state: Every so many rounds a worker sends its inner state along, to the
+            server and into its checkpoints, and its successor continues with it; 0: a
+            successor starts with a fresh state. `worker.place`, notes of the program,
+            is sent with each round.
+        resume: Continue from the checkpoints in `checkpoint_dir`; those that do not fit
+            these servers are refused. `False`: start afresh, and put aside what is
+            there. The number of workers may change, except for `SyncReplicas`.
+        max_failures: So many exceptions of `worker_fn`, over all workers, are logged,
+            and the worker is replaced; the next one ends the run.
+        worker_timeout: A worker that no server has heard from for so many seconds is
+            logged, killed and replaced. Choose more than it takes from its start to
+            its first round, and from one round to the next. `None`: no limit.
+        total_steps: The steps that each worker will make, for the percentage and the
+            time left in the display. The run does not end by it.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
-        exception has them too, as its attributes `center` (`None` where it could not be
-        had) and `history`. SIGTERM raises a `KeyboardInterrupt`, as SIGINT does.
+        exception has them too, as its attributes `center` (`None` if it could not be
+        read) and `history`. SIGTERM raises a `KeyboardInterrupt`, as SIGINT does.
 
     Raises:
         ImportError: Ray is not installed.
@@ -229,7 +228,7 @@ def run(
 
 
 class _Limits(NamedTuple):
-    """What a run bears, and how far it goes."""
+    """The failures and silences that a run tolerates, and its length."""
 
     max_failures: int
     worker_timeout: float | None
@@ -254,7 +253,7 @@ def _supervised(
     params: Tree,
     limits: _Limits,
 ) -> tuple[Tree, History]:
-    """Run the workers until all have returned, and tell of it."""
+    """Run the workers until all have returned, and show events."""
     with (
         Display(num_workers, limits.total_steps) as display,
         _sigterm_as_sigint(),
@@ -278,9 +277,9 @@ def _supervised(
 
 @contextlib.contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
-    """A job that is told to end saves the center, as one that is interrupted."""
+    """Treat SIGTERM as SIGINT, so that a job that is told to end saves the center."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread alone.
+        yield  # Python handles signals only in the main thread.
         return
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -301,14 +300,14 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
         try:
             ray.init(num_cpus=cpus, include_dashboard=False)
         except ValueError as error:
-            # Its environment names a cluster, as that of a submitted job does.
+            # The environment names a cluster, as that of a submitted job does.
             if "existing cluster" not in str(error):
                 raise
             ray.init()
 
 
 def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
-    """Save the center; what `run` returns."""
+    """Save the center, and return what `run` returns."""
     connection.checkpoint()
     center, averages = connection.center(params), connection.averages()
     events.collect_the_rest()
@@ -318,7 +317,7 @@ def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
 def _carry(
     error: BaseException, connection: RayConnection, events: "_Events", params: Tree
 ) -> None:
-    """Whatever happened, what has been trained so far is saved, and goes along."""
+    """Save what has been trained so far, and attach it to the exception."""
     center, history = None, events.seen.history(None)
     try:
         center, history = _saved(connection, events, params)
@@ -343,19 +342,19 @@ class _Supervisor:
         self.events = events
         self.limits = limits
         self.failures = 0  # exceptions of `worker_fn`
-        self.hung: dict[int, str] = {}  # what to say of a worker that was killed
+        self.hung: dict[int, str] = {}  # the message for a worker that was killed
         self.start = ray.put(start)
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
         self.running: dict[object, int] = {}
-        self.later: dict[int, float] = {}  # when to start a worker again
+        self.later: dict[int, float] = {}  # the time to start a worker again
         self.returned: set[int] = set()
-        self.told: set[tuple[str, int]] = set()  # which server knows that who has left
+        self.told: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
         self.rounds_at_death = [-1] * num_workers
-        self.starts = [0] * num_workers  # that came to nothing, one after the other
-        self.joins = [0] * num_workers  # that there had been when it was started
+        self.starts = [0] * num_workers  # consecutive starts without a join
+        self.joins = [0] * num_workers  # joins before it was started
 
     def supervise(self) -> None:
         self._reserve()
@@ -389,7 +388,7 @@ class _Supervisor:
             remove_placement_group(self.places)
 
     def _reserve(self) -> None:
-        """A place for each worker, kept while it is replaced."""
+        """Reserve resources for each worker, kept while it is replaced."""
         from ray.util import placement_group, remove_placement_group
 
         smaller, said = 1.0, False
@@ -414,7 +413,7 @@ class _Supervisor:
                 self.ray.cluster_resources().get("GPU", 0),
                 free.get("CPU", 0), free.get("GPU", 0),
             )  # fmt: skip
-            # What is free may lie on nodes that are too small for it.
+            # Free resources may lie on nodes that are too small.
             smaller = max(smaller / 2, 1 / 16)
 
     def _launch(self, index: int) -> None:
@@ -435,7 +434,7 @@ class _Supervisor:
         self.running[actor.run.remote(index, self.start)] = index
 
     def _over(self, index: int, reference: object) -> None:
-        """A worker has returned, or is dead, or cannot be reached."""
+        """Handle a worker that has returned, has died or cannot be reached."""
         error: Exception | None = None
         what: Any
         try:
@@ -443,9 +442,9 @@ class _Supervisor:
         except self.ray.exceptions.RayTaskError as raised:
             how, what = "error", raised.as_instanceof_cause()
         except self.ray.exceptions.RayError as raised:
-            # Not only of dead actors: of those killed for memory, or out of reach.
+            # Raised for dead actors, those killed for memory, and those out of reach.
             how, what, error = "died", self.hung.pop(index, str(raised)), raised
-        # Before another one starts: it may be alive, and it holds its CPU.
+        # Kill it before another one starts: it may be alive, and it holds its CPU.
         self.ray.kill(self.actors.pop(index))
         if how == "error":
             self.failures += 1
@@ -490,7 +489,7 @@ class _Supervisor:
     def _kill_who_hangs(self) -> None:
         limit = self.limits.worker_timeout
         if limit is None or self.events.silent_servers():
-            return  # Who waits for a server is not to blame.
+            return  # It may be waiting for a server.
         for index in self.running.values():
             seconds = self.events.silence_of(index)
             if seconds > limit and index not in self.hung:
@@ -500,7 +499,7 @@ class _Supervisor:
                 self.ray.kill(self.actors[index])
 
     def _tell_who_left(self) -> None:
-        """Each server that has started since, too."""
+        """Tell all servers who has left, including those that have been restarted."""
         for number, (boot, _) in enumerate(self.events.places):
             for index in self.returned:
                 if boot and (boot, index) not in self.told:
@@ -517,11 +516,11 @@ class _Supervisor:
 
 
 def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
-    """CPUs and GPUs for each worker, such that the nodes can hold them all."""
+    """The CPUs and GPUs of each worker, such that the nodes can hold all of them."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources().get("CPU", 0.0)
     cpus = [node.get("CPU", 0.0) for node in nodes]
-    # An equal part, of the nodes as they are and of what is free now.
+    # An equal share of the nodes, and of what is free now.
     parts = [c / k for c in cpus if c for k in range(1, num_workers + 1)]
     fits = [p for p in parts if sum(c // p for c in cpus) >= num_workers]
     share = min(1.0, max(fits, default=1.0))
@@ -537,27 +536,27 @@ def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
 
 
 class _Events:
-    """The servers' events, collected while they run.
+    """Collects the servers' events while they run.
 
-    A server that dies takes those along that have not been collected.
+    Events that have not been collected are lost when a server dies.
     """
 
     def __init__(self, connection: RayConnection, display: Display):
         self._servers = connection.servers
         self._tell_of = {turn[0] for turn in connection.layout.turns}
         self._display = display
-        # The names of the servers' processes, and how many events of each there are.
+        # The names of the servers' processes, and the number of events from each.
         self.places = [("", 0) for _ in self._servers]
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
-        self._of_workers: dict[int, float] = {}  # when they were heard of
+        self._of_workers: dict[int, float] = {}  # the time of the last news
         self._metrics = Metrics()
         self.seen = Seen()
         self.heard = time.monotonic()
 
     def collect(self, wait: bool = False) -> None:
-        """Take what the servers have ready; with `wait`, all that they have."""
+        """Take the events that servers have ready; with `wait`, all events."""
         ray = import_ray()
         new: list[Event] = []
         for number, server in enumerate(self._servers):
@@ -591,8 +590,8 @@ class _Events:
             self._metrics.add(number, events)
             if len(self._tell_of) > 1:  # Each server counts the rounds of its parts.
                 events = [self._of_all(number, event) for event in events]
-            # Of parts that are pushed in the same round the first one tells of it; of
-            # what is no push, the first server.
+            # Of parts that are pushed in the same round, keep the event of the first;
+            # of events that are no pushes, those of the first server.
             new += [
                 event
                 for event in events
@@ -608,7 +607,7 @@ class _Events:
         return event._replace(global_step=sum(self._steps.values()))
 
     def collect_the_rest(self) -> None:
-        """Take all that there is: what had been asked for before may lack the end."""
+        """Take all events: a request from before may lack the last ones."""
         self.collect(wait=True)
         self.collect(wait=True)
 
@@ -619,7 +618,7 @@ class _Events:
         self._display.show(self.seen, new)
 
     def lost(self, worker: int, reason: str) -> None:
-        """A worker died."""
+        """Add the event of a worker that died."""
         last = self.seen.last.get(worker)
         lost = Event("lost", worker, 0, 0, 0, 0, time.time(), {}, reason)
         if last is not None:
@@ -632,19 +631,19 @@ class _Events:
         self._tell([lost])
 
     def launched(self, worker: int) -> None:
-        """A worker's process is started."""
+        """Note that a worker's process is being started."""
         self._of_workers[worker] = time.monotonic()
 
     def silence_of(self, worker: int) -> float:
-        """Seconds since a server has heard of a worker, or it was started."""
+        """Seconds since a worker was last heard of, or started."""
         return time.monotonic() - self._of_workers[worker]
 
     def silence(self) -> float:
-        """Seconds since something happened."""
+        """Seconds since the last event."""
         return time.monotonic() - self.heard
 
     def how(self, worker: int) -> str:
-        """How it stands with a worker, for the log."""
+        """The state of a worker, for the log."""
         last = self.seen.last.get(worker)
         if last is None:
             return f"worker {worker}, which is {self.seen.state(worker)}"
@@ -655,7 +654,7 @@ class _Events:
         )
 
     def silent_servers(self) -> list[str]:
-        """Servers that have not answered for long."""
+        """The servers that have not answered for a long time."""
         now = time.monotonic()
         return [
             f"server {number}, which has not answered for {now - since:.0f} s"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers and workers as Ray actors, and the way from a worker to the servers.
+"""Servers and workers as Ray actors, and the connection between them.
 
-On one machine they speak through pipes and memory that both see (`shared`), else, and
-at the beginning, by calls of Ray's. Ray is imported when something here is called, not
-before.
+On one machine they use pipes and shared memory (`shared`); otherwise, and at first,
+calls of Ray. Ray is imported when something here is called, not before.
 """
 
 import collections
@@ -36,7 +35,7 @@ from optx_sync.runtime.shared import Line, Unseen
 from optx_sync.runtime.worker import Worker, log, shapes_of
 from optx_sync.trees import Tree
 
-# How long a worker waits for a server that is being restarted, and how often it looks.
+# Seconds that a worker waits for a server's restart, and between two attempts.
 SERVER_PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 0.25
 
@@ -110,7 +109,7 @@ def start_servers(
     options = {
         "num_cpus": 0,
         "max_restarts": 0 if checkpoint_dir is None else -1,
-        # A worker that waits for a token must not keep others from pushing.
+        # Threads: a worker that waits for a token must not keep others from pushing.
         "max_concurrency": num_workers + 8 if way.waits else 1,
     }
     servers = []
@@ -126,7 +125,7 @@ def start_servers(
         if checkpoint_dir is not None:
             given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
         actor = ray.remote(ServerActor).options(**options)
-        # Shapes, not arrays: what a restarted actor is made of must still be there.
+        # Shapes, not arrays: an actor's arguments are kept for its restarts.
         servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
     connection = RayConnection(
@@ -135,7 +134,7 @@ def start_servers(
     parts = {part: layout.pick(params, part) for part in range(len(layout.owners))}
     parts = jax.tree.map(np.asarray, parts)
     try:
-        # Raises here what the servers' construction raises.
+        # Raises what the servers' construction raised.
         connection.call(
             "begin", lambda k: ({part: parts[part] for part in layout.of_server(k)},)
         )
@@ -147,7 +146,7 @@ def start_servers(
 
 
 def _look_at(folder: str | pathlib.Path, num_servers: int, resume: bool) -> None:
-    """Refuse a folder whose checkpoints these servers cannot go on from."""
+    """Refuse a folder whose checkpoints do not fit these servers."""
     found = folders_of_servers(folder)
     if not resume:
         for path in found.values():
@@ -170,11 +169,11 @@ def _below(folder: str | pathlib.Path, name: str) -> str | pathlib.Path:
 
 
 class RayConnection:
-    """The way from a worker to the servers; it can be sent to any Ray process.
+    """A connection from a worker to the servers; any Ray process can receive it.
 
-    What it says to whom is decided in `protocol`. What meets a dead server is said
-    again until the server is back. The arrays of an answer may be views, which the
-    same server's next answer to the same worker overwrites.
+    `protocol` decides what it sends to whom. Requests to a dead server are repeated
+    until the server is back. The arrays of an answer may be views, which the same
+    server's next answer to the same worker overwrites.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class RayConnection:
         self._fragments = fragments
         self._replay = replay
         self._comes_back = comes_back
-        # Of this process, by worker and server: the workers' parts of the protocol, and
+        # Of this process, by worker and server: the workers' sides of the protocol, and
         # the pushes, by part and serial, that may have to be sent again.
         self._clients: dict[tuple[int, int], Client] = {}
         self._pushes: dict[tuple[int, int], dict[tuple[int, int], Push]] = {}
@@ -206,7 +205,7 @@ class RayConnection:
         client, found = Client(worker, self._replay), []
         for server in range(len(self.servers)):
             self._lines[worker, server] = Line(begins=True)
-            # At all of them under the number that the first one hands out.
+            # It joins all servers with the incarnation that the first one hands out.
             client, joined = self._converse(server, protocol.begin(client, "enter"))
             if client.phase != "idle":
                 raise ValueError(client.message)
@@ -215,7 +214,7 @@ class RayConnection:
             found.append(joined)
         parts, state, step, place = {}, {}, 0, ""
         for one in sorted(found, key=lambda one: one.local_step):
-            # The newest of what its predecessor has left.
+            # The newest state and notes of its predecessor.
             parts |= one.parts
             step, place, state = one.local_step, one.place, one.state or state
         joined = found[0]
@@ -235,14 +234,14 @@ class RayConnection:
         return self.send(push)()
 
     def send(self, push: Push) -> Callable[[], Reply]:
-        """See `Server.send`: what it returns waits for the answer."""
+        """See `Server.send`: the returned function waits for the answer."""
         number, position, serial = 0, 0, 0
         if not push.problem() and 0 <= push.part < len(self.layout.owners):
             number = self.layout.owners[push.part]
             position = self.layout.of_server(number).index(push.part)
             serial = push.round
         key = push.worker, number
-        # In another process it joined, or it has not.
+        # It joined in another process, or not at all.
         client = self._clients.get(key, Client(push.worker, self._replay))
         stale = client.incarnation != push.incarnation
         client = protocol.begin(
@@ -263,7 +262,7 @@ class RayConnection:
         return answer
 
     def _keep(self, key: tuple[int, int], client: Client) -> None:
-        """Remember how it stands, and the pushes that may have to be sent again."""
+        """Keep the state of the protocol, and the pushes that may be sent again."""
         kept = {(p, s) for p, line in enumerate(client.lines) for s in line.kept}
         needed = kept | set(client.sending)
         pushes = self._pushes.get(key, {})
@@ -283,7 +282,7 @@ class RayConnection:
         return reply._replace(round=serial, lost=client.lost)
 
     def finish(self, worker: int) -> None:
-        """With `replay`: stay until a checkpoint covers what this worker has pushed."""
+        """With `replay`, wait until a checkpoint covers what this worker has pushed."""
         kept = 0
         for key, client in list(self._clients.items()):
             if key[0] == worker and client.replay:
@@ -320,10 +319,10 @@ class RayConnection:
     def _ask(
         self, server: int, client: Client, line: Line | None = None
     ) -> tuple[Line, Any]:
-        """Ask what a client wants: by which line, and Ray's reference to the answer."""
+        """Send a client's request: the line that was used, and Ray's reference."""
         key = client.worker, server
         line = line or self._lines.setdefault(key, Line())
-        if line.busy:  # Its memory waits to be read.
+        if line.busy:  # Its memory holds an answer that has not been read.
             line = Line()
         request, push = protocol.wants(client), None
         if isinstance(request, Send):
@@ -334,14 +333,14 @@ class RayConnection:
             try:
                 line.say(message)
                 return line, None
-            except OSError:  # The server died: Ray knows what becomes of it.
+            except OSError:  # The server died: ask through Ray, which restarts it.
                 line.hang_up()
         return line, self.servers[server].handle.remote(client.worker, message)
 
     def _converse(
         self, server: int, client: Client, asked: tuple[Line, Any] | None = None
     ) -> tuple[Client, Any]:
-        """Do what a client has begun; what came with the last answer."""
+        """Complete a client's operation; return what the last answer brought."""
         ray, payload, line = import_ray(), None, asked[0] if asked else None
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         while protocol.wants(client) is not None:
@@ -351,12 +350,12 @@ class RayConnection:
                 message = line.hear() if reference is None else ray.get(reference)
                 heard = True
                 answer, came = _raised(line.unpacked(message))
-            except Unseen:  # From now on through Ray.
+            except Unseen:  # Use Ray from now on.
                 line.hang_up()
             except ray.exceptions.RayActorError as error:
                 self._may_come_back(ray, error, deadline)
                 time.sleep(PAUSE_SECONDS)
-            except (EOFError, OSError):  # The server died: Ray knows more.
+            except (EOFError, OSError):  # The server died: ask through Ray.
                 pass
             else:
                 client = protocol.hears(client, answer)
@@ -365,12 +364,12 @@ class RayConnection:
                     time.sleep(PAUSE_SECONDS)
             finally:
                 line.busy = False
-                if not heard:  # What is said later is no answer to what comes next.
+                if not heard:  # A late answer must not reach the next request.
                     line.hang_up()
         return client, payload
 
     def _may_come_back(self, ray: Any, error: Exception, deadline: float) -> None:
-        """Raise for a server that is dead for good, or has been for too long."""
+        """Raise if a server is dead for good, or has been for too long."""
         if isinstance(error, ray.exceptions.ActorDiedError):
             hint = "" if self._comes_back else " Pass checkpoint_dir, so that it can."
             raise RuntimeError(
@@ -385,7 +384,7 @@ class RayConnection:
     def call(
         self, name: str, arguments: Callable[[int], tuple] = lambda _: ()
     ) -> list[Any]:
-        """What all servers answer to a plain call, each asked again if it died."""
+        """All servers' answers to a call; a server that died is asked again."""
         ray = import_ray()
         deadline = time.monotonic() + SERVER_PATIENCE_SECONDS
         answers = {}
@@ -412,20 +411,20 @@ class ServerActor:
         self._server: Server | None = None
         self._error: Exception | None = None
         self._lines: dict[int, Line] = collections.defaultdict(Line)  # by worker
-        # An exchange answers with views of the center, until these have been packed.
+        # Answers of an exchange are views of the center until they have been packed.
         views = not settings.get("copy_replies", True)
         self._turn: Any = threading.Lock() if views else contextlib.nullcontext()
         try:
             self._server = Server(shapes, agreement, **settings)
         except Exception as error:
-            # Raised by the first call: Ray would restart an actor that dies here.
+            # The first call raises it: Ray would restart an actor that dies here.
             self._error = error
 
     def pid(self) -> int | Exception:
-        """The number of the process, or what went wrong at its start."""
+        """The process's number, or the error at its start."""
         return self._error or os.getpid()
 
-    # Errors are returned: raised ones would come wrapped in Ray's.
+    # Errors are returned: Ray would wrap raised ones.
 
     def call(self, name: str, *arguments: object) -> object:
         """What a method of `Server` returns, or the error that it raises."""
@@ -437,11 +436,11 @@ class ServerActor:
             return error
 
     def handle(self, worker: int, message: bytes) -> bytes:
-        """See `Server.handle`: what a worker says through Ray, and its answer."""
+        """See `Server.handle`: answer a message that comes through Ray."""
         line = self._lines[worker]
         answer = self._answered(line, worker, message)
         if line.is_open:
-            # The next one of this number offers pipes of its own.
+            # The worker's successor offers pipes of its own.
             self._lines[worker] = Line()
             threading.Thread(
                 target=self._listen, args=(line, worker), daemon=True
@@ -449,7 +448,7 @@ class ServerActor:
         return answer
 
     def _listen(self, line: Line, worker: int) -> None:
-        """Answer what a worker says through its pipes, until it is gone."""
+        """Answer a worker's messages through its pipes until it is gone."""
         try:
             while True:
                 line.say(self._answered(line, worker, line.hear()))
@@ -469,7 +468,7 @@ class WorkerActor:
     """The process in which `worker_fn` runs."""
 
     def run(self, index: int, start: tuple[Any, ...]) -> tuple[str, Any]:
-        """What became of it, "done", "refused" or "error", and what goes with that."""
+        """Run it: "done", "refused" or "error", and the details."""
         worker: Worker | None = None
         worker_fn, connection, params, inner, agreement, options = start
         try:
@@ -491,7 +490,7 @@ class WorkerActor:
 
 
 def portable(error: Exception) -> Exception:
-    """An exception that arrives: some can be pickled, but not read again."""
+    """An exception that survives pickling; some can be written but not read."""
     text = "".join(traceback.format_exception(error))
     try:
         cloudpickle = import_ray().cloudpickle
@@ -511,7 +510,7 @@ def _raised(answer: Any) -> Any:
 
 
 def import_ray() -> Any:
-    """Ray, or what to install."""
+    """Import Ray, or say what to install."""
     try:
         import ray
     except ImportError as error:

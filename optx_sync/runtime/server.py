@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The holder of the center: takes one push at a time, checks it, answers it.
+"""A parameter server: takes one push at a time, checks it, applies it, answers it.
 
-Plain Python: no Ray, no processes. A push is absorbed as a whole or refused as a whole,
-and applied once however often it is sent. What is applied when is decided in
-`protocol`; what a push does to the center stands in `agreements`.
+Plain Python: no Ray, no processes. A push is absorbed or refused as a whole, and
+applied once however often it is sent. `protocol` decides what is applied when;
+`agreements` say what a push does to the center.
 """
 
 import pathlib
@@ -41,46 +41,46 @@ from optx_sync.runtime.parts import Layout, lay_out
 from optx_sync.runtime.protocol import Answer, Book, Entry, Place, Request
 from optx_sync.trees import Tree
 
-# How long a server lets a worker wait for its token before it must ask again: not for
-# long, the worker may be dead by then.
+# Seconds that a worker may wait for its token before it must ask again: few, since the
+# worker may have died.
 TOKEN_SECONDS = 2.0
 
 
 class Server:
-    """The center, or some parts of it, and the only one who writes to it.
+    """A parameter server: it holds the center or parts of it, and alone writes to it.
 
     Pushes are taken one at a time, from any thread. A bad one raises `PushRefused`, is
-    counted and leaves everything as it was. A worker's last push of a part sent again
-    is answered and not applied again: with the center as it was before the push where
-    the rule takes from that, else with the center as it is now.
+    counted and changes nothing. A worker's last push of a part, sent again, is answered
+    and not applied again: with the center before that push if the rule takes from it,
+    else with the center as it is now.
 
-    Where a worker has joined its pushes carry the incarnation that `join` told it, and
-    those of an earlier one are refused.
+    Once a worker has joined, its pushes carry the incarnation that `join` gave it, and
+    those of an earlier incarnation are refused.
 
-    What a worker sends to be added is added in place. Where the center has a part in
-    it, or there is an outer transformation, the next center is computed beside this
-    one: center and outer state need twice their memory. The outer transformation sees
-    each part alone: a norm over all variables is then one over the part.
+    Contributions that are only added are added in place. If the rule's formula reads
+    the center, or there is an outer transformation, the next center is computed beside
+    this one: center and outer state need twice their memory. The outer transformation
+    sees each part alone: a norm over all variables is then one over the part.
 
     Args:
         params: The parameters to start from, a tree of floating arrays; or their
-            shapes, for a server that is told by `begin`, or finds a checkpoint.
+            shapes, for a server that gets them by `begin` or finds a checkpoint.
         agreement: A `CenterRule` or `SyncReplicas`.
         num_workers: N; workers have the numbers 0 to N - 1.
-        inner: The optimizer that `SyncReplicas` applies; a rule has no use for it here.
+        inner: The optimizer that `SyncReplicas` applies; a rule does not use it here.
         communication_period: The workers' period, which a rule may read.
         exchange: What the workers code their pushes with; see `run`.
         pull_exchange: What the server codes its answers with; see `run`.
         fragments: The parts that meet one after the other; see `run`.
         checkpoint_dir: Where to save the center, a folder or an address like
             `gs://bucket/run`; `None`: nowhere. If there is a checkpoint already, the
-            server goes on from the last one that can be read.
+            server continues from the last one that can be read.
         checkpoint_every: Save after so many pushes.
-        resume: `False`: do not go on from a checkpoint; what is there is put aside.
+        resume: `False`: do not continue from a checkpoint; existing ones are put aside.
         copy_replies: `False` answers with views of the center, which the next push
             overwrites: for a caller who sends an answer off before taking a push.
-        number: Which one it is among several servers.
-        num_servers: How many there are.
+        number: Its number among several servers, from 0.
+        num_servers: The number of servers.
 
     Raises:
         TypeError: An agreement, an inner transformation or parameters of a wrong type.
@@ -134,11 +134,11 @@ class Server:
         self._book: Book = protocol.new_book(
             num_workers,
             len(self.parts),
-            time.time_ns(),  # A server that starts later has a higher number.
+            time.time_ns(),  # A later start has a higher number.
             checkpoint_every if self._checkpoints else 0,
         )
         self._local_steps: list[int] = [0] * num_workers
-        # What a worker has for its successor: its inner state, and words of its own.
+        # For each worker's successor: its inner state, and notes of its program.
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
         self._heard: list[float] = [time.time()] * num_workers
@@ -146,7 +146,7 @@ class Server:
         # Workers whose programs have ended.
         self._left: set[int] = set()
         self._events: list[Event] = []
-        self._forgotten: int = 0  # events that whoever reads them has
+        self._forgotten: int = 0  # events that the reader has and that are gone here
         self._boot = uuid.uuid4().hex
         self.refused: list[int] = [0] * num_workers
         picked = {part: self.layout.pick(params, part) for part in self.parts}
@@ -154,18 +154,18 @@ class Server:
             self.begin(picked)
 
     def begin(self, parts: dict[int, Tree]) -> None:
-        """The parameters to start from, for a server that was made without them."""
+        """Set the parameters to start from, for a server that was made without them."""
         with self._changed:
             if self._held:
                 return
             self._held = [self._serve(parts[part]) for part in self.parts]
-            self._save()  # Whoever dies now has something to come back from.
+            self._save()  # From now on there is a checkpoint to restore.
             self._note("started", -1)
 
-    # For workers in the same process, and for a server that is the only one.
+    # For workers in the same process, and for a single server.
 
     def join(self, worker: int) -> Joined:
-        """The center for a worker that starts, or that replaces one that died."""
+        """Hand the center to a worker that starts, or that replaces one that died."""
         if problem := self._unknown(worker):
             raise ValueError(problem)
         return self.handle(protocol.Enter(int(worker), 0))[1]
@@ -173,8 +173,8 @@ class Server:
     def leave(self, worker: int) -> None:
         """A worker's program has ended: nobody waits for its gradients any more.
 
-        Not for a worker that died and will be replaced. It may be said again, and must
-        be to a server that has been restarted.
+        Not for a worker that died and will be replaced. A second call does no harm, and
+        a server that has been restarted needs one.
         """
         if problem := self._unknown(worker):
             raise ValueError(problem)
@@ -187,14 +187,14 @@ class Server:
             self._changed.notify_all()
 
     def everyone_joined(self) -> bool:
-        """Whether all workers have joined, since the beginning."""
+        """Whether all workers have joined since the run began."""
         return all(
             entry.incarnation > 0 or worker in self._left
             for worker, entry in enumerate(self._book.entries)
         )
 
     def push(self, push: Push) -> Reply:
-        """Absorb what a worker sends, and answer it.
+        """Absorb a worker's push, and answer it.
 
         Raises:
             PushRefused: An unknown worker, one that has been replaced, a round that was
@@ -202,8 +202,8 @@ class Server:
                 of a wrong shape or dtype, or not finite; a center that would overflow.
         """
         with self._changed:
-            # Where the server has restarted behind a worker's back, it is in this one's
-            # epoch all the same.
+            # The message gets the current epoch: for a worker in the same process a
+            # restart of the server makes no difference.
             part = self.parts.index(push.part) if push.part in self.parts else -1
             send = protocol.Send(
                 self._book.epoch, push.worker, push.incarnation, 0, part, push.round,
@@ -215,7 +215,7 @@ class Server:
         return reply
 
     def send(self, push: Push) -> Callable[[], Reply]:
-        """As `push`, for a worker that takes the answer later."""
+        """As `push`, for a worker that reads the answer later."""
         try:
             reply = self.push(push)
         except PushRefused as error:
@@ -231,12 +231,12 @@ class Server:
             return held.reply_again(worker)._replace(round=number)
 
     def center(self) -> Tree:
-        """The center as it is now, a copy, in the structure of the parameters."""
+        """A copy of the center, in the structure of the parameters."""
         parts = self.center_of_parts()
         return jax.tree.map(np.array, self.layout.join(parts, self._like))
 
     def center_of_parts(self) -> dict[int, Arrays]:
-        """The center of each part that lives here, a copy."""
+        """A copy of the center of each part that lives here."""
         with self._changed:
             self._check_start()
             return {
@@ -252,14 +252,14 @@ class Server:
 
     @property
     def global_step(self) -> int:
-        """The rounds absorbed, of all parts; with `SyncReplicas` the updates made."""
+        """The rounds absorbed, over all parts; the updates of `SyncReplicas`."""
         return sum(held.global_step for held in self._held)
 
     def events(self, boot: str = "", since: int = 0) -> tuple[str, list[Event]]:
         """This server's name, and its events from number `since` on.
 
         A server that has been restarted has another name, and counts from 0 again.
-        What lies before `since` is forgotten.
+        Events before `since` are dropped.
         """
         with self._changed:
             since = since if boot == self._boot else 0
@@ -268,12 +268,12 @@ class Server:
             return self._boot, list(self._events)
 
     def news(self, boot: str, since: int) -> tuple[str, list[Event], list[float]]:
-        """`events`, and for how long each worker has asked for nothing, in seconds."""
+        """`events`, and the seconds since each worker's last request."""
         now = time.time()
         return *self.events(boot, since), [now - when for when in self._heard]
 
     def checkpoint(self) -> Any:
-        """Save the center: written aside, then renamed, in Orbax's format.
+        """Save the center in Orbax's format: written aside, then renamed.
 
         Returns:
             The path of the newest checkpoint; `None` if there is none.
@@ -285,12 +285,12 @@ class Server:
                 return None
             return self._checkpoints.folder / str(self._book.saved[-1])
 
-    # For whoever speaks the protocol.
+    # For connections, which speak the protocol.
 
     def handle(self, request: Request, push: Push | None = None) -> tuple[Answer, Any]:
-        """What is decided about a request, done: the answer, and what comes with it.
+        """Carry out the decision about a request: the answer, and what comes with it.
 
-        `Enter` comes with a `Joined`, what ends a push or a wait with a `Reply`.
+        `Enter` is answered with a `Joined`; the end of a push or a wait with a `Reply`.
         """
         with self._changed:
             self._check_start()
@@ -306,7 +306,7 @@ class Server:
 
     def _handle(self, request: Request, push: Push | None) -> tuple[Answer, Any]:
         problem = self._unknown(request.worker)
-        if push is not None:  # All is looked at before anything changes.
+        if push is not None:  # The whole push is checked before anything changes.
             problem = problem or push.problem()
             if not problem and push.part not in self.parts:
                 problem = f"part {push.part} does not live here, but {self.parts}."
@@ -369,7 +369,7 @@ class Server:
             return self._refuse(push, f"{problem} {_of(push)}"), None
         staleness = held.staleness(worker)
         reply = held.absorb(worker, push._replace(arrays=arrays), sizes)
-        if reply is None:  # Nothing has changed.
+        if reply is None:  # The push was not applied.
             message = f"the center would overflow {_of(push)}"
             return self._refuse(push, message), None
         if not reply.used:
@@ -378,7 +378,7 @@ class Server:
         held.release(self._left)
         self._local_steps[worker] = int(push.local_step)
         self._places[worker] = push.place
-        if push.state:  # A copy: what was sent is overwritten.
+        if push.state:  # A copy: the message is overwritten.
             self._states[worker] = {k: np.array(x) for k, x in push.state.items()}
         if push.lost:
             message = f"{push.lost} of its pushes went with a server"
@@ -402,7 +402,7 @@ class Server:
                 else f"A server died, and {where} holds no checkpoint any more."
             )
 
-    # What lies on the disk.
+    # Checkpoints on the disk.
 
     def _save(self) -> None:
         if self._checkpoints is None:
@@ -426,7 +426,7 @@ class Server:
                     "places_of_workers": self._places,
                 },
             )
-        except Exception as error:  # A full disk: go on, and try the next one.
+        except Exception as error:  # A full disk, for example: try again later.
             self._note("unsaved", -1, message=f"Checkpoint {number}: {error}"[:500])
             return
         old = self._book.saved
@@ -436,7 +436,7 @@ class Server:
             self._checkpoints.delete(gone)
 
     def _go_on(self, picked: dict[int, Tree]) -> bool:
-        """Become what the newest checkpoint holds that can be read."""
+        """Restore the newest checkpoint that can be read."""
         checkpoints = self._checkpoints
         if checkpoints is None:
             return False
@@ -499,7 +499,7 @@ class Server:
             of_part = arrays[f"part_{part}"]
             made_by = [held.describe(), self.layout.mark(self._like, part)]
             if note["made_by"] != made_by:
-                # Other variables have another state, and are told by name.
+                # Other variables have another state, and the message names them.
                 check_saved(held.current(), of_part["center"])
                 raise ValueError(
                     f"The checkpoint was made by {note['made_by'][0]}, and this server "
@@ -514,11 +514,11 @@ class Server:
         self._states = [states.get(f"worker_{worker}", {}) for worker in number]
 
     def _sized(self, of_workers: Any, new: Any) -> Any:
-        """What there is of each worker, where their number has changed."""
+        """The entries of each worker, resized to another number of workers."""
         added = [new] * (self.num_workers - len(of_workers))
         return type(of_workers)([*of_workers[: self.num_workers], *added])
 
-    # What is told.
+    # Events and messages.
 
     def _refuse(self, push: Push, message: str) -> protocol.Refused:
         known = not self._unknown(push.worker)
@@ -568,7 +568,7 @@ class Server:
 
 
 def refusal(message: str) -> str:
-    """What a worker is told whose push was refused."""
+    """The message for a worker whose push was refused."""
     return f"The push was refused and the center not changed: {message}"
 
 

@@ -55,9 +55,9 @@ class Line:
     """One end of the line between a worker and a server, which speak in turns.
 
     The worker begins with calls of Ray, and offers two pipes with its first messages.
-    If the server can map the worker's memory, it opens the pipes, and both use them from
-    then on: a call of Ray takes longer than 4 MB take through memory. A message in
-    memory is overwritten by the next one of the same side.
+    If the server can map the worker's memory, it opens the pipes, and both use them
+    from then on: a call of Ray takes longer than 4 MB take through memory. A message
+    in memory is overwritten by the next one of the same side.
     """
 
     def __init__(self, begins: bool = False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a worker: steps of its own, and an exchange when one is due."""
+"""A worker of asynchronous training: local steps, and an exchange when one is due."""
 
 import json
 import logging
@@ -28,10 +28,10 @@ log: logging.Logger = logging.getLogger("optx_sync.runtime")
 
 
 class Connection(Protocol):
-    """What a worker asks of a server, or of whatever stands between them."""
+    """The interface between a worker and its server or servers."""
 
     def join(self, worker: int) -> Joined:
-        """The center, for a worker that starts or starts again."""
+        """Get the center, for a worker that starts or starts again."""
         ...
 
     def everyone_joined(self) -> bool:
@@ -41,68 +41,67 @@ class Connection(Protocol):
     def send(self, push: Push) -> Callable[[], Reply]:
         """Send a push of a part.
 
-        What it returns waits for the answer, sends it again if need be, and raises
-        `PushRefused` if it was refused.
+        The function that it returns waits for the answer, sends the push again if need
+        be, and raises `PushRefused` if it was refused.
         """
         ...
 
     def wait(self, worker: int) -> Reply:
-        """Wait some time for a token."""
+        """Wait for a token, for a limited time."""
         ...
 
 
 class _Sent(NamedTuple):
-    """What is on its way."""
+    """Pushes that are on their way."""
 
     answers: dict[int, Callable[[], Reply]]  # by part
-    tokens: dict[int, float]  # behind what was sent of each
+    tokens: dict[int, float]  # the weight of what was sent of each part
     begin: float
 
 
 class Worker:
-    """One worker: it has parameters of its own, and meets the others at the center.
+    """A worker with parameters of its own, which exchanges with a center.
 
     `step` makes one step with `inner`, compiled, and exchanges with the center when
     `communication_period` steps have passed since the last time. With `SyncReplicas`
     each step sends the gradient, waits for a token and takes the parameters.
 
     Args:
-        connection: The way to the server: a `Server`, or anything like `Connection`.
-        params: What the parameters look like, arrays or `jax.ShapeDtypeStruct`; their
+        connection: To the server: a `Server`, or any object like `Connection`.
+        params: A tree like the parameters, of arrays or `jax.ShapeDtypeStruct`; the
             values come from the server.
         inner: The worker's own optimizer. With `SyncReplicas` the server applies it.
         agreement: As the server's.
         index: The worker's number.
         num_workers: As the server's.
         communication_period: Steps between rounds, an int or a schedule of the worker's
-            step (0-based). `SyncReplicas` has no use for it.
+            step (0-based). `SyncReplicas` does not use it.
         exchange: As the server's; what its code remembers is lost with this worker.
         pull_exchange: As the server's.
         fragments: As the server's.
         delay: Steps between a push and its landing; see `run`.
         keep_local: The share of its own that a worker keeps; see `run`.
-        keep_state: Rounds from one that the inner state goes with to the next; see
-            `run`.
-        num_servers: As that of the run.
+        keep_state: Send the inner state along every so many rounds; see `run`.
+        num_servers: As for the run.
         synchronous: Wait at the start until all workers have joined.
 
     Attributes:
         index: The worker's number, from 0 on.
-        params: The parameters now: what to compute the next gradient at.
-        local_step: Steps so far. A worker that replaces one that died goes on from the
-            step of the last round.
-        rounds: Pushes that were absorbed, those of its predecessors included; `lost` of
-            them are gone since.
+        params: The current parameters: compute the next gradient at these.
+        local_step: Steps so far. A worker that replaces one that died continues from
+            the step of the last round.
+        rounds: Pushes that were absorbed, including its predecessors'; `lost` of them
+            were lost later.
         global_step: The server's step at the last exchange.
         staleness: The other workers' rounds between this worker's last two.
         used: `False` if the last gradient was stale (`SyncReplicas`).
-        restarts: How many workers of this number there have been before.
-        incarnation: What distinguishes it from them.
-        place: Whatever the program wants its successor to know, such as its place in
-            the data: anything that JSON holds. It goes with each push; a worker that
-            replaces this one finds here what went with the last one.
-        lost: Pushes of this worker that went with a server: they were applied after
-            its last checkpoint, and there was no `replay`.
+        restarts: The number of earlier workers with this index.
+        incarnation: A number that distinguishes it from them.
+        place: Notes of the program for its successor, such as its position in the data:
+            anything that JSON holds. They are sent with each push; a worker that
+            replaces this one finds here what was sent with the last one.
+        lost: Pushes of this worker that were lost with a server: applied after its last
+            checkpoint, and without `replay`.
         connection: As given.
 
     Example:
@@ -168,25 +167,25 @@ class Worker:
 
     @property
     def params(self) -> Tree:
-        """The parameters to compute the next gradient at."""
+        """The current parameters: compute the next gradient at these."""
         return self._own.params
 
     def step(
         self, grads: Tree, *, tokens: float | None = None, **what_to_show: SupportsFloat
     ) -> None:
-        """One step with a gradient at `params`, and an exchange if one is due.
+        """Make a step with a gradient at `params`, and exchange if that is due.
 
         Args:
             grads: The gradient: like `params`; leaves may be `IndexedSlices` or `None`.
             tokens: The tokens or examples behind the gradient, for `weigh` of a run
                 (`Round.tokens`). `None`: each step counts 1.
             **what_to_show: Numbers for the display and the history, such as `loss=`.
-                They are read at an exchange only.
+                They are read only at an exchange.
 
         Raises:
-            PushRefused: The server did not take what was sent, for example a NaN. The
-                worker is as it was after its own step, and the next step tries again;
-                `pull` starts anew from the center.
+            PushRefused: The server refused the push, for example because of a NaN. The
+                worker keeps its own step, and the next step tries again; `pull`
+                starts anew from the center.
             ValueError: Gradients that do not match the parameters.
         """
         check_grads(grads, self._like)
@@ -204,10 +203,10 @@ class Worker:
                 self._land()
 
     def flush(self) -> None:
-        """Meet the center now, with the steps since the last round, if there are any.
+        """Exchange now, if there were steps since the last round.
 
-        For the end of a program: what a worker has learned since its last round is not
-        in the center. What is on its way lands, and then each part meets.
+        For the end of a program: steps since the last round are not in the center yet.
+        Pushes that are on their way land first, then each part is exchanged.
         """
         if self._sent is not None:
             self._land()
@@ -218,18 +217,18 @@ class Worker:
 
     @property
     def unpushed(self) -> int:
-        """The steps since the last round, of the part that has waited longest."""
+        """The steps since the last round of the part that has waited longest."""
         return max(self._own.ages)
 
     @property
     def rounds(self) -> int:
-        """Rounds that were absorbed, those of the worker's predecessors included."""
+        """Rounds that were absorbed, including those of the worker's predecessors."""
         turns = self.layout.turns
         return sum(max(self._rounds[part] for part in turn) for turn in turns)
 
     @property
     def global_step(self) -> int:
-        """The rounds of all workers, as far as this one has heard."""
+        """The rounds of all workers, as of the last answer."""
         turns = self.layout.turns
         return sum(max(self._steps[part] for part in turn) for turn in turns)
 
@@ -260,7 +259,7 @@ class Worker:
                 place=json.dumps(self.place),
                 told=self._told[part],
             )
-            state = {}  # It goes with one of them.
+            state = {}  # One of the pushes carries it.
             answers[part] = self.connection.send(push)
             self._tokens[part], self._untold = 0.0, 0
         self._sent = _Sent(answers, tokens, begin)
@@ -281,7 +280,7 @@ class Worker:
             self._hear(part, reply)
             self.staleness = reply.staleness
             while reply.waiting:
-                # Sent again to a server that has come back, it may be stale there.
+                # Sent again to a restored server, it may be stale there.
                 reply = self.connection.wait(self.index)
                 self._hear(part, reply)
             self.used = reply.used
@@ -305,7 +304,7 @@ class Worker:
             )
 
     def pull(self) -> Joined:
-        """Leave what the worker has and start anew from the center, as a new one."""
+        """Discard the worker's parameters and state, and start anew from the center."""
         joined = self.connection.join(self.index)
         self._sent: _Sent | None = None
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
@@ -325,7 +324,7 @@ class Worker:
         return joined
 
     def shard(self, sharding: Any) -> None:
-        """Lay the parameters and the optimizer's state out over devices of the worker.
+        """Shard the parameters and the optimizer's state over devices of the worker.
 
         Args:
             sharding: A `jax.sharding.Sharding`, or a tree of them like the parameters.
@@ -340,7 +339,7 @@ class Worker:
 
 
 def shapes_of(params: Tree) -> Tree:
-    """What the parameters look like; a TypeError for what workers cannot exchange."""
+    """The shapes of the parameters; a TypeError for what workers cannot exchange."""
     shapes = jax.eval_shape(start_center, params)
     return jax.tree.map(
         lambda p, _: jax.ShapeDtypeStruct(jnp.shape(p), np.dtype(p.dtype)),

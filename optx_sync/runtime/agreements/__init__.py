@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What server and worker do, one file for each agreement."""
+"""Agreements between server and workers, one file each."""
 
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ Own: TypeAlias = OfCenter | OfUpdates  # at a worker
 
 
 def way_of(agreement: Any, settings: Settings) -> Way:
-    """What server and worker do under an agreement; refuse one that does not fit.
+    """The server's and worker's side of an agreement; refuse one that does not fit.
 
     Raises:
         TypeError: No agreement; a number of workers that is no integer.

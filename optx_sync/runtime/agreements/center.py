@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A center under a `CenterRule`: what its server and its workers do."""
+"""Center rules in the runtime: the server's side and the workers' side."""
 
 import itertools
 import time
@@ -30,14 +30,14 @@ from optx_sync.trees import Tree, is_finite
 
 
 class Traffic(NamedTuple):
-    """Which arrays travel: no more than the rule's formulas read."""
+    """The arrays that travel under a rule: only those that its formulas read."""
 
     sends: tuple[str, ...]  # "contribution", or fields of `Own`
-    replies: tuple[str, ...]  # of "before" and "after", the center around the round
+    replies: tuple[str, ...]  # "before" or "after", the center around the round
 
 
 class Terms(NamedTuple):
-    """What server and workers know of a center."""
+    """The settings of a center that server and workers share."""
 
     rule: CenterRule
     at: Round
@@ -46,7 +46,7 @@ class Terms(NamedTuple):
 
 
 def traffic(rule: CenterRule, at: Round) -> Traffic:
-    """What a worker and the center send each other under a rule."""
+    """The arrays that a worker and the server send each other under a rule."""
     read = reads(rule, at.communication_period or 1)
     if read.center:
         fields = {
@@ -64,13 +64,13 @@ def traffic(rule: CenterRule, at: Round) -> Traffic:
 
 
 def round_of(num_workers: int, communication_period: Period, steps: Any) -> Round:
-    """What a rule may know of a round."""
+    """The `Round` that a rule's formulas get."""
     period = None if callable(communication_period) else communication_period
     return Round(num_workers, period, jnp.int32(steps))
 
 
 def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
-    """What server and workers do under a rule."""
+    """The server's and workers' sides under a rule."""
     period, num_workers = settings.communication_period, settings.num_workers
     exchange = check_code(settings.exchange, rule, period)
     if rule.num_workers not in (None, num_workers):
@@ -107,28 +107,28 @@ def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
 
 
 class Told:
-    """What each worker knows of a center, and what to tell it next, in few bytes.
+    """Coded answers: each worker's copy of the center, and its next difference.
 
-    What is lacking in an answer is part of what the next one codes, so no error grows.
-    A worker says with each push which answer it took last; one that took another, as
-    after a death or a lost answer, is told whole arrays.
+    What a code loses in one answer is part of the next difference, so no error grows.
+    Each push names the answer that the worker took last; if it is another one than the
+    server expects, as after a death or a lost answer, the answer is whole arrays.
     """
 
     def __init__(self, exchange: Exchange, variables: Variables):
         self.exchange = exchange
         self.variables = variables
         self.known: dict[int, tuple[int, Tree]] = {}  # by worker: (answer, center)
-        # No two servers of a run give two answers the same number.
+        # Answers of all servers of a run have different numbers.
         self._numbers = itertools.count(time.time_ns())
         self._next: Any = jax.jit(self._run_next, donate_argnums=1)
 
     def answer(self, worker: int, took: int, name: str, center: Arrays) -> Reply:
-        """What to tell a worker of the center, which it calls by this name."""
+        """The answer to a worker: whole arrays under this name, or their difference."""
         number, known = self.known.pop(worker, (0, ()))
         if took and took == number:
             messages, known = self._next(self.variables.tree(center), known)
             name, center = "change", self.variables.arrays(messages)
-            # The center may be written over once it is answered.
+            # The center may be overwritten after the answer.
             jax.block_until_ready(known)
         else:
             known = self.variables.tree(center)
@@ -147,9 +147,9 @@ class Told:
 class Center:
     """The center under a rule, as its server holds it.
 
-    What is sent to be added is added in place. Otherwise the next center is computed
-    beside this one, over buffers that are not needed any more, so that one that would
-    not be finite can be thrown away.
+    Contributions that are only added are added in place. Otherwise the next center is
+    computed beside this one, in buffers that are no longer needed, so that a result
+    that is not finite can be discarded.
     """
 
     def __init__(self, params: Tree, terms: Terms, copy_replies: bool):
@@ -166,14 +166,14 @@ class Center:
             self.expected = contract.ExpectedCodes(self.traffic.sends, shapes, exchange)
         self.told: Told | None = None
         if pulls is not None:
-            message_shapes(pulls, center)  # Refuses what it cannot code.
+            message_shapes(pulls, center)  # Refuses arrays that it cannot code.
             self.told = Told(pulls, self.variables)
         self.global_step: int = 0
-        # The center before a worker's last push, for a worker that did not hear of it.
+        # The center before each worker's last push, for a retry of that push.
         self.kept: dict[int, Arrays] = {}
-        # The rounds absorbed when a worker last took the center.
+        # The rounds absorbed when each worker last took the center.
         self.seen: list[int] = [0] * at.num_workers
-        # A contribution made at the server has not been divided yet.
+        # A contribution made at the server is not divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
         self.keeps_before: bool = "before" in self.traffic.replies
         self.adds: bool = (
@@ -186,8 +186,8 @@ class Center:
         self._step: Any = jax.jit(self._next, donate_argnums=(2, 3), keep_unused=True)
 
     def _begin(self, center: Arrays) -> None:
-        """Hold this center; what it was computed from is not needed any more."""
-        self.spare: list[Arrays] = []  # centers that may be written over
+        """Hold this center; the one before it is no longer needed."""
+        self.spare: list[Arrays] = []  # buffers that may be overwritten
         self.spare_outer: Tree = jax.tree.map(jnp.empty_like, self.outer)
         if self.adds:
             self.center: Arrays = {
@@ -205,7 +205,7 @@ class Center:
         at = self.at._replace(**known)
         if self.at_server:
             sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
-            # The center stands for what the formula does not read and was not sent.
+            # The center stands in for arrays that the formula does not read.
             total = work.contribute(
                 self.rule,
                 sent.get("params", center),
@@ -221,17 +221,17 @@ class Center:
         center, outer = work.absorb(
             self.rule, work.Center(center, outer), total, num_workers=at.num_workers
         )
-        # A sum of squares is finite only if its terms are, and quicker than a look at
-        # each of them.
+        # A sum of squares is finite only if its terms are, and is faster than a test of
+        # each.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
         return *contract.own_buffers(
             (self.variables.arrays(center), outer), given
         ), squares
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
-        """The next center, and what the worker gets back.
+        """Compute the next center, and the reply to the worker.
 
-        `None`, and nothing has changed, if it overflows. `sizes` are bounds of the
+        Returns `None` and changes nothing if it overflows. `sizes` are bounds of the
         arrays' elements, from `Expected.read`.
         """
         before, sent = self.center, push.arrays
@@ -269,7 +269,7 @@ class Center:
         return self._reply(worker, before, push.told)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
-        """Whether no sum overflows."""
+        """Whether no sum can overflow."""
         new = {path: self.bounds[path] + sizes[path] for path in added}
         for path, size in new.items():
             center = self.center[path]
@@ -302,12 +302,12 @@ class Center:
         return {path: convert(array) for path, array in arrays.items()}
 
     def reply_again(self, worker: int) -> Reply:
-        """What a worker gets back that did not hear the answer."""
-        # After a restart nothing is kept, and the center now is as good.
+        """The reply to a push that is sent again."""
+        # After a restart none is kept, and the current center serves as well.
         return self._reply(worker, self.kept.get(worker, self.center))
 
     def join(self, worker: int) -> None:
-        """A worker starts, and takes the center."""
+        """Note that a worker starts and takes the center."""
         self.seen[worker] = self.global_step
 
     def staleness(self, worker: int) -> int:
@@ -319,34 +319,34 @@ class Center:
         return False
 
     def release(self, left: set[int]) -> None:
-        """Workers have left: nobody waits for them, or tells them more."""
+        """Forget workers that have left."""
         if self.told is not None:
             for worker in left:
                 self.told.known.pop(worker, None)
 
     def current(self) -> Arrays:
-        """What a worker that starts gets."""
+        """The arrays for a worker that starts."""
         return self._out(self.center)
 
     def averages_tree(self) -> Tree:
-        """There are none."""
+        """No moving averages."""
         return None
 
     def describe(self) -> str:
-        """The rule's formulas by name, and the outer state."""
+        """The names of the rule's formulas, and the outer state."""
         rule = self.rule
         formulas = [rule.contribute, rule.take, rule.mean_over, rule.accumulate]
         formulas += [] if rule.weigh is None else [rule.weigh]
         return contract.described("center", formulas, self.outer)
 
     def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
-        """What a checkpoint holds."""
+        """The arrays and notes for a checkpoint."""
         center = {path: np.asarray(array) for path, array in self.center.items()}
         arrays = {"center": center, "outer": contract.numbered(self.outer)}
         return arrays, {"global_step": self.global_step}
 
     def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
-        """Go on from what a checkpoint held."""
+        """Restore from a checkpoint."""
         contract.check_saved(self.center, arrays["center"])
         self.outer = contract.like(self.outer, arrays.get("outer", {}))
         self._begin(arrays["center"])
@@ -380,7 +380,7 @@ class OfCenter:
         self.exchange: Exchange | None = terms.exchange
         self.pulls: Exchange | None = terms.pulls
         self.keep_local: float | jax.Array = keep_local
-        self.between: Period = between  # steps from one part that sets out to the next
+        self.between: Period = between  # steps between the pushes of two parts
         self.traffic: Traffic = traffic(*terms[:2])
         self._walk = jax.jit(self._run_walk)
         self._bring = jax.jit(self._run_bring, static_argnums=0)
@@ -400,17 +400,17 @@ class OfCenter:
         parts = range(len(self.layout.owners))
         self.steps: int = 0
         self.ages: list[int] = [0 for _ in parts]
-        # What the code of each part remembers; the next, once a push is applied.
+        # The memory of each part's code; advanced once a push is applied.
         self.codes: list[Tree] = [()] * len(parts)
         if self.exchange is not None:
             picked = (self.layout.pick(self.taken, part) for part in parts)
             self.codes = [start_codes(self.exchange, part) for part in picked]
-        # What has been pushed of each part: the steps behind it, what was summed up,
-        # and what its code remembers then.
+        # The push under way of each part: its steps, its sums, and the memory of its
+        # code after it.
         self.sent: dict[int, tuple[int, Tree, Tree]] = {}
 
     def place(self, place: contract.Place) -> None:
-        """Lay everything out over devices."""
+        """Shard all arrays over devices."""
         self.params, self.taken = place(self.params), place(self.taken)
         self._start_own()
 
@@ -419,7 +419,7 @@ class OfCenter:
         return contract.numbered(self.inner_state)
 
     def go_on(self, state: Arrays) -> None:
-        """Go on from a predecessor's inner state."""
+        """Continue with a predecessor's inner state."""
         self.inner_state = jax.tree.map(
             lambda x, fresh: jax.device_put(x, fresh.sharding),
             contract.like(self.inner_state, state),
@@ -427,7 +427,7 @@ class OfCenter:
         )
 
     def step(self, grads: Tree, step: int) -> bool:
-        """One step; whether a part is due to set out."""
+        """Make a step; return whether a part is due."""
         self.steps += 1
         self.ages = [age + 1 for age in self.ages]
         self.params, self.inner_state, self.accumulated = self._walk(
@@ -445,7 +445,7 @@ class OfCenter:
         return worker.params, worker.inner, worker.accumulated
 
     def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
-        """(what to push of a part, the steps behind it)."""
+        """(the arrays to push of a part, the steps since its last push)."""
         age, summed = self.ages[part], self.accumulated
         sent, codes, self.accumulated = self._bring(
             part, self.params, self.taken, summed, self.codes[part], jnp.int32(age)
@@ -460,7 +460,7 @@ class OfCenter:
         x = work.as_center(params, taken)
         at = self.at._replace(steps=steps)
         worker = work.Worker(params, (), taken, accumulated)
-        # A formula that reads the center is the server's; any array will do here.
+        # A formula that reads the center runs at the server; here any array will do.
         worker, total = work.bring(self.rule, worker, x, at)
         if self.traffic.sends == ("contribution",):
             total = work.share_of_one(self.rule, total, at)
@@ -473,10 +473,10 @@ class OfCenter:
         return sent, codes, self.layout.whole.put(whole, part, worker.accumulated)
 
     def give_back(self, part: int) -> None:
-        """What was pushed last of a part was refused, and is still the worker's."""
+        """Take back the last push of a part, which was refused."""
         age, summed, _ = self.sent.pop(part)
         self.ages[part] += age
-        self.steps = max(self.steps, self.ages[part])  # It is due again.
+        self.steps = max(self.steps, self.ages[part])  # The part is due again.
         pick, put = self.layout.pick, self.layout.whole.put
         both = jax.tree.map(jnp.add, pick(self.accumulated, part), pick(summed, part))
         self.accumulated = put(self.accumulated, part, both)
@@ -484,7 +484,7 @@ class OfCenter:
     def land(
         self, part: int, replied: dict[str, Arrays], place: contract.Place
     ) -> None:
-        """Take what came back."""
+        """Take the reply."""
         like = self.layout.pick(self.like, part)
         age, _, self.codes[part] = self.sent.pop(part)
         params, taken = self._take(
@@ -503,7 +503,7 @@ class OfCenter:
             (name,) = self.traffic.replies
             known = pick(taken, part)
             centers = {name: told(self.pulls, centers["change"], known)}
-        # One that is not sent is not read.
+        # A formula does not read what is not sent.
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())
         at = self.at._replace(steps=steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two sides of an agreement have, and what a push is checked for."""
+"""The interfaces of an agreement's two sides, and the checks of a push."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Notes: TypeAlias = dict[str, Any]  # what JSON can hold
 
 
 class Settings(NamedTuple):
-    """What servers and workers of a run know of it, besides the agreement."""
+    """The settings of a run that servers and workers share."""
 
     num_workers: int
     communication_period: Period = 10
@@ -35,37 +35,37 @@ class Settings(NamedTuple):
     pull_exchange: Exchange | None = None
 
     def served(self) -> dict[str, Any]:
-        """What of them a server is told."""
+        """The settings that a server needs."""
         known = self._asdict()
         return {x: known[x] for x in known if x not in ("delay", "keep_local")}
 
 
 class Way(NamedTuple):
-    """What server and worker do under one agreement."""
+    """Both sides of an agreement: constructors for server and worker."""
 
-    # (a part, inner, copy_replies) -> what a server holds of it: the arithmetic.
+    # (a part, inner, copy_replies) -> the server's side: state and arithmetic.
     serve: Callable[..., Any]
-    # (shapes of the parameters, inner, layout) -> what a worker has, and what it sends.
+    # (shapes of the parameters, inner, layout) -> the worker's side.
     work: Callable[..., Any]
     fragments: Fragments
     delay: int
-    splits: bool  # whether the variables may be on several servers
+    splits: bool  # whether the variables may be split over several servers
     waits: bool  # whether a worker may wait at the server for the others
 
 
 class Expected:
-    """What a push must look like."""
+    """The arrays that a push must have."""
 
     def __init__(self, names: tuple[str, ...], tree: Tree, of_rows: bool = False):
         self.names = names
-        self.of_rows = of_rows  # whether an array may be missing, or rows of it
+        self.of_rows = of_rows  # whether an array may be missing, or be rows
         self.leaves: dict[str, tuple[tuple[int, ...], np.dtype]] = {
             path_name(path): (jnp.shape(leaf), np.dtype(leaf.dtype))
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
 
     def read(self, sent: Any) -> tuple[str, dict[str, float], dict[str, Arrays]]:
-        """(what is wrong, "" if nothing is; bounds of elements; the arrays sent)."""
+        """Check a push: (what is wrong or "", bounds of elements, the arrays)."""
         sizes: dict[str, float] = {}
         if not isinstance(sent, dict) or set(sent) != set(self.names):
             got = sorted(sent) if isinstance(sent, dict) else type(sent)
@@ -104,7 +104,7 @@ class Expected:
 
 
 class ExpectedCodes(Expected):
-    """What a push of codes must look like: messages, and what they stand for."""
+    """The messages that a coded push must have, and the arrays that they encode."""
 
     def __init__(self, names: tuple[str, ...], tree: Tree, exchange: Exchange):
         super().__init__(names, tree)
@@ -132,7 +132,7 @@ class ExpectedCodes(Expected):
 def _rows_problem(indices: Any, rows: int) -> str:
     if not np.issubdtype(indices.dtype, np.integer) or indices.ndim != 1:
         return f"must have integer indices in one row; got {indices.dtype}."
-    # Entries that `sum_duplicates` leaves over are no rows.
+    # Unused entries after `sum_duplicates` are no rows.
     wrong = indices[(indices < 0) | (indices >= rows) & (indices < FIRST_PADDING)]
     if wrong.size:
         return f"has row {wrong[0]}, and the table has the rows 0 to {rows - 1}."
@@ -140,7 +140,7 @@ def _rows_problem(indices: Any, rows: int) -> str:
 
 
 def some(names: list[str]) -> str:
-    """A list for a message, cut where it gets long."""
+    """A list as text for a message, shortened if it is long."""
     if len(names) <= SHOWN_NAMES:
         return str(names)
     return f"{names[:SHOWN_NAMES]} and {len(names) - SHOWN_NAMES:,} more"
@@ -158,7 +158,7 @@ def _look(array: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[str, flo
 
 
 def bound(array: np.ndarray) -> float:
-    """No element is larger than this; not finite if one is not finite.
+    """An upper bound of |x|, not finite if any element is not finite.
 
     One pass without a temporary array: a sum of squares is finite only if its terms
     are.
@@ -168,14 +168,14 @@ def bound(array: np.ndarray) -> float:
             flat = array.reshape(-1)
             squares = float(np.dot(flat, flat))
         if np.isfinite(squares):
-            # Rounded sums of squares may be a little low.
+            # Rounding may make the sum of squares a little too small.
             return 1.001 * squares**0.5
     # Squares of finite terms may overflow.
     return float(np.abs(array).max(initial=0))
 
 
 def copied(tree: Tree) -> Tree:
-    """A state whose arrays are its own.
+    """A copy of a state, with arrays of its own.
 
     Some Optax states hold the parameters that they were made for.
     """
@@ -183,9 +183,9 @@ def copied(tree: Tree) -> Tree:
 
 
 def own_buffers(after: Tree, given: Tree) -> Tree:
-    """What a compiled step returns, such that no array of it is one it was given.
+    """The results of a compiled step, none of which shares memory with an input.
 
-    What passes through unchanged would be the same memory, to be donated later.
+    An array that passes through unchanged would share its memory, and be donated later.
     """
     ids = {id(x) for x in jax.tree.leaves(given)}
     seen: set[int] = set()
@@ -199,12 +199,12 @@ def own_buffers(after: Tree, given: Tree) -> Tree:
 
 
 def numbered(tree: Tree) -> dict[str, np.ndarray]:
-    """The leaves of a state of any type, as what a checkpoint can hold."""
+    """The leaves of any state, numbered, as a checkpoint can hold them."""
     return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
-    """A state from what `numbered` made of it."""
+    """The state from its numbered leaves."""
     old, treedef = jax.tree.flatten(tree)
     shapes = {str(i): jnp.shape(x) for i, x in enumerate(old)}
     found = {name: jnp.shape(x) for name, x in leaves.items()}
@@ -219,7 +219,7 @@ def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
 
 
 def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:
-    """What made a checkpoint: formulas by name, an optimizer by its state."""
+    """A description for a checkpoint: formulas by name, an optimizer by its state."""
     names = [
         f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else repr(f)
         for f in formulas
@@ -248,14 +248,14 @@ def check_saved(center: Arrays, saved: Arrays) -> None:
 
 
 def tree_of(arrays: Arrays, shapes: Tree) -> Tree:
-    """Arrays of the worker's own: what was received may be a view of the center."""
+    """A tree of new arrays: received ones may be views of the center."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.array(arrays[path_name(path)], copy=True), shapes
     )
 
 
 def arrays_of(tree: Tree) -> Arrays:
-    """From a tree to what travels; row-sparse leaves as (indices, values)."""
+    """A tree as arrays by path; row-sparse leaves as (indices, values)."""
     return {
         path_name(path): _sent(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous replicas with backup workers: what their server and workers do."""
+"""Synchronous replicas with backup workers: the server's side and the workers'."""
 
 import copy
 import dataclasses
@@ -43,8 +43,8 @@ class SyncReplicas:
     The original is TensorFlow's `SyncReplicasOptimizer`, whose event by event replay is
     `oxs.simulate.sync_replicas`. Here, with N >= R, a worker whose gradient was
     accepted waits for the update that it is part of. The original lets it go on as soon
-    as any token is left over. That buys a gradient which is stale when it arrives, and
-    costs a third of the updates when one of four workers lags behind.
+    as any token is left over: it then computes a gradient that is stale on arrival,
+    which costs a third of the updates when one of four workers lags behind.
 
     Attributes:
         replicas_to_aggregate: R, the gradients that an update needs.
@@ -77,7 +77,7 @@ class SyncReplicas:
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
-    """What server and workers do with synchronous replicas."""
+    """The server's and workers' sides of synchronous replicas."""
     total = agreement.total_num_replicas
     if total not in (None, num_workers):
         raise ValueError(
@@ -102,12 +102,12 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
     )
 
 
-# What a checkpoint of `Updates` notes, beside the tokens.
+# The notes of a checkpoint of `Updates`, beside the tokens.
 _NOTED = ("global_step", "count", "local_steps", "accepted_at", "was_used", "waiting")
 
 
 class Updates:
-    """The parameters, with the tokens, as the server holds them."""
+    """The server's side: the parameters, an accumulator and the tokens."""
 
     def __init__(
         self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
@@ -128,7 +128,7 @@ class Updates:
         decay = agreement.variable_averages
         self.averages: Tree = start_averages(self.params, decay)
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
-        # Nothing is donated: an update that would not be finite is thrown away.
+        # Nothing is donated: an update that is not finite is discarded.
         self._update: Any = jax.jit(self._move)
         self.global_step: int = 0
         self.count: int = 0
@@ -149,7 +149,7 @@ class Updates:
         decay = self.agreement.variable_averages
         averages = advance_averages(averages, params, decay, step)
         accumulator = clear(accumulator, mean, count)
-        # What passes through must not be the next one's donated accumulator.
+        # An array that passes through must not be donated with the next accumulator.
         after = jax.tree.map(jnp.copy, (accumulator, inner_state, params, averages))
         return after, is_finite(params)
 
@@ -171,15 +171,15 @@ class Updates:
                 self.accumulator, self.inner_state, self.params, self.averages = after
             else:
                 self.accumulator = self._add(self.accumulator, grads)
-                # What was sent may be overwritten once it is answered.
+                # The message may be overwritten after the answer.
                 jax.block_until_ready(self.accumulator)
             self.count += 1
             self.accepted_at[worker] = self.global_step
             if completes:
                 self._complete()
         self.was_used[worker] = used
-        # One that waited when a checkpoint was made may have gone on since: after a
-        # restore it pushes, and still waits for one token only.
+        # A worker that waited when the checkpoint was made may have gone on since:
+        # after a restore it pushes, and still waits for only one token.
         if worker not in self.waiting:
             self.waiting.append(worker)
         self._hand_out()
@@ -189,12 +189,12 @@ class Updates:
         step = self.global_step + 1
         required = self.agreement.replicas_to_aggregate
         if self.num_workers >= required:
-            self.tokens.clear()  # There is a new one for every worker.
+            self.tokens.clear()  # Every worker gets a new one.
         self.tokens.extend([step] * max(self.num_workers, required))
         self.count, self.global_step = 0, step
 
     def _hand_out(self) -> None:
-        """Tokens for the workers that wait, first come first served."""
+        """Hand tokens to the workers that wait, first come, first served."""
         once = self.num_workers >= self.agreement.replicas_to_aggregate
         for worker in list(self.waiting):
             if not self.tokens:
@@ -211,11 +211,11 @@ class Updates:
         return Reply(arrays, self.global_step, 0, used, waiting)
 
     def reply_again(self, worker: int) -> Reply:
-        """How it stands with a worker's token, with the parameters if it has one."""
+        """The state of a worker's token, with the parameters if it has one."""
         return self._reply(worker)
 
     def join(self, worker: int) -> None:
-        """A worker starts: as at the beginning, one gradient before the first token."""
+        """A worker starts: it sends one gradient before it needs a token."""
         self.local_steps[worker] = self.global_step
         if worker in self.waiting:
             self.waiting.remove(worker)
@@ -229,10 +229,10 @@ class Updates:
         return worker in self.waiting
 
     def release(self, left: set[int]) -> None:
-        """Let those go on who wait for gradients of workers that have left.
+        """Release the workers that wait for gradients of workers that have left.
 
-        If all others wait nobody can complete the update. What has been accumulated
-        stays, and the next gradients count towards it.
+        If all others wait, nobody can complete the update. The accumulated gradients
+        stay, and the next ones are added to them.
         """
         self.waiting = [worker for worker in self.waiting if worker not in left]
         if left and len(self.waiting) == self.num_workers - len(left):
@@ -241,8 +241,8 @@ class Updates:
             self.waiting = []
 
     def current(self) -> Arrays:
-        """What a worker that starts gets."""
-        # Never donated, so that an answer stays what it is while it travels.
+        """The arrays for a worker that starts."""
+        # Never donated, so that an answer does not change while it travels.
         return {p: np.asarray(a) for p, a in self.variables.arrays(self.params).items()}
 
     def averages_tree(self) -> Tree:
@@ -256,13 +256,13 @@ class Updates:
         )
 
     def describe(self) -> str:
-        """The optimizer, by its state."""
+        """The optimizer, described by its state."""
         return contract.described(
             "sync_replicas", [], (self.inner_state, self.averages)
         )
 
     def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
-        """What a checkpoint holds: gradients that wait for the others, and tokens too.
+        """The arrays and notes for a checkpoint, with accumulated gradients and tokens.
 
         A worker whose gradient waits may have gone on already.
         """
@@ -276,7 +276,7 @@ class Updates:
         return arrays, {**notes, "tokens": list(self.tokens)}
 
     def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
-        """Go on from what a checkpoint held."""
+        """Restore from a checkpoint."""
         contract.check_saved(self.current(), arrays["center"])
         self.params = self.variables.tree(
             {path: jnp.array(array) for path, array in arrays["center"].items()}
@@ -290,7 +290,7 @@ class Updates:
 
 
 class OfUpdates:
-    """A worker's arrays: parameters, and a gradient to send."""
+    """The worker's side: the parameters, and a gradient to send."""
 
     params: Tree
     grads: Tree
@@ -309,25 +309,25 @@ class OfUpdates:
         self.params = place(self.params)
 
     def state(self) -> Arrays:
-        """The server has it."""
+        """Empty: the server has the optimizer's state."""
         return {}
 
     def go_on(self, state: Arrays) -> None:
-        """Nothing goes on."""
+        """No state to continue with."""
 
     def step(self, grads: Tree, step: int) -> bool:
-        """Every gradient is pushed."""
+        """Keep the gradient; every step is due."""
         self.grads = grads
         self.ages = [1]
         return True
 
     def outgoing(self, part: int) -> tuple[dict[str, Arrays], int]:
-        """The gradient."""
+        """The gradient to push."""
         self.ages = [0]
         return {"grads": contract.arrays_of(self.grads)}, 1
 
     def give_back(self, part: int) -> None:
-        """The next gradient is another one."""
+        """Drop the refused gradient; the next step has another one."""
 
     def land(
         self, part: int, replied: dict[str, Arrays], place: contract.Place
@@ -341,10 +341,10 @@ def _accumulated(accumulator: Tree, grads: Tree) -> Tree:
 
 
 def _as_grad(grad: Any) -> Tree:
-    """A gradient as it came; rows padded, so that few programs are compiled.
+    """A received gradient, with rows padded so that few programs are compiled.
 
-    A program is compiled for every number of rows, so that is a power of two. What is
-    added is out of range, and dropped.
+    Each number of rows needs a program of its own, so it is rounded up to a power of
+    two. The added rows have indices out of range, which are dropped.
     """
     if not isinstance(grad, tuple):
         return grad
