@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent: collectives, sums and means, JAX's types of it, and buffers."""
+"""Communication: collectives, means and sums, varying types, and buffers to send."""

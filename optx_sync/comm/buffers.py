@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays side by side, in pieces, and as bytes: what is sent is joined and cut here.
+"""Buffers to send: joined arrays, pieces for replicas, and codes packed into bytes.
 
-Many small arrays travel in one collective, side by side. A flat array is cut into a
-piece for each replica. What is coded travels as bytes, because XLA widens narrow
-floating and integer dtypes on some platforms, and leaves bytes alone on all of them.
+Many small arrays are joined and travel in one collective. A flat array is cut into a
+piece for each replica. Coded arrays travel as bytes, because XLA widens narrow floating
+and integer dtypes on some platforms, but bytes on none.
 """
 
 import math
@@ -21,27 +21,27 @@ from optx_sync.shapes import Array, Num, Shaped, UInt8
 from optx_sync.trees import at_least_float32
 
 Octets: TypeAlias = UInt8[Array, "... bytes"]
-# An array, or a `jax.ShapeDtypeStruct`, whose parameters of type nobody knows.
+# An array or a `jax.ShapeDtypeStruct`, whose attributes type checkers do not know.
 Like: TypeAlias = Any
-# What is joined, unless a user says otherwise: enough to fill a link, and more than XLA
-# joins again by itself (30 MiB on GPUs), but little beside a large model.
+# Default size of a joined array: enough to saturate a link, and more than XLA combines
+# by itself (30 MiB on GPUs), but little memory beside a large model.
 BUCKET_BYTES = 2**25
 
 
 def alike(x: Like) -> Any:
-    """The dtype and type of an array: joined arrays get one.
+    """The dtype and varying mesh axes of an array: joined arrays are equal in both.
 
-    One that is equal on all shards of a worker would come back unequal from beside
-    what differs.
+    A joined array has one type: an array that is equal on all shards of a worker would
+    come out of it as one that varies over them.
     """
     return jnp.dtype(x.dtype), varying_axes(x)
 
 
 def joinable() -> Callable[[Like], Any]:
-    """Which arrays to join: `alike` ones, or none where that would gather them.
+    """The kind by which to join arrays: `alike`, or `id`, which joins none.
 
-    So it would where the compiler lays arrays out over mesh axes of its own
-    (`axis_names` of `jax.shard_map`).
+    Joining would gather arrays that the compiler shards over mesh axes that are not
+    manual (`axis_names` of `jax.shard_map`).
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
@@ -49,15 +49,15 @@ def joinable() -> Callable[[Like], Any]:
 
 
 class Joint:
-    """Which arrays lie side by side in one, along their last axis.
+    """A plan to join arrays along their last axis into buckets.
 
-    Arrays are joined until they fill a bucket, so that the first bucket travels while
-    the next one is computed; none is cut.
+    A bucket takes whole arrays until the next one would not fit, so that the first
+    bucket travels while the next one is computed.
 
     Attributes:
         kinds: The kind of each joined array.
-        places: For each of the joined arrays, which ones are in it. What has no
-            elements is in none: none is empty.
+        places: The numbers of the arrays in each joined array. Arrays without elements
+            are in none, so no joined array is empty.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Joint:
         kind: Callable[[Like], Any] = alike,
         bucket_bytes: float = BUCKET_BYTES,
     ):
-        """Those of one kind; of arrays or `jax.ShapeDtypeStruct`."""
+        """Plan for arrays or `jax.ShapeDtypeStruct`, to join those of equal `kind`."""
         self.kinds: list[Any] = []
         self.places: list[list[int]] = []
         self._like = list(arrays)
-        # Of each kind, which joined array is being filled, and the bytes in it.
+        # By kind: the number of the joined array that is being filled, and its bytes.
         filling: dict[Any, tuple[int, int]] = {}
         for place, x in enumerate(arrays):
             size = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
@@ -85,14 +85,14 @@ class Joint:
             filling[kind(x)] = number, before + size
 
     def join(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The joined arrays."""
+        """Join arrays of the planned shapes."""
         together = ([arrays[i] for i in places] for places in self.places)
         return [jnp.concatenate(arrays, axis=-1) for arrays in together]
 
     def cut(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
-        """What has the numbers of each along the last axis, padded or not, cut again.
+        """Cut joined arrays along the last axis, where they may be padded at the end.
 
-        For what has no elements it is a constant.
+        An array without elements comes back as a constant.
         """
         found: list[Any] = [
             x if x.size else jnp.zeros(x.shape, x.dtype) for x in self._like
@@ -114,28 +114,28 @@ def through(
     kind: Callable[[Like], Any] = alike,
     bucket_bytes: float = BUCKET_BYTES,
 ) -> list[jax.Array]:
-    """`send` of arrays [..., numbers] that are joined, and cut again."""
+    """Join arrays `[..., numbers]`, apply `send` to each joined one, and cut these."""
     joint = Joint(arrays, kind, bucket_bytes)
     return joint.cut([send(x) for x in joint.join(arrays)])
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """The array, in float32 where it is half precision."""
+    """The array, cast to float32 if it is half precision."""
     return x.astype(at_least_float32(x.dtype))
 
 
 def flat(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Arrays of one axis each."""
+    """The arrays, each reshaped to one axis."""
     return [x.reshape(-1) for x in arrays]
 
 
 def shaped(x: jax.Array, like: Like) -> jax.Array:
-    """The first numbers of an array in the shape of another one."""
+    """The first numbers of an array, in the shape of `like`; padding is dropped."""
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
 def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
-    """A flat array, padded, as a piece for each of n replicas; of others the rows."""
+    """Cut axis 0 into n equal pieces, padded with zeros: `[n, ceil(rows / n), ...]`."""
     spare = [(0, -x.shape[0] % n)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])
 
@@ -143,7 +143,7 @@ def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
 def one_behind_the_other(
     arrays: Sequence[jax.Array], size: int, dtype: DTypeLike
 ) -> Shaped[Array, " {size}"]:
-    """Arrays as one flat one, and zeros to the size."""
+    """Concatenate arrays into a flat one, padded with zeros to the size."""
     missing = size - sum(x.size for x in arrays)
     padding = [jnp.zeros(missing, dtype)] if missing else []
     if padding and axes_of(arrays):
@@ -152,21 +152,21 @@ def one_behind_the_other(
 
 
 def pack(codes: UInt8[Array, "... codes"], bits: int) -> Octets:
-    """N codes of 1, 2, 4 or 8 bits as ceil(n bits / 8) bytes.
+    """Pack n codes of 1, 2, 4 or 8 bits, on the last axis, into ceil(n bits / 8) bytes.
 
-    A byte holds numbers that lie far apart, so that both sides are contiguous.
+    A byte holds codes that are far apart, so that reads and writes are contiguous.
     """
     per = 8 // bits
     if per == 1:
         return codes
     spare = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)]
     parts = jnp.pad(codes, spare).reshape(*codes.shape[:-1], per, -1)
-    # Joined along an axis: slices of what is computed XLA does not vectorise.
+    # Reduced along an axis: XLA does not vectorise slices of computed arrays.
     return jnp.bitwise_or.reduce(parts << _places(parts, bits), axis=-2)
 
 
 def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]:
-    """The `count` codes along the last axis that `pack` made bytes of."""
+    """The inverse of `pack`: `count` codes along the last axis."""
     if bits == 8:
         return packed
     parts = packed[..., None, :]
@@ -175,21 +175,21 @@ def unpack(packed: Octets, bits: int, count: int) -> UInt8[Array, "... {count}"]
 
 
 def _places(parts: UInt8[Array, "... _ _"], bits: int) -> np.ndarray:
-    """Where in a byte the codes of each part stand; parts lie along the axis -2."""
+    """The bit offset within a byte of each part's codes; parts are along axis -2."""
     places = np.arange(0, 8, bits, dtype=np.uint8)
     return places.reshape(*[1] * (parts.ndim - 2), -1, 1)
 
 
 def to_bytes(x: Num[Array, "... numbers"]) -> Octets:
-    """The bytes of numbers along the last axis."""
+    """The bytes of the numbers, along the last axis."""
     octets = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    if octets.ndim == x.ndim:  # of one byte each
+    if octets.ndim == x.ndim:  # numbers of one byte each
         return octets
     return octets.reshape(*x.shape[:-1], -1)
 
 
 def from_bytes(octets: Octets, dtype: DTypeLike) -> Num[Array, "... numbers"]:
-    """The numbers of which `to_bytes` made bytes."""
+    """The inverse of `to_bytes`."""
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         octets = octets.reshape(*octets.shape[:-1], -1, size)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum and cut arrays by their sharding types, under plain `jax.jit`: no axis is mapped.
 
-On a mesh of Explicit axes a type says over which of them an array is still to be
-summed. Another type, `jax.reshard`, is what the collectives are elsewhere: XLA makes an
-all-reduce of it where the array becomes whole, a reduce-scatter where it is cut.
+On a mesh of Explicit axes, the type of an array (`unreduced`) says over which axes it
+is still to be summed. `jax.reshard` to another type takes the place of the collectives:
+XLA makes it an all-reduce where the array becomes whole, and a reduce-scatter where it
+becomes cut.
 """
 
 import math
@@ -20,7 +21,7 @@ SameTree = TypeVar("SameTree")
 
 
 def require_unreduced(tree: Tree, axis_name: AxisName) -> None:
-    """Refuse a leaf whose type does not say that it is still to be summed."""
+    """Refuse leaves whose type does not say that they are still to be summed."""
     axes = set(check_axis_name(axis_name))
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         kind = jax.typeof(x)
@@ -35,15 +36,16 @@ def require_unreduced(tree: Tree, axis_name: AxisName) -> None:
 
 
 def summed(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """The sums, on all devices."""
+    """The sums over the axes, whole on all devices."""
     require_unreduced(tree, axis_name)
     return _retyped(tree, lambda spec, _: _summed(spec, axis_name))
 
 
 def cut(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """The sums, or what is whole, cut along the first dimension that divides evenly.
+    """Cut the sums, or whole arrays, along the first dimension that divides evenly.
 
-    An array without one is on all devices.
+    The dimension must not be sharded yet. An array without such a dimension is whole on
+    all devices.
     """
     names, replicas = check_axis_name(axis_name), size(tree, axis_name)
 
@@ -60,14 +62,14 @@ def cut(tree: SameTree, axis_name: AxisName) -> SameTree:
 
 
 def unreduced(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """Arrays of zeros, with the types of such as are still to be summed."""
+    """Give arrays of zeros the type of arrays that are still to be summed."""
     size(tree, axis_name)
     axes = set(check_axis_name(axis_name))
     return _retyped(tree, lambda spec, _: _with(spec, axes | spec.unreduced))
 
 
 def whole(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """What `cut` has cut, on all devices."""
+    """Gather arrays that `cut` has cut: whole on all devices."""
     names = {*check_axis_name(axis_name)}
 
     def spec_of(spec: PartitionSpec, _: tuple[int, ...]) -> PartitionSpec:
@@ -78,7 +80,7 @@ def whole(tree: SameTree, axis_name: AxisName) -> SameTree:
 
 
 def size(tree: Tree, axis_name: AxisName) -> int:
-    """How many devices lie along these axes of the arrays' mesh."""
+    """The number of devices along these Explicit axes of the arrays' mesh."""
     names = check_axis_name(axis_name)
     for x in jax.tree.leaves(tree):
         mesh = jax.typeof(x).sharding.mesh
@@ -102,14 +104,14 @@ def _summed(spec: PartitionSpec, axis_name: AxisName) -> PartitionSpec:
 
 
 def _with(spec: PartitionSpec, unreduced: Any) -> PartitionSpec:
-    # `update` of JAX 0.12 keeps the kind of sums that there are none of.
+    # `spec.update` of JAX 0.12 keeps the kind of reduction when no axis is unreduced.
     return PartitionSpec(*spec.partitions, unreduced=unreduced, reduced=spec.reduced)
 
 
 def _retyped(
     tree: SameTree, spec_of: Callable[[PartitionSpec, tuple[int, ...]], PartitionSpec]
 ) -> SameTree:
-    """Each array with the spec that is made of its own and of its shape."""
+    """Reshard each array to `spec_of(its spec, its shape)`."""
     return jax.tree.map(
         lambda x: jax.reshard(x, spec_of(jax.typeof(x).sharding.spec, x.shape)), tree
     )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of `jax.lax` over any context; the only file that names them.
+"""The collectives of `jax.lax` in every context; only this file calls them.
 
-A function of this package runs in one of several contexts: `jax.pmap`,
-`jax.shard_map` with `check_vma=True` (types say over which mesh axes a value varies)
-or `check_vma=False`, and `jax.vmap(axis_name=...)`. JAX's collectives differ between
-them: groups of replicas are refused under `vmap` and under `check_vma=True`, some are
-missing over several axes or over lanes on a mesh. This module hides these differences,
-so that the rest of the package sees one answer everywhere.
+The functions of this package run in several contexts: `jax.pmap`, `jax.shard_map` with
+`check_vma=True` (types say over which mesh axes a value varies) or `check_vma=False`,
+and `jax.vmap(axis_name=...)`. JAX's collectives differ between them: `vmap` and
+`check_vma=True` refuse groups of replicas, and some collectives are missing over
+several axes or over lanes on a mesh. The functions here behave alike in all contexts.
 """
 
 import math
@@ -23,14 +22,14 @@ from optx_sync.trees import Tree
 AxisName: TypeAlias = str | tuple[str, ...]
 GroupAssignment: TypeAlias = list[list[int]]
 Result = TypeVar("Result")
-# What a message recommends where Explicit axes do not do.
+# What messages recommend where Explicit axes do not work.
 _AUTO_MESH = (
     "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
 )
 
 
 class _Alone(tuple):
-    """No axis at all, which as the name of an axis would be a mistake."""
+    """An empty tuple of axes; any other empty tuple is refused as an axis name."""
 
     __slots__ = ()
 
@@ -40,22 +39,28 @@ ALONE = _Alone()
 
 
 class Groups:
-    """A checked partition of the replicas, and what a context needs to sum in it."""
+    """A checked partition of the replicas, and whether JAX has collectives for it."""
 
     def __init__(self, axes: tuple[str, ...], assignment: GroupAssignment):
-        """Of the replicas along these axes."""
+        """Groups of the replicas along these axes; `assignment` is checked already."""
         self.assignment = assignment
         self.size: int = len(assignment[0])
-        # own_group[i] is the number of the group that holds replica i.
+        # own_group[i] is the number of replica i's group.
         numbers = {m: number for number, group in enumerate(assignment) for m in group}
         self.own_group: list[int] = [numbers[i] for i in range(len(numbers))]
-        # JAX has collectives of groups over a single manual axis only.
+        # JAX has collectives of groups only over a single manual axis.
         manual = axes[0] in jax.sharding.get_abstract_mesh().manual_axes
         self.native: bool = len(axes) == 1 and manual
 
 
 def check_axis_name(axis_name: object) -> tuple[str, ...]:
-    """The axes as a tuple; a TypeError for anything but a str or a tuple of them."""
+    """The axes as a tuple.
+
+    Raises:
+        TypeError: `axis_name` is neither a str nor a tuple or list of them, or is
+            empty.
+        ValueError: It names an axis twice.
+    """
     if axis_name is ALONE:
         return ALONE
     axes: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -71,12 +76,12 @@ def check_axis_name(axis_name: object) -> tuple[str, ...]:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Number of replicas along the mapped axis, or along all axes of a tuple."""
+    """The number of replicas along the mapped axis, or along all axes of a tuple."""
     return math.prod(_bound(lax.axis_size, a) for a in check_axis_name(axis_name))
 
 
 def is_mapped(axis_name: AxisName) -> bool:
-    """Whether this runs where the axis is mapped."""
+    """Whether the axis is mapped in this context."""
     try:
         axis_size(axis_name)
     except ValueError:
@@ -85,7 +90,7 @@ def is_mapped(axis_name: AxisName) -> bool:
 
 
 def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
-    """This replica's number in `range(axis_size)`; the first axis is major."""
+    """This replica's index in `range(axis_size)`; the first axis is major."""
     index = jnp.int32(0)
     for axis in check_axis_name(axis_name):
         own = _bound(lax.axis_index, axis)
@@ -104,7 +109,7 @@ def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which the type of an array says that it varies."""
+    """The manual mesh axes over which an array varies, by its type."""
     if not isinstance(x, jax.ShapeDtypeStruct):
         return jax.typeof(x).manual_axis_type.varying
     kind = x.manual_axis_type  # None where no axis is mapped
@@ -112,8 +117,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """Those of the axes over which types say what varies (check_vma=True)."""
-    # The index varies by definition: where its type does not say so, no type does.
+    """Those of the axes for which types say what varies over them (check_vma=True)."""
+    # The axis index varies by definition: if its type does not say so, no type does.
     return tuple(
         axis
         for axis in check_axis_name(axis_name)
@@ -122,7 +127,7 @@ def checked_axes(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """The same array, of a type that says that it varies over these checked axes."""
+    """The same array, with a type that also varies over these checked axes."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -141,10 +146,10 @@ def reducible(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
-    """Whether these are lanes of `jax.vmap` on a mesh of Explicit axes.
+    """Whether these arrays are lanes of `jax.vmap` on a mesh of Explicit axes.
 
-    Lanes that are sharded over such axes themselves are refused: JAX has no sum of
-    them, and where they meet an array that lies otherwise it speaks of shardings.
+    Lanes that are themselves sharded over such axes are refused: JAX cannot sum them,
+    and its own error, where they meet arrays of another sharding, does not say so.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     placed = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
@@ -164,12 +169,12 @@ def require_whole_lanes(tree: Tree, axis_name: AxisName) -> bool:
 def psum(
     operands: Sequence[jax.Array], axes: tuple[str, ...], groups: Groups | None = None
 ) -> list[jax.Array]:
-    """The sums over the axes, or over groups where these are `native`, unchecked."""
+    """The sums over the axes, or over groups: `native` ones, without check_vma=True."""
     if groups is not None:
         return lax.psum(operands, axes, axis_index_groups=groups.assignment)
     if not require_whole_lanes(operands, axes):
         return lax.psum(operands, axes)
-    # There JAX's own psum gives its result the sharding of the axis that it sums over.
+    # Here jax.lax.psum gives its result the sharding of the axis that it sums over.
     for axis in axes:
         gathered = lax.all_gather(list(operands), axis)
         operands = [jnp.sum(x, 0, dtype=x.dtype) for x in gathered]
@@ -179,9 +184,9 @@ def psum(
 def gather(
     x: Shaped[Array, "rows ..."], axis_name: AxisName, groups: Groups | None = None
 ) -> Shaped[Array, "everyone ..."]:
-    """The arrays of all replicas along axis 0, one behind the other, equal on all.
+    """All-gather: the arrays of all replicas, concatenated along axis 0, equal on all.
 
-    With `groups`, those of this replica's group.
+    With `groups`, the arrays of this replica's group.
     """
     axes = reducible(axis_name)
     checked = checked_axes(axes)
@@ -191,7 +196,7 @@ def gather(
             everyone, axes, tiled=True, axis_index_groups=groups.assignment
         )
     else:
-        # One by one, as JAX cannot gather over two axes of vmap; the first is major.
+        # Axis by axis, as JAX cannot gather over two axes of vmap; the first is major.
         for axis in reversed(axes):
             to = "invarying" if axis in checked else "varying"
             everyone = lax.all_gather(everyone, axis, tiled=True, to=to)
@@ -204,10 +209,10 @@ def gather(
 def all_to_all(
     x: Shaped[Array, "replicas ..."], axis_name: AxisName
 ) -> Shaped[Array, "replicas ..."]:
-    """Row j of replica i's array becomes row i of replica j's result."""
+    """All-to-all: row j of replica i's array becomes row i of replica j's result."""
     axes = reducible(axis_name)
     rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
-    # One by one, as JAX has none over two axes of vmap; the first is major.
+    # Axis by axis, as JAX has none over two axes of vmap; the first is major.
     for place, axis in enumerate(axes):
         rows = lax.all_to_all(rows, axis, place, place, tiled=True)
     return rows.reshape(x.shape)
@@ -216,9 +221,9 @@ def all_to_all(
 def scatter_sum(
     x: jax.Array, axis_name: AxisName, groups: Groups | None = None
 ) -> jax.Array:
-    """The sum of all replicas' `x[N k]`, of which replica i gets numbers i k ... .
+    """Reduce-scatter: of the sum of `x[N k]`, replica i gets `[i k, (i + 1) k)`.
 
-    With `groups`, which must be `native`, within this replica's.
+    With `groups`, which must be `native`, the sum is over this replica's group.
     """
     assignment = None if groups is None else groups.assignment
     for axis in reducible(axis_name):
@@ -227,9 +232,10 @@ def scatter_sum(
 
 
 def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Array:
-    """What replica `source[i]` holds, on replica i; `source` is a permutation.
+    """Replica i gets the array of replica `source[i]`; `source` is a permutation.
 
-    It varies over the axis. Under `jax.vmap` over several axes it is a gather.
+    The result varies over the axis. Under `jax.vmap` over several axes all arrays are
+    gathered.
     """
     axes = reducible(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -241,7 +247,7 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
 
 
 def _bound(function: Callable[[str], Result], axis: str) -> Result:
-    """`function(axis)`, with a telling error where the axis is not mapped."""
+    """`function(axis)`, with an error that helps where the axis is not mapped."""
     try:
         return function(axis)
     except NameError as error:

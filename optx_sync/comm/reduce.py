@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mean and sum over replicas, with weights, in groups, of dense and sparse arrays.
 
-`lax.pmean` of groups of unequal size divides by the first one's size, knows no weights,
-and sums half precision in itself.
+`lax.pmean` has no weights, sums half precision in half precision, and divides groups of
+unequal size by the size of the first.
 """
 
 import math
@@ -45,15 +45,15 @@ def reduce(
         \text{mean} = \frac{1}{N} \sum_i x_i, \qquad
         \text{weighted mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
-    This is the reduction that `cross_shard` applies to gradients; losses, metrics and
-    batch statistics need it too. All leaves of one dtype travel in one all-reduce.
-    It runs wherever `axis_name` is bound: `jax.pmap`, `jax.shard_map`, `jax.vmap`.
+    `cross_shard` reduces gradients this way; use it for losses, metrics and batch
+    statistics. All leaves of one dtype travel in one all-reduce. It runs wherever
+    `axis_name` is bound: `jax.pmap`, `jax.shard_map`, `jax.vmap`.
 
     Row-sparse leaves (`IndexedSlices` of k rows) are gathered, N k rows, and rows that
-    several replicas sent are summed after it: the table itself never travels. An
-    all-gather of N k rows costs more than the all-reduce of the dense table once
-    N k exceeds about twice the table's number of rows; reduce `slices.to_dense(rows)`
-    then.
+    several replicas sent are then summed: the table itself never travels. The
+    all-gather of N k rows costs more than the all-reduce of the dense table once N k
+    exceeds about twice the table's number of rows; then reduce
+    `slices.to_dense(rows)`.
 
     Args:
         tree: A tree of arrays, `IndexedSlices` and `None`. Inside
@@ -62,8 +62,8 @@ def reduce(
         axis_name: The mapped axis, or a tuple of them.
         reduction: `"mean"` or `"sum"`.
         weight: This replica's weight (a scalar, not negative), for example its number
-            of tokens; makes the mean a weighted one. A replica of weight 0 leaves no
-            trace, NaN or not; if all weights are 0 the result is zero.
+            of tokens, for a weighted mean. A replica of weight 0 contributes nothing,
+            even if its leaves are NaN; if all weights are 0 the result is zero.
         group_assignment: A partition of `range(axis_size)` into lists of equal size:
             each replica gets the reduction over its own group.
         dtype: The dtype in which floating leaves travel and are summed. `None`: float32
@@ -73,9 +73,10 @@ def reduce(
         A tree of the same structure; floating leaves keep their dtype.
 
     Raises:
-        ValueError: `axis_name` is not bound, or an axis of `jax.vmap` inside
+        ValueError: `axis_name` is not bound, or is an axis of `jax.vmap` inside
             `jax.shard_map(check_vma=True)`, where JAX has no collective; a leaf does
-            not vary over it; a bad `reduction`, `group_assignment` or `weight`.
+            not vary over it; `reduction`, `group_assignment`, `weight` or `dtype` is
+            invalid.
         TypeError: `axis_name` is not a str or a tuple of them.
 
     Example:
@@ -102,9 +103,10 @@ def reduce_and_sum(
     group_assignment: GroupAssignment | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[SameTree, Tree, Number | int]:
-    """`reduce`, and sums of a tree of scalars that travel with it: (tree, sums, total).
+    """`reduce`, and the sums of scalars that travel with it: (tree, sums, total).
 
-    The total is the sum of the weights, or the number of replicas.
+    `also` is a tree of scalars. The total is the sum of the weights, or without weights
+    the number of replicas, in this replica's group.
     """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
@@ -128,15 +130,15 @@ def reduce_and_sum(
     leaves = [x if is_slices(x) else jnp.asarray(x) for x in leaves]
     arrays = [x for x in leaves if not is_slices(x)]
     operands = [_to_wire(x, reduction, wire_dtype) for x in arrays]
-    # They come last, and travel as they are.
+    # The scalars of `also` come last, and travel in their own dtypes.
     scalars, names = jax.tree.flatten(localize(also, axis_name))
     divisor: Any = size if groups is None else groups.size
     total: Any = divisor
     fraction = own = own_weight(weight, axis_name)
     narrow = any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype))
     if own is not None and narrow:
-        # Weights such as token counts overflow a half precision sum, so here
-        # they are normalised before the gradients travel, in a scalar reduction.
+        # Gradients times weights such as token counts overflow a half precision sum, so
+        # a scalar reduction first normalises the weights.
         (total,) = _sum([own], axes, groups)
         fraction, divisor = own / or_one(total), 1
     sent = [*(weigh(x, fraction) for x in operands), *scalars]
@@ -160,7 +162,7 @@ def reduce_and_sum(
             values = mean(values)
         else:
             values = weigh(values, fraction)
-            # A row of a replica without weight is not a touched row: -1 names no row.
+            # Rows of a replica of weight 0 are not touched: index -1 names no row.
             indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
         rows = IndexedSlices(
             *(collectives.gather(x, axes, groups) for x in (indices, values))
@@ -174,10 +176,10 @@ def reduce_and_sum(
 
 
 def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
-    """`weight * x`; zeros where the weight is 0, even of a NaN. `None` counts as 1."""
+    """`weight * x`; zeros if the weight is 0, even of NaN. `None` counts as 1."""
     if weight is None:
         return x
-    # Not by multiplication alone: 0 * NaN is NaN.
+    # Multiplication alone does not do: 0 * NaN is NaN.
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
@@ -200,8 +202,8 @@ def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
 
 
 def or_one(total: jax.Array) -> jax.Array:
-    """A sum of weights to divide by: 1 where it is 0, since so is what is divided."""
-    # A NaN stays: it must be seen.
+    """A sum of weights to divide by: 1 where it is 0, since the dividend is 0 too."""
+    # NaN stays, so that it is seen in the result.
     return jnp.where(total == 0, jnp.ones_like(total), total)
 
 
@@ -213,11 +215,12 @@ def mean_extra_args(
     weight: jax.Array | float | None = None,
     group_assignment: GroupAssignment | None = None,
 ) -> dict[str, Tree]:
-    """Extra arguments for an inner transformation that must see one on all replicas.
+    """Replace the named extra arguments by their means over the replicas.
 
-    Those that are named are their means over the replicas, as those of gradients are;
-    what is known to be equal is left alone: Python's numbers, and under check_vma=True
-    what does not vary. There other scalars that do vary are refused.
+    The inner transformation then gets the same on all replicas, with the weights and
+    groups of the gradients. Values that are known to be equal stay as they are:
+    Python numbers, and under check_vma=True arrays that do not vary. Under
+    check_vma=True, scalars that vary and are not named are refused.
     """
     axes = set(collectives.checked_axes(axis_name))
     unchecked = set(collectives.check_axis_name(axis_name)) - axes
@@ -247,7 +250,7 @@ def mean_extra_args(
 
 
 def check_extra_args(names: object) -> tuple[str, ...]:
-    """The names as a tuple; a TypeError for anything but a sequence of names."""
+    """The names as a tuple; a TypeError for anything but a tuple or list of names."""
     several = isinstance(names, tuple | list)
     if not (several and all(isinstance(name, str) for name in names)):
         raise TypeError(
@@ -264,7 +267,7 @@ def check_reduction(reduction: object) -> None:
 
 
 def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """The dtype, or None; a ValueError for what cannot hold a sum of gradients."""
+    """The dtype, or None; a ValueError if it cannot hold a sum of gradients."""
     if dtype is None:
         return None
     dtype = jnp.dtype(dtype)
@@ -277,10 +280,9 @@ def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def check_group_assignment(groups: Any, size: int | None = None) -> None:
-    """Refuse what is not a partition of `range(size)` into lists of equal size.
+    """Refuse groups that are not a partition of `range(size)` into lists of equal size.
 
-    Without `size` (outside of a mapped context) all is checked but the number of
-    replicas.
+    Without `size` (outside a mapped context) the number of replicas is not checked.
     """
     lists = isinstance(groups, list) and all(isinstance(g, list) for g in groups)
     members = [member for group in groups for member in group] if lists else []
@@ -315,8 +317,8 @@ def _sum(
     if groups is None or (groups.native and not collectives.checked_axes(axes)):
         return collectives.psum(operands, axes, groups)
     if groups.native:
-        # A reduce-scatter and an all-gather together send as much as the all-reduce
-        # in groups, which JAX refuses under check_vma=True.
+        # Under check_vma=True JAX refuses an all-reduce in groups; a reduce-scatter and
+        # an all-gather together send as much.
         def total(x):
             padded = jnp.pad(x, (0, -x.size % groups.size))
             return collectives.gather(
@@ -327,7 +329,7 @@ def _sum(
         return [
             buffers.shaped(total, x) for total, x in zip(sums, operands, strict=True)
         ]
-    # Where JAX has none at all: a slot for each group, of which one is own.
+    # Without collectives of groups: sum a slot for each group, and take the own one.
     own = jnp.asarray(groups.own_group)[collectives.axis_index(axes)]
     slots = jnp.arange(len(groups.assignment))
 
@@ -352,5 +354,5 @@ def _to_wire(x: jax.Array, reduction: Reduction, dtype: np.dtype | None) -> jax.
 
 
 def _in_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """What was a mean or sum in another dtype; of integers it stays as it is."""
+    """Cast a mean or sum to its leaf's dtype; that of integers keeps its own."""
     return x.astype(dtype) if is_inexact(dtype) else x

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are sharded themselves, over mesh axes that the compiler lays out.
+"""Workers that are sharded themselves, over mesh axes that the compiler partitions.
 
-What such workers send each other is told apart by shards: in a `jax.shard_map` inside
-of the workers' each device has one shard, and sends that alone. Left to the compiler,
-a coded collective makes each device gather and send all of the worker's arrays.
+Such workers communicate shard by shard: in a `jax.shard_map` inside the workers' one,
+each device has one shard and sends only that. If it were left to the compiler, a coded
+collective would make each device gather and send all of the worker's arrays.
 
-How a worker is sharded is told by `oxs.map_workers(specs=)` while it traces, in a
-context of JAX's that compiled programs are told apart by; along `Explicit` axes the
-types tell.
+`oxs.map_workers(specs=)` says how a worker is sharded while it traces, in a JAX user
+context, which is part of the key of compiled programs. Along `Explicit` axes the types
+say it.
 """
 
 import itertools
@@ -27,35 +27,36 @@ Specs: TypeAlias = tuple[tuple[tuple[str, ...], PartitionSpec], ...]
 
 
 class _Told(NamedTuple):
-    """What is known of a worker's shards while it is traced."""
+    """How a worker is sharded, as known while it is traced."""
 
     specs: Specs | None = None
-    inside: tuple[str, ...] = ()  # the axes of shards over which this runs by now
+    inside: tuple[str, ...] = ()  # inside `in_shards`: the axes of the shards
 
 
 _context = jax.make_user_context(default_value=_Told())
 
 
 def told(specs: Specs | None) -> Any:
-    """A context in which workers are sharded so; `None` leaves the one around it."""
+    """A context in which workers have these specs; `None` keeps the current ones."""
     now: _Told = _context.value
     return _context(now if specs is None else _Told(specs))
 
 
 def is_spec(x: Any) -> bool:
-    """Whether this is a `PartitionSpec`; as `is_leaf`, it keeps one in one piece."""
+    """Whether this is a `PartitionSpec`: an `is_leaf` for trees of them."""
     return isinstance(x, PartitionSpec)
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
-    """The axes of an entry of a `PartitionSpec`."""
+    """The axis names in an entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Specs:
-    """The specs of one worker's parameters, checked.
+    """The specs of one worker's parameters by the names in their paths, checked.
 
-    `sizes` are those of the mesh's axes, `axes` those along which the workers lie.
+    `sizes` are the sizes of the mesh's axes; `axes` are the workers' axes, which specs
+    must not name.
     """
     found = []
     inner = {name: n for name, n in sizes.items() if name not in check_axis_name(axes)}
@@ -79,7 +80,7 @@ def specs_by_name(specs: Tree, sizes: Mapping[str, int], axes: AxisName) -> Spec
 
 
 class Shards(NamedTuple):
-    """How the arrays of a tree lie on the devices of one worker."""
+    """How the arrays of a tree are sharded over the devices of one worker."""
 
     axes: tuple[str, ...]
     specs: list[PartitionSpec]  # of each leaf
@@ -90,10 +91,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
-    """How one worker's arrays are sharded; `None` where they are not, as far as known.
+    """How one worker's arrays are sharded; `None` if they are not, as far as known.
 
     Raises:
-        ValueError: A leaf of which `specs` says nothing.
+        ValueError: `specs` does not cover a leaf.
     """
     mesh = jax.sharding.get_abstract_mesh()
     own = check_axis_name(axis_name)
@@ -117,10 +118,10 @@ def shards_of(tree: Tree, axis_name: AxisName) -> Shards | None:
 
 
 def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
-    """The specs of a tree of which some arrays are like those of another one.
+    """The specs of an exchange's memory, which has arrays like those of `tree`.
 
-    So is what an exchange remembers: what has the name and the axes of a leaf lies as
-    that does, anything else whole on each device.
+    Along `Explicit` axes the types say them. Elsewhere an array is sharded like the
+    leaf that it resembles (`spec_like`), or whole on each device.
     """
     if _is_typed(shards.axes):
         return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, memory)
@@ -136,7 +137,7 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
 
 
 def beside(arrays: Tree, params: Tree) -> Any:
-    """A context in which arrays without names are sharded as parameters like them."""
+    """A context in which unnamed arrays are sharded as the parameters they resemble."""
     mesh, specs = jax.sharding.get_abstract_mesh(), _context.value.specs
     if specs is None:
         return told(None)
@@ -153,7 +154,7 @@ def beside(arrays: Tree, params: Tree) -> Any:
 def in_shards(
     fun: Callable[..., Tree], shards: Shards, in_specs: Tree, out_specs: Tree
 ) -> Callable[..., Tree]:
-    """The function of each device's shards, of one worker's whole arrays."""
+    """Apply `fun`, a function of one device's shards, to one worker's whole arrays."""
 
     def inside(*args):
         with _context(_Told(inside=shards.axes)):
@@ -165,12 +166,16 @@ def in_shards(
 
 
 def axes_inside() -> tuple[str, ...]:
-    """The axes along which shards lie, where a function of `in_shards` runs."""
+    """The axes of the shards, inside a function of `in_shards`; elsewhere ()."""
     return _context.value.inside
 
 
 def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
-    """The spec of a leaf whose axes are some of its parameter's, in their order."""
+    """The spec of a leaf whose axes are some of its parameter's, in the same order.
+
+    Axis 0 may have another size; it is then whole. If the shapes do not tell which axes
+    the leaf has, the leaf is whole.
+    """
     shape = jnp.shape(param)
     if leaf.shape == shape:
         return spec
@@ -191,10 +196,10 @@ def spec_of(
     shape: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> PartitionSpec | None:
-    """The spec of a parameter, of the longest beginning of its name that has one.
+    """A parameter's spec: that of the longest prefix of its path, `None` without one.
 
-    `sizes` are those of the mesh's axes. What an axis does not divide is whole along
-    it: of the rows that make a part some devices might have none.
+    `sizes` are the sizes of the mesh's axes. A dimension that its mesh axes do not
+    divide evenly stays whole: some devices might get no rows of a part.
     """
     starts = [
         (len(start), spec) for start, spec in specs if names[: len(start)] == start
@@ -220,10 +225,11 @@ def spec_like(
     leaf: Any,
     params: Mapping[tuple[str, ...], tuple[Any, PartitionSpec]],
 ) -> PartitionSpec:
-    """The spec of an array beside parameters: of that whose name its own ends with.
+    """The spec of a state's array: that of the parameter whose path its path ends with.
 
-    What has the name of none, as what is on its way, lies as all those do that have its
-    shape but for the number of rows; and so does a stack of such.
+    An array without such a parameter, such as one on its way, has the spec that all
+    parameters share whose shape is equal but for the number of rows. So has a stack of
+    such arrays. If these specs differ, it is whole.
     """
     ends = (names[start:] for start in range(len(names) + 1))
     found = next((params[end] for end in ends if end in params), None)

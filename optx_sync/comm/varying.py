@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's types of what varies over manual mesh axes: say so, agree, or refuse.
+"""Varying types over manual mesh axes: mark arrays, make types agree, check them.
 
-Under `jax.shard_map(check_vma=True)` a type says over which axes a value varies.
-Elsewhere no type does: there these functions change nothing, and trust the caller.
+Under `jax.shard_map(check_vma=True)` an array's type says over which axes it varies.
+Elsewhere types do not say it: there these functions change nothing and trust the
+caller.
 """
 
 from collections.abc import Iterator
@@ -28,16 +29,16 @@ SameTree = TypeVar("SameTree")
 
 
 def localize(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """Mark a tree as each replica's own, so that its gradients stay local.
+    """Mark parameters as varying over an axis, so that their gradients stay local.
 
-    In `jax.shard_map(check_vma=True)`, the default, autodiff sums the gradient of a
-    replicated parameter over the mesh by itself. Parameters that went through
-    `localize` vary over `axis_name`, and `jax.grad` gives each replica its own
-    gradient, as everywhere else. The values do not change and nothing is sent. In
+    In `jax.shard_map(check_vma=True)`, the default, autodiff by itself sums the
+    gradient of a replicated parameter over the mesh. With respect to the result of
+    `localize`, which varies over `axis_name`, `jax.grad` gives each replica its own
+    gradient, as in other contexts. The values do not change and nothing is sent. In
     `jax.pmap`, `jax.vmap` and under `check_vma=False` it is the identity.
 
     Args:
-        tree: Tree tree of arrays, usually the parameters.
+        tree: A tree of arrays, usually the parameters.
         axis_name: The mapped axis, or a tuple of them.
 
     Returns:
@@ -63,15 +64,16 @@ def localize(tree: SameTree, axis_name: AxisName) -> SameTree:
 
 
 def localize_where_mapped(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """`localize` where the axis is mapped, the identity outside: for `init`."""
+    """`localize` where the axis is mapped, elsewhere the identity: for `init`."""
     return localize(tree, axis_name) if is_mapped(axis_name) else tree
 
 
 def vary_like(tree: SameTree, reference: Tree) -> SameTree:
-    """The tree, each leaf varying over the axes that its counterpart varies over.
+    """Make each leaf vary over the axes over which its counterpart in `reference` does.
 
-    Branches of a conditional must agree in this, and so must a state from step to
-    step; a reduction takes it away. A leaf without a counterpart stays as it is.
+    The branches of a conditional must agree in their types, and so must a state from
+    step to step; but a reduced array no longer varies. A leaf without a counterpart
+    stays as it is.
     """
     axes = _axes_by_path(reference)
     return jax.tree_util.tree_map_with_path(
@@ -80,27 +82,27 @@ def vary_like(tree: SameTree, reference: Tree) -> SameTree:
 
 
 def vary_with(tree: SameTree, reference: Tree) -> SameTree:
-    """The tree, each leaf varying over all axes that any leaf of another one varies.
+    """Make each leaf vary over all axes over which any leaf of `reference` varies.
 
-    For a state computed from a tree: its scalars may begin as constants, and depend on
-    all of the tree a step later.
+    For a state computed from `reference`: its scalars may start as constants, but
+    depend on all of that tree a step later.
     """
     axes = axes_of(reference)
     return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
 def axes_of(tree: Tree) -> frozenset[str]:
-    """The axes over which any leaf varies."""
+    """The manual mesh axes over which any leaf varies."""
     return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
 def require_local(
     tree: Tree, axis_name: AxisName, what: str = "leaf", mend: str | None = None
 ) -> None:
-    """Refuse a tree in which a leaf is known to be equal on all replicas already.
+    """Refuse a tree with a leaf that is known to be equal on all replicas already.
 
-    Such a leaf has been reduced, by autodiff or by the user, and reducing it again
-    would be silently wrong. `mend` ends the message: what the caller's user can do.
+    Autodiff or the user has reduced such a leaf, and reducing it again would be
+    silently wrong. `mend` ends the message: it says what the user can do.
     """
     for axis, path, kind in _leaves_that(tree, axis_name, varies=False):
         mend = mend or (
@@ -119,7 +121,7 @@ def require_local(
 
 
 def require_reduced(tree: Tree, axis_name: AxisName, grads: str) -> None:
-    """Refuse a tree in which a leaf still varies over the axis (check_vma=True)."""
+    """Refuse a tree with a leaf that still varies over the axis (check_vma=True)."""
     for axis, path, kind in _leaves_that(tree, axis_name, varies=True):
         raise ValueError(
             f"grads={grads!r} says that the gradients have been reduced already, but "
@@ -133,10 +135,10 @@ def require_reduced(tree: Tree, axis_name: AxisName, grads: str) -> None:
 def require_varying(
     tree: Tree, reference: Tree, axis_name: AxisName, what: str
 ) -> None:
-    """Refuse a state that is equal over a mesh axis over which parameters differ.
+    """Refuse a state that does not vary over a mesh axis over which parameters do.
 
-    A center is equal over the workers' axis only. Where the parameters vary over a
-    second manual axis, as shards do, so must the center (check_vma=True).
+    A center is equal only over the workers' axis, `axis_name`. If the parameters vary
+    over a second manual axis, as shards do, so must the center (check_vma=True).
     """
     axes, own = _axes_by_path(reference), set(check_axis_name(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -152,10 +154,10 @@ def require_varying(
 
 
 def axes_of_shards(tree: Tree, axis_name: AxisName) -> tuple[str, ...]:
-    """The mesh axes along which the devices lie that hold shards of one worker.
+    """The mesh axes over which one worker may be sharded by hand.
 
-    All manual ones besides `axis_name`; where types say over which axes the arrays of
-    the tree vary, those of them.
+    These are all manual axes besides `axis_name`; under check_vma=True, only those over
+    which a leaf of the tree varies.
     """
     own, varying = check_axis_name(axis_name), axes_of(tree)
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -166,11 +168,11 @@ def axes_of_shards(tree: Tree, axis_name: AxisName) -> tuple[str, ...]:
 def norm_axes(
     tree: Tree, axis_name: AxisName, shard_axes: AxisName | None
 ) -> tuple[str, ...]:
-    """Mesh axes over which the squares of a replica's arrays are to be summed.
+    """The mesh axes over which a replica's sums of squares must be summed for its norm.
 
-    `shard_axes` are those along which a replica is itself cut in shards by hand. `None`
-    where there may be such axes is refused: a shard that knows its own norm alone
-    decides other than its neighbours.
+    `shard_axes` are the axes over which the user has sharded a replica by hand. `None`
+    is refused where there may be such axes: shards that know only their own norms would
+    decide differently.
     """
     if shard_axes is not None:
         return check_axis_name(shard_axes) if shard_axes else ()
@@ -189,16 +191,16 @@ def norm_axes(
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over those mesh axes over which an array may vary."""
+    """The sum over those of the mesh axes over which the array may vary."""
     axes = tuple(a for a in axes if a in varying_axes(x) or not checked_axes(a))
     return psum([x], axes)[0] if axes else x
 
 
 def sum_shards(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The sum over the mesh axes over which `x` varies, but `like` does not.
+    """The sum over the mesh axes over which `x` varies but `like` does not.
 
-    What is summed up over an array that lies in shards is summed over these (where
-    types tell, under check_vma=True).
+    It completes sums over an array in shards, where types say over which axes it varies
+    (check_vma=True).
     """
     return sum_over(x, tuple(sorted(varying_axes(x) - varying_axes(like))))
 
@@ -222,7 +224,7 @@ def _axes_by_path(tree: Tree) -> dict[tuple[object, ...], frozenset[str]]:
 def _leaves_that(
     tree: Tree, axis_name: AxisName, varies: bool
 ) -> Iterator[tuple[str, str, object]]:
-    """(axis, path, type) of the leaves that vary over a checked axis, or do not."""
+    """(axis, path, type) of each leaf that varies over a checked axis, or does not."""
     for axis in checked_axes(axis_name):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_slices):
             x = values_of(leaf)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue: TensorFlow's and RETURNN's optimizers, in the originals' arithmetic.
+"""Optimizers of TensorFlow and RETURNN as Optax transformations, with their arithmetic.
 
-Each is an Optax transformation, dense and row-sparse; `from_rule` makes one of a
-formula for one array.
+They take dense and row-sparse gradients. `from_rule` makes another such optimizer from
+a formula for one array; `keras` wraps any Keras 3 optimizer.
 """
 # ruff: noqa: I001 # in the order of the pages
 

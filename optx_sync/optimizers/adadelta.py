@@ -32,21 +32,22 @@ def adadelta(
         p &\leftarrow p - \eta u \\
         d &\leftarrow \rho d + (1 - \rho) u^2
 
-    The paper has no learning rate: pass 1.0 for it. TensorFlow's default of 0.001 is
-    very slow. `optax.adadelta` is equal when given the same numbers; its defaults are
-    others. Of a table, only the rows named by a gradient see any of this.
+    The paper has no learning rate: pass 1.0 to follow it. TensorFlow's default of 0.001
+    is very slow. `optax.adadelta` with the same arguments is equal; its defaults
+    differ. In a table, only the rows that a row-sparse gradient names change.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         rho: decay of both averages, in [0, 1].
-        eps: >= 0, inside of both roots; with 0 nothing ever moves.
+        eps: >= 0, inside both roots. With 0 no parameter ever moves, and an element
+            whose first gradient is 0 becomes NaN.
 
     Returns:
-        A transformation with the slots `accum` and `accum_update`, both 0 at first.
+        A transformation with the slots `accum` and `accum_update`, initially 0.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp

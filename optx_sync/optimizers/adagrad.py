@@ -14,7 +14,7 @@ from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 class AdagradSlots(NamedTuple):
     """Slots of `adagrad`."""
 
-    accumulator: Slot  # sum of squared gradients, and the initial value
+    accumulator: Slot  # initial value plus the sum of squared gradients
 
 
 def adagrad(
@@ -29,20 +29,21 @@ def adagrad(
         p &\leftarrow p - \eta \frac{g}{\sqrt{a}}
 
     There is no epsilon: the accumulator's positive initial value takes its place.
-    `optax.adagrad` has the same initial value, and an epsilon of 1e-7 inside of the
-    root besides; with `eps=0.0` it is equal. Of a table, only the rows named by a
-    gradient accumulate and move.
+    `optax.adagrad` has the same initial value but also an epsilon of 1e-7 inside the
+    root; with `eps=0.0` it is equal. In a table, only the rows that a row-sparse
+    gradient names accumulate and move.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        initial_accumulator_value: where :math:`a` starts, > 0.
+        initial_accumulator_value: initial value of :math:`a`, > 0.
 
     Returns:
         A transformation with the slot `accumulator`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if `initial_accumulator_value` is not positive and finite.
+        TypeError: if an argument is not a number.
+        ValueError: if `initial_accumulator_value` is not positive and finite, or
+            `learning_rate` is not finite.
 
     Example:
         >>> import jax.numpy as jnp

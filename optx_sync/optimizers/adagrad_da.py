@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adagrad by dual averaging, with TensorFlow's arithmetic."""
+"""Adagrad with dual averaging, with TensorFlow's arithmetic."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class AdagradDASlots(NamedTuple):
     """Slots of `adagrad_da`."""
 
     gradient_accumulator: Slot  # sum of gradients
-    gradient_squared_accumulator: Slot  # sum of their squares, and the initial value
+    gradient_squared_accumulator: Slot  # initial value plus the sum of their squares
 
 
 def adagrad_da(
@@ -31,18 +31,19 @@ def adagrad_da(
         p &\leftarrow -\eta \, \frac{\operatorname{sign}(G) \max(|G| - T l_1, 0)}
             {l_2 T \eta + \sqrt{Q}}
 
-    with :math:`T = 1` at the first update. The parameter is set anew from the sums: its
-    old value plays no part, so the first update forgets the initialisation, and `l1`
-    makes parameters exactly zero. Optax has no counterpart. Initialise linear models
-    with zeros; deep ones want `adagrad`.
+    with :math:`T = 1` at the first update. Each update computes the parameter from the
+    sums alone: the first one forgets its initial value, and `l1` makes parameters
+    exactly zero. Optax has no counterpart. Initialise linear models with zeros; use
+    `adagrad` for deep ones.
 
-    :math:`T` is this transformation's own count of updates, where the original reads a
-    `global_step` that the caller may forget to pass. A table's rows that a gradient
-    does not name stay; when named again, they see the current :math:`T`.
+    :math:`T` is this transformation's own count of updates; the original reads a
+    `global_step` that the caller may forget to pass. In a table, rows that a row-sparse
+    gradient does not name stay unchanged; when named again, they use the current
+    :math:`T`.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        initial_gradient_squared_accumulator_value: where :math:`Q` starts, > 0.
+        initial_gradient_squared_accumulator_value: initial value of :math:`Q`, > 0.
         l1: strength of the l1 norm, >= 0.
         l2: strength of the squared l2 norm, >= 0.
 
@@ -51,11 +52,11 @@ def adagrad_da(
         `gradient_squared_accumulator`. It needs `params`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
-        The second gradient is smaller than `l1`, and its parameter becomes zero:
+        The second gradient is smaller than `l1`, so its parameter becomes zero:
 
         >>> import jax.numpy as jnp
         >>> import optax

@@ -33,30 +33,30 @@ def adam(
         p &\leftarrow p - \alpha m / (\sqrt{v} + \epsilon)
 
     This is the paper's epsilon-hat form: epsilon is added before the bias correction.
-    `optax.adam` adds it after, which over the first steps is an epsilon about 30 times
-    smaller. The powers of `b1` and `b2` are running float32 products.
+    `optax.adam` adds it after, where the same epsilon counts about 30 times less in the
+    first steps. The powers of `b1` and `b2` are running float32 products.
 
-    A row-sparse gradient is the dense one that it stands for: slots of all rows decay,
-    and all rows move, at the cost of the whole table. For the rows named alone see
-    `custom_adam`.
+    A row-sparse gradient acts as the dense gradient it represents: the slots of all
+    rows decay and all rows move, at the cost of the whole table. `custom_adam` updates
+    only the named rows.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the average of gradients, in [0, 1].
         b2: decay of the average of their squares, in [0, 1].
-        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
-            gradient becomes NaN, as in the original.
+        eps: :math:`\hat\epsilon`, >= 0. With 0, an element that has had no nonzero
+            gradient yet becomes NaN, as in the original.
 
     Returns:
-        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        A transformation with the slots `m` and `v`, initially 0, and the powers
         `beta1_power` and `beta2_power`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
-        Epsilon weighs more than in `optax.adam`, whose first step here is -0.0909:
+        Epsilon has more weight than in `optax.adam`, whose first step here is -0.0909:
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs

@@ -35,28 +35,28 @@ def amsgrad(
         p &\leftarrow p - \eta_t m / (\epsilon + \sqrt{\hat v}), \qquad
             \eta_t = \eta / \sqrt{t} \text{ with decay, else } \eta
 
-    As in the paper there is no bias correction; `optax.amsgrad` corrects both averages
-    unless told not to, and has other defaults.
+    There is no bias correction, as in the paper; `optax.amsgrad` corrects both averages
+    by default, and its other defaults differ.
 
-    It departs from the original where that one fails: with `eps=0`, the default, an
-    element that has seen no gradient so far stays where it is, instead of becoming NaN.
-    As in the original there is no row-sparse form: such a gradient is refused.
+    With `eps=0`, the default, an element that has had no nonzero gradient yet stays
+    unchanged; in the original it becomes NaN. Row-sparse gradients are refused, since
+    the original has no form for them.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        decay: whether to divide the rate by :math:`\sqrt t`. A flag, second as in the
-            original: not to be mistaken for `b1`.
+        decay: whether to divide the learning rate by :math:`\sqrt t`. This flag is the
+            second argument, as in the original; do not mistake it for `b1`.
         b1: decay of the average of gradients, in [0, 1].
         b2: decay of the average of their squares, in [0, 1].
         eps: >= 0.
 
     Returns:
-        A transformation with the slots `m`, `v` and `v_hat`, all 0 at first.
+        A transformation with the slots `m`, `v` and `v_hat`, initially 0.
 
     Raises:
-        TypeError: if an argument is no number, or `decay` no bool; in `update`, if a
-            gradient is row-sparse.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number, or `decay` is not a bool; in
+            `update`, if a gradient is row-sparse.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,7 +92,7 @@ def amsgrad(
         step,
         AMSGradSlots(m=0.0, v=0.0, v_hat=0.0),
         rows="refused",
-        # The original subtracts in double precision, unlike all others.
+        # The original computes 1 - b in double precision; all other rules in float32.
         hyper=(b1, b2, 1.0 - b1, 1.0 - b2, eps),
     )
     return from_rule(rule, learning_rate)

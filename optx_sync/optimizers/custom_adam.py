@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy Adam: only touched rows decay and move, with TensorFlow's arithmetic."""
+"""Lazy Adam: only rows with a gradient decay and move, with TensorFlow's arithmetic."""
 
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ def custom_adam(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lazy Adam, on touched rows alone: RETURNN's CustomAdamOptimizer.
+    r"""Lazy Adam, only for rows with a gradient: RETURNN's CustomAdamOptimizer.
 
-    Also contrib's LazyAdamOptimizer.
+    It is also LazyAdamOptimizer of TensorFlow's contrib.
 
     .. math::
 
@@ -34,31 +34,32 @@ def custom_adam(
         \alpha &= \eta \sqrt{1 - b_2^t} / (1 - b_1^t) \\
         p &\leftarrow p - \alpha m / (\sqrt{v} + \epsilon)
 
-    For dense gradients this is `adam`, with the same epsilon. Of a table, only the rows
-    named by a gradient decay and move, at a cost that does not grow with the table;
-    :math:`t` counts all updates, whatever they touch. A rare row therefore keeps its
-    averages from when it was last seen: what it learns differs from `adam`.
+    For dense gradients this is `adam`, with the same epsilon. In a table, only the rows
+    that a row-sparse gradient names decay and move, and the cost does not grow with the
+    table; :math:`t` counts all updates, whichever rows they name. A rare row therefore
+    keeps its averages from its last update, and learns differently than with `adam`.
 
-    Equal rows of a gradient are summed first, as LazyAdam does; CustomAdam keeps the
-    last one's slots and moves the row once for each. Optax has no counterpart.
+    Rows that occur more than once in a gradient are summed first, as in LazyAdam;
+    CustomAdam keeps the slots of the last occurrence and moves the row once for each.
+    Optax has no counterpart.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
         b1: decay of the average of gradients, in [0, 1].
         b2: decay of the average of their squares, in [0, 1].
-        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
-            gradient, in a row that has been named, becomes NaN.
+        eps: :math:`\hat\epsilon`, >= 0. With 0, an element of a named row that has
+            had no nonzero gradient yet becomes NaN.
 
     Returns:
-        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        A transformation with the slots `m` and `v`, initially 0, and the powers
         `beta1_power` and `beta2_power`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
-        Row 1 is not named, and does not even decay:
+        In the second update row 1 is not named and does not even decay:
 
         >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs

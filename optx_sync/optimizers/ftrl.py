@@ -14,7 +14,7 @@ from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
 class FtrlSlots(NamedTuple):
     """Slots of `ftrl`."""
 
-    accum: Slot  # sum of squared gradients, and the initial value
+    accum: Slot  # initial value plus the sum of squared gradients
     linear: Slot  # the linear term of the leader's objective
 
 
@@ -37,30 +37,31 @@ def ftrl(
             {n'^k / \eta + 2 l_2 + \beta / \eta} & |z| > l_1 \\ 0 & \text{else}
             \end{cases}, \qquad n \leftarrow n'
 
-    The parameter is set anew from the sums; its initial value enters through `linear`
-    alone, so an element whose first gradient is zero becomes zero at once, and `l1`
-    makes parameters exactly zero. With a schedule, the current rate is used throughout,
-    and it must never be 0: the formula divides by it. Optax has no counterpart. Of a
-    table, only the rows named by a gradient see any of this, shrinkage included. An
-    update is the way to the new value, and adding it rounds: a dense step mends the
-    rounding of the one before, a row-sparse one only when the row is touched again.
+    Each step computes the parameter from the sums; its initial value enters only
+    through `linear`. An element whose first gradient is zero therefore becomes zero at
+    once (without `l2_shrinkage`), and `l1` makes parameters exactly zero. A schedule
+    must never return 0, since the formula divides by the current learning rate. Optax
+    has no counterpart. In a table, only the rows that a row-sparse gradient names
+    change or shrink. The update is the difference to the new value, and adding it
+    rounds: a dense step corrects the rounding of the step before, a row-sparse step
+    only in the rows that it names.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule, not 0.
         learning_rate_power: :math:`-k`, <= 0; 0 keeps the rate constant.
-        initial_accumulator_value: where :math:`n` starts, >= 0.
+        initial_accumulator_value: initial value of :math:`n`, >= 0.
         l1: strength of the l1 norm, >= 0.
         l2: strength of the squared l2 norm of the leader, >= 0.
-        l2_shrinkage: strength of the squared l2 norm of the loss, >= 0: it enters the
-            gradient, but not its square.
+        l2_shrinkage: strength of the squared l2 norm in the loss, >= 0: it is added to
+            the gradient, but not to the gradient that is squared for :math:`n`.
         beta: the paper's :math:`\beta`, >= 0 (the original takes any number).
 
     Returns:
         A transformation with the slots `accum` and `linear`. It needs `params`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,7 +95,7 @@ def ftrl(
         l2 = l2 + beta / (2.0 * jnp.maximum(lr, 1e-36))
         shrunk = grad + 2.0 * l2_shrinkage * param
         growth = to_the_k(after, power) - to_the_k(before, power)
-        # First the product: compiled, this order stays closest to TensorFlow's.
+        # Multiplied before divided: compiled, this order is closest to TensorFlow's.
         linear = slots.linear + (shrunk - growth * param / lr)
         quadratic = to_the_k(after, power) / lr + 2.0 * l2
         leader = (jnp.sign(linear) * l1 - linear) / quadratic

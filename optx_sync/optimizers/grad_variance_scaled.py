@@ -14,7 +14,7 @@ class GradVarianceScaledSlots(NamedTuple):
     """Slots of `grad_variance_scaled`."""
 
     m: Slot  # running average of gradients
-    v: Slot  # running average of squared distances from it
+    v: Slot  # running average of (gradient - m)^2
 
 
 def grad_variance_scaled(
@@ -31,27 +31,27 @@ def grad_variance_scaled(
         s &= (g - m)^2, \qquad v \leftarrow b_2 v + (1 - b_2) s \\
         p &\leftarrow p - \eta g \min\left(\frac{v}{s + \epsilon}, 1\right)
 
-    A gradient that is no further from the average than usual is followed in full, an
-    outlier in part. There is no bias correction: the first steps are shortened by about
-    :math:`1 - b_2`. Optax has no counterpart.
+    A gradient that is no further from the average than usual gives a full step, an
+    outlier a smaller one. There is no bias correction: the first step is multiplied by
+    about :math:`1 - b_2`. Optax has no counterpart.
 
-    Of a table, the slots of all rows decay, at the cost of the whole table, but only
-    the rows named by a gradient move. Equal rows are summed first; the original treats
-    them one by one.
+    In a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows that a row-sparse gradient names move. Rows that occur more than once are
+    summed first; the original treats each occurrence by itself.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
         b1: decay of the average of gradients, in [0, 1].
         b2: decay of the average of squared distances, in [0, 1].
-        eps: >= 0; with 0 an element that has never seen a gradient becomes NaN, as in
-            the original.
+        eps: >= 0. With 0, an element that has had no nonzero gradient yet becomes NaN,
+            as in the original.
 
     Returns:
-        A transformation with the slots `m` and `v`, both 0 at first.
+        A transformation with the slots `m` and `v`, initially 0.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp

@@ -11,14 +11,14 @@ def gradient_descent(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gradient descent: TensorFlow's GradientDescentOptimizer.
 
-    Also RETURNN's CustomGradientDescentOptimizer.
+    It is also RETURNN's CustomGradientDescentOptimizer.
 
     .. math::
 
         p \leftarrow p - \eta g
 
-    Equal to `optax.sgd(learning_rate)`, and takes row-sparse gradients besides: only
-    the rows named move.
+    It is equal to `optax.sgd(learning_rate)` and also takes row-sparse gradients, which
+    move only the rows that they name.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.

@@ -17,9 +17,9 @@ import optax
 from optx_sync.checks import check_grads
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
-# A variable of Keras: a slot and its parameter's number, or a name and None.
+# Names a Keras variable: (slot, its parameter's index), or (name, None).
 _Name: TypeAlias = tuple[str, int | None]
-# A parameter's path and itself.
+# A parameter's path and value.
 _Leaf: TypeAlias = tuple[tuple[Any, ...], jax.Array | jax.ShapeDtypeStruct]
 
 
@@ -30,7 +30,7 @@ class KerasState(NamedTuple):
     slots: dict[str, Tree]  # "momentum", "velocity", ...: trees like the parameters
 
     def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, for `oxs.slot`."""
+        """The slots by name, as `oxs.slot` reads them."""
         return self.slots
 
 
@@ -41,28 +41,30 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     where ``apply`` is Keras's own step, with the optimizer's learning rate schedule,
     weight decay, clipping, moving average and gradient accumulation. Only the
-    configuration of `optimizer` is read: it is not changed, a copy is built on the
-    parameters in each traced call, and its slots start anew. A learning rate that is a
-    number lies in ``state.variables["learning_rate"]`` and may be changed there, under
-    a ``LossScaleOptimizer`` too. One that is a function is called while a step is
-    traced: compiled code keeps what it returned.
+    configuration of `optimizer` is read, and the object is not changed: each traced
+    call builds a copy of it on the parameters, with new slots. A learning rate that is
+    a number is stored in ``state.variables["learning_rate"]`` and may be changed there,
+    also under a ``LossScaleOptimizer``. A learning rate that is a function is called at
+    trace time: compiled code keeps the value that it returned.
 
-    It departs from the rest of the catalogue where Keras does: the slots of half
-    precision parameters are of half precision, and the parameters in an update are
-    rounded before their difference is taken. A leaf whose gradient is ``None`` keeps
-    its value and its slots, the moving average included; if all are ``None``, nothing
-    changes, also not ``"iteration"``, where Keras raises. Row-sparse gradients are
-    refused. Parameters here lack what Keras reads from its variables: no ``constraint``
-    is applied (project the parameters after the step, or chain
-    ``optax.keep_params_nonnegative()``), and ``overwrite_with_gradient`` overwrites
-    nothing (``optx_sync.flax.SyncTrainState`` does, for Flax's collection of it).
+    Unlike the other optimizers here, and like Keras, it keeps the slots of half
+    precision parameters in half precision, and rounds the new parameters before it
+    subtracts the old ones. Row-sparse gradients are refused. A leaf whose gradient is
+    ``None`` keeps its value and its slots, its moving average included. If all are
+    ``None``, nothing changes, not even ``"iteration"``; Keras raises there.
 
-    Keras names a parameter by its path in the tree, "encoder/dense/3.kernel" with its
-    number among the leaves: ``exclude_from_weight_decay(var_names=...)`` searches in
-    the last part. Variables that do not have their parameter's shape (Adafactor), or
-    that not all parameters have (Muon), stand in ``state.variables``, where
-    ``optax.tree_utils.tree_map_params`` does not find them. `init` with abstract
-    parameters gives zeros to a slot that starts as the parameter (ScheduleFreeAdamW).
+    JAX arrays lack attributes that Keras reads from its variables. No ``constraint`` is
+    applied: project the parameters after the step, or chain
+    ``optax.keep_params_nonnegative()``. ``overwrite_with_gradient`` has no effect;
+    ``optx_sync.flax.SyncTrainState`` overwrites Flax's collection of that name.
+
+    The Keras name of a parameter is its path in the tree, with its index among the
+    leaves before the last part, such as "encoder/dense/3.kernel";
+    ``exclude_from_weight_decay(var_names=...)`` searches that last part. Variables
+    whose shape is not their parameter's (Adafactor), or that not all parameters have
+    (Muon), are in ``state.variables``, where ``optax.tree_utils.tree_map_params`` does
+    not find them. With abstract parameters, `init` fills a slot that starts as a copy
+    of the parameter (ScheduleFreeAdamW) with zeros.
 
     Args:
         optimizer: A ``keras.optimizers.Optimizer``.
@@ -74,9 +76,10 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         ImportError: If Keras is not installed.
         RuntimeError: If Keras runs on another backend.
         TypeError: If `optimizer` is not a Keras optimizer, is a ``MultiOptimizer``, or
-            is of a class that its configuration does not make anew; at the update, for
+            is of a class whose ``from_config(get_config())`` fails; in ``update``, for
             a row-sparse gradient.
-        ValueError: If variables, not names, were excluded from the weight decay.
+        ValueError: If variables, not names, were excluded from the weight decay; in
+            ``update``, if `params` is missing or the gradients do not match it.
 
     Example:
         >>> import os
@@ -101,7 +104,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         config = _hide_rate(optimizer).get_config()
 
     def build(leaves: Mapping[int, _Leaf], slots: list[str] | None):
-        """A new copy of the optimizer, built on parameters given as (path, leaf)."""
+        """Build a copy of the optimizer on these parameters, and name its variables."""
         own_config = copy.deepcopy(config)
         _show_rate(optimizer, own_config)
         try:
@@ -181,11 +184,11 @@ def _import_keras() -> ModuleType:
 
 
 def _hide_rate(optimizer: Any) -> Any:
-    """A copy to read the configuration from, without learning rates that are functions.
+    """A shallow copy of the optimizer, without learning rates that are functions.
 
-    Keras writes such a function down by its name, and does not find it again.
+    Keras's configuration holds only the name of such a function and cannot restore it.
     """
-    # Keras's own way to copy is to save and to load.
+    # Not copy.copy, which Keras implements by saving and loading.
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(optimizer.__dict__)
     if callable(optimizer.__dict__.get("_learning_rate")):
@@ -196,7 +199,7 @@ def _hide_rate(optimizer: Any) -> Any:
 
 
 def _show_rate(optimizer: Any, config: dict[str, Any]) -> None:
-    """Put the functions that `_hide_rate` left out into a configuration."""
+    """Put the learning rate functions that `_hide_rate` left out into `config`."""
     if callable(rate := optimizer.__dict__.get("_learning_rate")):
         config["learning_rate"] = rate
     if hasattr(optimizer, "inner_optimizer"):
@@ -239,11 +242,11 @@ def _variable(
     path: tuple[Any, ...],
     leaf: jax.Array | jax.ShapeDtypeStruct,
 ) -> Any:
-    """A Keras variable for a parameter, its number in the name: paths may collide."""
+    """A Keras variable for a parameter, its index in the name: paths may collide."""
     keys = [jax.tree_util.keystr((key,), simple=True).replace("/", "_") for key in path]
     with contextlib.ExitStack() as scopes:
         for key in keys[:-1]:
-            # An empty name is no scope, but it is a key.
+            # An empty key is valid, but an empty scope name is not.
             scopes.enter_context(library.name_scope(key or "_"))
         name = ".".join([str(index), *keys[-1:]])
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -254,21 +257,21 @@ def _variable(
 
 
 def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[_Name]:
-    """Name the variables of a built optimizer the same way in every build."""
+    """Names for a built optimizer's variables, the same in every build."""
     prefixes = {f"{p.path.replace('/', '_')}_": index for index, p in params.items()}
-    # A wrapper has an iteration and a learning rate beside those that act: they are
-    # named last.
+    # A wrapper has its own iteration and learning rate, but the inner optimizer's act:
+    # the wrapper's are named last, so that the inner ones keep the plain names.
     inner = getattr(built, "inner_optimizer", built)
     acting = {id(variable) for variable in inner.variables}
     names: dict[_Name, int] = {}
     for variable in sorted(built.variables, key=lambda v: id(v) not in acting):
-        # The slot of a parameter is called like the parameter, with a suffix.
+        # A slot's name is its parameter's name and a suffix.
         prefix = max(filter(variable.name.startswith, prefixes), key=len, default="")
         slot = variable.name.removeprefix(prefix)
         if prefix and (slots is None or slot in slots):
             name, index = slot, prefixes[prefix]
         else:
-            # Keras numbers what has no name by how many it has made in all.
+            # Keras numbers unnamed variables by how many the process has made so far.
             name, index = re.sub(r"^variable_\d+$", "variable", variable.name), None
         unique, count = name, 0
         while (unique, index) in names:
@@ -280,7 +283,7 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
 
 
 def _common_slots(build: Any) -> list[str]:
-    """The slots that parameters of any shape have, in the shape of the parameter."""
+    """The slots that every parameter has, of any rank, in the parameter's shape."""
     shapes = [(), (2,), (2, 2), (2, 2, 2)]
     leaves = [((), jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
     with _standard_promotion():
@@ -296,7 +299,7 @@ def _common_slots(build: Any) -> list[str]:
 def _detach(
     value: jax.Array, leaf: jax.Array | jax.ShapeDtypeStruct | None
 ) -> jax.Array:
-    """A slot's own buffer, placed and typed like the parameter that it belongs to."""
+    """A slot's value in its own buffer, sharded and varying like its parameter."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return value
     if value.shape != jnp.shape(leaf):
@@ -330,6 +333,6 @@ def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
 
 @contextlib.contextmanager
 def _standard_promotion():
-    # Keras mixes dtypes and ranks by the standard rules, whatever the user has set.
+    # Keras relies on the standard promotion rules, whatever the user has set.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

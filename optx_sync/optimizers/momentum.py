@@ -28,22 +28,21 @@ def momentum(
         p &\leftarrow p - \eta a
             \quad\text{or, with nesterov,}\quad p - (\eta g + \eta \mu a)
 
-    Equal to `optax.sgd(learning_rate, momentum, nesterov)`. As there, the learning rate
-    stands outside of the sum, where the paper has it inside: a new rate also rescales
-    the momentum gathered so far. A table's rows that a gradient does not name neither
-    decay nor move.
+    It is equal to `optax.sgd(learning_rate, momentum, nesterov)`. As there, the
+    learning rate is outside the sum, where the paper has it inside: a change of the
+    rate also rescales the momentum accumulated so far. In a table, rows that a
+    row-sparse gradient does not name neither decay nor move.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        momentum: :math:`\mu`, any finite number; there is no default, as in the
-            original.
-        nesterov: whether to look ahead, as Sutskever et al. do.
+        momentum: :math:`\mu`, any finite number; no default, as in the original.
+        nesterov: whether to use Nesterov momentum, as Sutskever et al. do.
 
     Returns:
-        A transformation with the slot `momentum`, at first 0.
+        A transformation with the slot `momentum`, initially 0.
 
     Raises:
-        TypeError: if `momentum` is no number, or `nesterov` no bool.
+        TypeError: if an argument is not a number, or `nesterov` is not a bool.
         ValueError: if a number is not finite.
 
     Example:

@@ -23,7 +23,7 @@ def nadam(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Nadam: contrib's and RETURNN's NadamOptimizer.
+    r"""Nadam: NadamOptimizer of TensorFlow's contrib and of RETURNN.
 
     .. math::
 
@@ -32,29 +32,30 @@ def nadam(
         \alpha &= \eta \sqrt{1 - b_2^t} / (1 - b_1^t) \\
         p &\leftarrow p - \alpha \frac{b_1 m + (1 - b_1) g}{\sqrt{v} + \epsilon}
 
-    Both terms are corrected with the current :math:`t`. The paper, `optax.nadam` and
-    Keras correct the momentum with the next one, and add epsilon after the correction.
+    The bias correction of both terms uses the current :math:`t`. The paper,
+    `optax.nadam` and Keras correct the momentum term with :math:`t + 1`, and add
+    epsilon after the correction.
 
-    Of a table, the slots of all rows decay, at the cost of the whole table, but only
-    the rows named by a gradient move.
+    In a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows that a row-sparse gradient names move.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         b1: decay of the average of gradients, in [0, 1].
         b2: decay of the average of their squares, in [0, 1].
-        eps: :math:`\hat\epsilon`, >= 0; with 0 an element that has never seen a
-            gradient becomes NaN, as in the original.
+        eps: :math:`\hat\epsilon`, >= 0. With 0, an element that has had no nonzero
+            gradient yet becomes NaN, as in the original.
 
     Returns:
-        A transformation with the slots `m` and `v`, both 0 at first, and the powers
+        A transformation with the slots `m` and `v`, initially 0, and the powers
         `beta1_power` and `beta2_power`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
-        The first step is longer than the learning rate, by the look ahead:
+        The Nesterov term makes the first step longer than the learning rate:
 
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs

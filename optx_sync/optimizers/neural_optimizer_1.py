@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeuralOptimizer1: gradient descent, slower against the average gradient."""
+"""NeuralOptimizer1: smaller steps against the average gradient, like PowerSign."""
 
 from typing import NamedTuple
 
@@ -30,27 +30,27 @@ def neural_optimizer_1(
             1 & \operatorname{sign}(m) = \operatorname{sign}(g) \\
             \text{decrease\_factor} & \text{else} \end{cases}
 
-    The paper found :math:`g \exp(\operatorname{sign}(g) \operatorname{sign}(m))`
-    (PowerSign); this is that rule but for constants: the default ratio of 0.1 between
-    disagreement and agreement is :math:`e^{-2} \approx 0.135` there. Optax has no
+    The paper's rule is PowerSign,
+    :math:`g \exp(\operatorname{sign}(g) \operatorname{sign}(m))`. This rule differs
+    only in constants: steps where the signs differ are 0.1 of the others by default;
+    in PowerSign they are :math:`e^{-2} \approx 0.135` of them. Optax has no
     counterpart.
 
-    Of a table, the slots of all rows decay, at the cost of the whole table, but only
-    the rows named by a gradient move. Equal rows are summed first; the original treats
-    them one by one.
+    In a table, the slots of all rows decay, at the cost of the whole table, but only
+    the rows that a row-sparse gradient names move. Rows that occur more than once are
+    summed first; the original treats each occurrence by itself.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule; no default.
         b1: decay of the average of gradients, in [0, 1].
-        decrease_factor: what a step is multiplied by where the signs differ, any finite
-            number.
+        decrease_factor: factor of the step where the signs differ, any finite number.
 
     Returns:
-        A transformation with the slot `m`, at first 0.
+        A transformation with the slot `m`, initially 0.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or `b1` is not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite, or `b1` is out of its range.
 
     Example:
         >>> import jax.numpy as jnp

@@ -17,13 +17,13 @@ def normalized_sgd(
 
         p \leftarrow p - \eta \frac{g}{\sqrt{\max(\sum g^2, 10^{-12})}}
 
-    The norm is that of each parameter by itself, where `optax.normalize_by_update_norm`
-    takes that of the whole tree. A gradient of zeros does not move anything; one
-    shorter than 1e-6 is multiplied by 1e6.
+    Each parameter's gradient is divided by its own l2 norm;
+    `optax.normalize_by_update_norm` divides by that of the whole tree. A gradient of
+    zeros moves nothing; one with a norm below 1e-6 is multiplied by 1e6.
 
-    The norm of a row-sparse gradient is that of its rows after equal rows have been
-    summed, hence that of the dense gradient it stands for; the original counts equal
-    rows one by one. Inside `jax.shard_map` the norm is that of what this device sees.
+    In a row-sparse gradient, rows that occur more than once are summed first, so its
+    norm is that of the dense gradient it represents; the original counts each
+    occurrence by itself. Inside `jax.shard_map` the norm is that of the local shard.
 
     Args:
         learning_rate: :math:`\eta`, the length of each parameter's step.
@@ -49,7 +49,7 @@ def normalized_sgd(
     """
 
     def step(grad, slots, param, at):
-        # The bound is tf.nn.l2_normalize's.
+        # tf.nn.l2_normalize has the same lower bound.
         squared_norm = jnp.maximum(jnp.sum(jnp.square(grad)), 1e-12)
         return -at.learning_rate * (grad * lax.rsqrt(squared_norm)), slots
 

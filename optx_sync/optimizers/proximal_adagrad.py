@@ -14,7 +14,7 @@ from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, soft_t
 class ProximalAdagradSlots(NamedTuple):
     """Slots of `proximal_adagrad`."""
 
-    accumulator: Slot  # sum of squared gradients, and the initial value
+    accumulator: Slot  # initial value plus the sum of squared gradients
 
 
 def proximal_adagrad(
@@ -31,14 +31,14 @@ def proximal_adagrad(
         w &= p - e g \\
         p &\leftarrow \frac{\operatorname{sign}(w) \max(|w| - e l_1, 0)}{1 + e l_2}
 
-    Each element's own rate :math:`e` also scales its regularization, which makes
-    parameters exactly zero. Without `l1` and `l2` it is `adagrad`. Optax has no
-    counterpart. Of a table, only the rows named by a gradient shrink, so that rare rows
-    hardly ever become zero: for sparse weights take `ftrl`.
+    Each element's own learning rate :math:`e` also scales its regularization; `l1`
+    makes parameters exactly zero. Without `l1` and `l2` it is `adagrad`. Optax has no
+    counterpart. In a table, only the rows that a row-sparse gradient names shrink, so
+    rare rows hardly ever become zero: use `ftrl` for sparse weights.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        initial_accumulator_value: where :math:`a` starts, > 0.
+        initial_accumulator_value: initial value of :math:`a`, > 0.
         l1: strength of the l1 norm, >= 0.
         l2: strength of the squared l2 norm, >= 0.
 
@@ -46,8 +46,8 @@ def proximal_adagrad(
         A transformation with the slot `accumulator`. It needs `params`.
 
     Raises:
-        TypeError: if an argument is no number.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp

@@ -20,21 +20,21 @@ def proximal_gradient_descent(
         p &\leftarrow \frac{\operatorname{sign}(w) \max(|w| - \eta l_1, 0)}
             {1 + \eta l_2}
 
-    A gradient step, then the proximal step of :math:`l_1 |p| + l_2 p^2 / 2`, which
-    makes parameters exactly zero. Elements without a gradient shrink too; of a table,
-    only the rows named by a gradient do. Optax has the parts (`optax.projections`), not
-    the optimizer.
+    This is a gradient step, then the proximal step of :math:`l_1 |p| + l_2 p^2 / 2`,
+    which makes parameters exactly zero. Elements with a zero gradient shrink too; in a
+    table, only the rows that a row-sparse gradient names shrink. Optax has the parts
+    (`optax.projections`), not the optimizer.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
-        l1: strength of the l1 norm, >= 0 (the original takes a negative one for 0).
+        l1: strength of the l1 norm, >= 0 (the original treats a negative one as 0).
         l2: strength of the squared l2 norm, >= 0.
 
     Returns:
         A transformation without slots. It needs `params`.
 
     Raises:
-        TypeError: if an argument is no number.
+        TypeError: if an argument is not a number.
         ValueError: if an argument is not finite, or `l1` or `l2` is negative.
 
     Example:

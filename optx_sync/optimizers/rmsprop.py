@@ -13,8 +13,8 @@ from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, requir
 class RMSPropSlots(NamedTuple):
     """Slots of `rmsprop`."""
 
-    rms: Slot  # running average of squared gradients; starts at one
-    momentum: Slot  # decaying sum of steps; there even if momentum is 0
+    rms: Slot  # running average of squared gradients; initially 1
+    momentum: Slot  # decaying sum of steps; present even if momentum is 0
 
 
 class CenteredRMSPropSlots(NamedTuple):
@@ -41,25 +41,25 @@ def rmsprop(
         m &\leftarrow \mu m + \eta \, g / \sqrt{s - c^2 + \epsilon} \\
         p &\leftarrow p - m
 
-    The average of squares starts at 1, epsilon is inside of the root, and the learning
-    rate inside of the momentum. `optax.rmsprop` starts at 0 with an epsilon of 1e-8
-    outside; with `initial_scale=1.0, eps_in_sqrt=True` and the same numbers it is
-    equal. Of a table, only the rows named by a gradient see any of this.
+    The average of squares starts at 1, epsilon is inside the root, and the learning
+    rate is inside the momentum. `optax.rmsprop` starts at 0, with an epsilon of 1e-8;
+    with `initial_scale=1.0` and the same numbers it is equal. In a table, only the rows
+    that a row-sparse gradient names change.
 
     Args:
         learning_rate: :math:`\eta`, a number or a schedule.
         decay: :math:`\rho` of the averages, in [0, 1].
         momentum: :math:`\mu`, any finite number.
         eps: >= 0. With `centered` choose it well above 1e-7: the difference under the
-            root can round to below zero.
+            root can be below zero by rounding.
         centered: whether to subtract the square of the average gradient.
 
     Returns:
         A transformation with the slots `rms`, `momentum` and, if centered, `mg`.
 
     Raises:
-        TypeError: if an argument is no number, or `centered` no bool.
-        ValueError: if an argument is not finite, or not in its range.
+        TypeError: if an argument is not a number, or `centered` is not a bool.
+        ValueError: if an argument is not finite or out of its range.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optax optimizers from a formula for one array: `LeafRule` and `from_rule`.
 
-A `LeafRule` holds the formula for one array and says what becomes of a row without a
+A `LeafRule` holds the formula for one array and says what happens to rows without a
 gradient; `from_rule` applies it to whole trees, as an
-`optax.GradientTransformationExtraArgs`. All of `oxs.optimizers` have this in common:
+`optax.GradientTransformationExtraArgs`. All optimizers made this way behave alike:
 
 * `learning_rate` is a number, a traced scalar, or an Optax schedule, which is called
   with the number of updates so far (0 at the first). It may be negative, as in the
   originals and in Optax; `None`, NaN and infinity are refused.
 * The other hyper-parameters are numbers or traced scalars (`optax.inject_hyperparams`).
-  They become float32 before use, as TensorFlow's do: `1 - b1` is 0.100000024 for 0.9.
-  Concrete numbers are checked; traced ones cannot be, and pass. A decay may be 1, as in
-  the originals: its average stays where it starts, and where the bias of a first moment
-  is corrected that is 0 / 0.
+  They are cast to the slots' dtype before use: in float32, as in TensorFlow, `1 - b1`
+  is 0.100000024 for 0.9. Concrete numbers are checked; JAX arrays are not. A decay may
+  be 1, as in the originals: its average never changes, and bias correction of a first
+  moment then gives 0 / 0.
 * Slots of half precision parameters are float32, those of float64 parameters float64.
-  The arithmetic is the slots', the update is cast to the parameter's dtype at the end.
+  The arithmetic is in the slots' dtype; the update is cast to the parameter's dtype.
 * A gradient leaf may be `None`: its slots stay as they are and its update is zero (or
-  `None` where neither `params` nor a slot tells the shape).
-* A gradient leaf may be an `IndexedSlices`, the rows of a table. Equal rows are summed
-  first. Then, by the rule's `rows`:
+  `None` where neither `params` nor a slot gives the shape).
+* A gradient leaf may be an `IndexedSlices`, rows of a table. Rows that occur more than
+  once are summed first. Then the rule's `rows` says what changes:
 
-  - `"touched"`: the rows named, and their slots, see the rule; nothing else changes,
+  - `"touched"`: the rule updates the named rows and their slots. Nothing else changes,
     and nothing of the table's size is computed.
-  - `"decay_all"`: the slots of all other rows see the rule's `decay`; only the rows
-    named move.
-  - `"all"`: what the dense gradient, zero elsewhere, would do; all rows move.
-  - `"refused"`: a `TypeError`.
+  - `"decay_all"`: as `"touched"`, and the rule's `decay` updates the slots of all other
+    rows.
+  - `"all"`: the gradient acts as the dense one, zero in other rows; all rows move.
+  - `"refused"`: `update` raises a `TypeError`.
 
   Rows out of range are dropped. The update is an `IndexedSlices` again (dense for
   `"all"`), which `optax.apply_updates` scatter-adds.
-* `params` are needed for row-sparse gradients, and by the rules that set the parameter
-  anew rather than move it (FTRL, the proximal ones, AdagradDA).
-* Inside `jax.shard_map`, `pmap` and `vmap` a rule acts on what it is given: it holds no
-  collective.
+* `params` are needed for row-sparse gradients, and by rules that compute the new
+  parameter rather than a step (FTRL, AdagradDA and the proximal optimizers).
+* No rule contains a collective: inside `jax.shard_map`, `pmap` and `vmap` it works on
+  the local arrays.
 """
 
 import dataclasses
@@ -60,23 +60,23 @@ from optx_sync.trees import (
 )
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
-# One slot of a rule: the initial value in a `LeafRule`, a tree like the parameters in
-# a state, one leaf's array or rows of it in `step`.
+# One slot of a rule: in a `LeafRule` its initial value, in a state a tree like the
+# parameters, in `step` the array of one leaf or some of its rows.
 Slot: TypeAlias = Tree
 
 
 class Step(NamedTuple):
-    """What all arrays of one update have in common: scalars, in the slots' dtype."""
+    """Scalars that all arrays of one update share, in the slots' dtype."""
 
-    learning_rate: Float[Array, ""]  # of this update: a schedule has been evaluated
-    count: Any  # int32[], updates before this one: 0 at the first
+    learning_rate: Float[Array, ""]  # of this update; a schedule's value at `count`
+    count: Any  # int32[], updates before this one; 0 at the first
     hyper: tuple[Float[Array, ""], ...]  # the numbers of the rule's `hyper`, in order
-    # The rule's `powers`: b itself in the first update, b^t in the t-th; () without.
+    # The rule's running `powers`: b^t in the t-th update, b in the first; () if none.
     powers: Tree
 
 
 class NoSlots(NamedTuple):
-    """The slots of a rule that remembers nothing."""
+    """The slots of a rule without slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,20 +88,22 @@ class LeafRule:
             `param` (`None` where the caller gave no `params`) and each field of `slots`
             are arrays of one shape and dtype, the whole leaf or some rows of it; `at`
             is a `Step`. `param + update` is the new parameter.
-        slots: a NamedTuple of initial values, one field for each slot. The same type
-            then holds whole parameter-shaped trees in the state, and one leaf's arrays
-            in `step`.
-        rows: what becomes of the rows that an `IndexedSlices` does not name.
-        decay: for `rows="decay_all"`: `decay(slots, at) -> slots` of such a row.
-        hyper: hyper-parameters, which `step` reads as `at.hyper` in the right dtype.
-        powers: a NamedTuple of numbers, of which running powers are kept: the value
-            itself in the first update, multiplied by it after each (float32 products,
-            as TensorFlow's `beta1_power`); `step` reads them as `at.powers`.
+        slots: a NamedTuple of initial values, one field for each slot. In the state the
+            same type holds trees like the parameters, in `step` the arrays of one leaf.
+        rows: what happens to the rows that an `IndexedSlices` does not name: see the
+            module's docstring.
+        decay: `decay(slots, at) -> slots` for the rows without a gradient; only with
+            `rows="decay_all"`.
+        hyper: hyper-parameters, which `step` reads as `at.hyper` in the slots' dtype.
+        powers: a NamedTuple of numbers whose running powers the state keeps: each
+            starts as the number and is multiplied by it after each update (float32
+            products, as TensorFlow's `beta1_power`). `step` reads them as `at.powers`.
         needs_params: whether `step` reads `param`.
 
     Raises:
-        TypeError: if `slots` is no NamedTuple.
-        ValueError: if `rows` is unknown, or `decay` and `rows` do not go together.
+        TypeError: if `slots` is not a NamedTuple.
+        ValueError: if `rows` is unknown, if `rows="decay_all"` comes without `decay`,
+            or `decay` with other `rows`.
     """
 
     step: Callable[[jax.Array, Any, Any, Step], tuple[jax.Array, Any]]
@@ -127,26 +129,26 @@ class LeafRule:
 
 
 class RuleState(NamedTuple):
-    """State of every optimizer of this room."""
+    """State of every optimizer that `from_rule` makes."""
 
     update_count: Int32[Array, ""]  # updates so far
     powers: Tree  # the rule's running powers, shared by all leaves
     slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
 
     def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, for `oxs.slot`."""
+        """The slots by name, as `oxs.slot` reads them."""
         return self.slots._asdict()
 
 
 def from_rule(
     rule: LeafRule, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-    """Make an optimizer of a rule for one array.
+    """Make an Optax optimizer from a formula for one array.
 
     Args:
         rule: the formula, its slots, and what it does to rows without a gradient.
-        learning_rate: a number or an Optax schedule, handed to the rule as
-            `at.learning_rate`.
+        learning_rate: a number, a traced scalar or an Optax schedule; the rule reads
+            its value as `at.learning_rate`.
 
     Returns:
         A transformation over trees of parameters. Extra arguments of `update` are
@@ -154,13 +156,13 @@ def from_rule(
 
     Raises:
         TypeError: if an argument has the wrong type; in `update`, if a gradient is not
-            real and floating, or is row-sparse where the rule refuses it.
+            real and floating, or is row-sparse and the rule refuses that.
         ValueError: if `learning_rate` is not finite; in `update`, if gradients,
-            parameters and state do not match (the leaf's path is named), or if
+            parameters and state do not match (the message names the leaf's path), or
             `params` is missing where it is needed.
 
     Example:
-        Gradients' signs, with one slot that counts how often an element has moved:
+        Sign descent, with one slot that counts how often each element has moved:
 
         >>> from typing import Any, NamedTuple
         >>> import jax.numpy as jnp
@@ -190,7 +192,7 @@ def from_rule(
         widest = max(dtypes, key=lambda d: d.itemsize, default=jnp.dtype(jnp.float32))
         return RuleState(
             update_count=jnp.zeros([], jnp.int32),
-            # Copies: an injected b1 lies in another state that may be donated too.
+            # Copies: an injected b1 is in another state, which may be donated too.
             powers=jax.tree.map(lambda base: jnp.array(base, widest), rule.powers),
             slots=jax.tree.map(
                 lambda value: jax.tree.map(
@@ -219,7 +221,7 @@ def from_rule(
                 f"{jnp.shape(rate)}."
             )
 
-        # Numbers are the same for all leaves: they are traced once.
+        # The scalars are the same for all leaves: they are traced once for each dtype.
         at = functools.cache(functools.partial(_numbers, rule, rate, state))
         results = [
             _update_leaf(rule, at, *leaf)
@@ -241,12 +243,12 @@ def from_rule(
 
 
 def require(interval: str, **hyperparameters: object) -> None:
-    """Refuse a hyper-parameter that is no finite number in an interval.
+    """Refuse hyper-parameters that are not finite numbers in an interval.
 
     Args:
-        interval: as one writes it, `"[0, 1)"`.
-        **hyperparameters: name and value. A `jax.Array`, traced or not, is only asked
-            for its shape: reading it would wait for the device.
+        interval: in the usual notation, such as `"[0, 1)"`.
+        **hyperparameters: values by name. Of a `jax.Array`, traced or not, only the
+            shape is checked: reading its value would wait for the device.
 
     Raises:
         TypeError: if a value is not a real number.
@@ -277,7 +279,7 @@ def require(interval: str, **hyperparameters: object) -> None:
 
 
 def require_flag(**flags: object) -> None:
-    """Refuse a flag that is no bool, such as a number meant for another argument.
+    """Refuse flags that are not bools, such as a number meant for another argument.
 
     Raises:
         TypeError: if a value is not a bool.
@@ -288,14 +290,14 @@ def require_flag(**flags: object) -> None:
 
 
 class BetaPowers(NamedTuple):
-    """Running powers of Adam and its relatives, named as TensorFlow's variables."""
+    """Running powers of Adam and its variants, named as TensorFlow's variables."""
 
     beta1_power: Slot
     beta2_power: Slot
 
 
 def bias_corrected_rate(at: Step) -> Float[Array, ""]:
-    """Adam's `learning_rate sqrt(1 - b2^t) / (1 - b1^t)`, of a rule with BetaPowers."""
+    """Adam's `learning_rate sqrt(1 - b2^t) / (1 - b1^t)`, for rules with BetaPowers."""
     beta1_power, beta2_power = at.powers
     return at.learning_rate * jnp.sqrt(1.0 - beta2_power) / (1.0 - beta1_power)
 
@@ -306,26 +308,26 @@ def soft_threshold(x: jax.Array, threshold: jax.Array) -> jax.Array:
 
 
 def slot_dtype(leaf: Any) -> np.dtype:
-    """The dtype of a leaf's slots and of its arithmetic: float32, or wider."""
+    """The dtype of a leaf's slots and of its arithmetic: float32 or wider."""
     dtype = jnp.result_type(leaf)
     return at_least_float32(dtype if jnp.issubdtype(dtype, jnp.floating) else "f4")
 
 
 def _numbers(rule, rate, state, dtype):
-    """The `Step` of an update, for leaves whose slots have this dtype."""
+    """The `Step` of an update for leaves whose slots have this dtype."""
     cast = functools.partial(jnp.asarray, dtype=dtype)
     count = state.update_count
-    # The compiler would fold a rate that it knows with neighbouring factors, and round
-    # otherwise than with a scheduled one. So the step chooses it by the count when it
-    # runs, though the count is never negative. (Behind a barrier, or beside another
-    # constant, LLVM still drops a factor of 1.)
+    # The compiler would fold a constant rate with neighbouring factors and round
+    # differently than with a scheduled rate. So the rate is selected at run time by the
+    # count, which is never negative. (LLVM still drops a factor of 1 behind an
+    # optimization barrier, or if the select is between two constants.)
     chosen = jnp.where(count >= 0, cast(rate), cast(count))
     hyper = tuple(map(cast, rule.hyper))
     return Step(chosen, count, hyper, jax.tree.map(cast, state.powers))
 
 
 def _align(grads, slots, params):
-    """The leaves of gradients, parameters and slots side by side, or a ValueError."""
+    """Matching leaves of gradients, parameters and slots, with their paths, checked."""
     reference = params
     if params is None and slots:
         reference = slots[0]
@@ -386,7 +388,7 @@ def _update_leaf(rule, at, path, grad, slots, param):
 
 
 def _cast(array, dtype):
-    """The array in a dtype; nothing is traced where it has it already."""
+    """The array in a dtype; nothing is traced if it already has it."""
     return array if array.dtype == dtype else array.astype(dtype)
 
 
@@ -416,7 +418,7 @@ def _update_rows(rule, at, path, grad, slots, table):
         return jnp.where(like_rows(in_table, values), values, jnp.zeros_like(values))
 
     def gather(array):
-        # An entry that names no row computes with some row, and is dropped after.
+        # Out-of-range entries compute with a clipped row; their result is dropped.
         read = jnp.asarray(array).at[indices].get
         return read(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
@@ -433,7 +435,7 @@ def _update_rows(rule, at, path, grad, slots, table):
 
 
 def _step(rule, path, grad, slots, param, at):
-    """`rule.step`, held to its contract: no shape or dtype may change."""
+    """Call `rule.step`, and check that it keeps shapes and the slots' dtypes."""
     update, new_slots = rule.step(grad, slots, param, at)
     if jnp.shape(update) != grad.shape:
         raise ValueError(

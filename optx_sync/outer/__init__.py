@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer optimizers and schedules of the period that Optax does not have."""
+"""Outer optimizers and schedules of periods and batch sizes that Optax lacks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch size that the gradient's noise asks for: the norm test."""
+"""The norm test: a batch size that grows with the gradient's noise."""
 
 import math
 
@@ -16,38 +16,40 @@ def next_batch_size(
     multiple: int = 1,
     largest: int | None = None,
 ) -> int:
-    r"""The global batch size of the steps to come, by the norm test.
+    r"""The next global batch size from the gradient noise scale: the norm test.
 
-    With B the simple noise scale, tr(covariance of one example's gradient) over the
-    squared norm of the true gradient, a batch of b examples has a gradient whose noise
-    is :math:`\sqrt{B / b}` of its norm. The norm test keeps that at most `noise`, and
-    never makes a batch smaller:
+    B, the simple noise scale, is the trace of the covariance of one example's gradient,
+    divided by the squared norm of the true gradient. The noise in the gradient of b
+    examples is then :math:`\sqrt{B / b}` of its norm. The norm test keeps this ratio at
+    most `noise`, and never makes a batch smaller:
 
     .. math::
 
         b' = \max\left(b, \left\lceil \frac{B}{\text{noise}^2} \right\rceil\right)
 
-    up to the next multiple. For a loop on the host, every some hundred steps: each size
-    is another compiled program. An Adam-like inner optimizer then takes a learning rate
-    :math:`\sqrt{b' / b}` times as large, SGD one b' / b times.
+    rounded up to the next multiple. Call it on the host, every few hundred steps, as
+    each size needs another compiled program. Then multiply the learning rate of an
+    Adam-like inner optimizer by :math:`\sqrt{b' / b}`, that of SGD by b' / b.
 
     Args:
         noise_scale: `oxs.metrics(state).noise_scale` of a transformation with
-            `measure=True`, in examples. What is not known yet (`None`, not finite, 0 or
-            below) changes nothing.
-        batch_size: The examples behind one step so far, of all replicas together.
-        noise: The noise of a gradient over its norm that may be, > 0. At 1 a gradient
-            is half noise, where time and examples cost alike.
-        multiple: What the result must be a multiple of: replicas times the examples
-            that one takes at once. `batch_size` is one already.
-        largest: A bound, `None` for none; larger batches stay as they are.
+            `measure=True`, in examples. An unknown one (`None`, not finite, 0 or below)
+            leaves `batch_size` unchanged.
+        batch_size: The current number of examples in a step, over all replicas.
+        noise: The largest allowed ratio of a gradient's noise to its norm, > 0. At 1 a
+            gradient is half noise: the balance between time and examples.
+        multiple: The result is a multiple of this number, usually replicas times the
+            examples that one takes at once; `batch_size` must be one already.
+        largest: The largest result, `None` for no limit; a `batch_size` above it stays
+            as it is.
 
     Returns:
         The number of examples, `batch_size` or more.
 
     Raises:
-        TypeError: A number of examples that is no integer.
-        ValueError: A number out of range, a `batch_size` that is no such multiple.
+        TypeError: A number of examples that is not an integer.
+        ValueError: A number out of range, or a `batch_size` that is not a multiple of
+            `multiple`.
 
     Example:
         >>> import optx_sync as oxs

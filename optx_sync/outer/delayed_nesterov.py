@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delayed Nesterov: a momentum for centers that workers reach one by one."""
+"""Delayed Nesterov momentum: an outer optimizer for asynchronous DiLoCo."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ from optx_sync.trees import where, zeros_like
 class DelayedNesterovState(NamedTuple):
     """State of `delayed_nesterov`."""
 
-    arrived: Int32[Array, ""]  # contributions since the momentum moved
+    arrived: Int32[Array, ""]  # contributions since the momentum last changed
     momentum: optax.Updates  # like the center
-    delayed: optax.Updates  # the sum of what has arrived since
+    delayed: optax.Updates  # their sum, like the center
 
 
 def delayed_nesterov(
@@ -27,12 +27,13 @@ def delayed_nesterov(
     every: int | None = None,
     c: float | jax.Array = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Nesterov momentum for asynchronous DiLoCo: the momentum waits for all workers.
+    r"""Delayed Nesterov momentum, an outer optimizer for asynchronous DiLoCo.
 
-    Where contributions arrive one by one, Nesterov's momentum sees each of N workers
-    alone and moves N times as often as with their mean. Here it moves with every n-th
-    arrival, n = `every`. With g what arrives, divided by the number of workers as
-    `diloco_rule` does, m the momentum, b its factor and r the learning rate:
+    When the contributions of N workers arrive one by one, plain Nesterov momentum
+    changes with each of them, N times as often as with their mean. Here it changes only
+    with every n-th arrival, n = `every`. With g the contribution that arrives, divided
+    by the number of workers as `diloco_rule` does, m the momentum, b its factor, r the
+    learning rate and x the center:
 
     .. math::
 
@@ -41,25 +42,24 @@ def delayed_nesterov(
             \quad\text{at an n-th arrival} \\
         x &\leftarrow x - r (c b m + g) \quad\text{at the others}
 
-    with x the center.
-
-    With n = 1 it is `optax.sgd(r, b, nesterov=True)`. It is an outer optimizer,
-    `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))`, for `oxs.simulate.asynchronous`
+    With n = 1 it is `optax.sgd(r, b, nesterov=True)`. Use it as
+    `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))` in `oxs.simulate.asynchronous`
     and `oxs.runtime.run`.
 
     Args:
         learning_rate: r; a schedule counts arrivals.
-        momentum: b.
-        every: n. `None`: the number of workers where they come one by one, 1 in
-            lockstep, where they come together.
-        c: Which part of the momentum's step the others take; 0 to 1 / n.
+        momentum: b, in [0, 1].
+        every: n. `None`: the number of workers where they arrive one by one, and 1 in
+            lockstep, where they arrive together.
+        c: The fraction of the momentum's step at each of the other arrivals; 0 to
+            1 / n.
 
     Returns:
         The transformation.
 
     Raises:
-        TypeError: An `every` that is no integer.
-        ValueError: An `every` below 1, a `momentum` or `c` outside of [0, 1].
+        TypeError: `every` is not an integer.
+        ValueError: `every` is below 1, or `momentum` or `c` is outside [0, 1].
 
     Example:
         >>> import jax.numpy as jnp

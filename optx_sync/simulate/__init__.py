@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate asynchronous workers on one device, event by event.
+"""Simulate asynchronous training on one device, event by event.
 
-At each event one worker steps, at the parameters as they are then. The code that the
-wrappers run in lockstep runs here worker by worker, to test and study what asynchrony
-does to training, with thousands of workers if need be.
+At each event one worker makes a step. The code that the wrappers run in lockstep runs
+here worker by worker, to test and study the effects of asynchrony on training, with
+thousands of workers if necessary.
 """
 
 from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRecord

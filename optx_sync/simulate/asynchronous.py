@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate asynchronous training: workers that meet a center one by one."""
+"""Simulate asynchronous training with a center that workers meet one by one."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -52,22 +52,22 @@ from optx_sync.trees import Tree, is_finite, row_of, where, with_row
 
 
 class WorkerState(NamedTuple):
-    """What one worker holds; with a worker axis in front, [N, ...], what all do."""
+    """State of one worker; of all workers with a worker axis in front, [N, ...]."""
 
     params: Tree
     inner: Tree  # state of the workers' own optimizer
-    taken: Tree  # the center that it took last, or () where the rule does not ask
-    accumulated: Tree  # what it summed up since its last round, or ()
-    exchange: Tree  # what the code of its pushes remembers, of each part, or ()
+    taken: Tree  # the center that it took last, or () if the rule does not read it
+    accumulated: Tree  # its sum since its last round, or ()
+    exchange: Tree  # the memory of the code of its pushes, for each part, or ()
     local_step: Int32[Array, ""]  # its steps
     steps_since_round: Int32[Array, ""]
     rounds: Int32[Array, ""]  # its rounds
-    # With parts [P], of each one.
+    # The next two are [P], one number for each of P parts, or scalars without parts.
     tokens: Float[Array, "*parts"]  # since its last round
     seen: Int32[Array, "*parts"]  # the rounds of all workers when it took the center
-    ages: Any  # int32[P], steps since its round of each part, or () where there is one
-    pending: Any  # with `delay`, a `Pending` of what it has contributed; or ()
-    broken: Any  # bool[], it has not been finite since its last round, or ()
+    ages: Any  # int32[P], its steps since its last round of each part; () without parts
+    pending: Any  # with `delay`, its contributions on the way, a `Pending`; or ()
+    broken: Any  # bool[], whether it was not finite since its last round; or ()
 
 
 class AsynchronousState(NamedTuple):
@@ -75,24 +75,24 @@ class AsynchronousState(NamedTuple):
 
     workers: WorkerState  # [N, ...]
     center: Tree  # like the parameters, float32 for half precision
-    # State of the rule's outer transformation, or (); a tuple, one for each part.
+    # State of the rule's outer transformation, or (): with parts, one for each part.
     outer: Tree
     global_step: Int32[Array, ""]  # rounds of all workers
 
 
 class AsynchronousRecord(NamedTuple):
-    """What happened in T events; every array is as after the event."""
+    """The history of T events; each array has the values after the event."""
 
-    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree  # those of the worker that stepped, in their own dtypes
     center: Tree  # float32 for half precision parameters
     events: Int32[Array, " kept"]  # the numbers of these events, from 0
-    local_step: Int32[Array, " events"]  # steps that the event's worker has made
-    global_step: Int32[Array, " events"]  # rounds that all workers together have made
-    # [T, ...], what the function `record` returned after each event; None without one.
+    local_step: Int32[Array, " events"]  # steps of the event's worker so far
+    global_step: Int32[Array, " events"]  # rounds of all workers so far
+    # [T, ...], the result of the function `record` after each event; None without one.
     recorded: Tree
     final: AsynchronousState  # after the last event
-    push_bytes: float  # bytes of one contribution, of the largest part, as it travels
+    push_bytes: float  # bytes sent in one contribution, that of the largest part
 
 
 def asynchronous(
@@ -113,77 +113,77 @@ def asynchronous(
     weigh: Weigh | None = None,
     tokens: ArrayLike | Sequence[float] | None = None,
 ) -> AsynchronousRecord:
-    r"""Simulate asynchronous training: workers that meet a center one by one.
+    r"""Simulate asynchronous training with a center that workers meet one by one.
 
-    An event is one step of the worker w that `workers` names: `inner` turns its
-    gradient into its update, and when its steps since its last round reach
-    `communication_period` it meets the center alone, as `rule` says (N workers, the
-    table of `optx_sync.center.contract`):
+    An event is one step of the worker w that `workers` names. `inner` turns its
+    gradient into its update. When its steps since its last round reach
+    `communication_period`, it meets the center alone, as `rule` says (the table of
+    `optx_sync.center.contract` lists the rules):
 
     .. math::
 
         c' \leftarrow \text{absorb}(c,\; \text{contribution of } w), \qquad
         x_w \leftarrow \text{take}(x_w, c, c')
 
-    The exchange is atomic: nobody else pushes between the two. The contribution of a
-    rule with `mean_over="workers"` is divided by N, any other's is not. All workers
-    start at `params`, and so does the center.
+    The meeting is atomic: no other worker pushes between the two. The contribution of a
+    rule with `mean_over="workers"` is divided by N = `num_workers`, that of any other
+    rule is not. All workers and the center start at `params`.
 
-    The originals are TensorFlow's `ElasticAverageOptimizer` and `AGNOptimizer`, whose
-    recorded runs it reproduces to 1e-6. In these the optimizer's running powers (Adam's
-    of beta) belong to the worker, and advance in its own step and once more in its step
-    on the center. So they do here for `agn_rule(inner)` with the same `inner`, one of
-    this package's; in lockstep, and with another `outer`, the center has its own. Plain
-    asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
+    The originals are TensorFlow's `ElasticAverageOptimizer` and `AGNOptimizer`; it
+    reproduces their recorded runs to 1e-6. In these, the optimizer's running powers (of
+    Adam's betas) belong to the worker, and advance both in its own step and in its step
+    on the center. The same holds here for `agn_rule(inner)` with the same `inner`, an
+    optimizer of this package; with another `outer`, as in lockstep, the center has its
+    own. Plain asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
 
     Args:
         inner: The workers' own optimizer.
-        rule: What is exchanged: `elastic_rule`, `agn_rule`, `local_sgd_rule`,
-            `diloco_rule`, or one of your own.
-        params: Where all start, without a worker axis.
-        grad_fn: `(worker, params, event) -> gradients`, from int32 scalars, traced;
-            leaves may be `IndexedSlices` or `None`.
-        workers: int[T], the worker that steps at each event. Where it is traced a
-            number that names no worker cannot be refused, and its event changes
-            nothing.
+        rule: What workers and center exchange: `elastic_rule`, `agn_rule`,
+            `local_sgd_rule`, `diloco_rule`, or a `CenterRule` of your own.
+        params: The parameters at which all start, without a worker axis.
+        grad_fn: `(worker, params, event) -> gradients`, traced; `worker` and `event`
+            are int32 scalars. Leaves may be `IndexedSlices` or `None`.
+        workers: int[T], the worker that steps at each event. If it is traced, a number
+            that names no worker cannot be refused, and its event changes nothing.
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
-        exchange: How a worker codes what it pushes: each array alone, with what
-            `oxs.exchange.error_feedback` remembers kept at the worker. `None`: whole.
-            The center is taken whole. Not for rules whose contribution reads the
-            center, as `elastic_rule` does.
+        exchange: How a worker codes its pushes: each array by itself, where the worker
+            keeps the memory of `oxs.exchange.error_feedback`. `None`: pushes are not
+            coded. The center is never coded. Not for rules whose contribution reads
+            the center, such as `elastic_rule`.
         fragments: As in `center_variable`: in its k-th round a worker exchanges part
             k mod P.
-        delay: As in `center_variable`, in steps of the worker: that many steps after it
-            has decided what it contributes the center absorbs that, wherever others
-            have moved the center meanwhile, and the worker takes.
+        delay: As in `center_variable`, in steps of the worker: so many steps after the
+            worker has computed its contribution, the center absorbs it, wherever others
+            have moved the center meanwhile, and the worker takes the center.
         keep_local: As in `center_variable`.
         drop_nonfinite: As in `center_variable`: in its next round a worker that is not
-            finite contributes nothing, and starts anew from the center.
-        record: Which history of `params` and `center` to keep. `None`: all of it where
+            finite contributes nothing, and starts again from the center.
+        record: Which history of `params` and `center` to keep. `None`: all of it if
             that takes at most 256 MB, else every n-th event with the smallest n that
             fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
             function of (params, center): its results are `recorded` instead. The
-            counters are kept of every event.
-        weigh: `(at: Round) -> factor`, traced: of a contribution, from its `staleness`,
-            its `tokens` and how many its worker has pushed (`num_pushed`), for example
-            `lambda at: (1.0 + at.staleness) ** -0.5`.
-        tokens: [T], the tokens or examples behind the gradient of each event, for
+            counters are kept for every event.
+        weigh: `(at: Round) -> factor`, traced: the factor of a contribution, from its
+            `staleness`, its `tokens` and the number that its worker has pushed
+            (`num_pushed`), for example `lambda at: (1.0 + at.staleness) ** -0.5`. Not
+            with `fragments` or `delay`.
+        tokens: [T], the number of tokens or examples behind each event's gradient, for
             `weigh`. `None`: each counts 1.
 
     Returns:
         An `AsynchronousRecord`.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a `rule` that is no
-            `CenterRule`, `workers` that are no integers, numbers or a `record` of
-            the wrong type, gradients or parameters that are not floating, an
-            `exchange` that is none.
-        ValueError: `workers` that name one outside of 0 ... N - 1 or are not
-            one-dimensional, `num_workers` or a period below 1 or not the rule's,
-            gradients that do not match the parameters, an `exchange` that has no code
-            for one worker alone, or a rule that it does not fit.
+        TypeError: `inner` is not a transformation, `rule` not a `CenterRule` or
+            `exchange` not an `Exchange`; `workers` are not integers; a number or
+            `record` has the wrong type; gradients or parameters are not floating.
+        ValueError: `workers` has a number outside 0 ... N - 1 or is not
+            one-dimensional; `num_workers` or a period is below 1 or does not fit the
+            rule; `tokens` has another shape than `workers`; `weigh` comes with
+            `fragments` or `delay`; gradients do not match the parameters; `exchange`
+            has no code for a single worker, or does not fit the rule.
 
     Example:
         Two workers, the first one twice as fast:
@@ -279,11 +279,11 @@ class _Phases(NamedTuple):
     keep_local: float | jax.Array
 
     def remember(self, part: Tree) -> Tree:
-        """What the code of a part remembers before the first round."""
+        """The memory of the code for a part, before the first round."""
         return () if self.exchange is None else start_codes(self.exchange, part)
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
-        """(now, what the center is to absorb of this worker)."""
+        """(now, the contribution of this worker that the center is to absorb)."""
         rule, at, well = self.rule, step.at(part), now.well
         worker, pushed = work.bring(rule, now.worker, now.center.value, at)
         if self.drop_nonfinite:
@@ -299,12 +299,12 @@ class _Phases(NamedTuple):
         return now, work.weigh_alone(rule, pushed, at)
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
-        """There is nobody to agree with; a worker that is not finite counts 0."""
+        """The contribution and how it counts: 0 if the worker is not finite."""
         counts = now.well.astype(jnp.float32) if self.drop_nonfinite else ()
         return now, contribution, counts
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
-        """The center absorbs it, if it counts, and the worker takes."""
+        """The center absorbs the contribution, if it counts; the worker takes it."""
         rule, worker, before = self.rule, now.worker, now.center
         if rule.outer is self.inner:
             before = before._replace(outer=_with_powers(before.outer, worker.inner))
@@ -319,7 +319,7 @@ class _Phases(NamedTuple):
         return now._replace(worker=worker, center=after)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
-        """A broken worker starts anew from the center."""
+        """A worker that is not finite starts again from the center."""
         if not self.drop_nonfinite:
             return now
         return now._replace(worker=work.mend(self.inner, now.worker, center, now.well))
@@ -330,7 +330,7 @@ _Machine: TypeAlias = tuple[AsynchronousState, Tree]
 
 
 class _Run(NamedTuple):
-    """What `asynchronous` was asked for, checked."""
+    """The checked arguments of `asynchronous`, and the functions of a run."""
 
     phases: _Phases
     round: AtOnce | Later
@@ -342,12 +342,12 @@ class _Run(NamedTuple):
     tokens: ArrayLike | Sequence[float] | None
 
     def start(self, params: Tree) -> AsynchronousState:
-        """All workers at the parameters, and so is the center."""
+        """The initial state: all workers and the center at the parameters."""
         rule, several = self.phases.rule, self.parts.number > 1
         center, count = work.start_center(params), jnp.zeros((), jnp.int32)
         pending, remembered = self.round.start(self.parts, center, center)
         each = self.parts.number if several else ()
-        # Others move the center meanwhile, so each worker keeps the one that it took.
+        # Others move the center meanwhile, so each worker keeps the center it took.
         keeps_taken = rule.take is None or keeps_before(rule, self.period)
         worker = WorkerState(
             params=params,
@@ -376,13 +376,13 @@ class _Run(NamedTuple):
     def advance(
         self, machine: _Machine, event: tuple[jax.Array, jax.Array]
     ) -> tuple[_Machine, tuple[jax.Array, ...]]:
-        """The workers and their center after an event."""
+        """The workers and the center after an event, and its counters."""
         state, _ = machine
         worker, number = event
         place = jnp.clip(worker, 0, self.num_workers - 1)
-        # The conditional is there for a worker that does not exist, and for speed:
-        # without it XLA fuses reading one stack with writing another, and then copies
-        # both, the states of all workers, in every event.
+        # The conditional skips workers that do not exist. It also saves time: without
+        # it XLA fuses the read of one stacked array with the write of another, and then
+        # copies both, the states of all workers, in every event.
         own, (center, outer), rounds = jax.lax.cond(
             place == worker,
             lambda *operands: self.step(number, place, *operands),
@@ -399,7 +399,7 @@ class _Run(NamedTuple):
         return (state, own.params), (own.local_step, state.global_step)
 
     def view(self, machine: _Machine) -> tuple[Tree, Tree]:
-        """What is kept of an event."""
+        """The trees that a record keeps of an event."""
         state, params = machine
         return params, state.center
 
@@ -411,9 +411,9 @@ class _Run(NamedTuple):
         center: Center,
         rounds: jax.Array,
     ) -> tuple[WorkerState, Center, jax.Array]:
-        """(a worker after its step, the center, int32[] whether they met).
+        """(the worker after its step, the center, int32[] whether they met).
 
-        `rounds` is int32[], those of all workers before it.
+        `rounds`, int32[], is the number of rounds of all workers so far.
         """
         grads = self.grad_fn(place, own.params, number)
         check_grads(grads, own.params)
@@ -460,7 +460,7 @@ class _Run(NamedTuple):
     def walk(
         self, own: WorkerState, center: Center, grads: Tree, steps: jax.Array
     ) -> tuple[Now, Tree]:
-        """(all after the worker's own step, whether it is broken)."""
+        """(now, after the worker's own step; whether the worker is broken)."""
         at = Round(self.num_workers, static_period(self.period), steps)
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
         inner, rule = self.phases.inner, self.phases.rule
@@ -474,7 +474,7 @@ class _Run(NamedTuple):
         return now, broken
 
     def push_bytes(self, center: Tree) -> float:
-        """The bytes of a contribution, of the largest part, as it travels."""
+        """The bytes sent in one contribution, that of the largest part."""
         pick, code = self.parts.pick, self.phases.exchange
         parts = range(self.parts.number)
         return float(
@@ -485,11 +485,11 @@ class _Run(NamedTuple):
 def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:
     """A state with the running powers of another state of the same optimizer.
 
-    All else stays, at any depth of chains and masks.
+    The powers are replaced at any depth of chains and masks; all else stays.
     """
 
     def is_rule_state(x):
-        # What `from_rule` makes; the catalogue itself is not imported here.
+        # A `RuleState`, told by its field, as this file must not import `optimizers`.
         return "powers" in getattr(x, "_fields", ())
 
     return jax.tree.map(

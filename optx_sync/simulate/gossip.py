@@ -30,12 +30,12 @@ from optx_sync.simulate.replay import (
 )
 from optx_sync.trees import Tree, row_of, where, with_row
 
-# A worker's step between its meetings is that of a rule which sums nothing up.
+# A worker's own steps are those of a rule that accumulates nothing.
 _ALONE = CenterRule(contribute=lambda own, center, at: own.params)
 
 
 class GossipWorkers(NamedTuple):
-    """What workers hold; with a worker axis in front, [N, ...]."""
+    """State of one worker; of all workers with a worker axis in front, [N, ...]."""
 
     params: Tree
     read: Tree  # the parameters at which its next gradient is computed
@@ -45,15 +45,15 @@ class GossipWorkers(NamedTuple):
 
 
 class GossipRecord(NamedTuple):
-    """What happened in T events; every array is as after the event."""
+    """The history of T events; each array has the values after the event."""
 
-    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree  # those of the worker that stepped
-    mean: Tree  # those of all workers in the mean
+    mean: Tree  # their mean over all workers
     events: Int32[Array, " kept"]  # the numbers of these events, from 0
-    local_step: Int32[Array, " events"]  # steps that the event's worker has made
-    meetings: Int32[Array, " events"]  # how often two workers have met
-    # [T, ...], what the function `record` returned after each event; None without one.
+    local_step: Int32[Array, " events"]  # steps of the event's worker so far
+    meetings: Int32[Array, " events"]  # meetings of two workers so far
+    # [T, ...], the result of the function `record` after each event; None without one.
     recorded: Tree
     final: GossipWorkers  # after the last event
 
@@ -76,38 +76,38 @@ def gossip(
     seed: int = 0,
     record: Record = None,
 ) -> GossipRecord:
-    r"""Asynchronous decentralised SGD (AD-PSGD): workers that average in pairs.
+    r"""Simulate asynchronous gossip (AD-PSGD): workers that average in pairs.
 
     An event is the end of a step of the worker w that `workers` names. `inner` turns
-    its gradient into its update, and when its steps since it last met somebody at its
-    own turn reach `communication_period`, it averages with the partner p:
+    its gradient into its update. When its steps since the last meeting in its own turn
+    reach `communication_period`, it averages its parameters with the partner p:
 
     .. math::
 
         x_w \leftarrow x_w + \text{update}(\text{gradient at } y_w), \qquad
         x_w, x_p \leftarrow \frac{x_w + x_p}{2}
 
-    and begins its next step: y_w <- x_w. So y_w is what the worker held when its step
-    began: if others have met it since, its gradient is that of older parameters, as in
-    a real run. The partner goes on with its own step. A meeting is atomic and preserves
-    the mean of all workers.
+    Then the worker begins its next step: y_w <- x_w. So y_w are its parameters at the
+    beginning of the step: if others have met it since, its gradient is that of older
+    parameters, as in a real run. The partner goes on with its own step. A meeting is
+    atomic and preserves the mean over all workers.
 
-    In lockstep this is `oxs.gossip`. Evaluate the mean of all workers, as there.
+    The lockstep form is `oxs.gossip`. As there, evaluate the mean over all workers.
 
     Args:
         inner: The workers' own optimizer.
-        params: Where all start, without a worker axis.
-        grad_fn: `(worker, params, event) -> gradients`, from int32 scalars, traced;
-            leaves may be `IndexedSlices` or `None`.
-        workers: int[T], the worker whose step ends at each event. Where it is traced a
+        params: The parameters at which all start, without a worker axis.
+        grad_fn: `(worker, params, event) -> gradients`, traced; `worker` and `event`
+            are int32 scalars. Leaves may be `IndexedSlices` or `None`.
+        workers: int[T], the worker whose step ends at each event. If it is traced, a
             number that names no worker cannot be refused, and its event changes
             nothing.
-        partners: int[T], whom it would meet; itself: nobody. `None`: one of the others
-            at each event, all equally likely.
+        partners: int[T], the worker that it may meet at each event; its own number for
+            none. `None`: one of the others, drawn uniformly at each event.
         num_workers: N.
-        communication_period: A worker's steps between the meetings at its own turn: an
+        communication_period: A worker's steps between the meetings in its own turn: an
             int, or a schedule of its own step (0-based).
-        seed: For partners that are drawn.
+        seed: The seed for drawing partners.
         record: As for `asynchronous`, of (params, mean). The mean over all workers is
             computed for each event that is kept: with many workers pass an int.
 
@@ -115,15 +115,15 @@ def gossip(
         A `GossipRecord`.
 
     Raises:
-        TypeError: An `inner` that is no transformation, `workers` or `partners` that
-            are no integers, numbers or a `record` of the wrong type, gradients or
-            parameters that are not floating.
-        ValueError: `workers` or `partners` that name one outside of 0 ... N - 1, are
-            not one-dimensional or not equally many, `num_workers` or a period below 1,
-            gradients that do not match the parameters.
+        TypeError: `inner` is not a transformation; `workers` or `partners` are not
+            integers; a number or `record` has the wrong type; gradients or parameters
+            are not floating.
+        ValueError: `workers` or `partners` has a number outside 0 ... N - 1 or is not
+            one-dimensional; their lengths differ; `num_workers` or a period is below 1;
+            gradients do not match the parameters.
 
     Example:
-        Three workers in a line; each has a target of its own:
+        Three workers in a line, each with its own target:
 
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
@@ -150,7 +150,7 @@ def gossip(
     period = check_period(communication_period)
     workers = check_workers(workers, num_workers)
     if partners is None:
-        # Not the user's choice of generator, which another run might have changed.
+        # A fixed generator: the draws do not depend on the user's default generator.
         key = jax.random.key(seed, impl="threefry2x32")
         ahead = jax.random.randint(key, workers.shape, 1, max(num_workers, 2))
         partners = (workers + ahead) % num_workers
@@ -178,7 +178,7 @@ def gossip(
 
 
 class _Run(NamedTuple):
-    """What `gossip` was asked for, checked."""
+    """The checked arguments of `gossip`, and the functions of a run."""
 
     inner: optax.GradientTransformationExtraArgs
     period: Period
@@ -186,20 +186,20 @@ class _Run(NamedTuple):
     grad_fn: GradFn
 
     def start(self, params: Tree) -> _Machine:
-        """All workers at the parameters."""
+        """The initial state: all workers at the parameters."""
         params, zero = jax.tree.map(jnp.asarray, params), jnp.zeros((), jnp.int32)
-        work.start_center(params)  # which refuses what cannot be averaged
+        work.start_center(params)  # refuses parameters that cannot be averaged
         worker = GossipWorkers(params, params, self.inner.init(params), zero, zero)
         return _Machine(replicate(worker, self.num_workers), zero, zero)
 
     def advance(
         self, machine: _Machine, event: tuple[jax.Array, jax.Array]
     ) -> tuple[_Machine, tuple[jax.Array, ...]]:
-        """The workers after an event."""
+        """The workers after an event, and its counters."""
         (worker, partner), number = event
         everyone, last = machine.workers, self.num_workers - 1
         place, mate = (jnp.clip(w, 0, last) for w in (worker, partner))
-        # The conditional is there for workers that do not exist, and for speed: see
+        # The conditional skips workers that do not exist, and saves time: see
         # `asynchronous`.
         own, theirs, met = jax.lax.cond(
             (place == worker) & (mate == partner),
@@ -220,7 +220,7 @@ class _Run(NamedTuple):
         own: GossipWorkers,
         theirs: Tree,
     ) -> tuple[GossipWorkers, Tree, jax.Array]:
-        """(a worker after its step, its partner's parameters, whether they met)."""
+        """(the worker after its step, its partner's parameters, whether they met)."""
         grads = self.grad_fn(place, own.read, number)
         check_grads(grads, own.params)
         steps = own.steps_since_round + 1
@@ -247,6 +247,6 @@ class _Run(NamedTuple):
         return own, where(meets, x, theirs), meets.astype(jnp.int32)
 
     def view(self, machine: _Machine) -> tuple[Tree, Tree]:
-        """What is kept of an event."""
+        """The trees that a record keeps of an event."""
         everyone = machine.workers.params
         return row_of(everyone, machine.last), mean_params(everyone)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay events in a given order under `jax.lax.scan`, and record what is asked for."""
+"""Replay events in a given order under `jax.lax.scan`, and record their history."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
@@ -16,7 +16,7 @@ from optx_sync.trees import Tree
 GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
 Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None
 
-Event: TypeAlias = tuple[jax.Array, jax.Array]  # a row of `workers`, its number
+Event: TypeAlias = tuple[jax.Array, jax.Array]  # (a row of `workers`, its index)
 State = TypeVar("State")
 
 # What `record=None` may keep, in bytes: 256 MB.
@@ -30,20 +30,21 @@ def replay(
     workers: jax.Array,
     record: Record,
 ) -> tuple[State, tuple[jax.Array, ...], tuple[Tree, ...], Tree, jax.Array]:
-    """Advance by each event, and keep of some of them what `record` asks for.
+    """Advance by each event, and keep the views of those that `record` asks for.
 
     Args:
-        advance: `(state, (worker, event)) -> (state, small values)`, with a row of
-            `workers`.
-        view: What may be kept of a state. A function `record` gets the first two, and
-            only its results are kept.
-        state: Before the first event.
-        workers: Of each event, in rows.
-        record: As users give it.
+        advance: `(state, (worker, event)) -> (state, small values)`; `worker` is a row
+            of `workers`, `event` its index.
+        view: Returns the trees of a state that may be kept. A function `record` gets
+            the first two, and only its results are kept.
+        state: The state before the first event.
+        workers: The events, one a row.
+        record: As the user gave it.
 
     Returns:
-        The last state, the values of each event, what was kept of some, what the
-        function `record` said of them or `None`, and their numbers.
+        `(state, values, views, recorded, events)`: the last state, the values of every
+        event, the views of the events that are kept, the results of the function
+        `record` for them or `None`, and their numbers.
     """
     every = check_record(record)
 
@@ -57,7 +58,8 @@ def replay(
         shapes = jax.tree.leaves(jax.eval_shape(kept, state))
         size = sum(x.size * x.dtype.itemsize for x in shapes)
         room = KEPT_BYTES // max(size, 1)
-        every = len(workers) // (room + 1) + 1  # the smallest with room for T // every
+        # The smallest period for which all views fit.
+        every = len(workers) // (room + 1) + 1
     events = workers, jnp.arange(len(workers), dtype=jnp.int32)
     chunks = len(workers) // every
     viewed = every - 1 + every * jnp.arange(chunks, dtype=jnp.int32)
@@ -81,7 +83,7 @@ def replay(
 def check_workers(
     workers: ArrayLike | Sequence[int], num_workers: int, name: str = "workers"
 ) -> jax.Array:
-    """The worker of each event as int32[T]; an error for what names no worker."""
+    """The worker of each event as int32[T], checked: each number must name a worker."""
     known = None
     if not isinstance(workers, jax.core.Tracer):
         workers = known = np.asarray(workers)
@@ -105,7 +107,7 @@ def check_workers(
 
 
 def check_record(record: Record) -> int | None:
-    """Every how many events to look at the state; `None`: as memory allows."""
+    """The number of events between views of the state; `None`: as memory allows."""
     if record is None:
         return None
     if callable(record) or (isinstance(record, str) and record == "all"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorFlow's `SyncReplicasOptimizer` with its token queue, replayed on one device."""
+"""Replay TensorFlow's `SyncReplicasOptimizer`, with its token queue, on one device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from optx_sync.trees import Tree, add_updates, cast_like
 
 
 class SyncReplicasMachine(NamedTuple):
-    """Chief, accumulators and workers of `sync_replicas`, as an event leaves them."""
+    """State of chief, accumulators and workers after an event of `sync_replicas`."""
 
     params: Tree
     inner: optax.OptState
@@ -47,18 +47,18 @@ class SyncReplicasMachine(NamedTuple):
     global_step: Int32[Array, ""]  # updates
     local_step: Int32[Array, " workers"]  # the token that each worker took last
     blocked: Bool[Array, " workers"]  # whether it waits for a token
-    # The queue holds tokens of the last two steps only: nothing of a later step is
-    # accumulated before all tokens of earlier steps have been taken.
-    old_tokens: Int32[Array, ""]  # of `global_step - 1`, which are taken first
-    new_tokens: Int32[Array, ""]  # of `global_step`
+    # Counting the tokens of the last two steps is enough: no gradient of a later step
+    # is accumulated before all tokens of earlier steps have been taken.
+    old_tokens: Int32[Array, ""]  # tokens of `global_step - 1`, which are taken first
+    new_tokens: Int32[Array, ""]  # tokens of `global_step`
 
 
 class SyncReplicasRecord(NamedTuple):
-    """What happened in T events; every array is as after the event."""
+    """The history of T events; each array has the values after the event."""
 
-    # [K, ...] each, of the K events that `record` keeps; None where it is a function.
+    # [K, ...] each, for the K events that `record` keeps; None if it is a function.
     params: Tree
-    averages: Tree  # like the parameters; None where there are none
+    averages: Tree  # like the parameters; None without `variable_averages`
     blocked: Any  # bool[K, N], the workers that wait for a token
     local_step: Any  # int32[K, N], the token that each worker took last
     events: Int32[Array, " kept"]  # the numbers of these events, from 0
@@ -66,7 +66,7 @@ class SyncReplicasRecord(NamedTuple):
     updated: Bool[Array, " events"]  # whether it completed an update
     tokens: Int32[Array, " events"]  # in the queue
     global_step: Int32[Array, " events"]  # updates, from `initial_global_step`
-    # [T, ...], what the function `record` returned after each event; None without one.
+    # [T, ...], the result of the function `record` after each event; None without one.
     recorded: Tree
     final: SyncReplicasMachine  # after the last event
 
@@ -84,7 +84,7 @@ def sync_replicas(
     initial_global_step: int = 0,
     record: Record = None,
 ) -> SyncReplicasRecord:
-    """Replay TensorFlow's `SyncReplicasOptimizer`: accumulators, token queue, chief.
+    """Replay TensorFlow's `SyncReplicasOptimizer` with accumulators and token queue.
 
     With R = `replicas_to_aggregate` and N = `total_num_replicas`, at each event:
 
@@ -95,43 +95,45 @@ def sync_replicas(
                    then the moving averages follow
         worker w:  local_step[w] = the first token of the queue; wait if there is none
 
-    A worker that waits goes on as soon as there are tokens; an event of one that still
-    waits changes nothing. A dropped gradient takes a token all the same, and nothing
-    binds tokens to workers: a fast one may contribute several gradients to one update.
-    A row of a row-sparse gradient is divided by the number of gradients that contained
-    it. The lockstep form is `oxs.sync_replicas`.
+    A worker that waits goes on as soon as there are tokens; an event of a worker that
+    still waits changes nothing. A worker whose gradient was dropped takes a token all
+    the same. Tokens are not bound to workers: a fast worker may contribute several
+    gradients to one update. A row of a row-sparse gradient is divided by the number of
+    gradients that contained it. The lockstep form is `oxs.sync_replicas`.
 
     Args:
         inner: The transformation that gets the mean gradient.
         params: The parameters to start from.
-        grad_fn: `(worker, params, event) -> grads`, from int32 scalars, traced.
-        workers: int[T], the worker that steps at each event. Where it is traced a
-            number that names no worker cannot be refused, and its event changes
-            nothing.
+        grad_fn: `(worker, params, event) -> grads`, traced; `worker` and `event` are
+            int32 scalars.
+        workers: int[T], the worker that steps at each event. If it is traced, a number
+            that names no worker cannot be refused, and its event changes nothing.
         replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
         total_num_replicas: N, the number of workers. `None`: R.
-        num_tokens: Tokens in the queue at the start, at least R - N; -1: R. They carry
-            the initial step, so that the workers that take one waste it: their first
-            gradient after the first update is stale. 0 wastes none.
+        num_tokens: The tokens in the queue at the start, at least R - N; -1: R. They
+            carry the initial step, so a worker that takes one wastes a gradient: its
+            first one after the first update is stale. 0 wastes none.
         variable_averages: The decay of a moving average of the parameters, or a
             schedule of the new global step.
-        initial_global_step: Where a restarted run goes on; may be traced.
+        initial_global_step: The step at which a restarted run continues; may be traced.
         record: Which history of `params`, `averages`, `blocked` and `local_step` to
-            keep. `None`: all of it where that takes at most 256 MB, else every n-th
-            event with the smallest n that fits. `"all"`. An int n: every n-th event. A
-            function of (params, averages): its results are `recorded` instead.
+            keep. `None`: all of it if that takes at most 256 MB, else every n-th event
+            with the smallest n that fits. `"all"`: all of it. An int n: every n-th
+            event. A function of (params, averages): its results are `recorded` instead.
 
     Returns:
-        A `SyncReplicasRecord`. Nothing else depends on the host: it can be jitted,
-        with everything but the arrays static.
+        A `SyncReplicasRecord`. The function can be jitted, with all arguments but the
+        arrays static.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a bad number or `workers`.
-        ValueError: No variables, a number below 1, too few tokens, a worker out of
-            range, gradients that do not match the parameters.
+        TypeError: `inner` is not a transformation; a number or `workers` has the wrong
+            type.
+        ValueError: There are no parameters; a number is out of range; there are too few
+            tokens; a number in `workers` names no worker; gradients do not match the
+            parameters.
 
     Example:
-        Worker 1 is slow, and one of two gradients is enough:
+        Worker 1 is slow, and an update needs only one of two gradients:
 
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
@@ -193,7 +195,7 @@ def sync_replicas(
 
 
 class _Run(NamedTuple):
-    """What `sync_replicas` was asked for, checked."""
+    """The checked arguments of `sync_replicas`, and the functions of a run."""
 
     inner: optax.GradientTransformationExtraArgs
     required: int
@@ -223,7 +225,7 @@ class _Run(NamedTuple):
     def advance(
         self, machine: SyncReplicasMachine, event: tuple[jax.Array, jax.Array]
     ) -> tuple[SyncReplicasMachine, tuple[jax.Array, ...]]:
-        """The machine after an event."""
+        """The machine after an event, and the values that are kept of every event."""
         worker, number = event
         known = (worker >= 0) & (worker < self.total)
         place = jnp.clip(worker, 0, self.total - 1)
@@ -245,7 +247,7 @@ class _Run(NamedTuple):
         return machine, (accepted, updated, tokens, machine.global_step)
 
     def update(self, machine: SyncReplicasMachine, grads: Tree) -> SyncReplicasMachine:
-        """The chief: the parameters move by the mean, and tokens join the queue."""
+        """The chief's update: parameters move by the mean, tokens join the queue."""
         count = machine.accumulated
         sums = sums_of(machine.accumulator, grads)
         mean = mean_of(*sums, grads, count, self.required)
@@ -269,9 +271,9 @@ class _Run(NamedTuple):
     def serve(
         self, machine: SyncReplicasMachine, worker: jax.Array
     ) -> SyncReplicasMachine:
-        """Whoever waits takes a token, this worker too, as far as there are any."""
-        # A queue that was empty has been filled for all, so that whoever waits is
-        # served, or nobody; and several wait only where no old token is left.
+        """All waiting workers and the event's worker take tokens, if there are any."""
+        # An update puts tokens for all workers into the queue, so either all waiting
+        # workers are served or none; and several wait only when no old token is left.
         everyone = jnp.arange(self.total, dtype=jnp.int32)
         waiting = machine.blocked | (everyone == worker)
         served = waiting & (machine.old_tokens + machine.new_tokens > 0)
@@ -286,6 +288,6 @@ class _Run(NamedTuple):
         )
 
     def view(self, machine: SyncReplicasMachine) -> tuple[Tree, ...]:
-        """What is kept of an event."""
+        """The trees that a record keeps of an event."""
         averages = None if self.variable_averages is None else machine.averages
         return machine.params, averages, machine.blocked, machine.local_step
