@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every wrapper asks of its input, and what JAX's own errors mean there."""
+"""Argument checks of the wrappers, and explanations of JAX's own errors."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 def shows_call(
     call: str,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Make arguments that do not fit a function a TypeError that shows `call`."""
+    """Raise a TypeError that shows `call` for arguments that do not fit a function."""
     return lambda function: _showing(call, function)
 
 
@@ -66,10 +66,10 @@ def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
 
 
 def integer(name: str, number: object, mend: str, least: int = 1) -> int:
-    """A number of things as an int; NumPy's integers are taken.
+    """Check a count and return it as an int; NumPy integers are accepted.
 
-    A TypeError for what is no integer, a ValueError for one below `least` or of 2**31
-    or more: inside a step it meets counters in int32.
+    Raises TypeError if it is no integer, ValueError if it is below `least` or at least
+    2**31: inside a step it is compared with int32 counters.
     """
     if isinstance(number, bool) or not isinstance(number, int | np.integer):
         raise TypeError(
@@ -92,9 +92,9 @@ def interval(
     *,
     open_ends: bool = False,
 ) -> None:
-    """Refuse what is no number in [least, most]; what is traced passes.
+    """Refuse anything but a number in [least, most]; traced values pass.
 
-    With `open_ends` neither end is in it. A NaN is refused.
+    With `open_ends` the ends are excluded. NaN is refused.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -114,7 +114,7 @@ def interval(
 
 
 def one_of(name: str, value: object, kinds: object) -> None:
-    """Refuse what is none of the values of a `Literal`."""
+    """Refuse a value that a `Literal` does not list."""
     *some, last = map(repr, get_args(kinds))
     wanted = f"one of {', '.join(some)} and" if len(some) > 1 else f"{some[0]} or"
     if value not in get_args(kinds):
@@ -122,7 +122,7 @@ def one_of(name: str, value: object, kinds: object) -> None:
 
 
 def check_params(params: Tree) -> None:
-    """Refuse what holds parameters among other things: arrays alone are trained."""
+    """Refuse parameters among other objects: only arrays are trained."""
     check_no_train_state(params)
     numbers = jax.tree.map(
         lambda x: () if _is_nnx_module(x) else x, params, is_leaf=_is_nnx_module
@@ -138,7 +138,7 @@ def check_params(params: Tree) -> None:
 
 
 def check_no_train_state(params: Tree) -> None:
-    """Refuse a training state, as Flax has one, in place of its parameters."""
+    """Refuse a Flax training state in place of its parameters."""
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         name = type(params).__name__
         raise TypeError(
@@ -158,7 +158,7 @@ def _is_nnx_module(x: object) -> bool:
 
 
 def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> None:
-    """Refuse a state or parameters with a worker axis where one worker's are wanted.
+    """Refuse a worker axis on a state or parameters that should be one worker's.
 
     `counter` is one of the state's counters, `kept` a tree in it like the parameters.
     """
@@ -249,10 +249,10 @@ def fill_missing(updates: Tree, params: Tree | None) -> Tree:
 
 @contextlib.contextmanager
 def explains_inner(grads: Tree) -> Iterator[None]:
-    """Say what to do where a transformation cannot run on these gradients.
+    """Explain how to mend it when a transformation cannot run on these gradients.
 
-    JAX's own messages, of a container that is no array, of a dtype that knows no
-    arithmetic or of a conditional's types, do not lead there.
+    JAX's own messages, about a container that is no array, a dtype without arithmetic
+    or the types of a conditional, do not lead there.
     """
     try:
         yield
@@ -284,7 +284,7 @@ def explains_inner(grads: Tree) -> Iterator[None]:
 def _is_ours(error: BaseException) -> bool:
     """Whether it came through a wrapper or exchange of this package, further inside.
 
-    Those explain what their own inner transformation does, and no more of it is one.
+    Those wrappers explain their own inner transformation; once is enough.
     """
     rooms = ("exchange", "replicas", "center", "peers", "step")
     ours = tuple(f"optx_sync.{room}" for room in rooms)
@@ -297,7 +297,7 @@ def _is_ours(error: BaseException) -> bool:
 def explains_state(
     init: Callable[[Tree], Tree], state: Tree, params: Tree
 ) -> Iterator[None]:
-    """Say where a step fails because its state is not one that `init` gives."""
+    """Explain a step that fails because its state is not one that `init` gives."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -322,7 +322,7 @@ def explains_state(
 
 
 def _difference(tree: Tree, expected: Tree, where: str) -> tuple[str, str, str] | None:
-    """Where two states have another form first: its name, what is there, what not."""
+    """The first difference in form of two states: its name, what is there, what not."""
     if jax.tree.structure(tree) == jax.tree.structure(expected):
         return None
     parts = isinstance(expected, tuple) and type(tree) is type(expected)

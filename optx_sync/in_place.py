@@ -12,12 +12,12 @@ from optx_sync.trees import check_arrays, path_name
 
 
 def returns_changes(fun: Callable[..., Any], mapper: str) -> Callable[..., Any]:
-    """`fun`, refused where it changes NNX variables in place and keeps them to itself.
+    """Refuse a function that changes NNX variables in place and does not return them.
 
-    Its results are refused as well where they are no arrays.
+    Results that are no arrays are refused, too.
 
-    A mapped function gets copies of the caller's objects. What it changes in a copy and
-    does not return is lost: a step would train nothing, and say nothing.
+    A mapped function gets copies of the caller's objects. A change to a copy that is
+    not returned is lost: a step would train nothing, without an error.
     """
 
     @functools.wraps(fun)
@@ -70,10 +70,10 @@ def _variables(tree: Any) -> list[tuple[str, Any]]:
 def _unchanged(
     fun: Callable[..., Any], leaves: list[Any], treedef: Any, places: list[Any]
 ) -> set[int]:
-    """The places of variables that `fun` sets to what they were.
+    """The indices of variables that `fun` sets to their old values.
 
-    `nnx.remat` and `nnx.jit` do so with all that they are given. It is seen in the
-    program alone, so `fun` is traced once more.
+    `nnx.remat` and `nnx.jit` do so with all their arguments. Only the program shows it,
+    so `fun` is traced once more.
     """
 
     def variables_after(leaves):
@@ -87,7 +87,7 @@ def _unchanged(
 
 
 def _input_of(jaxpr: Any, out: Any) -> int | None:
-    """The number of the input that a program hands on as this variable, if it does."""
+    """The index of the input that a program returns as this variable, if any."""
     makers = {id(x): (eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars)}
     while id(out) in makers:
         eqn, place = makers[id(out)]

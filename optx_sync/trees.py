@@ -24,7 +24,7 @@ class SlicesLeaf:
 
     @property
     def values(self) -> Any:
-        """The array, or some rows of it."""
+        """The array, or the rows of it that are not zero."""
         raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ def _shaped(placeholder: type) -> Any:
 
 
 def is_nothing(tree: Tree) -> bool:
-    """Whether this is (), which stands in a state for what is not kept."""
+    """Whether this is (), the value of a state's field that is not kept."""
     return isinstance(tree, tuple) and not tree
 
 
@@ -104,8 +104,8 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
 def accumulator_dtype(dtype: DTypeLike, asked: DTypeLike | None = None) -> np.dtype:
     """The dtype of a sum or copy of an array: `asked`, or at least float32.
 
-    What is not real and floating keeps its dtype: a complex parameter in float32 would
-    lose its imaginary part.
+    Integers and complex numbers keep their dtype: a complex parameter would lose its
+    imaginary part in float32.
     """
     if not is_floating(dtype):
         return jnp.dtype(dtype)
@@ -134,7 +134,7 @@ def check_accumulator_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` rounded to a narrower dtype, in its own.
 
-    Not by two casts: XLA may drop such a pair (excess precision).
+    It does not cast twice, since XLA may drop such a pair (excess precision).
     """
     if x.dtype == dtype:
         return x
@@ -142,7 +142,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if info.nexp == jnp.finfo(x.dtype).nexp:
         return rounded
-    # reduce_precision flushes what is subnormal in the narrower dtype to zero.
+    # reduce_precision flushes subnormal numbers of the narrower dtype to zero.
     smallest = float(info.smallest_subnormal)
     steps = jax.lax.round(x / smallest, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.abs(x) < float(info.tiny), steps * smallest, rounded)
@@ -154,7 +154,7 @@ def values_of(leaf: Tree) -> jax.Array:
 
 
 def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
-    """A leaf's path as one would write it, for messages."""
+    """A leaf's path as in Python code, for messages."""
     return jax.tree_util.keystr(path) or root
 
 
@@ -193,7 +193,7 @@ def is_finite(tree: Tree) -> jax.Array:
 
 
 def where(flag: ArrayLike, tree: Tree, other: Tree) -> Tree:
-    """Leaf by leaf `tree` where the flag holds, else `other`; NaN leaves no trace."""
+    """Select `tree` if the flag holds, else `other`, by leaf; NaN does not leak."""
     return jax.tree.map(lambda x, y: jnp.where(flag, x, y), tree, other)
 
 
@@ -203,7 +203,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """The tree in the dtypes of another one, as a state keeps them from step to step.
+    """Cast a tree to the dtypes of another one, so that a state keeps its types.
 
     Gradients wider than the parameters widen the slots of most Optax optimizers.
     """
@@ -217,8 +217,8 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
 
 
 def pure(tree: Tree) -> Tree:
-    """The tree with arrays in place of the variables in which Flax's NNX wraps them."""
-    # It is optional, and has been loaded by whoever has such a tree.
+    """The tree with plain arrays in place of Flax NNX variables."""
+    # Flax is optional, and has been imported if there is such a tree.
     nnx = sys.modules.get("flax.nnx")
     return tree if nnx is None else nnx.as_pure(tree)
 
@@ -246,7 +246,7 @@ def row_of(tree: Tree, place: ArrayLike) -> Tree:
 
 
 def with_row(tree: Tree, place: ArrayLike, row: Tree) -> Tree:
-    """The stacked arrays with another row."""
+    """The stacked arrays with one row replaced."""
     return jax.tree.map(
         lambda x, r: jax.lax.dynamic_update_index_in_dim(x, r, place, 0), tree, row
     )

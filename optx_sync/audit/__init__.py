@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program really communicates, and what that costs on given links."""
+"""Audit the collectives of a compiled program, and their cost on given links."""
 
 from optx_sync.audit.links import Cost as Cost
 from optx_sync.audit.links import Plan as Plan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the collectives of a program cost on given links: seconds, utilisation."""
+"""The cost of a program's collectives on given links: seconds and utilisation."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,21 +24,21 @@ _PAIRS = ("collective-permute", "send")
 class Cost(NamedTuple):
     """What a period costs: seconds of one device."""
 
-    sent: float  # on the links, whether anything is computed meanwhile or not
-    exposed: float  # of these, the ones in which the device waits
-    utilisation: float  # the share of all seconds in which it computes
+    sent: float  # on the links, overlapped with computation or not
+    exposed: float  # the part of these in which the device waits
+    utilisation: float  # the share of all seconds in which the device computes
 
 
 class Strategy(NamedTuple):
-    """The collectives of a way to train, as `time` takes them.
+    """The collectives of a training strategy, as `time` takes them.
 
     Attributes:
         rows: Those of the program, or of the one that meets.
-        period: How many steps there are from one meeting to the next.
+        period: The number of steps from one meeting to the next.
         quiet: Those of the program of all other steps. None: the same program runs in
             all of them, and goes through its conditionals once in a period.
-        overlap: Which share of a step's computation one step's overlapped collectives
-            hide behind, at most.
+        overlap: The share of a step's computation that its overlapped collectives can
+            hide behind.
     """
 
     rows: Sequence[Collective]
@@ -48,10 +48,10 @@ class Strategy(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `plan` found; `print` shows it as a table."""
+    """The result of `plan`; `print` shows it as a table."""
 
     gbits: tuple[float, ...]
-    utilisation: dict[str, tuple[float, ...]]  # of each strategy, at these bandwidths
+    utilisation: dict[str, tuple[float, ...]]  # of each strategy, at each bandwidth
     goal: float
     needed: dict[str, float]  # Gbit/s for the goal; infinite if none suffices
 
@@ -84,7 +84,7 @@ def time(
     overlap: float = 1.0,
     near: int = 1,
 ) -> Cost:
-    r"""Seconds that the collectives of a program take on given links.
+    r"""Estimate the seconds that a program's collectives take on given links.
 
     A collective of b bytes among n devices takes latency + 8 f(n) b / (gbits 1e9)
     seconds, with f(n) what a ring sends of each byte: 2 (n - 1) / n of an all-reduce,
@@ -98,8 +98,8 @@ def time(
 
         \text{utilisation} = \frac{H T}{H T + \text{exposed}}
 
-    These are bounds of a simple link, no measurement: links that others use, a tree in
-    place of a ring, and kernels that wait for memory are not in it.
+    These are bounds for simple links, not measurements: shared links, trees in place of
+    rings and kernels that wait for memory are left out.
 
     Args:
         rows: What `collectives` found, or `Collective`s of a program to come. With

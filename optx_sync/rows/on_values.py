@@ -21,13 +21,13 @@ def on_values(
     """Run a stateless Optax transformation on the values of row-sparse gradients.
 
     Duplicate rows are added up first, so that clips and norms are those of the dense
-    gradient. Dense leaves pass through ``tx`` as they are. Whatever maps zero to zero
-    gives what it would give on the dense gradient, but for a mean over a leaf
-    (``optax.clip_by_block_rms``): that is taken over the k entries of the slices, the
-    zero entries in place of duplicates included, and not over the table.
+    gradient. Dense leaves pass through ``tx`` as usual. A transformation that maps zero
+    to zero gives the result of the dense gradient, except for means over a leaf
+    (``optax.clip_by_block_rms``): these are taken over the k entries of the slices,
+    including the zero entries in place of duplicates, and not over the table.
 
-    A table's parameters are not handed to ``tx``: weight decay or a trust ratio is
-    about all rows, and using them raises. Mask such a table out with ``optax.masked``.
+    ``tx`` does not get a table's parameters: weight decay or a trust ratio concerns all
+    rows, so using them raises. Mask such a table out with ``optax.masked``.
 
     Args:
         tx: a transformation without state, or with scalars only (a schedule's count).
@@ -108,7 +108,7 @@ def _refuse_use(run: Callable[[Tables], tuple[Tree, Tree]], tables: Tables) -> N
         return
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tables)
     try:
-        # What does not depend on a mapped argument comes out unmapped.
+        # A result that does not depend on a mapped argument is unmapped.
         jax.eval_shape(jax.vmap(run, out_axes=None), batch)
     except ValueError as error:
         raise TypeError(
