@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync.comm.shards import spec_like
 
 exchange = oxs.exchange
 fed = exchange.error_feedback
@@ -220,3 +221,15 @@ def test_specs_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             oxs.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)
+
+
+def test_an_array_of_a_state_lies_as_its_parameter():
+    """By its path; else by its shape, if all parameters of that shape lie alike."""
+    one = jax.ShapeDtypeStruct((8, 4), np.float32)
+    stack = jax.ShapeDtypeStruct((3, 8, 4), np.float32)
+    alone = {("first",): (one, P("a"))}
+    both = alone | {("second",): (one, P(None, "a"))}
+    assert spec_like(("mu", "second"), one, both) == P(None, "a")
+    assert spec_like(("mu",), one, both) == P()
+    assert spec_like(("mu",), one, alone) == P("a")
+    assert spec_like(("pending",), stack, alone) == P(None, "a")

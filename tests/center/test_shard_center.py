@@ -91,8 +91,10 @@ def inputs(steps=13):
         return rng.normal(size=shape).astype(param.dtype)
 
     grads = {name: jax.tree.map(drawn, PARAMS) for name in RULES}
-    for name in ("diloco", "late"):
-        grads[name]["matrix"][4, 1, 2] = np.nan  # One worker is broken for a round.
+    # One worker is broken for a round; "late" in the step in which a part lands, when
+    # it has moved away from the center in the other one.
+    for name, step in (("diloco", 4), ("late", 5)):
+        grads[name]["matrix"][step, 1, 2] = np.nan
         grads[name]["matrix"][7] = np.nan  # All are.
     return {name: PARAMS for name in RULES}, grads
 

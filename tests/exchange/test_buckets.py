@@ -10,10 +10,10 @@ import optx_sync as oxs
 from optx_sync.comm.buffers import Joint
 from tests.contexts import AXIS, REPLICAS, mesh
 
-BYTES = 16 * REPLICAS * 4
-# In buckets of 16 numbers for each replica: the first alone, two that fill one, and one
+BYTES = 32 * REPLICAS * 4
+# In buckets of 32 numbers for each replica: the first alone, two that fill one, and one
 # that is larger than a bucket.
-SIZES = {"a": 10, "b": 12, "c": 4, "d": 40}
+SIZES = {"a": 20, "b": 24, "c": 8, "d": 80}
 PARAMS = {name: jnp.zeros(REPLICAS * size) for name, size in SIZES.items()}
 GRADS = {
     name: jax.random.normal(jax.random.key(place), (REPLICAS, x.size))
@@ -49,7 +49,7 @@ CASES = {
     "cross_shard": (in_pieces, EXCHANGE.all_reduce, {}),
     "diloco": (center_in_pieces, EXCHANGE.all_reduce, {}),
     # Blocks that lie in one leaf whatever lies beside it.
-    "8 bits": (meeting, EXCHANGE.quantized, {"block": 2}),
+    "8 bits": (meeting, EXCHANGE.quantized, {"block": 4}),
 }
 
 

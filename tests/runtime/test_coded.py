@@ -122,7 +122,7 @@ def test_a_run_is_its_simulation():
     assert run.push_bytes < 0.27 * 4 * 2101
 
 
-def test_all_that_was_sent_in_has_arrived_or_is_owed():
+def test_all_that_was_sent_in_has_arrived_or_is_owed(monkeypatch):
     """The center adds up what it decodes; a refused push changes no error."""
     count = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
     params = {"w": jnp.zeros(40)}
@@ -132,6 +132,9 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed():
     worker = Worker(server, params, optax.sgd(1.0), count, index=0, **settings)
     rng = np.random.default_rng(0)
     sent, owed = np.zeros(40), np.zeros(40)
+
+    def refuse(push):
+        raise PushRefused("full")
 
     def error() -> Any:
         own: Any = worker._own
@@ -150,6 +153,13 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed():
             assert not error().any()
             sent -= owed
             before = np.asarray(worker.params["w"])
+        if step == 17:  # A push that could be absorbed is refused, and comes again.
+            with monkeypatch.context() as patch:
+                patch.setattr(server, "send", refuse)
+                with pytest.raises(PushRefused):
+                    worker.step({"w": jnp.asarray(grad)})
+            assert np.array_equal(owed, error())
+            sent -= grad
         worker.step({"w": jnp.asarray(grad)})
         sent += (before - grad) - before
         owed = error()
