@@ -62,10 +62,10 @@ class Group:
 
     Attributes:
         workers: The group's `Workers`, on a mesh of all processes' devices.
-            position: How many examples all workers have taken since the run began; it
-                names a save. `rows` advances it; with batches of your own, add to it
-                yourself.
-            notes: The `notes` of the save from which this group continued.
+        position: How many examples all workers have taken since the run began; it
+            names a save. `rows` advances it; with batches of your own, add to it
+            yourself.
+        notes: The `notes` of the save from which this group continued.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax
@@ -207,7 +207,7 @@ class Group:
         Args:
             size: The number of examples in an epoch.
             batch: How many each worker takes.
-                seed: Of the shuffling; the same in every group of a run.
+            seed: Of the shuffling; the same in every group of a run.
 
         Returns:
             int64 `[workers of this process * batch]`, each in `[0, size)`.

@@ -44,10 +44,10 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
             init: As in Optax.
             update: As in Optax.
             apply: `(grads, state, params, **extra_args) -> (params, state)`.
-                communication_period: For `due`.
-                moved: `(state, before, after) -> state`, the state after another
-                    wrapper has moved the parameters; `None` if the state does not
-                    depend on them.
+            communication_period: For `due`.
+            moved: `(state, before, after) -> state`, the state after another
+                wrapper has moved the parameters; `None` if the state does not
+                depend on them.
         """
         made = super().__new__(cls, init, _explained(init, update))
         made.apply = _explained(init, apply)
@@ -200,8 +200,8 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
 
     Raises:
         TypeError: `tx` is neither.
-            ValueError: A schedule that gives no number, or NaN. A compiled step cannot
-                raise: with NaN as the period, its workers meet in every step.
+        ValueError: A schedule that gives no number, or NaN. A compiled step cannot
+            raise: with NaN as the period, its workers meet in every step.
 
     Example:
         >>> import optax

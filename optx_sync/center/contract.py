@@ -70,12 +70,12 @@ class CenterRule(NamedTuple):
 
     Attributes:
         contribute: `(own: Own, center, at: Round) -> array`.
-            outer: The transformation that absorbs the contributions as a gradient, in
-                one step on the center. `None`: the contributions are added to the
-                center.
-            take: `(x, before, after, at) -> array`, the worker's new parameters, from
-                its own and the center before and after the round. `None`: the worker
-                takes the center after the round.
+        outer: The transformation that absorbs the contributions as a gradient, in
+            one step on the center. `None`: the contributions are added to the
+            center.
+        take: `(x, before, after, at) -> array`, the worker's new parameters, from
+            its own and the center before and after the round. `None`: the worker
+            takes the center after the round.
         mean_over: `None`: contributions are summed. `"pushed"` and `"workers"`: in
             lockstep both average over the workers of the round. Asynchronously
             `"workers"` divides each contribution by N, and `"pushed"` does not.
@@ -84,11 +84,11 @@ class CenterRule(NamedTuple):
         penalty: `(own, at) -> array` added to the gradient in every step, or `None`.
         num_workers: The number of workers that the rule was made for, checked against
             the axis; `None`: any.
-            check: `(communication_period) -> None`, which raises for a period that does
-                not suit the rule; `None`: any period does.
-            weigh: `(at) -> factor` by which a contribution is multiplied where workers
-                come one by one: `weigh=` of `oxs.simulate.asynchronous` and
-                `oxs.runtime.run`.
+        check: `(communication_period) -> None`, which raises for a period that does
+            not suit the rule; `None`: any period does.
+        weigh: `(at) -> factor` by which a contribution is multiplied where workers
+            come one by one: `weigh=` of `oxs.simulate.asynchronous` and
+            `oxs.runtime.run`.
 
     Example:
         The skeleton to copy, local SGD with a slower center:

@@ -137,64 +137,64 @@ def center_variable(
 
     Args:
         inner: The worker's own optimizer.
-            rule: What workers and center give each other.
-            axis_name: The mapped axis along which the workers lie, or a tuple of them.
-                `None`: one worker with a center of its own. No axis is mapped, nothing
-                is stacked and nothing is sent.
+        rule: What workers and center give each other.
+        axis_name: The mapped axis along which the workers lie, or a tuple of them.
+            `None`: one worker with a center of its own. No axis is mapped, nothing
+            is stacked and nothing is sent.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.
         inner_state: What happens to `inner`'s state in a round: `"keep"` it,
             `"average"` its floating leaves over the workers, or `"reset"` it to that of
             a first step (which restarts schedules too).
-            drop_nonfinite: A worker whose step would put a NaN or infinity into its
-                parameters skips that step. It stands still until the next round, is
-                left out of it, and takes the center and a fresh inner state (it could
-                not recover otherwise: what is added to a NaN is NaN). If no worker is
-                left the center stays. A worker that is sharded over other axes of
-                `jax.shard_map` is broken as a whole: its shards agree, by one scalar
-                reduction in each step.
+        drop_nonfinite: A worker whose step would put a NaN or infinity into its
+            parameters skips that step. It stands still until the next round, is
+            left out of it, and takes the center and a fresh inner state (it could
+            not recover otherwise: what is added to a NaN is NaN). If no worker is
+            left the center stays. A worker that is sharded over other axes of
+            `jax.shard_map` is broken as a whole: its shards agree, by one scalar
+            reduction in each step.
         accumulator_dtype: The dtype of the center and of accumulators. `None`: float32
             for half precision parameters, else their own. Complex parameters keep
             theirs.
         exchange: How contributions become their mean; `None`:
             `oxs.exchange.all_reduce()`.
-            measure: Keep measures of the last round for `oxs.metrics`: each worker's
-                distance from the center before it, the size of the contributions and
-                how well they agreed (where the exchange is an all-reduce), how far the
-                center moved and how many workers contributed. One more scalar travels.
-                (For a worker that is sharded over other axes of `jax.shard_map` with
-                `check_vma=False`, the measures are those of each shard.) With fragments
-                they are those of the part that met.
-            shard_center: Keep 1/N of the center and of the outer state on each worker,
-                instead of all of both. A round reduces the workers' arrays to their
-                owners and gathers the new center: as many bytes as the all-reduce, and
-                fewer for half precision parameters. For rules whose workers take the
-                center, an `outer` that acts on each number alone, and the exchanges
-                `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With
-                codes workers keep the center as they decoded it, equal to the bit on
-                all of them; the owners code next by how much their pieces are ahead of
-                it. With `measure` and without codes the old center is gathered, too:
-                half as many bytes again in a round. Center and outer state are
-                `InPieces`, as in `cross_shard(..., shard_state=True)`, one for each
-                part where there are `fragments`; `oxs.center_params` of all workers'
-                state is whole.
+        measure: Keep measures of the last round for `oxs.metrics`: each worker's
+            distance from the center before it, the size of the contributions and
+            how well they agreed (where the exchange is an all-reduce), how far the
+            center moved and how many workers contributed. One more scalar travels.
+            (For a worker that is sharded over other axes of `jax.shard_map` with
+            `check_vma=False`, the measures are those of each shard.) With fragments
+            they are those of the part that met.
+        shard_center: Keep 1/N of the center and of the outer state on each worker,
+            instead of all of both. A round reduces the workers' arrays to their
+            owners and gathers the new center: as many bytes as the all-reduce, and
+            fewer for half precision parameters. For rules whose workers take the
+            center, an `outer` that acts on each number alone, and the exchanges
+            `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With
+            codes workers keep the center as they decoded it, equal to the bit on
+            all of them; the owners code next by how much their pieces are ahead of
+            it. With `measure` and without codes the old center is gathered, too:
+            half as many bytes again in a round. Center and outer state are
+            `InPieces`, as in `cross_shard(..., shard_state=True)`, one for each
+            part where there are `fragments`; `oxs.center_params` of all workers'
+            state is whole.
         fragments: P, the number of parts: of about equal bytes, leaves in order, cut
             between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
             the leaf or a sequence of ints for its rows along axis 0, such as
             `oxs.strided(P)`; P is the largest number plus 1. P divides the period.
             `None`: 1.
-            delay: Steps from a sum until it lands, at most `communication_period / P`.
-                The state then holds one part more. `None`: 0.
-            keep_local: The share of its own parameters that a worker keeps where `rule`
-                takes the center, in [0, 1]; other rules follow their own formula. Above
-                0 the workers never agree: evaluate the center. `None`: 0.
-            center_memory: Where center and outer state live between rounds: `"device"`,
-                or `"pinned_host"`, the memory of the device's host. The program that
-                meets copies them to the device, so there are two programs:
-                `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not
-                look at the center between rounds, without `delay`. JAX's CPU device has
-                only one memory, where this changes nothing but the arrays' memory kind.
+        delay: Steps from a sum until it lands, at most `communication_period / P`.
+            The state then holds one part more. `None`: 0.
+        keep_local: The share of its own parameters that a worker keeps where `rule`
+            takes the center, in [0, 1]; other rules follow their own formula. Above
+            0 the workers never agree: evaluate the center. `None`: 0.
+        center_memory: Where center and outer state live between rounds: `"device"`,
+            or `"pinned_host"`, the memory of the device's host. The program that
+            meets copies them to the device, so there are two programs:
+            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not
+            look at the center between rounds, without `delay`. JAX's CPU device has
+            only one memory, where this changes nothing but the arrays' memory kind.
 
     Returns:
         A transformation with a `CenterState`. Updates of half precision parameters are

@@ -31,10 +31,10 @@ def all_reduce(
     Args:
         dtype: The floating dtype in which leaves travel and are summed, of 16 bits or
             more. `None`: float32 for half precision leaves, else their own.
-            bucket_bytes: For a state or a center in pieces: leaves are joined until
-                they fill so many bytes (a larger leaf stands alone), and each bucket
-                travels in a reduce-scatter and an all-gather of its own. XLA itself
-                joins all-reduces.
+        bucket_bytes: For a state or a center in pieces: leaves are joined until
+            they fill so many bytes (a larger leaf stands alone), and each bucket
+            travels in a reduce-scatter and an all-gather of its own. XLA itself
+            joins all-reduces.
 
     Returns:
         The exchange.

@@ -102,30 +102,30 @@ class Exchange(NamedTuple):
     """How the arrays of all replicas become their mean.
 
     Attributes:
-            init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
-                replica remembers from one exchange to the next; `()` for nothing.
+        init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
+            replica remembers from one exchange to the next; `()` for nothing.
         meet: See `Meet` and `Met`.
         linear: Whether the law in this module's head holds.
-            exact: Whether the mean is exact, whatever the leaves: they may be
-                row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and
-                `measure=True` compares gradients with the mean.
-            takes_weights: Whether a weight is more than a flag: `False` where 0 leaves
-                a replica out and all others count the same.
-            outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether this replica's
-                tree lies far from the mean that `meet` made; wrappers count that for
-                `oxs.metrics`. `None`: not asked.
-            code: How a worker codes what it pushes without lockstep; `None` if the
-                exchange has no meaning for one replica alone.
-            scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`:
-                the mean of this replica's piece of every array, for a state in pieces;
-                `None` if the exchange cannot be halved.
-            halves: The two halves of an exchange with codes that knows its loss; else
-                `None`.
-            bucket_bytes: How many bytes of a state in pieces one collective brings
-                back.
+        exact: Whether the mean is exact, whatever the leaves: they may be
+            row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and
+            `measure=True` compares gradients with the mean.
+        takes_weights: Whether a weight is more than a flag: `False` where 0 leaves
+            a replica out and all others count the same.
+        outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether this replica's
+            tree lies far from the mean that `meet` made; wrappers count that for
+            `oxs.metrics`. `None`: not asked.
+        code: How a worker codes what it pushes without lockstep; `None` if the
+            exchange has no meaning for one replica alone.
+        scatter: The first half of `meet`, `(tree, axis_name, *, weight) -> pieces`:
+            the mean of this replica's piece of every array, for a state in pieces;
+            `None` if the exchange cannot be halved.
+        halves: The two halves of an exchange with codes that knows its loss; else
+            `None`.
+        bucket_bytes: How many bytes of a state in pieces one collective brings
+            back.
 
     Example:
-            The mean, written by hand:
+        The mean, written by hand:
 
         >>> import jax, jax.numpy as jnp, optax
         >>> import optx_sync as oxs

@@ -50,8 +50,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
 
     Args:
         exchange: A linear exchange: `quantized`, `top_k`, `power_sgd`, or your own.
-            decay: The share of e that is sent, 0 to 1. Below 1 (SparseLoCo: 0.95) the
-                rest is forgotten.
+        decay: The share of e that is sent, 0 to 1. Below 1 (SparseLoCo: 0.95) the
+            rest is forgotten.
 
     Returns:
         A linear exchange of dense real floating leaves that remembers e. Its `lost` is
@@ -64,8 +64,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             call, a leaf that is row-sparse or does not vary over the axis.
 
     Example:
-            4 bits code 7 steps on each side of 0. With a largest value of 7, 0.3 rounds
-            to 0, until what is owed adds up.
+        4 bits code 7 steps on each side of 0. With a largest value of 7, 0.3 rounds
+        to 0, until what is owed adds up.
 
         >>> import jax, jax.numpy as jnp
         >>> import optx_sync as oxs

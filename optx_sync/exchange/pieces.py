@@ -125,10 +125,10 @@ def gather(
 
     Args:
         pieces: A tree of pieces as `cut` makes them; `None` where there is none.
-            like: A tree of arrays whose shapes and dtypes the results get; `None` where
-                the dtype and shape are those of the piece.
-            axis_name: The mapped axis.
-            bucket_bytes: How many bytes one collective brings.
+        like: A tree of arrays whose shapes and dtypes the results get; `None` where
+            the dtype and shape are those of the piece.
+        axis_name: The mapped axis.
+        bucket_bytes: How many bytes one collective brings.
     """
     replicas = axis_size(axis_name)
 

@@ -55,7 +55,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
 
     Args:
         rank: Columns of P and Q, 1 or more; at most min(n, m) of them are used.
-            min_rate: How many times smaller a matrix must become to be compressed.
+        min_rate: How many times smaller a matrix must become to be compressed.
 
     Returns:
         A linear exchange that remembers Q, of dense real floating leaves.

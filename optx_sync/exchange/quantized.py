@@ -67,8 +67,8 @@ def quantized(
     Args:
         bits: Bits of a code, 8 or 4.
         block: Numbers that share a scale, 1 or more.
-            bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
-                stands alone. Each bucket travels as soon as it is coded.
+        bucket_bytes: Leaves are joined until they fill so many bytes; a larger leaf
+            stands alone. Each bucket travels as soon as it is coded.
 
     Returns:
         A linear exchange that remembers nothing, of dense real floating leaves.

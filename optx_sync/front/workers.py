@@ -266,12 +266,12 @@ class Workers:
         Args:
             fun: `(*state, *batches, **batches)` of one worker.
             state: How many arguments are state.
-                split: `True` splits along axis 0; `False`: the batch is split already,
-                    `[n, ...]`; `None` gives the whole batch to each worker. A tuple has
-                    one entry for each batch; keywords are then split.
-                average: `False` keeps each worker's own results, `[n, ...]`, and sends
-                    nothing for them: for example for predictions.
-                donate: Whether the new state reuses the old state's buffers.
+            split: `True` splits along axis 0; `False`: the batch is split already,
+                `[n, ...]`; `None` gives the whole batch to each worker. A tuple has
+                one entry for each batch; keywords are then split.
+            average: `False` keeps each worker's own results, `[n, ...]`, and sends
+                nothing for them: for example for predictions.
+            donate: Whether the new state reuses the old state's buffers.
 
         Returns:
             The step for all workers. Its `lower` is that of `jax.jit`.
@@ -325,8 +325,8 @@ class Workers:
 
         Args:
             state: A state of all workers.
-                statistics: `"mean"`; or `"first"`, the first worker's arrays wherever
-                    no center holds them.
+            statistics: `"mean"`; or `"first"`, the first worker's arrays wherever
+                no center holds them.
 
         Returns:
             From a tuple its first part, the parameters or the model. From a
@@ -514,10 +514,10 @@ class Workers:
         Args:
             manager: An Orbax `CheckpointManager`.
             step: Which checkpoint; `None` for the latest.
-                like: A started state of that form; `None`: the last one of `start`, or
-                    the one that `expect` was told.
-                compare: Whether to refuse a checkpoint in which `fingerprint` finds
-                    workers that differ from most where they should be equal.
+            like: A started state of that form; `None`: the last one of `start`, or
+                the one that `expect` was told.
+            compare: Whether to refuse a checkpoint in which `fingerprint` finds
+                workers that differ from most where they should be equal.
 
         Returns:
             The state, placed. NNX objects are new ones.

@@ -147,23 +147,23 @@ def gossip(
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
-            graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
-            communication_period: Steps between rounds: an int, or a schedule of the
-                worker's step, read at the step in which a period begins.
-            outer: The optimizer that steps the worker's own center; `None`: plain
-                averaging, as with `optax.sgd(1.0)`. A momentum under which workers
-                would drift apart without any gradient is refused.
-            seed: For random graphs: equal on all workers. A resumed run goes on
-                drawing.
-            drop_nonfinite: A worker whose step would put a NaN or infinity into its
-                parameters skips that step. It stands still until the next round, sends
-                nothing in it, takes the mean of its healthy partners, and starts again
-                with a fresh inner state. Without a healthy partner it takes its own
-                center. Two floats more travel.
-            accumulator_dtype: The dtype of the worker's own center, and so of what
-                travels. `None`: float32 for half precision parameters, else their own.
-                Half precision is refused: it would round parameters, not differences,
-                in each round.
+        graph: Who meets whom, one of `oxs.graphs`; `None`: `exponential()`.
+        communication_period: Steps between rounds: an int, or a schedule of the
+            worker's step, read at the step in which a period begins.
+        outer: The optimizer that steps the worker's own center; `None`: plain
+            averaging, as with `optax.sgd(1.0)`. A momentum under which workers
+            would drift apart without any gradient is refused.
+        seed: For random graphs: equal on all workers. A resumed run goes on
+            drawing.
+        drop_nonfinite: A worker whose step would put a NaN or infinity into its
+            parameters skips that step. It stands still until the next round, sends
+            nothing in it, takes the mean of its healthy partners, and starts again
+            with a fresh inner state. Without a healthy partner it takes its own
+            center. Two floats more travel.
+        accumulator_dtype: The dtype of the worker's own center, and so of what
+            travels. `None`: float32 for half precision parameters, else their own.
+            Half precision is refused: it would round parameters, not differences,
+            in each round.
 
     Returns:
         A transformation with an `OwnCenterState`. `oxs.center_params` of a stacked
@@ -172,11 +172,11 @@ def gossip(
     Raises:
         TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
             bad axis name, parameters that are not floating.
-            ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or
-                at the call, an `outer` whose momentum is too high, a graph that does
-                not fit the number of workers, missing `params`, gradients that autodiff
-                has already summed or that do not match the parameters, an axis that is
-                not mapped.
+        ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or
+            at the call, an `outer` whose momentum is too high, a graph that does
+            not fit the number of workers, missing `params`, gradients that autodiff
+            has already summed or that do not match the parameters, an axis that is
+            not mapped.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -276,7 +276,7 @@ def noloco(
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
-            outer: See `gossip`; `None`: SGD of rate 0.7 and (heavy ball) momentum 0.5.
+        outer: See `gossip`; `None`: SGD of rate 0.7 and (heavy ball) momentum 0.5.
         communication_period: Steps between rounds, as for `gossip`.
         seed: For the pairs.
         drop_nonfinite: See `gossip`.

@@ -189,41 +189,39 @@ def cross_shard(
             for example `[[0, 1], [2, 3]]`; each group then trains on its own. Inside
             `jax.shard_map(check_vma=True)` the groups' parameters differ: call `init`
             there, where the axis is known, or on parameters that vary over it.
-            grads: What `update` is given. `"local"`: each replica's own gradient.
-                `"summed"`: gradients that autodiff has already summed over the axis, as
-                `jax.grad` of a replicated parameter does in
-                `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
-                `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
-                `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
-                gradient's type says that it is still to be summed over the axis. It is
-                summed here, once, after all loops that add it up, and is the gradient
-                of the loss as written, a mean over the whole batch. Differentiate with
-                respect to `jax.reshard(params, jax.P(reduced={"data"}))`.
+        grads: What `update` is given. `"local"`: each replica's own gradient.
+            `"summed"`: gradients that autodiff has already summed over the axis, as
+            `jax.grad` of a replicated parameter does in
+            `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
+            `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
+            `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
+            gradient's type says that it is still to be summed over the axis. It is
+            summed here, once, after all loops that add it up, and is the gradient
+            of the loss as written, a mean over the whole batch. Differentiate with
+            respect to `jax.reshard(params, jax.P(reduced={"data"}))`.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-                    `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)`
-                        counts how often a replica was an outlier. Not for gradients
-                        that are already reduced (`grads`).
-                shard_state: `True`: keep `inner`'s state in pieces, one on each
-                    replica. `inner` must act on each number alone, as `optax.adam`
-                    does; this is tested by a trial. An `inner` that needs a norm may
-                    sum it over `axis_name` itself. With `grads="unreduced"` any `inner`
-                    works: it sees whole arrays that lie in pieces, cut where a
-                    dimension divides. `"leaves"`: whole leaves on their owners. `inner`
-                    must act on each leaf alone, as `optax.contrib.muon` does; this is
-                    tested, too.
-            reduce_extra_args: The names of extra arguments (scalars, trees of arrays)
-                of which `inner` gets the mean; `()` switches it off. All others reach
-                `inner` as they are: pass them equal on all replicas. Inside
-                `jax.shard_map(check_vma=True)` a scalar that differs is refused.
-            measure: Keep measures for `oxs.metrics`: the gradient noise scale, how well
-                the replicas' gradients agree, their norm, that of the update, and how
-                many contributed. Their scalars travel with the gradients. Pass the
-                number of examples behind this replica's gradient as the extra argument
-                `batch_size` of `update`: a number that is the same on all replicas, or
-                each one's own as an array; 1 if left out. With groups, the measures are
-                those of the replica's own group.
-            an array; 1 if left out. With groups: of one's own group.
+            how often a replica was an outlier. Not for gradients that are already
+            reduced (`grads`).
+        shard_state: `True`: keep `inner`'s state in pieces, one on each
+            replica. `inner` must act on each number alone, as `optax.adam`
+            does; this is tested by a trial. An `inner` that needs a norm may
+            sum it over `axis_name` itself. With `grads="unreduced"` any `inner`
+            works: it sees whole arrays that lie in pieces, cut where a
+            dimension divides. `"leaves"`: whole leaves on their owners. `inner`
+            must act on each leaf alone, as `optax.contrib.muon` does; this is
+            tested, too.
+        reduce_extra_args: The names of extra arguments (scalars, trees of arrays)
+            of which `inner` gets the mean; `()` switches it off. All others reach
+            `inner` as they are: pass them equal on all replicas. Inside
+            `jax.shard_map(check_vma=True)` a scalar that differs is refused.
+        measure: Keep measures for `oxs.metrics`: the gradient noise scale, how well
+            the replicas' gradients agree, their norm, that of the update, and how many
+            contributed. Their scalars travel with the gradients. Pass the number of
+            examples behind this replica's gradient as the extra argument `batch_size`
+            of `update`: a number that is the same on all replicas, or each one's own as
+            an array; 1 if left out. With groups, the measures are those of the
+            replica's own group.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
@@ -233,13 +231,13 @@ def cross_shard(
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
             gradients.
-            ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that
-                the exchange does not take; `shard_state` with groups, with an exchange
-                that cannot be halved, or with an `inner` that needs whole arrays or
-                trees; at the call, a state of pieces for another number of replicas, a
-                gradient that has already been reduced, a weight where it has no
-                meaning, an axis that is not mapped, gradients that do not match the
-                parameters.
+        ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that
+            the exchange does not take; `shard_state` with groups, with an exchange
+            that cannot be halved, or with an `inner` that needs whole arrays or
+            trees; at the call, a state of pieces for another number of replicas, a
+            gradient that has already been reduced, a weight where it has no
+            meaning, an axis that is not mapped, gradients that do not match the
+            parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -335,14 +333,14 @@ def all_reduce_grads(
 
     Args:
         axis_name: The mapped axis, or a tuple of them.
-            **options: The keywords of `cross_shard`, except `reduce_extra_args`.
+        **options: The keywords of `cross_shard`, except `reduce_extra_args`.
 
     Returns:
         The transformation; its state is empty where the exchange remembers nothing.
 
     Raises:
         TypeError: A missing or bad axis name.
-            ValueError: For the reasons of `cross_shard`.
+        ValueError: For the reasons of `cross_shard`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

@@ -64,10 +64,10 @@ class Leaves:
 
     Args:
         inner: The transformation.
-            axes: The mapped axes along which the owners lie, if any.
-            option: The option that asked for owners, as the user wrote it, for
-                messages.
-            around: A chain in which another link sees all leaves, for messages.
+        axes: The mapped axes along which the owners lie, if any.
+        option: The option that asked for owners, as the user wrote it, for
+            messages.
+        around: A chain in which another link sees all leaves, for messages.
     """
 
     def __init__(

@@ -76,9 +76,9 @@ def stacked(
 
     Raises:
         TypeError: `inner` is no transformation, `spec` is neither of the two.
-            ValueError: `spec` names no axis, or other dimensions than the first; no
-                mesh, or one without these axes; an `inner` whose update of a leaf
-                depends on other leaves; a state for another number of devices.
+        ValueError: `spec` names no axis, or other dimensions than the first; no
+            mesh, or one without these axes; an `inner` whose update of a leaf
+            depends on other leaves; a state for another number of devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

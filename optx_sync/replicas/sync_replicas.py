@@ -268,29 +268,29 @@ def sync_replicas(
             `lambda step: jnp.minimum(decay, (1 + step) / (10 + step))`.
         variables_to_average: Which parameters to average, a tree of bools or a function
             of the parameters that returns one, as in `optax.masked`. `None`: all.
-            drop_nonfinite: Leave out a gradient, all its leaves, if there is a NaN or
-                infinity in any. If none is left nothing changes. (Where a replica is
-                itself sharded by hand, over another axis of `jax.shard_map`, a device
-                sees only a part of the gradient: agree on `contributes` over that axis
-                instead.)
-            accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
-                precision parameters, else their own.
-            reduce_extra_args: The names of extra arguments of which `inner` gets the
-                weighted mean over the replicas whose gradients this step used, as for
-                `cross_shard`.
-            exchange: How the replicas' sums become one; `None`: an all-reduce. The
-                weights of rows are always summed exactly, and row-sparse gradients need
-                `oxs.exchange.all_reduce`. A robust exchange gets from each replica the
-                mean of its accumulated gradients: one vote, however many they are
-                (`clipped`: by their weights, 1 each if left out), and
-                `oxs.metrics(state)` counts how often a replica was an outlier. An
-                exchange that counts all replicas alike takes only a bool as weight.
-            grads: `"local"`: each replica's own gradient. `"unreduced"`: for plain
-                `jax.jit` on a mesh of Explicit axes, as for `cross_shard`. A step's
-                gradient, of the loss as written, counts as N gradients, one of each
-                replica. Sums keep unreduced types, so steps that only accumulate send
-                nothing. R must be at most N or a multiple of it, and options that need
-                a replica's own gradient are refused.
+        drop_nonfinite: Leave out a gradient, all its leaves, if there is a NaN or
+            infinity in any. If none is left nothing changes. (Where a replica is
+            itself sharded by hand, over another axis of `jax.shard_map`, a device
+            sees only a part of the gradient: agree on `contributes` over that axis
+            instead.)
+        accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
+            precision parameters, else their own.
+        reduce_extra_args: The names of extra arguments of which `inner` gets the
+            weighted mean over the replicas whose gradients this step used, as for
+            `cross_shard`.
+        exchange: How the replicas' sums become one; `None`: an all-reduce. The
+            weights of rows are always summed exactly, and row-sparse gradients need
+            `oxs.exchange.all_reduce`. A robust exchange gets from each replica the
+            mean of its accumulated gradients: one vote, however many they are
+            (`clipped`: by their weights, 1 each if left out), and
+            `oxs.metrics(state)` counts how often a replica was an outlier. An
+            exchange that counts all replicas alike takes only a bool as weight.
+        grads: `"local"`: each replica's own gradient. `"unreduced"`: for plain
+            `jax.jit` on a mesh of Explicit axes, as for `cross_shard`. A step's
+            gradient, of the loss as written, counts as N gradients, one of each
+            replica. Sums keep unreduced types, so steps that only accumulate send
+            nothing. R must be at most N or a multiple of it, and options that need
+            a replica's own gradient are refused.
         measure: As for `cross_shard`, of the gradients of each update, with the extra
             argument `batch_size`. Four scalars travel with each update. Dense gradients
             only.
@@ -302,11 +302,11 @@ def sync_replicas(
     Raises:
         TypeError: An `inner` that is no transformation, a bad axis name, extra
             arguments that are no bool or int, integer gradients.
-            ValueError: A number below 1, a decay outside of [0, 1], a mask without
-                averages; at the call, no variables, an axis that is not mapped or whose
-                size is not `total_num_replicas`, gradients that autodiff has already
-                summed or that do not match the parameters, missing `params`, a weight
-                that is negative or has no meaning.
+        ValueError: A number below 1, a decay outside of [0, 1], a mask without
+            averages; at the call, no variables, an axis that is not mapped or whose
+            size is not `total_num_replicas`, gradients that autodiff has already
+            summed or that do not match the parameters, missing `params`, a weight
+            that is negative or has no meaning.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

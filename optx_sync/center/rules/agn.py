@@ -83,7 +83,7 @@ def agn(
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-            outer: The center's optimizer for the contributions; `None`: `inner` again.
+        outer: The center's optimizer for the contributions; `None`: `inner` again.
         accumulate: `"gradients"` (the original) or `"updates"` (the paper).
         reduction: `"mean"` or `"sum"` of the workers' contributions.
         communication_period: See `center_variable`.

@@ -58,8 +58,8 @@ def diloco(
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-            outer: The optimizer that absorbs the pseudo-gradient; `None`: Nesterov SGD
-                with learning rate 0.7 and momentum 0.9.
+        outer: The optimizer that absorbs the pseudo-gradient; `None`: Nesterov SGD
+            with learning rate 0.7 and momentum 0.9.
         communication_period: See `center_variable`.
         **options: The other keywords of `center_variable`.
 

@@ -123,7 +123,7 @@ def elastic_average(
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
-            num_workers: If given, checked against the size of the axis.
+        num_workers: If given, checked against the size of the axis.
         moving_rate: a, in [0, 1].
         rho: The strength of the penalty, >= 0; 0.0 switches it off; `None`:
             `moving_rate / learning_rate`.
