@@ -91,7 +91,6 @@ def center_variable(
     `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
     `jax.vmap`, stacking the counters as well gives the same numbers, but then every
     step communicates.
-    every step.
 
     `inner` may be a center rule itself, over another axis: workers meet often at the
     center of their pod, and pods seldom at one of their own,
