@@ -133,5 +133,6 @@ if __name__ == "__main__":
         importlib.import_module(name)
     lowering.share()
     gc.freeze()  # what all scripts share: nobody looks through it again
+    gc.set_threshold(20_000, 20, 20)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)
