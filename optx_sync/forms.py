@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tree as its arrays and its form: all else, that a program is compiled for.
+"""Split a tree into its arrays and its form, for which a program is compiled.
 
-What is no array is left alone: functions, flags and settings, as Equinox modules hold
-them. Variables of Flax NNX are taken apart and put together again; one that stands in
-two places, as tied weights do, stays one.
+The form keeps what is no array: functions, flags and settings, as in Equinox modules.
+Variables of Flax NNX are taken apart and put together again; one that stands in two
+places, such as tied weights, stays one.
 """
 
 import functools
@@ -18,14 +18,14 @@ from jax.tree_util import PyTreeDef
 
 from optx_sync.trees import Tree, path_name
 
-# Of a leaf that is one: cheap to compare, as a step does with all of them.
+# Marks a leaf that is an array. Each step compares all marks, and `None` is quick.
 _ARRAY = None
 
 
 class Kept(NamedTuple):
     """A leaf that is no array."""
 
-    kind: type  # `True` is not 1
+    kind: type  # since True == 1
     value: Any
 
 
@@ -33,8 +33,8 @@ class Form(NamedTuple):
     """A tree without its arrays; equal where the trees differ in arrays alone."""
 
     treedef: Any  # variables are its leaves
-    # For each leaf `_ARRAY`, the structure of a variable, the place of the variable
-    # that it is once more, or `Kept`.
+    # For each leaf: `_ARRAY`; the structure of a variable; the place of an earlier leaf
+    # that is the same variable; or `Kept`.
     leaves: tuple[Any, ...]
 
     def merge(self, arrays: Any) -> Tree:
@@ -62,7 +62,7 @@ class Form(NamedTuple):
         return self.treedef.unflatten(leaves)
 
     def pick(self, tree: Tree) -> list[Any]:
-        """For each array what stands in its place in a tree like `bare` gives."""
+        """For each array the entry of a tree that has the structure of `bare`."""
         found = self.treedef.flatten_up_to(tree)
         return [
             x
@@ -83,7 +83,7 @@ class Form(NamedTuple):
         return [path for path, leaf in pairs if leaf is _ARRAY]
 
     def update(self, tree: Tree, arrays: Any) -> Tree:
-        """The tree with these arrays, set in its own variables where it has such."""
+        """The tree with these arrays; variables of the tree are set in place."""
         merged = self.merge(arrays)
         if not any(isinstance(leaf, PyTreeDef) for leaf in self.leaves):
             return merged
@@ -98,7 +98,7 @@ class Form(NamedTuple):
 
 
 def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
-    """The form and the arrays of a tree; `numbers` says that Python's are arrays."""
+    """The form and the arrays of a tree; with `numbers` Python's count as arrays."""
     stops = is_variable if "flax.nnx" in sys.modules else None
     leaves, treedef = jax.tree.flatten(tree, is_leaf=stops)
     arrays, found, places = [], [], {}
@@ -120,7 +120,7 @@ def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
 
 
 def shapes_of(function: Callable[[], Tree]) -> Tree:
-    """What a function returns, with `jax.ShapeDtypeStruct` for its arrays."""
+    """The tree that a function returns, with `jax.ShapeDtypeStruct` for arrays."""
     forms: list[Form] = []
 
     def traced() -> list[Any]:
@@ -133,12 +133,12 @@ def shapes_of(function: Callable[[], Tree]) -> Tree:
 
 
 def is_function(x: Any) -> bool:
-    """Whether this is a function, and no model that can be called."""
+    """Whether this is a function, rather than a model that can be called."""
     return inspect.isroutine(x) or isinstance(x, functools.partial)
 
 
 def with_arrays(tree: Tree) -> Tree:
-    """The tree with arrays for Python's numbers, but for those of Equinox modules."""
+    """The tree with arrays for Python's numbers, except in Equinox modules."""
     module: Any = getattr(sys.modules.get("equinox"), "Module", ())
     return jax.tree.map(
         lambda x: jnp.asarray(x) if is_number(x) else x,
@@ -148,7 +148,7 @@ def with_arrays(tree: Tree) -> Tree:
 
 
 def difference(form: Form, other: Form) -> str:
-    """Where two forms differ first."""
+    """The first place where two forms differ, in words."""
     names, others = (
         {path_name(path): leaf for path, leaf in _leaves_of(f)} for f in (form, other)
     )
@@ -163,17 +163,17 @@ def difference(form: Form, other: Form) -> str:
 
 
 def is_number(x: Any) -> bool:
-    """Whether this is a number of Python, and no flag."""
+    """Whether this is a Python number other than a bool."""
     return isinstance(x, int | float | complex) and not isinstance(x, bool)
 
 
 def is_variable(x: Any) -> bool:
-    """Whether this is a variable of Flax NNX, which is not imported for it."""
+    """Whether this is a variable of Flax NNX; does not import NNX."""
     return _is_of_nnx(type(x), "Variable")
 
 
 def is_object(x: Any) -> bool:
-    """Whether this is a Flax NNX object itself, which changes in place."""
+    """Whether this is a Flax NNX object, which changes in place."""
     return _is_of_nnx(type(x), "Pytree")
 
 

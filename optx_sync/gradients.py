@@ -24,14 +24,14 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Tree]]:
     """``jax.value_and_grad`` of each replica's own loss, row-sparse for tables.
 
-    With ``axis_name`` the gradients are each replica's own, also of parameters that
-    are equal on all replicas: in ``jax.shard_map`` autodiff would otherwise sum them by
-    itself (``oxs.localize`` prevents it). That is what this package's wrappers take.
+    With ``axis_name`` each replica gets its own gradients, as this package's wrappers
+    need them, also of parameters that are equal on all replicas: in ``jax.shard_map``
+    autodiff would otherwise sum these (``oxs.localize`` prevents it).
 
-    With ``rows`` the rows of a table that a batch names are gathered once, the loss
-    sees only them, and is differentiated with respect to them: no array of the table's
-    size is made. Inside the loss a table is read by
-    ``oxs.take(params["embedding"], ids)`` and in no other way. Its gradient is an
+    With ``rows`` the rows of a table that a batch names are gathered once, and the loss
+    sees and is differentiated with respect to these alone: no array of the table's
+    size is made. Inside the loss a table can be read only by
+    ``oxs.take(params["embedding"], ids)``. Its gradient is an
     ``IndexedSlices`` as ``sum_duplicates`` leaves it, sorted and unique, with one entry
     for each id that ``rows`` returned.
 
@@ -40,8 +40,8 @@ def value_and_grad(
             of a scalar and anything.
         rows: a prefix of the parameters' tree. A leaf is a function of the loss's
             other arguments, ``fn(*args, **kwargs)``, that returns all ids (integers of
-            any shape) which the loss will look up in the tables below that leaf. What
-            is None, or not there, has an ordinary dense gradient.
+            any shape) which the loss will look up in the tables below that leaf.
+            Parameters with None, or without an entry, have dense gradients.
         has_aux: as in ``jax.value_and_grad``.
         axis_name: the mapped axis along which the replicas lie, or a tuple of them.
 
@@ -110,7 +110,7 @@ def value_and_grad(
 
 
 def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
-    """The loss, with these arrays in the leaves: the rows, where it has a table."""
+    """The loss as a function of the leaves' arrays: rows in place of tables."""
     leaves = [
         dataclasses.replace(x, values=array) if isinstance(x, _GatheredRows) else array
         for x, array in zip(leaves, arrays, strict=True)
@@ -119,7 +119,7 @@ def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
 
 
 def _under(path: tuple[object, ...], prefix: tuple[object, ...]) -> bool:
-    """Whether a path begins with a prefix, by name: a dict may describe a module."""
+    """Whether a path begins with a prefix; by name, as a dict may describe a module."""
     own, wanted = (
         [jax.tree_util.keystr((key,), simple=True) for key in keys]
         for keys in (path[: len(prefix)], prefix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose the fields of a state are: each class says it once, in one table.
+"""Which workers share each field of a state: one table for each class.
 
     @declare(rounds=SHARED.told, dropped=OWN_COUNT, inner=OWN)
     class MyState(NamedTuple):
@@ -7,15 +7,14 @@
         dropped: jax.Array
         inner: optax.OptState
 
-From the table follow the worker axes (`state_axes`, `state_specs`, `replicate`), what
-another number of workers does to a field (`resize`), which fields are slots, what a
-chain may hold behind the state, and over which axes a field varies.
+The table decides the worker axes (`state_axes`, `state_specs`, `replicate`), what
+`resize` does to a field, which fields are slots, what a chain may hold behind the
+state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. Other states with a table stand in a
-field of one: those of exchanges, and its `info`, the numbers that are told and that no
-step needs. What these are says the `Info`'s own table, as if they were the state's
-fields.
+wrappers are nested levels; 0 is the outermost. Other states with a table are fields of
+such a state: those of exchanges, and `info`, numbers to report that no step needs. The
+fields of an `Info` count as the state's own, with the kinds of the `Info`'s table.
 """
 
 import dataclasses
@@ -31,25 +30,25 @@ from jax.sharding import PartitionSpec
 
 
 class Kind(NamedTuple):
-    """Whose a field is, and what becomes of it."""
+    """Which workers share a field, and what `resize` makes of it."""
 
-    # Equal on the workers of all levels; on those of its own; where the parameters are
-    # equal; or on none: a worker's own.
+    # Among which workers it is equal: those of all levels, those of its own level,
+    # those whose parameters are equal, or none ("own").
     whose: Literal["all levels", "level", "params", "own"]
-    # What another number of workers makes of it. "kept": of what is shared all of it;
-    # survivors keep their own, and joiners get what `resize` is asked for (what is
-    # equal where the parameters are never a fresh one). "from 0": survivors keep
-    # theirs, joiners begin at 0. "anew": all begin as `init` does. "owed": a sum
-    # still to be sent; what leavers owe is shared out.
+    # What `resize` does. "kept": a shared field stays; of others survivors keep theirs,
+    # and joiners get what `resize` was asked for (a field that is equal where the
+    # parameters are is never begun anew). "from 0": survivors keep theirs, joiners
+    # begin at 0. "anew": all begin as after `init`. "owed": a sum still to be sent;
+    # what leavers owe is shared out.
     resized: Literal["kept", "from 0", "anew", "owed"] = "kept"
-    # What its arrays hold where they are anew.
+    # The number that fills its arrays where they begin anew.
     begins: int = 0
-    # Whether what is owed in it is added up. Otherwise it is averaged, so that it
-    # counts as a share of all workers and is scaled to their number.
+    # Whether workers' contributions, of which it owes a rest, are added up. Where they
+    # are averaged, `resize` scales the rest to the number of workers.
     added: bool = False
-    # Whether there are arrays for each parameter in it, and not just numbers.
+    # Whether it holds arrays for each parameter (slots), or just numbers.
     slots: bool = True
-    # Who begins there with another number of workers, where it holds parameters.
+    # Of a field with parameters: who starts from them after `resize`.
     lands: Literal["nobody", "joiners", "everyone"] | None = None
     # Where its arrays live between the steps that touch them: `placement/memory.py`.
     memory: Literal["device", "pinned_host"] = "device"
@@ -61,17 +60,17 @@ class Kind(NamedTuple):
 
     @property
     def is_center(self) -> bool:
-        """Whether parameters begin there."""
+        """Whether workers start from it."""
         return self.lands in ("joiners", "everyone")
 
     @property
     def told(self) -> "Kind":
-        """The same for numbers that are no slots."""
+        """The same kind for numbers that are no slots."""
         return self._replace(slots=False)
 
     @property
     def on_host(self) -> "Kind":
-        """The same for arrays that live in the memory of the host."""
+        """The same kind for arrays in the memory of the host."""
         return self._replace(memory="pinned_host")
 
 
@@ -83,17 +82,17 @@ OWN = Kind("own")
 OWN_COUNT = Kind("own", "from 0").told
 OWN_SUM = Kind("own", "from 0")
 ANEW = Kind("own", "anew")
-# Of the field `info`: the table of what it holds says more.
+# The field `info`; the fields in it have kinds of their own.
 INFO = Kind("own").told
-# What an exchange remembers of contributions that are added up; `OWN` if averaged.
+# The memory of an exchange whose contributions are added up; `OWN` if averaged.
 OF_SUMS = Kind("own", added=True)
 OWED = Kind("own", "owed")
-# Copies of the parameters, which are computed from the new ones.
+# Copies of the parameters, computed from the updated ones.
 COPIES = Kind("params", lands="nobody")
 CENTER = Kind("level", lands="joiners")
 TAKEN_CENTER = Kind("level", lands="everyone")
 
-# A kind, or what tells it from a state.
+# A kind, or a function that returns it for a state.
 Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
 
 
@@ -114,7 +113,7 @@ class Declares(Protocol):
 def declare(
     **kinds: Kind | Callable[[Any], Kind],
 ) -> Callable[[type[State]], type[State]]:
-    """Decorate a state's class: the kind of each of its fields, over its base's."""
+    """Decorate a state's class with the kind of each field; bases' tables are kept."""
 
     def declared(state: type[State]) -> type[State]:
         table = {**getattr(state, "field_kinds", {}), **kinds}
@@ -141,7 +140,7 @@ def kind_of(state: Declares, name: str) -> Kind:
 
 
 def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
-    """(name, kind, value) of every field, and of those of its `info`."""
+    """(name, kind, value) of every field; those of `info` in place of `info`."""
     for name, value in state._asdict().items():
         if name == "info" and value:
             yield from fields_of(value)
@@ -152,7 +151,7 @@ def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
 def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """The state with `function(name, kind, value, ...)` of every field.
 
-    Of its `info` it is that of the `info`'s fields. `others` are states like this one,
+    In `info` the function gets each of its fields. `others` are states like this one,
     whose values the function gets as well.
     """
 
@@ -165,12 +164,12 @@ def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 
 def nodes_of(tree: Any, is_node: Callable[[Any], bool] = declares) -> list[Any]:
-    """The states in a tree that are in no other one."""
+    """The outermost states in a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
 
 
 def center_of(state: Declares) -> tuple[Kind, Any] | None:
-    """(kind, value) of the field where parameters begin, if there is one."""
+    """(kind, value) of the field from which workers start, if there is one."""
     for _, kind, value in fields_of(state):
         if kind.is_center:
             return kind, value
@@ -178,16 +177,16 @@ def center_of(state: Declares) -> tuple[Kind, Any] | None:
 
 
 def stands_last(state: Any) -> bool:
-    """Whether nothing may stand after it in a chain: it has seen the new parameters."""
+    """Whether it must be last in a chain, since it holds the updated parameters."""
     return declares(state) and any(
         kind.lands and jax.tree.leaves(value) for _, kind, value in fields_of(state)
     )
 
 
 def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of every leaf of a state, but for what workers of all levels share.
+    """`function` of every leaf of a state, except counters shared on all levels.
 
-    Conditionals on these are agreed on.
+    All workers must take the same branch of a conditional on such a counter.
     """
 
     def field(_, kind, value):
@@ -202,33 +201,33 @@ def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Cut(enum.IntEnum):
-    """How an array lies on the workers of a level."""
+    """How an array is divided among the workers of a level."""
 
     NOT = 0
-    NUMBERS = 1  # flat, so many numbers on each
-    LEAVES = 2  # stacked leaves, so many on each
+    NUMBERS = 1  # flattened, an equal number of its numbers on each
+    LEAVES = 2  # a stack of leaves, an equal number of them on each
 
 
 class InPieces(NamedTuple):
-    """A tree whose arrays lie in pieces, one on each worker; its scalars do not.
+    """A tree whose arrays are cut in pieces, one on each worker; scalars are not cut.
 
     An array of n numbers, of any shape, is `[ceil(n / N)]` on each of N workers, the
-    last ones padded. Where no axis is mapped, in what `init` returns, N is 1: it is
-    flat and whole.
+    last ones padded. What `init` returns outside of a mapped axis is flat and whole
+    (N = 1).
     """
 
     tree: Any
 
 
 class Owned(NamedTuple):
-    """What lies in an `InPieces` where whole leaves have owners.
+    """The tree in an `InPieces` where workers own whole leaves.
 
     Leaves that are alike are stacked, `[K, ...]`: N workers have ceil(K / N) of them
-    each, the last ones padding. Scalars are for all.
+    each, the last ones padding. Scalars are on all workers.
     """
 
-    pieces: Any  # of leaves of which each number is treated alone, as ever
-    leaves: dict[str, Any]  # of each group, by its first leaf's path
+    pieces: Any  # of leaves whose numbers are updated one by one
+    leaves: dict[str, Any]  # the stack of each group, by its first leaf's path
 
 
 @declare(own=LIKE_PARAMS, constants=LIKE_PARAMS, numbers=LIKE_PARAMS.told)
@@ -236,7 +235,7 @@ class OwnedState(NamedTuple):
     """State of `cross_shard(..., shard_state="leaves")`."""
 
     own: InPieces  # of an `Owned`
-    constants: list[Any]  # arrays that stand in the state of pieces and are not cut
+    constants: list[Any]  # arrays in the state of `inner` that are not cut
     numbers: dict[str, Any]  # int32[] each, K of each group
 
 
@@ -245,13 +244,13 @@ class OwnedState(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class InStacks:
-    """Stacks of whole leaves `[K, ...]` that lie along axes of one worker's mesh."""
+    """Stacks of whole leaves `[K, ...]`, sharded over axes of one worker's mesh."""
 
-    tree: dict[str, Any]  # of each group, by its first leaf's path
+    tree: dict[str, Any]  # the stack of each group, by its first leaf's path
     axes: tuple[str, ...]
 
     def specs(self) -> "InStacks":
-        """The spec of each array; its scalars are on all devices."""
+        """The `PartitionSpec` of each array; scalars are on all devices."""
         cut, whole = PartitionSpec(self.axes), PartitionSpec()
         tree = jax.tree.map(lambda x: cut if x.ndim else whole, self.tree)
         return dataclasses.replace(self, tree=tree)
@@ -262,17 +261,17 @@ class InStacks:
 )
 @dataclasses.dataclass(frozen=True)
 class InParts:
-    """A tree of which each part lies in pieces of its own.
+    """A tree divided into parts, each of which is cut in pieces.
 
-    How it is cut in parts is no array, but belongs to the tree's structure: a
-    `Partition` of `center/fragments.py`.
+    `partition`, a `Partition` of `center/fragments.py`, belongs to the tree's
+    structure: it is no array.
     """
 
     parts: tuple[InPieces, ...]
     partition: Any
 
     def whole(self) -> Any:
-        """The tree, from the pieces of all workers or as `init` makes it."""
+        """The whole tree, of all workers' pieces or of what `init` returns."""
         shapes = self.partition.each(lambda part: part, self.partition.shapes)
         return self.partition.join(
             [
@@ -283,7 +282,7 @@ class InParts:
 
 
 def _joined(pieces: Any, like: Any) -> Any:
-    """Pieces of an array `[N, k]`, or all of it, flat, in its shape."""
+    """An array in its shape, from its pieces `[N, k]` or from all of it, flat."""
     size = math.prod(like.shape)
     if pieces.size < size:
         raise ValueError(ONE_PIECE)
@@ -297,10 +296,10 @@ ONE_PIECE = (
 
 
 def is_in_stacks(x: Any) -> bool:
-    """Whether this is an `InStacks`; as `is_leaf`, it keeps one in one piece."""
+    """Whether this is an `InStacks`; for `is_leaf=`."""
     return isinstance(x, InStacks)
 
 
 def is_in_pieces(x: Any) -> bool:
-    """Whether this is an `InPieces`; as `is_leaf`, it keeps one in one piece."""
+    """Whether this is an `InPieces`; for `is_leaf=`."""
     return isinstance(x, InPieces)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers without boilerplate: one worker's function for all, and a run's start."""
+"""`map_workers` runs one worker's function for all; `start_workers` begins a run."""
 
 import functools
 import math
@@ -44,16 +44,16 @@ def map_workers(
 
     Without a mesh it is `jax.vmap(fun, in_axes, out_axes, axis_name=axis_name)`: the
     workers are simulated on one device. With a mesh it is `jax.shard_map`, manual over
-    `axis_name` alone: each position of that axis is a worker, and what is sharded over
-    the mesh's other axes stays so, so that a worker may itself lie on many devices
-    (FSDP, tensor parallel). The program and its numbers are the same.
+    `axis_name` alone: each position of that axis is a worker. Arrays that are sharded
+    over the mesh's other axes stay so: a worker may itself lie on many devices (FSDP,
+    tensor parallel). The program and its numbers are the same.
 
-    What has axis 0 lies along the worker axis, `[workers, ...]`, and reaches `fun`
-    without it; what has `None` is equal for all workers. Compile the result with
-    `jax.jit`, which may donate. Workers on two levels, as data parallel replicas inside
-    of each worker, are one `map_workers` inside of another.
+    An argument with axis 0 is `[workers, ...]` and reaches `fun` without that axis; one
+    with `None` is equal for all workers. Compile the result with `jax.jit`, which may
+    donate. For workers on two levels, such as data parallel replicas inside of each
+    worker, put one `map_workers` inside of another.
 
-    `fun` gets copies: what it changes in place, as Flax NNX does, it returns as well.
+    `fun` gets copies, so it must return objects that it changes in place (Flax NNX).
 
     Args:
         fun: A function of one worker's arguments. Collectives over `axis_name`, as all
@@ -64,14 +64,14 @@ def map_workers(
         in_axes: 0 or `None` for each positional argument, or a tree of them that is a
             prefix of it, as `oxs.start_workers` gives it for a state. Keyword arguments
             have axis 0. (Only these: stack workers in front.)
-        out_axes: The same for what `fun` returns. `None` is for what is equal on all
-            workers by itself: counters and center of a state, what `oxs.reduce` gave.
+        out_axes: The same for what `fun` returns. `None` is for results that are equal
+            on all workers: counters and center of a state, results of `oxs.reduce`.
         specs: With a mesh, how one worker is sharded over its other axes: a tree like
             one worker's parameters, or like its first levels, of their `PartitionSpec`.
-            What workers send each other, each device then sends of its own shards:
-            see `oxs.Workers`. `None`: the compiler decides, which for codes makes each
-            device send the whole; along axes of type `Explicit` the types tell. Inside
-            of another `map_workers`, `None` is as that one says.
+            Each device then sends other workers its own shards (see `oxs.Workers`).
+            With `None` the compiler decides, and each device sends the codes of whole
+            arrays; along axes of type `Explicit` the types tell. Inside of another
+            `map_workers`, `None` takes that one's.
 
     Returns:
         A function of all workers' arguments that returns all workers' results.
@@ -80,8 +80,8 @@ def map_workers(
         TypeError: `axis_name` is not a str or a tuple of them, or `mesh` no mesh.
         ValueError: The mesh has no such axis; a tuple without a mesh; axes that do not
             fit the arguments; another number of workers than there are positions along
-            the mesh axis; a result that is said to be equal on all workers and is not;
-            NNX variables that `fun` changes in place and does not return.
+            the mesh axis; a result with `None` that is not equal on all workers; NNX
+            variables that `fun` changes in place and does not return.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -110,8 +110,8 @@ def map_workers(
     if specs is not None:
         fun = with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
     run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
-    # Compiled also where the caller does not: JAX runs no shard_map over a part of the
-    # mesh's axes otherwise. In the caller's `jax.jit` it leaves no trace.
+    # JAX runs a shard_map over a part of the mesh's axes only when it is compiled.
+    # Inside of the caller's own `jax.jit` this one makes no difference.
     run = jax.jit(run, inline=True)
 
     @functools.wraps(fun)
@@ -131,14 +131,13 @@ def start_workers(
     mesh: Mesh | None = None,
     axis_name: AxisName | None = None,
 ) -> tuple[Tree, optax.OptState, Tree]:
-    """What a run of `n` workers starts from: parameters, optimizer state, and its axes.
+    """Start `n` workers: their parameters, optimizer states, and the states' axes.
 
     All workers start from the same parameters. Parameters and state are stacked,
-    `[n, ...]`, but for what the workers share: counters and center. With a mesh they
-    are placed along its axis `axis_name`, computed where they are to live; parameters
-    that lie sharded on the mesh already keep their shards, and so does the state. Of
-    random keys in the state each worker gets its own where workers may differ, as
-    `oxs.replicate` says.
+    `[n, ...]`, except what workers share: counters and center. On a mesh each worker's
+    are computed on the devices of its position along `axis_name`; parameters that are
+    sharded on the mesh already keep their shards, and so does the state. Each worker
+    gets a random key of its own where workers may differ, as `oxs.replicate` says.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -148,8 +147,8 @@ def start_workers(
         axis_name: The mesh axis along which the workers lie, or a tuple of them.
 
     Returns:
-        `(params, state, axes)`: the last one is `oxs.state_axes(tx, params)`, what
-        `map_workers` takes for the state in `in_axes` and `out_axes`.
+        `(params, state, axes)`: `axes` is `oxs.state_axes(tx, params)`, the entry
+        of the state in `in_axes` and `out_axes` of `map_workers`.
 
     Raises:
         ValueError: The mesh has no such axis, or not as many positions along it as
@@ -205,7 +204,7 @@ def state_shardings(
     mesh: Mesh,
     axis_name: AxisName | None,
 ) -> tuple[Tree, Tree]:
-    """Where `start_workers` puts parameters and state: to restore a checkpoint there.
+    """Shardings of `start_workers`' parameters and state, to restore a checkpoint.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -241,8 +240,8 @@ def state_shardings(
         lambda spec: PartitionSpec(front, *spec), own, is_leaf=shards.is_spec
     )
     specs = stacked, state_specs(tx, params, own, front)
-    # A compiled step returns specs of explicit axes in full. With others at the start
-    # it would be compiled twice.
+    # A compiled step returns full specs along explicit axes. If it started with
+    # shorter ones it would be compiled twice.
     in_full = are_explicit(mesh, axes)
 
     def place(spec, x, kind):
@@ -256,16 +255,16 @@ def state_shardings(
 
 
 def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
-    """Put a worker axis in front: `n` equal copies of every leaf, but of random keys.
+    """Add a worker axis: `n` copies of every leaf, with different random keys.
 
-    Of a random key (`jax.random.key`, also inside of `nnx.Rngs`) worker i gets its own,
-    `jax.random.fold_in(key, i)`, so that dropout masks differ. Keys in the state of a
-    transformation are folded where workers have parameters of their own, in `inner` of
-    a center rule or of `gossip`; replicas must draw the same numbers, to stay equal.
-    (A transformation of your own for replicas, whose state holds a key, is seen to be
-    one by `start_workers` only.)
-    Raw keys (`jax.random.PRNGKey`, an array of uint32) cannot be told from data: they
-    are copied. With n = 1 nothing is folded: it puts back what `first` took off.
+    Worker i gets `jax.random.fold_in(key, i)` of a random key (`jax.random.key`, also
+    inside of `nnx.Rngs`), so that dropout masks differ. Keys in an optimizer's state
+    are folded only where workers have parameters of their own, in `inner` of a center
+    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Only
+    `start_workers` recognises a transformation of your own, for replicas, whose state
+    holds a key.)
+    Raw keys (`jax.random.PRNGKey`, an array of uint32) look like data and are copied.
+    With n = 1 nothing is folded: it puts back the axis that `first` took off.
 
     Args:
         tree: A tree of arrays, for example one worker's parameters or state.
@@ -286,9 +285,9 @@ def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
 
 
 def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
-    """`replicate`; `own` says whether keys outside of our states differ.
+    """`replicate`; `own` says whether keys outside of this package's states differ.
 
-    With several levels of workers the innermost is stacked first.
+    Of several levels of workers the innermost is stacked first.
     """
     check_arrays(tree, "What is stacked")
 
@@ -321,10 +320,10 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
 
 
 def first(tree: Tree, axes: Tree = None) -> Tree:
-    """Take the worker axis off: the first worker's copy of every leaf.
+    """Remove the worker axis: the first worker's copy of every leaf.
 
-    Inside `jax.shard_map` that is this worker's own. Outside, where workers differ,
-    it is one of them: for evaluation and checkpoints take `center_params`.
+    Inside `jax.shard_map` it is this worker's own. Outside it is one of workers that
+    may differ: for evaluation and checkpoints take `center_params`.
 
     Args:
         tree: A tree of arrays of shape `[n, ...]`.
@@ -381,7 +380,7 @@ def _simulated(
         try:
             return mapped(*args, **kwargs)
         except ValueError as error:
-            # Only `jax.vmap` knows; the words are its own.
+            # Only `jax.vmap` finds this out; the words are from its message.
             if "mapped output" not in str(error):
                 raise
             raise ValueError(_unequal("A result", axes)) from error
@@ -392,7 +391,7 @@ def _simulated(
 def with_specs(
     fun: Callable[..., Any], specs: shards.Specs | None
 ) -> Callable[..., Any]:
-    """The function, in which exchanges know how a worker is sharded."""
+    """The function, inside of which exchanges know how a worker is sharded."""
 
     @functools.wraps(fun)
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -443,7 +442,7 @@ def _is_none(mark: Any) -> bool:
 
 
 def entry_of(axes: tuple[str, ...]) -> AxisName:
-    """One axis by its name, several as a tuple: an entry of a `PartitionSpec`."""
+    """An entry of a `PartitionSpec`: one axis by its name, several as a tuple."""
     return axes if len(axes) > 1 else "".join(axes)
 
 
@@ -467,9 +466,9 @@ def size_along(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...]) -> int:
 def check_threads(mesh: Mesh | AbstractMesh) -> None:
     """Warn of CPU devices that may wait for each other until XLA gives up.
 
-    Up to JAX 0.11 all of them run their programs on one pool of threads. One that needs
-    a thread while the others hold all of them in a collective waits for ever; with two
-    for each device this was not seen, with one less it was.
+    Up to JAX 0.11 all devices run their programs on one pool of threads. A device that
+    needs a thread while the others hold all of them in a collective waits for ever.
+    This was never seen with two threads for each device, but with one fewer.
     """
     devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
     on_cpus = any(device.platform == "cpu" for device in devices)
@@ -495,7 +494,7 @@ def check_threads(mesh: Mesh | AbstractMesh) -> None:
 
 
 def wrong_number(what: str, axes: Any, positions: int) -> str:
-    """The message where numbers of workers and of positions on the mesh differ."""
+    """The message for another number of workers than positions on the mesh."""
     return (
         f"{what}, but the mesh has {positions} positions along {axes!r}, and each is "
         "one worker. Make the two equal, or simulate any number of workers on one "
@@ -591,7 +590,7 @@ def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
 def _lay(
     x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], mark: int | None
 ) -> Any:
-    """An array on explicit axes as `jax.shard_map` asks for: it moves none itself."""
+    """Lay an array on explicit axes as `jax.shard_map`, which moves none, needs it."""
     spec = [
         tuple(name for name in shards.axes_in(entry) if name not in axes) or None
         for entry in jax.typeof(x).sharding.spec
@@ -602,7 +601,7 @@ def _lay(
 
 
 def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
-    """One worker's results with a worker axis in front of what is its own."""
+    """One worker's results, with a worker axis where `out_axes` says 0."""
     marks = iter(_fit(out_axes, results, "out_axes of map_workers"))
 
     def place(path, x):
