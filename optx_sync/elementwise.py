@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a transformation may work on pieces of arrays: it is tried, whole and cut."""
+"""Check that a transformation may work on pieces of arrays, by trying it on some."""
 
 import contextlib
 import functools
@@ -14,32 +14,32 @@ import optax
 
 from optx_sync.trees import Tree, cast_like
 
-# What is tried: shapes of which the halves are not alike in anything but their size.
+# Shapes for the trial. The halves of each differ in all but their size.
 _EXAMPLE = {
     "matrix": jax.ShapeDtypeStruct((4, 4), np.float32),
     "vector": jax.ShapeDtypeStruct((8,), np.float32),
 }
-# Sizes of the gradients, so that a threshold is passed; the last one brings a NaN.
+# Sizes of the gradients, so that some pass a threshold; the last one is a NaN.
 _SCALES = (1e-6, 1.0, 1e6, np.nan)
 _STEPS = 2
-# What a transformation raises that does not work on other parameters than its own.
+# Errors of a transformation that works on the parameters of its own model only.
 FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 
 
 class Elementwise:
-    """The check of one transformation that is to work on pieces.
+    """The check of one transformation that is to work on pieces of arrays.
 
     `check` tries it on an example, in two steps with gradients of many sizes and a NaN:
-    on two flat halves, each on a replica of its own, it must do what it does on the
-    whole. One that treats parameters by their names, or does not work on the example,
-    is tried on the parameters in small.
+    on two flat halves, each on a replica of its own, its updates must be those of the
+    whole. A transformation that tells parameters apart by name, or fails on the
+    example, is tried on small copies of the parameters.
 
     Args:
         inner: The transformation.
-        axes: The axes along which the pieces lie, if they are mapped. It may use them,
-            to add up what it needs of the whole.
-        option: What asks for pieces, as the user wrote it, for the message.
-        who: What the transformation is called, for the message.
+        axes: The axes along which the pieces lie, if they are mapped. The
+            transformation may use them to add up what it needs of the whole.
+        option: The option that asks for pieces, as the user wrote it, for the message.
+        who: The transformation's name, for the message.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Elementwise:
         self._option, self._who = option, who
 
     def check(self, params: Tree) -> None:
-        """Refuse it for these parameters, where it needs more than each number alone.
+        """Refuse a transformation that needs more than each number of these alone.
 
         Args:
             params: A tree of arrays or `jax.ShapeDtypeStruct`.
@@ -86,7 +86,7 @@ class Elementwise:
             self._refuse("it does not act on each number alone")
 
     def holds_for(self, x: jax.ShapeDtypeStruct) -> bool:
-        """Whether it is elementwise on an array, which is small."""
+        """Whether it is elementwise on a small array."""
         try:
             return self._fits_pieces(x, constants=True) and self._agrees(x)
         except FAILURES:
@@ -94,7 +94,7 @@ class Elementwise:
 
     @functools.cached_property
     def _on_example(self) -> bool | None:
-        """Whether the example says that it is elementwise, `None` if it cannot say."""
+        """Whether it is elementwise on the example; `None` if that cannot be tried."""
         try:
             agrees = self._agrees(_EXAMPLE)
             return None if agrees and self._names_leaves() else agrees
@@ -102,7 +102,7 @@ class Elementwise:
             return None
 
     def _names_leaves(self) -> bool:
-        """Whether it leaves out or tells apart parameters, by name or otherwise."""
+        """Whether it treats some parameters differently, by name or otherwise."""
 
         def picks(x):
             return isinstance(x, optax.MaskedState | optax.transforms.PartitionState)
@@ -111,9 +111,9 @@ class Elementwise:
         return any(map(picks, jax.tree.leaves(state, is_leaf=picks)))
 
     def _fits_pieces(self, shapes: Tree, constants: bool = False) -> bool:
-        """Whether the arrays of its state are cut where the parameters are.
+        """Whether the arrays of its state can be cut like the parameters.
 
-        With `constants` there may be some whose shapes are always the same.
+        With `constants` some may have shapes that are always the same.
         """
         flat, halves = (
             jax.tree.map(
@@ -139,7 +139,7 @@ class Elementwise:
         return same
 
     def _agrees(self, shapes: Tree) -> bool:
-        """Whether the steps agree, whole and cut."""
+        """Whether updates of the whole and of its halves agree."""
         with eager():
             params, grads = draw(shapes)
             halves = (
@@ -197,14 +197,14 @@ class Elementwise:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Outside of what is traced and mapped here, and as Optax expects it."""
+    """Evaluate outside of surrounding traces and mapped axes, as Optax expects it."""
     with jax.core.eval_context(), as_optax_expects():
         yield
 
 
 @contextlib.contextmanager
 def as_optax_expects() -> Iterator[None]:
-    """Where dtypes and shapes are promoted, whatever the user has set."""
+    """Promote dtypes and shapes here, whatever the user has set."""
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -237,7 +237,7 @@ def draw(shapes: Tree) -> tuple[Tree, Tree]:
 
 
 def along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
-    """The function where an axis of size 1 is mapped."""
+    """The function inside of a mapped axis of size 1."""
     mapped = jax.vmap(function, axis_name=axis)
 
     def alone(*trees):
@@ -248,7 +248,7 @@ def along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
 
 
 def _halves(x: np.ndarray, axis: int) -> np.ndarray:
-    """The numbers behind `axis` axes as two flat halves [.., 2, k]."""
+    """All axes from number `axis` on as two flat halves [.., 2, k]."""
     flat = x.reshape(*x.shape[:axis], -1)
     spare = [(0, 0)] * axis + [(0, flat.shape[-1] % 2)]
     return np.pad(flat, spare).reshape(*x.shape[:axis], 2, -1)

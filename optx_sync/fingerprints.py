@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica differs from the others, and in which leaf: two words a leaf say it.
+"""Find the replica that differs from the others, by two words for each leaf.
 
 With w_k the bits of number k of a leaf, all modulo 2^32:
 
     h_1 = sum_k w_k (2 k + 1)        h_2 = sum_k (w_k xor 0x9E3779B9) (4 k + 3)
 
-All multipliers are odd, so that a leaf in which one number differs has another h_1 with
-certainty, and another h_2, too.
+All multipliers are odd, so a leaf in which one number differs always has another h_1,
+and another h_2.
 """
 
 from typing import NamedTuple
@@ -26,20 +26,20 @@ _MIX = 0x9E3779B9
 
 
 class Fingerprint(NamedTuple):
-    """Which of N replicas differ from what most of them have, equal on all of them."""
+    """Which of N replicas differ from the majority."""
 
     words: UInt32[Array, "leaves 2"]  # this replica's own
-    differs: Bool[Array, " replicas"]  # whether it has a leaf that most have not
-    leaf: Int32[Array, " replicas"]  # the first such leaf's number; -1: there is none
+    differs: Bool[Array, " replicas"]  # whether a leaf differs from the majority's
+    leaf: Int32[Array, " replicas"]  # the first such leaf's number, -1 for none
 
     def where(self, tree: Tree) -> dict[int, str]:
-        """The replicas that differ and, for each, the path of the first leaf.
+        """Name the replicas that differ and, for each, the first leaf that does.
 
         Args:
             tree: The tree that was given, or its shapes.
         """
         paths = jax.tree_util.tree_leaves_with_path(pure(tree))
-        # Equal on all replicas, and stacked where each of them has returned it.
+        # The same on all replicas, and stacked if each of them has returned it.
         shape = np.shape(self.leaf)
         leaf = np.asarray(jax.device_get(self.leaf)).reshape(-1, shape[-1])[0]
         return {
@@ -50,33 +50,33 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
-    r"""Compare what should be equal on all replicas, and name who differs, and where.
+    r"""Compare trees that should be equal on all replicas; find who differs, and where.
 
-    A bit that flipped in one replica's memory stays there: its parameters, and what is
-    computed from them, differ from the others' for good, and nothing raises. For every
-    leaf with the numbers of bits w_k
+    A bit that flips in one replica's memory stays flipped: its parameters, and all that
+    is computed from them, differ from the others' for good, and nothing raises. Of each
+    leaf, whose numbers have the bits w_k, two words
 
     .. math::
 
         h_1 = \sum_k w_k (2 k + 1), \quad
         h_2 = \sum_k (w_k \oplus c) (4 k + 3) \mod 2^{32}
 
-    travel to all replicas, and what more than half of them have is right. One number
-    that differs is always found; several in a leaf cancel out by chance, one time in
-    about 2^64. It reads the tree once, sends 8 bytes for each leaf, and changes
-    nothing: run it every some hundred steps, after a restore, and when a worker joins.
+    travel to all replicas, and the words that more than half of them have are right.
+    One number that differs is always found; several in a leaf cancel out once in about
+    2^64. It reads the tree once, sends 8 bytes for each leaf, and changes nothing: run
+    it every few hundred steps, after a restore, and when a worker joins.
 
-    States in the tree say what they hold that is a replica's own (`inner` of a center
-    rule, what an exchange remembers, arrays in pieces): it is left out. So pass
+    It leaves out what the states in the tree declare as a replica's own (`inner` of a
+    center rule, the memory of an exchange, arrays in pieces). So pass
 
     - `(params, state)` of `cross_shard`, and of any optimizer on equal gradients;
     - `state` alone of a center rule, for center, outer state and counters; its workers'
       parameters are equal after a round with `local_sgd` or `diloco`.
 
-    Without a majority, as of two replicas that differ, all of them differ. Over other
-    mesh axes that are mapped here nothing is compared: each position along them has its
-    own answer. Copies of an array that `jax.jit` takes for one are told apart within
-    `jax.shard_map`, where each device reads its own.
+    Without a majority, as of two replicas that differ, all are said to differ. Along
+    other mapped mesh axes nothing is compared: each position has its own answer.
+    `jax.jit` takes the copies of a replicated array for one; inside of `jax.shard_map`
+    each device reads its own copy.
 
     Args:
         tree: Tree of arrays of any dtype, random keys included.
@@ -112,7 +112,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         return Fingerprint(own, jnp.zeros(1, bool), jnp.full(1, -1, jnp.int32))
     replicas = collectives.axis_size(axis_name)
     everyone = collectives.gather(own[None], axis_name)
-    # What more than half of them have stands in the middle.
+    # Among sorted words that of a majority is in the middle.
     usual = jnp.sort(everyone, axis=0)[replicas // 2][None]
     differs = jnp.any(everyone != usual, axis=-1)
     alike = jnp.sum(~differs, axis=0, dtype=jnp.int32)
@@ -129,7 +129,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
 def _words(x: jax.Array) -> UInt32[Array, " 2"]:
     """The two words of an array, in one pass over it."""
     bits = _bits(x)
-    # The number of each along all axes: a flat array would be gathered from its shards.
+    # Numbered along all axes, since flattening would gather a sharded array.
     place = jnp.zeros(bits.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(bits.ndim)):
@@ -149,7 +149,7 @@ def _words(x: jax.Array) -> UInt32[Array, " 2"]:
 
 
 def _bits(x: jax.Array) -> UInt32[Array, "..."]:
-    """The bits of each number, of wide ones as several along a last axis."""
+    """The bits of each number; of wide ones several words along a last axis."""
     if axes.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):

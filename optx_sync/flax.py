@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax: a `TrainState` and an NNX optimizer that step directly, and the center."""
+"""Flax: `TrainState` and NNX optimizer that set new parameters directly."""
 
 from typing import Any, Self
 
@@ -14,8 +14,8 @@ from optx_sync.step import apply_gradients
 class SyncTrainState(train_state.TrainState):
     """A Flax `TrainState` whose `apply_gradients` passes extra arguments on.
 
-    Flax's own keeps all keyword arguments for itself. Here those that are no field of
-    the state go to the transformation: `weight` of `cross_shard`, `weight`,
+    Flax's own keeps all keyword arguments for itself. Here arguments that are no field
+    of the state go to the transformation: `weight` of `cross_shard`, `weight`,
     `contributes` and `gradient_step` of `sync_replicas`.
 
     Example:
@@ -67,12 +67,12 @@ class SyncTrainState(train_state.TrainState):
 
 
 class SyncOptimizer(nnx.Optimizer[Any]):
-    """An `nnx.Optimizer` whose `update` sets new parameters, without updates between.
+    """An `nnx.Optimizer` whose `update` computes new parameters instead of updates.
 
-    It is made and called as Flax's own: `wrt` names the variables to train, and
-    keyword arguments of `update` go to the transformation. Its step is
-    `oxs.apply_gradients`: fewer temporaries, and a worker that takes the center lands
-    on it to the bit in float32.
+    Make and call it like Flax's own: `wrt` names the variables to train, and keyword
+    arguments of `update` go to the transformation. Its step is `oxs.apply_gradients`:
+    it needs fewer temporaries, and a worker that takes the center equals it to the bit
+    in float32.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -118,7 +118,7 @@ class SyncOptimizer(nnx.Optimizer[Any]):
 
 
 def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -> Any:
-    """A Flax `TrainState` or NNX model with the center for parameters, to evaluate.
+    """Put the center into a Flax `TrainState` or NNX model, to evaluate it.
 
     Args:
         train_state: Anything with `params`, `opt_state` and `replace`; or an NNX model,

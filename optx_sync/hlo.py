@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of what XLA says of a program: its text."""
+"""Read the text of XLA programs: computations, instructions, groups of devices."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _IOTA_ARRAY = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
 _NESTED = re.compile(r"\{(?:\s*\{[\d,\s]*\}\s*,?)*\}")
-# What hands over to other computations; the others call them for each element.
+# Instructions that run other computations; others call them for each element.
 _FLOW = ("call", "while", "async-start")
 
 Branches = int | Literal["every", "none"]
@@ -41,8 +41,8 @@ class Instruction(NamedTuple):
     shape: str
     opcode: str
     operands: tuple[str, ...]  # as written: "%x", or with its shape, "f32[3] %x"
-    attributes: str  # as written, but for what stands in quotes
-    quoted: dict[str, str]  # what stands in quotes, by the name before it
+    attributes: str  # as written, without quoted text
+    quoted: dict[str, str]  # the quoted text, by the name before it
 
     @property
     def arrays(self) -> list[Array]:
@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What `read` found in a module: its computations in the order of the text."""
+    """A module as `read` found it: its computations in the order of the text."""
 
     computations: dict[str, list[Instruction]]
     entries: list[str]
@@ -78,7 +78,7 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
 
 
 def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `audit.collectives` reads: `fn` compiled for these arguments."""
+    """Compile `fn` for these arguments, as `audit.collectives` reads it."""
     if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
         if not callable(fn):
             raise TypeError(
@@ -100,9 +100,8 @@ def read(text: str) -> Program:
     """Split a module's text into computations and their instructions.
 
     Args:
-        text: One HLO module, compiled (`compiled.as_text()`, a dump) or as it was
-            given to XLA (`lowered.as_text("hlo")`, where half precision is not
-            widened yet).
+        text: One HLO module, compiled (`compiled.as_text()`, a dump) or as JAX gave it
+            to XLA (`lowered.as_text("hlo")`, where half precision is not widened yet).
     """
     # Quotes (names of operations, configurations) and comments hold anything.
     quotes: list[str] = []
@@ -132,9 +131,9 @@ def read(text: str) -> Program:
 
 
 def called(instruction: Instruction, program: Program) -> list[str]:
-    """Name the computations that an instruction calls, by whatever attribute.
+    """Name the computations that an instruction calls, by any attribute.
 
-    Those of a conditional stand in the order of its branches, false before true.
+    A conditional's are in the order of its branches, false before true.
     """
     found = [
         (attribute, name)
@@ -151,15 +150,15 @@ def called(instruction: Instruction, program: Program) -> list[str]:
 def reached(
     program: Program, branches: Branches = "every", fused: bool = True
 ) -> set[str]:
-    """Name the computations that a run of the program may come to.
+    """Name the computations that a run of the program may reach.
 
     Args:
         program: What `read` returned.
         branches: Which branches of the conditionals it takes: "every", "none", or the
             one of this number (0 is the false one; conditionals with fewer take their
             last).
-        fused: Also those inside of fusions, reductions and the like, which write
-            nothing to memory by themselves.
+        fused: Also computations inside of fusions, reductions and the like, which
+            write nothing to memory themselves.
     """
     targets = {
         target
@@ -232,14 +231,14 @@ def operands(instruction: Instruction, body: list[Instruction]) -> list[Array]:
 
 
 def done(start: int, body: list[Instruction]) -> int | None:
-    """Find what waits for an asynchronous instruction: the `-done` of its `-start`.
+    """Find the `-done` that waits for an asynchronous `-start`.
 
     Args:
         start: Which instruction of the computation; also a "send" or a "recv".
         body: The computation.
 
     Returns:
-        Which instruction of the computation. None if it stands in another one, as when
+        Which instruction of the computation. None if it is in another one, as when
         a loop hands a start to its next round.
     """
     current = body[start].name
@@ -254,9 +253,9 @@ def done(start: int, body: list[Instruction]) -> int | None:
 
 
 def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Read the groups of devices of a collective, from whichever form XLA wrote.
+    """Read the groups of devices of a collective, in any form that XLA writes.
 
-    Those of a permutation, or of a "send", are its (source, target) pairs.
+    A permutation's, and a "send"'s, are its (source, target) pairs.
 
     Raises:
         ValueError: If they are written in a form that is not known.
@@ -304,7 +303,7 @@ def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:
 
 
 def _depths(text: str) -> Iterator[int]:
-    """How many brackets are open after each sign."""
+    """How many brackets are open after each character."""
     return itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
 
 

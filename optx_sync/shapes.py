@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes and dtypes of arrays in annotations: `Float[Array, "workers values"]`.
 
-They are jaxtyping's where it has been imported already, as in a test whose import hook
-checks them at each call. A user's program imports nothing for them and checks nothing:
-there `Float[Array, ...]` is `Array`, as it is to type checkers.
+These names are jaxtyping's where it has been imported already, as in a test whose
+import hook checks them at each call. A user's program imports nothing for them and
+checks nothing: there `Float[Array, ...]` is `Array`, as it is to type checkers.
 """
 
 import sys

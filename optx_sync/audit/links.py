@@ -22,10 +22,10 @@ _PAIRS = ("collective-permute", "send")
 
 
 class Cost(NamedTuple):
-    """What a period costs: seconds of one device."""
+    """The cost of one period, in seconds of one device."""
 
     sent: float  # on the links, overlapped with computation or not
-    exposed: float  # the part of these in which the device waits
+    exposed: float  # of these, the seconds in which the device waits
     utilisation: float  # the share of all seconds in which the device computes
 
 
@@ -33,10 +33,10 @@ class Strategy(NamedTuple):
     """The collectives of a training strategy, as `time` takes them.
 
     Attributes:
-        rows: Those of the program, or of the one that meets.
+        rows: Collectives of the program, or of the program that meets.
         period: The number of steps from one meeting to the next.
-        quiet: Those of the program of all other steps. None: the same program runs in
-            all of them, and goes through its conditionals once in a period.
+        quiet: Collectives of the program of all other steps. None: one program runs in
+            all steps, and its conditionals are taken once in a period.
         overlap: The share of a step's computation that its overlapped collectives can
             hide behind.
     """
@@ -89,20 +89,20 @@ def time(
     A collective of b bytes among n devices takes latency + 8 f(n) b / (gbits 1e9)
     seconds, with f(n) what a ring sends of each byte: 2 (n - 1) / n of an all-reduce,
     (n - 1) / n of a reduce-scatter and of an all-to-all, n - 1 of an all-gather, whose
-    operand is one device's share, and 1 of a permutation or a send. In each step what
-    is overlapped (`Collective.overlapped`) hides behind `overlap * step_seconds` at
-    most; what is not, or stands in a conditional, the device waits for. Over the
-    H = `period` steps from one meeting to the next, of T = `step_seconds` each:
+    operand is one device's share, and 1 of a permutation or a send. In each step
+    overlapped collectives (`Collective.overlapped`) hide behind `overlap *
+    step_seconds` at most; the device waits for others, and for those in conditionals.
+    Over the H = `period` steps of a period, of T = `step_seconds` each:
 
     .. math::
 
         \text{utilisation} = \frac{H T}{H T + \text{exposed}}
 
-    These are bounds for simple links, not measurements: shared links, trees in place of
-    rings and kernels that wait for memory are left out.
+    These are bounds for simple links, not measurements: they leave out shared links,
+    trees in place of rings, and kernels that wait for memory.
 
     Args:
-        rows: What `collectives` found, or `Collective`s of a program to come. With
+        rows: What `collectives` found, or `Collective`s of a planned program. With
             `quiet`, those of the step that meets.
         gbits: Gbit/s that one device sends: the link of a host of 8 devices, by 8.
         step_seconds: Seconds that a step computes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program really communicates, read from XLA's own text."""
+"""List the collectives of a compiled program, from XLA's own text."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ _KINDS = (
     "ragged-all-to-all",
 )
 _PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
-# Custom calls that move a pointer, or mark where a collective begins and ends.
+# Custom calls that only move a pointer, or mark a collective's begin and end.
 _IDLE = (
     "AllocateBuffer",
     "AsyncCollectiveDone",
@@ -32,34 +32,33 @@ class Collective(NamedTuple):
 
     `groups` holds the sets of devices that exchange with each other, or for a
     "collective-permute" and a "send" the (source, target) pairs. It is empty where the
-    program does not say, as for what goes from one TPU slice to another.
+    program does not say, as for transfers between TPU slices.
 
-    `overlapped` says of an asynchronous collective whether anything is computed between
-    its start and where the program waits for it, in the order that it runs in. A
-    synchronous one, or one that is waited for in a later round of a loop, has None.
-    `behind` counts the instructions that compute in between: on a GPU, its kernels.
+    `overlapped` says whether an asynchronous collective has any computation between its
+    start and the instruction that waits for it, in the program's order. It is None for
+    a synchronous one, and for one that a later round of a loop waits for. `behind`
+    counts the instructions that compute in between: on a GPU, its kernels.
     """
 
-    kind: str  # "all-reduce", "all-gather", "send", ...; a pair counts once
+    kind: str  # "all-reduce", "all-gather", "send", ...; start and done are one
     bytes: int  # of the operands, on one device
     operands: int  # arrays that travel together
     groups: tuple[tuple[int, ...], ...]  # of devices, as the mesh counts them
-    conditional: bool  # stands in a branch of a conditional, at whatever depth
-    overlapped: bool | None = None  # with computation, between its start and its end
-    behind: int | None = None  # how many instructions that compute; None as above
+    conditional: bool  # in a branch of a conditional, at any depth
+    overlapped: bool | None = None  # with computation between its start and its end
+    behind: int | None = None  # the number of instructions that compute there
 
 
 def collectives(fn: Any, *args: Any, **kwargs: Any) -> list[Collective]:
     """Compile `fn` for these arguments and list the collectives of the program.
 
-    A row is one collective instruction in XLA's optimised program, after its
-    combiner has joined what can travel together. It counts once if it stands in a
-    loop, and once if its start and its end are instructions of their own; a "send"
-    stands for itself and the "recv" of what the others sent. `conditional` says that
-    it runs only when a branch of a `lax.cond` is taken; a function called both inside
-    and outside of branches does not count as conditional.
+    A row is one collective instruction in XLA's optimised program, after XLA has
+    combined those that can travel together. One in a loop counts once, and so do a
+    start and its end; a "send" stands for itself and the "recv" of the other side.
+    `conditional` says that it runs only when a branch of a `lax.cond` is taken; a
+    function called both inside and outside of branches is not conditional.
 
-    The rows describe the program of the platform that compiled it. XLA:CPU widens
+    The rows describe the program that this platform's compiler made. XLA:CPU widens
     half precision reductions to float32, and keeps collectives over one device.
 
     Args:
@@ -191,7 +190,7 @@ def _rows(program: hlo.Program) -> list[Collective]:
         if instruction.opcode == "fusion" or instruction.opcode.endswith("-start")
         for called in hlo.called(instruction, program)
     }
-    # A TPU's collective in pieces, each fused with what is computed meanwhile. Every
+    # A TPU's collective may be in pieces, each fused with other computation. Every
     # piece is written as if it were the whole.
     chains: dict[tuple[str, str], list[int]] = {}
     for name, position, _ in found:
@@ -214,7 +213,7 @@ def _rows(program: hlo.Program) -> list[Collective]:
         elif len(pieces) > 1:
             start, end = at, pieces[-1]
         else:
-            # Where it is written, or where the computation that it fills is started.
+            # The instruction itself, or the one that starts the computation around it.
             start = position if instruction.opcode != kind else at
             outside = name if instruction.opcode != kind else outside
             end = hlo.done(start, program.computations[outside])
@@ -257,7 +256,7 @@ def _kind(instruction: hlo.Instruction, program: hlo.Program) -> str | None:
 def _send(position: int, body: list[hlo.Instruction]) -> tuple[int, int | None]:
     """Return from where to where in its computation a send and its recv take.
 
-    What a program waits for is what it receives.
+    The program waits for the array that it receives.
     """
 
     def meeting(instruction: hlo.Instruction) -> str | None:

@@ -15,16 +15,16 @@ from optx_sync.trees import Tree, at_least_float32
 
 
 def take(table: Tree, ids: slices.Numbers) -> jax.Array:
-    """Rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
+    """Look up rows of a table, ``table[ids]``, inside the loss of ``value_and_grad``.
 
-    Unlike ``table[ids]`` it never wraps or clamps a row out of range, a negative one
-    included: it refuses the row where ``ids`` are known (outside of compiled code);
-    compiled code gives zeros for it, and no gradient.
+    Unlike ``table[ids]`` it never wraps or clamps an id out of range, or a negative
+    one: it raises where ``ids`` are known (outside of compiled code); compiled code
+    returns zeros for it, without a gradient.
 
-    Inside a loss under ``oxs.value_and_grad``, whose ``rows`` names this table, only
-    the named rows are there. An id in range that ``rows`` did not name is an error:
-    a ``ValueError`` where the ids are known; compiled code cannot raise, so there the
-    looked-up row is NaN, and the loss with it.
+    Inside a loss under ``oxs.value_and_grad`` with ``rows`` for this table, only the
+    rows that it names can be read. Another id in range is an error: a ``ValueError``
+    where the ids are known; compiled code cannot raise, so the row is NaN there, and
+    the loss with it.
 
     Args:
         table: [rows, ...], an array, or what ``value_and_grad`` puts in its place.
@@ -58,15 +58,15 @@ def take(table: Tree, ids: slices.Numbers) -> jax.Array:
 
 
 class _TableUseError(TypeError, AttributeError):
-    """A stand-in was used as an array; also what `hasattr` and JAX's probes expect."""
+    """A stand-in was used as an array; bases are what `hasattr` and JAX expect."""
 
 
 @dataclasses.dataclass(eq=False)
 class _GatheredRows:
-    """The rows of a table that a batch names: what the loss of `value_and_grad` sees.
+    """Stands for a table in the loss of `value_and_grad`: the rows that a batch names.
 
     `words` are the hidden indices, sorted and unique, `values` the rows; `shape` is
-    that of the table.
+    the table's.
     """
 
     words: Key[Array, " named"]

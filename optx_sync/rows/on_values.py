@@ -26,8 +26,8 @@ def on_values(
     (``optax.clip_by_block_rms``): these are taken over the k entries of the slices,
     including the zero entries in place of duplicates, and not over the table.
 
-    ``tx`` does not get a table's parameters: weight decay or a trust ratio concerns all
-    rows, so using them raises. Mask such a table out with ``optax.masked``.
+    ``tx`` gets no parameters of a table, and raises if it uses them: weight decay or a
+    trust ratio concerns all rows. Mask such a table out with ``optax.masked``.
 
     Args:
         tx: a transformation without state, or with scalars only (a schedule's count).
@@ -62,7 +62,7 @@ def on_values(
             values, state = tx.update(values, state, None, **extra_args)
         else:
             # A transformation may look at the dtype of all parameters, as
-            # optax.inject_hyperparams does, but not at the numbers of these.
+            # optax.inject_hyperparams does, but not at a table's numbers.
             kept = structure.flatten_up_to(params)
             tables = {
                 at: jnp.zeros(leaf.values.shape, kept[at].dtype)
@@ -97,7 +97,7 @@ def _refuse_array_state(state: Tree) -> None:
 
 
 def _with_tables(step, structure, kept, tables: Tables) -> tuple[Tree, Tree]:
-    """A step that sees these arrays in place of the tables' parameters."""
+    """The step with these arrays in place of the tables' parameters."""
     seen = [tables.get(at, leaf) for at, leaf in enumerate(kept)]
     return step(structure.unflatten(seen))
 

@@ -14,33 +14,33 @@ from jax.typing import ArrayLike
 from optx_sync.shapes import Array, Bool, Int32, Key
 from optx_sync.trees import SlicesLeaf, Tree, at_least_float32, is_slices
 
-# What users pass for rows: an array, or a list of numbers.
+# Rows as users may pass them: an array, or a list of numbers.
 Numbers: TypeAlias = ArrayLike | Sequence[Any]
 Rows: TypeAlias = Int32[Array, " k"]
 LAST_INDEX = 2**31 - 1
-# Indices from here on name no row: `sum_duplicates` fills its unused entries with
-# them. 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows, are room enough.
+# Indices from here on name no row: `sum_duplicates` puts them into unused entries.
+# That leaves room for 2^28 rows in one gradient, and tables of 2^31 - 2^28 rows.
 FIRST_PADDING = 2**31 - 2**28
-# How rows are read and written: those out of range are left out, and never wrapped.
+# Rows are read and written so that ids out of range are dropped, never wrapped.
 DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 FILL: dict[str, Any] = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
-# Of indices as `sum_duplicates` leaves them.
+# For indices that `sum_duplicates` has sorted.
 ORDERED: dict[str, Any] = {"indices_are_sorted": True, "unique_indices": True}
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class IndexedSlices(SlicesLeaf):
-    """Some rows of a gradient (or update) of a table; all other rows are zero.
+    """A row-sparse gradient (or update) of a table: some rows; all others are zero.
 
     It stands for the dense array ``zeros(table.shape).at[indices].add(values)``: an
     index may occur more than once, and its rows add up. Rows out of range, negative
     ones included, are dropped and never wrapped to another row; where the indices are
     known (outside of compiled code) ``table + slices`` refuses them instead.
 
-    It is a pytree of two leaves. Code that does not know slices sees the indices as an
-    array of an extended dtype, which refuses arithmetic: ``optax.scale(2.0)`` on such a
-    leaf raises a ``TypeError``, it does not move rows. Use ``oxs.on_values`` to run
-    such a transformation on the values alone.
+    It is a pytree of two leaves. To other code the indices are an array of an extended
+    dtype, which refuses arithmetic: ``optax.scale(2.0)`` on such a leaf raises a
+    ``TypeError`` instead of moving rows. ``oxs.on_values`` runs such a transformation
+    on the values alone.
 
     Args:
         indices: int32[k], the rows; any integer dtype, held as int32.
@@ -99,18 +99,18 @@ class IndexedSlices(SlicesLeaf):
         return self._values
 
     def map_values(self, fn: Callable[[jax.Array], Any]) -> "IndexedSlices":
-        """The same rows with ``fn(values)`` for values."""
+        """The same rows, with ``fn(values)`` as their values."""
         return rebuild(self._words, fn(self._values))
 
     def sum_duplicates(self) -> "IndexedSlices":
-        """Each row once, in ascending order, the values of equal rows added up.
+        """Add up the values of equal rows; each row once, in ascending order.
 
-        The size stays k, so that it compiles: entries left over hold zeros, and
+        The size stays k, as compiled code needs it: unused entries hold zeros, and
         distinct ascending indices near the int32 maximum, out of range of any table.
-        The result may therefore be scattered with ``indices_are_sorted=True,
-        unique_indices=True, mode="drop"``. Negative rows become such entries. It costs
-        O(k log k) whatever the size of the table; half precision values are added up
-        in float32 and rounded once.
+        So the result may be scattered with ``indices_are_sorted=True,
+        unique_indices=True, mode="drop"``. Negative rows become unused entries. It
+        costs O(k log k) whatever the size of the table; half precision values are added
+        up in float32 and rounded once.
 
         Returns:
             Slices of the same size and dtype, sorted and unique.
@@ -174,7 +174,7 @@ class IndexedSlices(SlicesLeaf):
 
 
 def unique_rows(grads: Tree) -> Tree:
-    """The gradients, with equal rows of row-sparse leaves added up."""
+    """Add up equal rows in the row-sparse leaves of gradients."""
     return jax.tree.map(
         lambda g: g.sum_duplicates() if is_slices(g) else g, grads, is_leaf=is_slices
     )
@@ -185,7 +185,7 @@ def check_rows(
     table: Tree,
     path: str = "",
 ) -> None:
-    """Refuse slices that do not fit a table.
+    """Raise if slices do not fit a table.
 
     Args:
         slices: the rows, with as many leading batch axes as the table has.
@@ -195,7 +195,7 @@ def check_rows(
     Raises:
         ValueError: if a row of the values has another shape than a row of the table,
             or if an index is known (not traced) and out of the table's range. The
-            entries that ``sum_duplicates`` leaves over pass.
+            entries that ``sum_duplicates`` leaves unused pass.
     """
     where = f" at {path}" if path else ""
     batch = slices._words.ndim - 1
@@ -229,7 +229,7 @@ def check_rows(
 
 
 def rebuild(words: Any, values: Any) -> IndexedSlices:
-    """`IndexedSlices` of these leaves, unchecked: JAX puts any object there."""
+    """`IndexedSlices` of these leaves, unchecked, since JAX passes any object."""
     slices = object.__new__(IndexedSlices)
     slices._words = words
     slices._values = values
@@ -241,7 +241,7 @@ def _hide(indices: Numbers) -> Key[Array, "..."]:
     indices = as_int32(indices, "indices")
     if isinstance(indices, Tracer):
         return hide_words(indices)
-    # What is known stays known while tracing, so that it can be checked.
+    # Indices that are known stay known while tracing, so that they can be checked.
     with jax.ensure_compile_time_eval():
         return hide_words(jnp.asarray(indices))
 
@@ -280,7 +280,7 @@ def as_int32(indices: Numbers, what: str) -> jax.Array | np.ndarray:
 
 
 def known_numbers(array: jax.Array | np.ndarray) -> np.ndarray | None:
-    """The numbers where they are not traced and all at this process, else None."""
+    """The numbers if they are not traced and this process has all of them, or None."""
     if isinstance(array, np.ndarray):
         return array
     if isinstance(array, Tracer) or not array.is_fully_addressable:
@@ -289,7 +289,7 @@ def known_numbers(array: jax.Array | np.ndarray) -> np.ndarray | None:
 
 
 def known_indices(words: object) -> np.ndarray | None:
-    """The hidden indices as numbers where they are known, else None."""
+    """The hidden indices as numbers if they are known, or None."""
     if isinstance(words, Tracer) or not isinstance(words, jax.Array):
         return None
     with jax.ensure_compile_time_eval():
@@ -304,7 +304,7 @@ def show(words: Key[Array, "*k"]) -> Int32[Array, "*k"]:
 def unique_indices(indices: Rows) -> tuple[Rows, Rows]:
     """Each row once, ascending, then padding; and the indices, the last for no row.
 
-    Two sorts of one array each: XLA:CPU sorts pairs several times slower.
+    It sorts one array twice: XLA:CPU sorts pairs several times slower.
     """
     size = indices.shape[0]
     is_row = (indices >= 0) & (indices < FIRST_PADDING)
@@ -320,7 +320,7 @@ def search(ordered: Rows, wanted: Int32[Array, "*ids"]) -> Int32[Array, "*ids"]:
     """Where each wanted number stands, or would stand, among ordered ones."""
     mesh = jax.sharding.get_abstract_mesh()
     partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
-    # There JAX's binary search fails an assertion under check_vma=True; the other way
+    # There JAX's binary search fails an assertion under check_vma=True; another method
     # sorts pairs, which takes XLA:CPU several times as long.
     method = "sort" if partly_manual else "scan"
     return jnp.searchsorted(ordered, wanted, method=method).astype(jnp.int32)
