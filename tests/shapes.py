@@ -27,17 +27,12 @@ PARAMS = {
 
 
 def traced(tx):
-    """Trace the start and a step of all workers; nothing is compiled."""
-    params, state, axes = oxs.start_workers(tx, PARAMS, N)
+    """Trace the start and a step of one of the workers; nothing is compiled."""
 
-    def step(params, state):
-        return oxs.apply_gradients(tx, params, state, params)
+    def step(params):
+        return oxs.apply_gradients(tx, params, tx.init(params), params)
 
-    jax.eval_shape(
-        oxs.map_workers(step, AXIS, in_axes=(0, axes), out_axes=(0, axes)),
-        params,
-        state,
-    )
+    jax.make_jaxpr(step, axis_env=[(AXIS, N)])(PARAMS)
 
 
 def rows_traced():
