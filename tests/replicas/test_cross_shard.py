@@ -1,8 +1,6 @@
 """cross_shard: one answer everywhere, and what it must refuse."""
 
 import functools
-import json
-import pathlib
 from collections import Counter
 from typing import Any
 
@@ -18,69 +16,50 @@ from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
 from tests.reference import replicas as reference
 from tests.refusals import refused
+from tests.test_simulate_sync_replicas import arrays_of, inner_of, recorded
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
 cross_shard: Any = oxs.cross_shard
 all_reduce_grads: Any = oxs.all_reduce_grads
-AXIS = contexts.AXIS
+AXIS, N = contexts.AXIS, contexts.REPLICAS
 GROUPS = [[0, 2], [1, 3]]
-PARAMS = {
-    "scalar": np.float32(0.5),
-    "vector": np.linspace(-1, 1, 5, dtype=np.float32),
-    "matrix": np.linspace(-2, 2, 12, dtype=np.float32).reshape(6, 2),
-    "empty": np.zeros((0, 3), np.float32),
-    "bfloat16": np.zeros(4, jnp.bfloat16),
-    "float16": np.zeros(3, np.float16),
+STEPS = 6
+PARAMS = {"matrix": np.zeros((6, 2), np.float32), "half": np.zeros(4, jnp.bfloat16)}
+# Steps of whole numbers: what half precision holds is exact.
+WHOLE = optax.sgd(1.0, momentum=1.0)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+# name: (arguments of cross_shard, with weights)
+CASES: dict[str, Any] = {
+    "mean": ({}, False),
+    "sum": ({"reduction": "sum"}, False),
+    "weighted": ({}, True),
+    "groups": ({"group_assignment": GROUPS}, False),
+    "sum_groups": ({"reduction": "sum", "group_assignment": GROUPS}, False),
+    "weighted_groups": ({"group_assignment": GROUPS}, True),
 }
-# The state is each replica's own, whole: the contexts with axes would say nothing new.
-CONTEXTS = ("pmap", "shard_map", "shard_map_unchecked", "vmap", "islands")
-# Half precision leaves take plain steps of whole numbers: what they hold is exact.
-EXACT = ("bfloat16", "float16")
-LABELS = {name: "exact" if name in EXACT else "momentum" for name in PARAMS}
-# name: (arguments of cross_shard, arguments of the reference, with weights)
-CASES = {
-    "mean": ({}, {}, False),
-    "sum": ({"reduction": "sum"}, {"reduction": "sum"}, False),
-    "weighted": ({}, {}, True),
-    "groups": ({"group_assignment": GROUPS}, {"groups": GROUPS}, False),
-    "sum_groups": (
-        {"reduction": "sum", "group_assignment": GROUPS},
-        {"reduction": "sum", "groups": GROUPS},
-        False,
-    ),
-    "weighted_groups": ({"group_assignment": GROUPS}, {"groups": GROUPS}, True),
-}
+EQUAL = ("mean", "sum", "weighted")  # Groups do not end equal on all replicas.
 
 
-def weights(steps=25):
+def weights():
     """[T, 4]: in each step two pairs of equal weight, a power of two."""
     rng = np.random.default_rng(1)
-    pair = 2.0 ** rng.integers(0, 4, (steps, 1))
-    first = np.floor(rng.uniform(0, pair + 1, (steps, 2)))
+    pair = 2.0 ** rng.integers(0, 3, (STEPS, 1))
+    first = np.floor(rng.uniform(0, pair + 1, (STEPS, 2)))
     weight = np.concatenate([first, pair - first], axis=1)
     weight[3] = 0  # nobody has seen a token
     return weight.astype(np.float32)
 
 
-def gradients(steps=25, weighted=False):
+def gradients(weighted):
     rng = np.random.default_rng(0)
 
-    def leaf(name, param):
-        shape = (steps, contexts.REPLICAS, *param.shape)
-        if name in EXACT:
-            grad = 16 * rng.integers(-1, 2, shape).astype(param.dtype)
-        else:
-            grad = rng.normal(size=shape).astype(np.float32)
+    def drawn(param):
+        grad = 16 * rng.integers(-1, 2, (STEPS, N, *param.shape)).astype(param.dtype)
         if weighted:  # They must leave no trace.
-            grad[weights(steps) == 0] = np.nan
+            grad[weights() == 0] = np.nan
         return grad
 
-    return {name: leaf(name, param) for name, param in PARAMS.items()}
-
-
-def leaves_of(name):
-    """All forms of leaves in one of the cases, for the compiler's sake."""
-    return PARAMS if name == "mean" else ("matrix", "float16")
+    return jax.tree.map(drawn, PARAMS)
 
 
 def with_weight(tx, weighted):
@@ -115,48 +94,13 @@ def together(transformations):
 
 def inputs(names=tuple(CASES)):
     """These cases in one transformation, so that each context compiles once."""
-
-    def one(name):
-        arguments, _, weighted = CASES[name]
-        inner = optax.multi_transform(
-            {"momentum": optax.sgd(0.1, momentum=0.9), "exact": optax.sgd(1.0)},
-            {leaf: LABELS[leaf] for leaf in leaves_of(name)},
-        )
-        return with_weight(cross_shard(inner, AXIS, **arguments), weighted)
-
-    def of_leaves(name, tree):
-        return {leaf: tree[leaf] for leaf in leaves_of(name)}
-
-    tx = together({name: one(name) for name in names})
-    params = {name: of_leaves(name, PARAMS) for name in names}
-    grads = {
-        name: of_leaves(name, gradients(weighted=CASES[name][2])) for name in names
+    made = {
+        name: with_weight(cross_shard(WHOLE, AXIS, **arguments), weighted)
+        for name, (arguments, weighted) in CASES.items()
+        if name in names
     }
-    return tx, params, grads, {"weight": weights()}
-
-
-def expected(name):
-    _, arguments, weighted = CASES[name]
-    per_step = weights() if weighted else [None] * 25
-
-    def leaf(name, param, grad):
-        reduced = [
-            reference.reduce(g, weight=w, **arguments)
-            for g, w in zip(grad, per_step, strict=True)
-        ]
-        start = np.broadcast_to(param, (contexts.REPLICAS, *param.shape))
-        if name not in EXACT:
-            return reference.momentum(start, reduced, 0.1, 0.9)
-        history = reference.momentum(start.astype(np.float32), reduced, 1.0, 0.0)
-        assert np.array_equal(history, history.astype(param.dtype))
-        return history
-
-    grads = gradients(weighted=weighted)
-    return {at: leaf(at, PARAMS[at], grads[at]) for at in leaves_of(name)}
-
-
-# Groups do not end equal on all replicas.
-EQUAL = ("mean", "sum", "weighted")
+    grads = {name: gradients(CASES[name][1]) for name in names}
+    return together(made), dict.fromkeys(names, PARAMS), grads, {"weight": weights()}
 
 
 def process_cases():
@@ -164,33 +108,33 @@ def process_cases():
     return {"cross_shard": inputs(), "replicated": (*inputs(EQUAL), ("replicated",))}
 
 
-def check(history):
+def expected(name):
+    arguments, weighted = CASES[name]
+    how = arguments.get("reduction", "mean")
+    groups = arguments.get("group_assignment")
+
+    def moved(grads):
+        reduced = [
+            reference.reduce(grad, how, weight if weighted else None, groups)
+            for grad, weight in zip(grads, weights(), strict=True)
+        ]
+        return reference.momentum(np.zeros_like(reduced[0]), reduced, 1.0, 1.0)
+
+    return jax.tree.map(moved, gradients(weighted))
+
+
+@pytest.mark.parametrize("context", ["shard_map", "replicated", "vmap", "islands"])
+def test_one_answer_everywhere(context):
+    if context == "replicated":  # `P()` for parameters and state, in and out
+        tx, params, grads, extra = inputs(EQUAL)
+        run = two_processes.replicated(tx, contexts.mesh())
+        one, _ = run(params, tx.init(params), *contexts.by_replica((grads, extra)))
+        history = jax.tree.map(lambda x: np.stack([contexts._numpy(x)] * N, 1), one)
+    else:
+        history, _ = contexts.replay(context, *inputs())
     for name, got in history.items():
         contexts.assert_close(got, expected(name))
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_one_answer_everywhere(context):
-    history, _ = contexts.replay(context, *inputs())
-    assert history.keys() == CASES.keys()
-    check(history)
-
-
-def replicated(tx, params, grads, extra=None):
-    """As `contexts.replay`, with equal parameters and state: `P()` in and out."""
-    grads, extra = contexts.by_replica((grads, extra or {}))
-    run = two_processes.replicated(tx, contexts.mesh())
-    history, state = run(params, tx.init(params), grads, extra)
-    every = jax.tree.map(
-        lambda x: np.stack([contexts._numpy(x)] * contexts.REPLICAS, axis=1), history
-    )
-    return every, state
-
-
-def test_one_answer_where_parameters_are_replicated():
-    history, _ = replicated(*inputs(EQUAL))
-    assert history.keys() == set(EQUAL)
-    check(history)
+    assert history.keys() == set(EQUAL if context == "replicated" else CASES)
 
 
 # Gradients that autodiff has reduced already (check_vma=True), eight devices.
@@ -198,135 +142,89 @@ def test_one_answer_where_parameters_are_replicated():
 INPUT = np.arange(1, 9, dtype=np.float32)  # mean 4.5, sum 36
 
 
-def over_eight(function, *args, check_vma=True):
-    mapped = jax.shard_map(
-        function,
-        mesh=contexts.mesh(8),
-        in_specs=P(AXIS),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    return jax.jit(mapped)(*args)
+def over_eight(function, **options):
+    specs = {"in_specs": P(AXIS), "out_specs": P(), **options}
+    return jax.jit(jax.shard_map(function, mesh=contexts.mesh(8), **specs))
 
 
-def loss(w, x):
-    return jnp.mean(w * x)
-
-
-def mean_loss(w, x):
-    return oxs.reduce(loss(w, x), AXIS)
-
-
-# way out: (mark the parameters as local, the loss, what cross_shard is told)
+# What the gradients are said to be: how they come about.
 WAYS = {
-    "localize": (True, loss, "local"),
-    "summed": (False, loss, "summed"),
-    "averaged": (False, mean_loss, "averaged"),
+    "local": lambda loss, w: jax.grad(loss)(oxs.localize(w, AXIS)),
+    "summed": lambda loss, w: jax.grad(loss)(w),
+    "averaged": lambda loss, w: jax.grad(lambda w: oxs.reduce(loss(w), AXIS))(w),
 }
 
 
-def one_gradient(x, way, reduction="mean", told=None):
-    local, of, grads = WAYS[way]
-    w = jnp.float32(2)
-    gradient = jax.grad(of)(oxs.localize(w, AXIS) if local else w, x)
-    tx = cross_shard(optax.scale(1.0), AXIS, reduction=reduction, grads=told or grads)
-    return tx.update(gradient, tx.init(w), w)[0]
+def answers(x, ways=tuple(WAYS)):
+    """What `all_reduce_grads` makes of gradients of w x: {(way, reduction): ...}."""
+    found = {}
+    for told in ways:
+        grad = WAYS[told](lambda w: jnp.sum(w * x), jnp.float32(2))
+        rows = oxs.IndexedSlices(jnp.array([2]), jnp.reshape(grad, 1))
+        tree = {"w": grad, "half": grad.astype(jnp.bfloat16), "rows": rows}
+        for reduction in ("mean", "sum"):
+            tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
+            updates, _ = tx.update(tree, tx.init(None))
+            half, rows_of_it = updates["half"], updates["rows"].to_dense(3)
+            assert half.dtype == jnp.bfloat16
+            found[told, reduction] = updates["w"], half.astype("f4"), rows_of_it
+    return found
 
 
-@pytest.mark.parametrize(("reduction", "right"), [("mean", 4.5), ("sum", 36.0)])
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_out_gives_the_right_number(way, reduction, right):
-    step = functools.partial(one_gradient, way=way, reduction=reduction)
-    assert over_eight(step, INPUT) == right
-    if way == "localize":  # The same code elsewhere: localize is the identity there.
-        assert (jax.pmap(step, axis_name=AXIS)(INPUT) == right).all()
-        assert (jax.vmap(step, axis_name=AXIS)(INPUT) == right).all()
-        assert over_eight(step, INPUT, check_vma=False) == right
+def test_each_way_out_gives_the_right_number():
+    local = functools.partial(answers, ways=("local",))  # localize does nothing there
+    for found in (
+        over_eight(answers)(INPUT),
+        over_eight(local, check_vma=False)(INPUT),
+        jax.jit(jax.vmap(local, axis_name=AXIS))(INPUT),
+    ):
+        for (_, reduction), (number, half, rows) in found.items():
+            right = 4.5 if reduction == "mean" else 36.0
+            assert (number == right).all() and (half == right).all()
+            assert (rows[..., 2] == right).all() and not rows[..., :2].any()
 
 
-@pytest.mark.parametrize("way", ["summed", "averaged"])
-def test_a_reduced_gradient_raises_and_names_both_ways_out(way):
-    match = (
-        r"(?s)does not vary over the mesh axis 'data'.*"
-        r"oxs\.localize\(params, 'data'\).*jax\.grad.*"
-        r"grads='summed'\).*grads='averaged'\)"
-    )
-    with pytest.raises(ValueError, match=match):
-        over_eight(functools.partial(one_gradient, way=way, told="local"), INPUT)
+def own(x):
+    return {"here": x}
 
 
-# What a replica's gradients are told to be, what they are made of, where that is seen.
+def mixed(x):
+    return {"here": x, "there": jax.lax.psum(x, AXIS)}
+
+
+def rows(x):
+    return mixed(x) | {"here": oxs.IndexedSlices(jnp.array([0]), x)}
+
+
 @pytest.mark.parametrize(
-    ("told", "made", "seen"),
+    ("told", "made", "said"),
     [
-        ("local", lambda x, summed: {"here": x, "there": summed}, r"at \['there'\]"),
+        (
+            *("local", mixed),
+            r"(?s)at \['there'\].* does not vary over the mesh axis 'data'.*"
+            r"oxs\.localize\(params, 'data'\).*jax\.grad.*"
+            r"grads='summed'\).*grads='averaged'\)",
+        ),
         *(
             (told, made, rf"grads='{told}'.*at \['here'\] varies.*oxs\.localize")
             for told in ("summed", "averaged")
-            for made in (
-                lambda x, summed: {"here": x},
-                lambda x, summed: {"here": x, "there": summed},
-                lambda x, summed: {
-                    "here": oxs.IndexedSlices(jnp.array([0]), x),
-                    "there": summed,
-                },
-            )
+            for made in (own, mixed, rows)
         ),
     ],
 )
-def test_leaves_that_are_not_what_they_are_told_to_be_are_named(told, made, seen):
+def test_leaves_that_are_not_what_they_are_told_to_be_are_named(told, made, said):
     tx = all_reduce_grads(AXIS, grads=told)
-
-    def step(x):
-        return tx.update(made(x, jax.lax.psum(x, AXIS)), tx.init(None))
-
-    with pytest.raises(ValueError, match=seen):
-        over_eight(step, INPUT)
+    with pytest.raises(ValueError, match=said):
+        over_eight(lambda x: tx.update(made(x), tx.init(None)))(INPUT)
 
 
-@pytest.mark.parametrize("told", ["summed", "averaged"])
-def test_reduced_rows_are_scaled(told):
-    reduction = "mean" if told == "summed" else "sum"
-    tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
-
-    def step(x):
-        rows = oxs.IndexedSlices(jnp.array([2]), jax.lax.psum(x, AXIS))
-        return tx.update(rows, tx.init(None))[0].to_dense(3)
-
-    factor = 1 / 8 if told == "summed" else 8
-    assert np.array_equal(over_eight(step, INPUT), [0, 0, 36 * factor])
+SCHEDULED = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), 0.9)
 
 
-def test_an_update_of_a_replicated_parameter_is_known_to_be_equal():
-    def train(x):
-        w = jnp.float32(2)
-        tx = cross_shard(optax.sgd(0.125, momentum=0.5), AXIS)
-
-        def step(carry, _):
-            w, state = carry
-            gradient = jax.grad(loss)(oxs.localize(w, AXIS), x)
-            updates, state = tx.update(gradient, state, w)
-            return (optax.apply_updates(w, updates), state), None
-
-        return jax.lax.scan(step, (w, tx.init(w)), length=3)[0][0]
-
-    assert over_eight(train, INPUT) == 2 - 0.125 * 4.5 * (1 + 1.5 + 1.75)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.sgd(0.1, momentum=0.9),
-        optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
-        optax.inject_hyperparams(optax.sgd)(
-            learning_rate=optax.constant_schedule(0.1), momentum=0.9
-        ),
-    ],
-    ids=["sgd", "apply_if_finite", "inject_hyperparams"],
-)
+@pytest.mark.parametrize("inner", [optax.apply_if_finite(MOMENTUM, 3), SCHEDULED])
 def test_groups_that_start_inside_checked_shard_map(inner):
     tx = cross_shard(inner, AXIS, group_assignment=GROUPS)
-    grads = np.random.default_rng(0).normal(size=(4, 4, 3)).astype(np.float32)
+    grads = np.random.default_rng(0).normal(size=(4, N, 3)).astype(np.float32)
 
     def train(grads):
         params = oxs.localize(jnp.ones(3), AXIS)
@@ -339,106 +237,41 @@ def test_groups_that_start_inside_checked_shard_map(inner):
     with jax.numpy_dtype_promotion("standard"):  # inject_hyperparams counts in floats
         got = np.swapaxes(run(np.swapaxes(grads, 0, 1)), 0, 1)
     reduced = [reference.reduce(g, groups=GROUPS) for g in grads]
-    start = np.ones((4, 3), np.float32)
+    start = np.ones((N, 3), np.float32)
     contexts.assert_close(got, reference.momentum(start, reduced, 0.1, 0.9))
 
 
-# Row-sparse gradients.
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", ["shard_map", "islands"])
 def test_rows_give_the_dense_answer(context):
-    steps, rows = 3, 6
     rng = np.random.default_rng(2)
-    indices = rng.integers(0, rows, (steps, contexts.REPLICAS, 2)).astype(np.int32)
-    values = rng.normal(size=(*indices.shape, 2)).astype(np.float32)
-    bias = rng.normal(size=(steps, contexts.REPLICAS, 2)).astype(np.float32)
-    weight = weights()[2 : 2 + steps]  # One of them is all zero.
-    params = {"bias": np.zeros(2, np.float32), "table": np.ones((rows, 2), np.float32)}
-    txs, grads, want = {}, {}, {}
-    for name in ("mean", "weighted_groups"):
-        arguments, reference_arguments, weighted = CASES[name]
-        sent = values.copy()
-        if weighted:
-            sent[weight == 0] = np.nan
-        dense = np.zeros((steps, contexts.REPLICAS, rows, 2), np.float32)
-        for at in np.ndindex(indices.shape):
-            dense[at[:2]][indices[at]] += sent[at]
-        inner = oxs.on_values(optax.sgd(0.5))
-        txs[name] = with_weight(cross_shard(inner, AXIS, **arguments), weighted)
-        slices = jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, sent)
-        grads[name] = {"bias": bias, "table": slices}
-        for leaf, grad in (("bias", bias), ("table", dense)):
-            reduced = [
-                reference.reduce(
-                    g, weight=w if weighted else None, **reference_arguments
-                )
-                for g, w in zip(grad, weight, strict=True)
-            ]
-            start = params[leaf]
-            every = np.broadcast_to(start, (contexts.REPLICAS, *start.shape))
-            want[name, leaf] = reference.momentum(every, reduced, 0.5, 0.0)
-    tx = together(txs)
-    start = {name: params for name in txs}
-    history, _ = contexts.replay(context, tx, start, grads, {"weight": weight})
-    for (name, leaf), expected in want.items():
-        contexts.assert_close(history[name][leaf], expected)
-
-
-def test_no_table_travels_and_the_result_is_known_to_be_equal():
-    rows, width, ids = 1000, 8, 3
-    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS)
-
-    def dense_loss(params, batch):
-        return jnp.sum(params["table"][batch] ** 2 @ params["w"])
-
-    def sparse_loss(params, batch):
-        return jnp.sum(oxs.take(params["table"], batch) ** 2 @ params["w"])
-
-    def sparse_step(params, batch):
-        gradient = oxs.value_and_grad(sparse_loss, rows={"table": lambda batch: batch})
-        _, grads = gradient(oxs.localize(params, AXIS), batch[0])
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    def dense_step(params, batch):
-        plain = cross_shard(optax.sgd(0.5), AXIS)
-        grads = jax.grad(dense_loss)(oxs.localize(params, AXIS), batch[0])
-        updates, _ = plain.update(grads, plain.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    params = {
-        "table": jnp.linspace(0, 1, rows * width).reshape(rows, width),
-        "w": jnp.ones(width),
-    }
-    batch = np.array([[1, 2, 2], [2, 999, 0], [5, 5, 5], [0, 7, 2]], np.int32)
-    sparse, dense = (
-        jax.jit(
-            jax.shard_map(
-                step, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
-            )
-        )
-        for step in (sparse_step, dense_step)
+    indices = rng.integers(0, 6, (3, N, 2)).astype(np.int32)
+    values = rng.normal(size=(3, N, 2, 2)).astype(np.float32)
+    weight = weights()[2:5]  # One of them is all zero.
+    values[weight == 0] = np.nan
+    rows = jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, values)
+    dense = jax.vmap(jax.vmap(lambda rows: rows.to_dense(6)))(rows)
+    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS, group_assignment=GROUPS)
+    params = dict.fromkeys(("rows", "dense"), np.ones((6, 2), np.float32))
+    history, _ = contexts.replay(
+        context,
+        together({"rows": tx, "dense": tx}),
+        params,
+        {"rows": rows, "dense": dense},
+        {"weight": weight},
     )
-    contexts.assert_close(sparse(params, batch), dense(params, batch))
-    rows_found = oxs.audit.collectives(sparse, params, batch)
-    assert rows_found
-    assert sum(row.bytes for row in rows_found) <= 4 * (ids * (width + 1) + width)
+    assert np.isfinite(history["rows"]).all() and np.ptp(history["rows"]) > 1
+    contexts.assert_close(history["rows"], history["dense"])
 
 
 # The compiled program.
 
-
-def leaves(n=24):
-    return {f"layer{i}": np.ones((i % 3 + 1, 4), np.float32) for i in range(n)}
+LAYERS = {f"layer{i}": np.ones((i % 3 + 1, 4), np.float32) for i in range(8)}
 
 
-def compiled(tx, check_vma=True, weight=False, of="collectives"):
-    params = leaves()
-
-    def step(params, state, grads, weight):
-        extra = {"weight": weight[0]} if weight is not None else {}
-        updates, state = tx.update(oxs.first(grads), state, params, **extra)
+def compiled(tx, check_vma=True, weight=None):
+    def step(params, state, grads, extra):
+        grads, extra = oxs.first((grads, extra))
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(
@@ -448,36 +281,31 @@ def compiled(tx, check_vma=True, weight=False, of="collectives"):
         out_specs=P(),
         check_vma=check_vma,
     )
-    grads = oxs.replicate(params, 4)
-    given = np.ones(4, np.float32) if weight else None
-    return getattr(oxs.audit, of)(mapped, params, tx.init(params), grads, given)
-
-
-def by_hand(inner, check_vma=True):
-    def update(updates, state, params=None):
-        return inner.update(jax.lax.pmean(updates, AXIS), state, params)
-
-    return optax.GradientTransformation(inner.init, update)
+    extra = {} if weight is None else {"weight": weight}
+    grads = oxs.replicate(LAYERS, N)
+    return jax.jit(mapped).lower(LAYERS, tx.init(LAYERS), grads, extra).compile()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("weight", [False, True])
-def test_one_all_reduce_for_a_whole_tree(check_vma, weight):
-    tx = cross_shard(optax.sgd(0.1, momentum=0.9), AXIS)
-    (row,) = compiled(tx, check_vma, weight)
-    size = sum(leaf.size for leaf in leaves().values())
-    assert row.kind == "all-reduce"
-    assert row.operands == 24 + weight
-    assert row.bytes == 4 * (size + weight)
-    assert row.groups == ((0, 1, 2, 3),)
+def test_a_step_is_the_one_by_hand_with_one_all_reduce_for_a_whole_tree(check_vma):
+    def by_hand(updates, state, params=None):
+        return MOMENTUM.update(jax.lax.pmean(updates, AXIS), state, params)
+
+    tx = cross_shard(MOMENTUM, AXIS)
+    ours = compiled(tx, check_vma)
+    hand = compiled(optax.GradientTransformation(tx.init, by_hand), check_vma)
+    assert oxs.audit.instructions(ours) == oxs.audit.instructions(hand)
+    size = sum(leaf.size for leaf in LAYERS.values())
+    weighted = compiled(tx, check_vma, np.ones(N, np.float32))
+    for more, program in enumerate((ours, weighted)):
+        (row,) = oxs.audit.collectives(program)
+        assert (row.kind, row.groups) == ("all-reduce", ((0, 1, 2, 3),))
+        assert (row.operands, row.bytes) == (len(LAYERS) + more, 4 * (size + more))
 
 
 def test_one_all_reduce_per_dtype():
     def step(x):
-        tree = {}
-        for i in range(6):
-            y = x * i
-            tree[i] = {"float": y, "half": y.astype(jnp.bfloat16), "bool": y > i}
+        tree = [(x * i, (x * i).astype(jnp.bfloat16), x > i) for i in range(6)]
         return oxs.reduce(tree, AXIS, reduction="sum")
 
     rows = oxs.audit.collectives(jax.pmap(step, axis_name=AXIS), jnp.ones((8, 3)))
@@ -485,343 +313,178 @@ def test_one_all_reduce_per_dtype():
     assert sorted(row.operands for row in rows) == [6, 12]
 
 
-@pytest.mark.parametrize(
-    "inner", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["sgd", "momentum"]
-)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_step_compiles_to_what_the_step_by_hand_compiles_to(inner, check_vma):
-    ours = compiled(cross_shard(inner, AXIS), check_vma, of="instructions")
-    hand = compiled(by_hand(inner), check_vma, of="instructions")
-    assert ours == hand
-    assert ours["all-reduce"] == 1
+def test_reduced_gradients_are_not_sent_again():
+    def update(grads):
+        return [
+            cross_shard(optax.sgd(0.1), AXIS, grads=told, reduction=how).update(
+                grads, (optax.EmptyState(), optax.EmptyState())
+            )
+            for told in ("summed", "averaged")
+            for how in ("mean", "sum")
+        ]
 
-
-@pytest.mark.parametrize("told", ["summed", "averaged"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_reduced_gradients_are_not_sent_again(told, reduction):
-    tx = cross_shard(optax.sgd(0.1), AXIS, grads=told, reduction=reduction)
-
-    def step(params, state, grads):
-        return tx.update(grads, state, params)
-
-    mapped = jax.shard_map(step, mesh=contexts.mesh(), in_specs=P(), out_specs=P())
-    params = leaves()
-    assert oxs.audit.collectives(mapped, params, tx.init(params), params) == []
+    mapped = jax.shard_map(update, mesh=contexts.mesh(), in_specs=P(), out_specs=P())
+    assert oxs.audit.collectives(mapped, LAYERS) == []
 
 
 def test_groups_use_the_collectives_that_there_are():
-    def kinds(check_vma):
-        def step(grads):
-            grads = oxs.first(grads)
-            reduced = oxs.reduce(grads, AXIS, group_assignment=GROUPS)
-            return oxs.replicate(reduced, 1)
+    def step(grads):
+        reduced = oxs.reduce(oxs.first(grads), AXIS, group_assignment=GROUPS)
+        return oxs.replicate(reduced, 1)
 
-        mapped = jax.shard_map(
-            step,
-            mesh=contexts.mesh(),
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
-            check_vma=check_vma,
-        )
-        rows = oxs.audit.collectives(mapped, oxs.replicate(leaves(), 4))
+    grads, specs = oxs.replicate(LAYERS, N), {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    for check_vma, kinds in (
+        (False, {"all-reduce": 1}),
+        (True, {"reduce-scatter": 1, "all-gather": 1}),
+    ):
+        mapped = jax.shard_map(step, mesh=contexts.mesh(), check_vma=check_vma, **specs)
+        rows = oxs.audit.collectives(mapped, grads)
+        assert Counter(row.kind for row in rows) == kinds
         assert all(row.groups == ((0, 2), (1, 3)) for row in rows)
-        return Counter(row.kind for row in rows)
-
-    assert kinds(check_vma=False) == {"all-reduce": 1}
-    assert kinds(check_vma=True) == {"reduce-scatter": 1, "all-gather": 1}
 
 
-# Optax around and inside.
+def test_no_table_travels():
+    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS)
+
+    def loss(params, ids):
+        return jnp.sum(oxs.take(params["table"], ids) ** 2 @ params["w"])
+
+    def step(params, ids):
+        gradient = oxs.value_and_grad(loss, rows={"table": lambda ids: ids})
+        _, grads = gradient(oxs.localize(params, AXIS), ids[0])
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    # That the result is equal on all replicas is known to its type.
+    mapped = jax.shard_map(
+        step, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    params = {"table": jnp.ones((1000, 8)), "w": jnp.ones(8)}
+    rows = oxs.audit.collectives(mapped, params, np.zeros((N, 3), np.int32))
+    assert 0 < sum(row.bytes for row in rows) <= 4 * (3 * (8 + 1) + 8)
+
+
+# Optax around and inside; `tests/test_pairs.py` has many of its optimizers inside.
 
 TREE = {"v": np.linspace(-1, 1, 3, dtype=np.float32), "m": np.ones((2, 2), np.float32)}
-FIRST = {"v": True, "m": False}
 
 
-def with_mask_around(shard):
+def masked(shard):
     # What the mask leaves out has not met; here it does not move.
-    def still(updates: Any, params: Any):
-        return updates | {"m": jnp.zeros_like(params["m"])}
-
-    masked = optax.masked(shard(optax.sgd(0.1, momentum=0.9)), FIRST)
-    return optax.chain(masked, optax.stateless(still))
+    rest = optax.masked(optax.set_to_zero(), {"v": False, "m": True})
+    return optax.chain(optax.masked(shard(MOMENTUM), {"v": True, "m": False}), rest)
 
 
 # Each with `shard`, which wraps an inner transformation in cross_shard, or does not.
-COMPOSED = {
-    "adamw": lambda shard: shard(optax.adamw(0.1, weight_decay=0.1)),
-    "catalogue": lambda shard: shard(adam(0.1)),
-    "link": lambda shard: optax.chain(shard(optax.identity()), optax.adam(0.1)),
-    "clip_inside": lambda shard: shard(
-        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
-    ),
-    "inject_inside": lambda shard: shard(
-        optax.inject_hyperparams(optax.sgd)(
-            learning_rate=optax.linear_schedule(0.2, 0.1, 4)
-        )
-    ),
-    "inject_around": lambda shard: optax.inject_hyperparams(
+AROUND: dict[str, Any] = {
+    "link": lambda shard: optax.chain(shard(optax.identity()), MOMENTUM),
+    "inject_hyperparams": lambda shard: optax.inject_hyperparams(
         lambda learning_rate: shard(optax.sgd(learning_rate))
     )(learning_rate=0.1),
-    "masked_inside": lambda shard: shard(
-        optax.masked(optax.sgd(0.1, momentum=0.9), FIRST)
+    "masked": masked,
+    "multi_transform": lambda shard: optax.multi_transform(
+        {"a": shard(optax.sgd(0.1)), "b": shard(MOMENTUM)}, {"v": "a", "m": "b"}
     ),
-    "masked_around": with_mask_around,
-    "multi_transform_inside": lambda shard: shard(
-        optax.multi_transform(
-            {"a": optax.sgd(0.1), "b": optax.adam(0.1)}, {"v": "a", "m": "b"}
-        )
-    ),
-    "multi_transform_around": lambda shard: optax.multi_transform(
-        {"a": shard(optax.sgd(0.1)), "b": shard(optax.adam(0.1))}, {"v": "a", "m": "b"}
-    ),
-    "multi_steps_inside": lambda shard: shard(
-        optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
-    ),
-    "multi_steps_around": lambda shard: optax.MultiSteps(
-        shard(optax.sgd(0.1, momentum=0.9)), 2
+    "MultiSteps": lambda shard: optax.MultiSteps(
+        shard(MOMENTUM), 2
     ).gradient_transformation(),
-    "apply_if_finite_inside": lambda shard: shard(
-        optax.apply_if_finite(optax.sgd(0.1), 3)
-    ),
-    "schedule_free_inside": lambda shard: shard(optax.contrib.schedule_free_sgd(0.1)),
 }
 
 
-def sharded(inner):
-    return cross_shard(inner, AXIS)
-
-
-def composed_gradients(replicas=contexts.REPLICAS, steps=6):
+def test_inside_of_optax_it_is_the_inner_one_on_the_mean():
     rng = np.random.default_rng(5)
-    return jax.tree.map(
-        lambda p: rng.normal(size=(steps, replicas, *p.shape)).astype(np.float32), TREE
-    )
-
-
-def plain_history(tx, grads, params=TREE):
+    one = jax.tree.map(lambda x: rng.normal(size=(6, N, *x.shape)).astype("f4"), TREE)
+    grads, params = dict.fromkeys(AROUND, one), dict.fromkeys(AROUND, TREE)
     mean = jax.tree.map(lambda g: g.mean(1, keepdims=True), grads)
-    history, _ = contexts.replay("vmap", tx, params, mean)
-    return history
-
-
-@pytest.mark.parametrize("style", ["shard_map", "replicated"])
-def test_composed_with_optax_it_is_the_inner_one_on_the_mean(style):
-    """All of them in one program."""
-    names = set(COMPOSED)
-    if style == "replicated":
-        # MultiSteps accumulates on what `init` saw: its parameters must be local.
-        names.remove("multi_steps_around")
-
-    def composed(shard):
-        parts = {name: COMPOSED[name](shard) for name in names}
-        return together(parts)
-
-    params = dict.fromkeys(names, TREE)
-    grads = dict.fromkeys(names, composed_gradients())
+    ours = {at: make(lambda tx: cross_shard(tx, AXIS)) for at, make in AROUND.items()}
+    plain = {name: make(lambda inner: inner) for name, make in AROUND.items()}
     with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        expected = plain_history(composed(lambda inner: inner), grads, params)
-        if style == "replicated":
-            history, _ = replicated(composed(sharded), params, grads)
-        else:
-            history, _ = contexts.replay(style, composed(sharded), params, grads)
-    for name in names:
-        every = jax.tree.map(
-            lambda x: np.repeat(x, contexts.REPLICAS, axis=1), expected[name]
-        )
-        contexts.assert_close(history[name], every, 2e-6 if "adam" in name else 1e-6)
+        found, _ = contexts.replay("shard_map", together(ours), params, grads)
+        wanted, _ = contexts.replay("vmap", together(plain), params, mean)
+    wanted = jax.tree.map(lambda x: np.repeat(x, N, axis=1), wanted)
+    contexts.assert_close(found, wanted)
 
 
-def test_clipping_before_the_link_is_each_replica_s_own():
-    tx = optax.chain(optax.clip(1.0), all_reduce_grads(AXIS), optax.sgd(1.0))
-    grads = np.array([[[8.0]], [[0.5]], [[-0.5]], [[2.0]]], np.float32).reshape(1, 4, 1)
-    history, _ = contexts.replay("shard_map", tx, np.zeros(1, np.float32), grads)
-    assert np.array_equal(history, np.full((1, 4, 1), -(1 + 0.5 - 0.5 + 1) / 4))
-
-
-def test_optax_finds_and_changes_what_is_in_the_state():
-    tx = cross_shard(
-        optax.inject_hyperparams(optax.adam)(learning_rate=0.1, b1=0.8), AXIS
-    )
+def test_the_state_is_that_of_the_inner_one():
+    inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.1, b1=0.8)
+    tx = cross_shard(inner, AXIS)
     state = tx.init(TREE)
-    assert type(state) is optax.InjectStatefulHyperparamsState
+    jax.tree.map(np.testing.assert_array_equal, state, inner.init(TREE))
     assert all_reduce_grads(AXIS).init(TREE) == optax.EmptyState()
-    assert jax.tree.structure(optax.tree_utils.tree_get(state, "mu")) == (
-        jax.tree.structure(TREE)
-    )
-    assert float(optax.tree_utils.tree_get(state, "b1")) == np.float32(0.8)
-    changed = optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.5))
-    assert float(optax.tree_utils.tree_get(changed, "learning_rate")) == 0.5
-    marked = optax.tree_utils.tree_map_params(
-        tx, lambda _: "params", state, transform_non_params=lambda _: "other"
-    )
+    marked = optax.tree_utils.tree_map_params(tx, lambda _: "params", state)
     assert optax.tree_utils.tree_get(marked, "nu") == {"v": "params", "m": "params"}
-    assert optax.tree_utils.tree_get(marked, "b1") == "other"
 
 
-def test_parameters_and_state_are_donated_together():
-    tx = cross_shard(optax.sgd(0.5, momentum=0.5), AXIS)
-
-    def step(params, state, grads):
-        updates, state = tx.update(oxs.first(grads), state, params)
-        return optax.apply_updates(params, updates), state
-
-    run = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=contexts.mesh(),
-            in_specs=(P(), P(), P(AXIS)),
-            out_specs=P(),
-        ),
-        donate_argnums=(0, 1),
-    )
-    everywhere = jax.NamedSharding(contexts.mesh(), P())
-    params = jax.device_put(jax.tree.map(jnp.asarray, TREE), everywhere)
-    state = jax.device_put(tx.init(params), everywhere)
-    grads = oxs.replicate(TREE, 4)
-    first = (params, state)
-    for _ in range(2):
-        params, state = run(params, state, grads)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
-    contexts.assert_close(params, jax.tree.map(lambda x: x * (1 - 0.5 - 0.75), TREE))
-
-
-@pytest.mark.parametrize("context", ["shard_map", "vmap"])
-def test_one_replica_is_the_inner_one(context, monkeypatch):
-    one = contexts.mesh(1)
-    monkeypatch.setattr(contexts, "mesh", lambda: one)
-    inner = optax.sgd(0.1, momentum=0.9)
-    txs = {
-        "mean": with_weight(cross_shard(inner, AXIS), False),
-        "weighted_groups": cross_shard(inner, AXIS, group_assignment=[[0]]),
-    }
-    grads = composed_gradients(replicas=1)
-    history, _ = contexts.replay(
-        context,
-        together(txs),
-        dict.fromkeys(txs, TREE),
-        dict.fromkeys(txs, grads),
-        {"weight": np.full((6, 1), 7.0, np.float32)},
-    )
-    plain = plain_history(inner, grads)
-    contexts.assert_close(history, dict.fromkeys(txs, plain))
-
-
-def lanes(tx, grads, params=None, state=None, **extra):
-    """One update of four lanes of a vmap; `grads` and `extra` [4, ...]."""
-    state = tx.init(TREE if params is None else params) if state is None else state
+def lanes(tx, grads, params=None, **extra):
+    """The first update of four lanes of a vmap; `grads` and `extra` [4, ...]."""
+    state = tx.init(TREE if params is None else params)
 
     def update(grads, extra):
-        return tx.update(grads, state, params, **extra)
+        return tx.update(grads, state, params, **extra)[0]
 
     return jax.vmap(update, axis_name=AXIS)(grads, extra)
 
 
 def test_no_gradient():
-    grads = {"v": jnp.ones((4, 3)), "m": None}
-    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads, params=TREE)
-    assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
-    assert np.array_equal(updates["v"], np.full((4, 3), -0.5))
-    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads)
-    assert updates["m"] is None  # Without the parameters its shape is not known.
-    updates, _ = lanes(all_reduce_grads(AXIS), grads, params=TREE)
-    assert updates["m"] is None  # The next link of the chain shall see it.
-    chain: Any = optax.chain(all_reduce_grads(AXIS), adam(0.1))
-    updates, _ = lanes(chain, grads, params=TREE)
-    assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
-    for told in ("summed", "averaged"):
-        tx = cross_shard(optax.sgd(0.5), AXIS, grads=told, reduction="sum")
-        updates, _ = lanes(tx, grads, params=TREE)
-        assert np.array_equal(updates["m"], np.zeros((4, 2, 2)))
+    grads = {"v": jnp.ones((N, 3)), "m": None}
+    for told in ("local", "summed", "averaged"):
+        tx = cross_shard(optax.sgd(0.5), AXIS, grads=told)
+        assert np.array_equal(lanes(tx, grads, TREE)["m"], np.zeros((N, 2, 2)))
+        # Without the parameters its shape is not known.
+        assert lanes(tx, grads)["m"] is None
+    # The next link of the chain shall see it.
+    assert lanes(all_reduce_grads(AXIS), grads, TREE)["m"] is None
+    updates = lanes(optax.chain(all_reduce_grads(AXIS), adam(0.1)), grads, TREE)
+    assert np.array_equal(updates["m"], np.zeros((N, 2, 2)))
 
 
-def test_updates_keep_the_dtype_of_the_gradients():
-    grads = {"b": jnp.ones((4, 2), jnp.bfloat16), "h": jnp.ones((4, 2), jnp.float16)}
-    updates, _ = lanes(cross_shard(optax.sgd(0.5), AXIS), grads)
-    assert updates["b"].dtype == jnp.bfloat16 and updates["h"].dtype == jnp.float16
-    for told in ("summed", "averaged"):
-        for reduction in ("mean", "sum"):
-            tx = all_reduce_grads(AXIS, grads=told, reduction=reduction)
-            updates, _ = lanes(tx, grads)
-            assert updates["b"].dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_a_guard_inside_skips_the_step_on_all_replicas(context):
+def test_a_guard_inside_skips_the_step_on_all_replicas():
     """Around it, `apply_if_finite(cross_shard(...))`, one replica hangs the others."""
-    inner = optax.apply_if_finite(optax.sgd(0.5), max_consecutive_errors=3)
-    grads = np.ones((3, 4, 2), np.float32)
+    tx = cross_shard(optax.apply_if_finite(optax.sgd(0.5), 3), AXIS)
+    grads = np.ones((3, N, 2), np.float32)
     grads[1, 2, 0] = np.nan
-    history, state = contexts.replay(
-        context, cross_shard(inner, AXIS), np.ones(2, np.float32), grads
-    )
-    assert np.array_equal(history[:, :, 1], np.repeat([[0.5], [0.5], [0.0]], 4, 1))
-    assert np.asarray(state.total_notfinite).tolist() == [1] * 4
+    history, state = contexts.replay("shard_map", tx, np.ones(2, np.float32), grads)
+    assert np.array_equal(history[:, :, 1], np.repeat([[0.5], [0.5], [0.0]], N, 1))
+    assert np.asarray(state.total_notfinite).tolist() == [1] * N
 
 
-# Trajectories recorded from the original.
-
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-RECORDED = {
-    case["name"]: case
-    for case in json.loads((GOLDEN / "manifest.json").read_text())["cases"]
-    if case["group"] == "cross_shard"
-}
-INNER = {
-    "GradientDescentOptimizer": lambda learning_rate: optax.sgd(learning_rate),
-    "MomentumOptimizer": lambda learning_rate, momentum, use_nesterov: optax.sgd(
-        learning_rate, momentum, use_nesterov
-    ),
-    "AdamOptimizer": lambda learning_rate, beta1, beta2, epsilon: adam(
-        learning_rate, beta1, beta2, epsilon
-    ),
-}
+RECORDED = recorded("cross_shard")
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_from_the_original(name):
     hyper = RECORDED[name]["hyperparameters"]
-    shards, groups = hyper["num_shards"], hyper["group_assignment"]
-    inner = dict(hyper["inner"])
+    groups, reduction = hyper["group_assignment"], hyper["reduction"]
     tx = cross_shard(
-        INNER[inner.pop("class")](**inner),
-        AXIS,
-        reduction=hyper["reduction"],
-        group_assignment=groups,
+        inner_of(hyper["inner"]), AXIS, reduction=reduction, group_assignment=groups
     )
-    with np.load(GOLDEN / f"{name}.npz") as arrays:
-        arrays = dict(arrays)
-
-    def named(prefix):
-        return {leaf: arrays[f"{prefix}_{leaf}"] for leaf in ("s", "v", "m")}
-
-    def objective(params, scale, center):
-        terms = jax.tree.map(
-            lambda x, a, c: 0.5 * jnp.sum(a * (x - c) ** 2), params, scale, center
-        )
-        return sum(jax.tree.leaves(terms))
+    _, named = arrays_of(RECORDED[name])
 
     def train(params, state, scale, center):
         def step(carry, _):
             params, state = carry
-            grads = jax.grad(objective)(params, scale, center)
+            # of a sum of squares
+            grads = jax.tree.map(lambda x, a, c: a * (x - c), params, scale, center)
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
-            return (params, state), (params, grads)
+            return (params, state), params
 
         return jax.lax.scan(step, (params, state), length=RECORDED[name]["steps"])[1]
 
-    args = oxs.replicate((named("p0"), tx.init(named("p0"))), shards)
-    args = (*args, named("a"), named("c"))
-    run = jax.jit(jax.vmap(train, axis_name=AXIS))
-    history, grads = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), run(*args))
-    contexts.assert_close(history, named("p"))
-    # The original scales the loss for a mean, and so the gradients that it shows.
-    size = len(groups[0]) if groups else shards
-    scale = 1 / size if hyper["reduction"] == "mean" else 1
-    contexts.assert_close(jax.tree.map(lambda g: g * scale, grads), named("grad"))
+    start = oxs.replicate((named("p0"), tx.init(named("p0"))), hyper["num_shards"])
+    run = jax.jit(jax.vmap(train, axis_name=AXIS, out_axes=1))
+    contexts.assert_close(run(*start, named("a"), named("c")), named("p"))
 
 
-# What is refused.
+# What is refused; a test writes docs/combinations.md, which has pairs of options.
+
+
+def groups(*given):
+    return {"group_assignment": given[0] if len(given) == 1 else list(given)}
+
+
+SGD = {"inner": optax.sgd(0.1), "axis_name": AXIS}
+ex = oxs.exchange
 
 
 @pytest.mark.parametrize(
@@ -829,125 +492,63 @@ def test_recorded_from_the_original(name):
     [
         (r"TypeError: missing.*'inner'.*oxs\.cross_shard\(optax", {}),
         ("TypeError: missing.*'axis_name'", {"inner": optax.sgd(0.1)}),
-        (r"TypeError: missing.*oxs\.cross_shard\(optax", {"inner": "data"}),
-        ("TypeError: inner must be.*of type str", {"inner": "data", "axis_name": "x"}),
-        ("TypeError: inner must be.*of type float", {"inner": 0.1, "axis_name": "x"}),
-        ("TypeError: axis_name must be the name.*got 0", {"axis_name": 0}),
-        ("TypeError: axis_name must be the name", {"axis_name": ["a", 0]}),
+        ("TypeError: missing.*'axis_name'", {"inner": "data"}),
+        ("TypeError: inner must be.*of type str", SGD | {"inner": "data"}),
+        ("TypeError: axis_name must be the name.*got 0", SGD | {"axis_name": 0}),
+        ("TypeError: axis_name must be the name", SGD | {"axis_name": ["a", 0]}),
+        ("ValueError: must be 'mean' or 'sum'; got 'x'", SGD | {"reduction": "x"}),
+        ("ValueError: grads must be one of.*got 'x'", SGD | {"grads": "x"}),
+        ("TypeError: exchange must be one of.*'int8'", SGD | {"exchange": "int8"}),
+        ("ValueError: list of lists; got", SGD | groups(((0, 1), (2, 3)))),
+        ("ValueError: more than once", SGD | groups([0, 1], [2, 3], [0, 1])),
+        ("ValueError: size of each group", SGD | groups([0, 1, 2], [3])),
+        (r"ValueError: permutation of range\(4\)", SGD | groups([0, 1], [2, 7])),
         (
-            "ValueError: reduction must be 'mean' or 'sum'; got 'none'",
-            {"reduction": "none"},
-        ),
-        ("ValueError: grads must be one of.*got 'global'", {"grads": "global"}),
-        ("TypeError: exchange must be one of.*got 'int8'", {"exchange": "int8"}),
-        ("ValueError: list of lists; got", {"group_assignment": ((0, 1), (2, 3))}),
-        ("ValueError: more than once", {"group_assignment": [[0, 1], [2, 3], [0, 1]]}),
-        ("ValueError: size of each group", {"group_assignment": [[0, 1, 2], [3]]}),
-        (
-            r"ValueError: permutation of range\(4\)",
-            {"group_assignment": [[0, 1], [2, 7]]},
-        ),
-        *(
-            (f"ValueError: {match}", {"grads": grads, "exchange": exchange})
-            for grads, match in (
-                ("summed", "An exchange needs each replica's own.*'summed'.*reduced"),
-                ("averaged", "An exchange needs each replica's own.*'averaged'"),
-            )
-            for exchange in (
-                oxs.exchange.all_reduce(jnp.bfloat16),
-                oxs.exchange.quantized(),
-                oxs.exchange.top_k(1, 2),
-            )
+            r"ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize",
+            SGD | {"grads": "summed", "exchange": ex.all_reduce(jnp.bfloat16)},
         ),
         (
-            "ValueError: group_assignment needs .*'s own.*'summed'.*oxs.localize",
-            {"grads": "summed", "group_assignment": [[0, 1]]},
-        ),
-        (
-            "ValueError: group_assignment needs .*'s own.*'averaged'.*oxs.localize",
-            {"grads": "averaged", "group_assignment": [[0, 1]]},
-        ),
-        (
-            "ValueError: an exchange that takes groups.*oxs.exchange.all_reduce()",
-            {"exchange": oxs.exchange.quantized(), "group_assignment": [[0, 1]]},
+            r"ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)",
+            SGD | {"exchange": ex.quantized()} | groups([0, 1], [2, 3]),
         ),
     ],
 )
 def test_refused_at_construction(said, arguments):
-    if arguments and "inner" not in arguments:
-        arguments = {"inner": optax.sgd(0.1), "axis_name": AXIS, **arguments}
     with refused(said):
         cross_shard(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("said", "arguments", "grads"),
+    ("said", "arguments"),
     [
-        (
-            r"ValueError: permutation of range\(4\)",
-            {"group_assignment": [[0], [1]]},
-            TREE,
-        ),
-        ("ValueError: no meaning.*reduction='sum'", {"reduction": "sum"}, TREE),
-        ("ValueError: weight needs each.*'summed'", {"grads": "summed"}, TREE),
-        ("ValueError: weight needs each.*'averaged'", {"grads": "averaged"}, TREE),
-        (
-            r"TypeError: at \['v'\] has dtype bool",
-            {},
-            {"v": np.ones(3, bool), "m": TREE["m"]},
-        ),
+        (r"ValueError: permutation of range\(4\)", groups([0], [1])),
+        ("ValueError: no meaning.*reduction='sum'", {"reduction": "sum"}),
+        ("ValueError: weight needs each.*'summed'", {"grads": "summed"}),
     ],
 )
-def test_refused_at_the_call(said, arguments, grads):
+def test_refused_at_the_call(said, arguments):
     tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
     with refused(said):
-        lanes(tx, oxs.replicate(grads, 4), params=TREE, weight=jnp.ones(4))
+        lanes(tx, oxs.replicate(TREE, N), TREE, weight=jnp.ones(N))
 
 
-def test_rows_that_do_not_fit_their_table():
-    tx = all_reduce_grads(AXIS)
-    for values, index in ((jnp.ones((1, 3)), 0), (jnp.ones((1, 2)), 2)):
-
-        def update(x, index=index, values=values):
-            rows = oxs.IndexedSlices(np.array([index]), values * x)
-            return tx.update({"m": rows}, tx.init(None), {"m": TREE["m"]})
-
-        with pytest.raises(ValueError, match=r"IndexedSlices at \['m'\]"):
-            jax.vmap(update, axis_name=AXIS)(jnp.ones(4))
+OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree))
 
 
-def test_a_mixed_vmap_and_checked_shard_map_says_what_to_do():
-    tx = cross_shard(optax.sgd(0.1), (AXIS, "lane"))
+@pytest.mark.parametrize(
+    ("width", "index", "exchange", "said"),
+    [
+        (3, 0, None, r"IndexedSlices at \['m'\]"),
+        (2, 2, None, r"IndexedSlices at \['m'\]"),
+        (2, 0, OWN, "row-sparse, which this exchange does not take"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(width, index, exchange, said):
+    tx = all_reduce_grads(AXIS, exchange=exchange)
 
-    def lane(grad):
-        return tx.update(grad, tx.init(grad))[0]
+    def update(x):
+        rows = oxs.IndexedSlices(np.array([index]), x * jnp.ones((1, width)))
+        return tx.update({"m": rows}, tx.init(None), {"m": TREE["m"]})
 
-    def mapped(check_vma):
-        return jax.jit(
-            jax.shard_map(
-                jax.vmap(lane, axis_name="lane"),
-                mesh=contexts.mesh(),
-                in_specs=P(AXIS),
-                out_specs=P(AXIS),
-                check_vma=check_vma,
-            )
-        )
-
-    with pytest.raises(ValueError, match="Pass check_vma=False"):
-        mapped(True)(jnp.arange(8.0))
-    contexts.assert_close(mapped(False)(jnp.arange(8.0)), np.full(8, -0.35))
-
-
-def test_rows_need_an_exchange_that_takes_them():
-    exchange = oxs.exchange.Exchange(
-        lambda tree: (), lambda tree, state, axis_name, **_: oxs.exchange.Met(tree)
-    )
-    tx = oxs.cross_shard(optax.sgd(0.1), "data", exchange=exchange)
-    params = jnp.ones((4, 3))
-    rows = jax.vmap(oxs.IndexedSlices)(
-        jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1, 3))
-    )
-    with pytest.raises(ValueError, match="row-sparse"):
-        jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name="data")(
-            rows
-        )
+    with pytest.raises(ValueError, match=said):
+        jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
