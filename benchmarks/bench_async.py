@@ -42,9 +42,9 @@ RULES = {
     "diloco": oxs.diloco_rule(),
 }
 NAIVE, NUMPY, RAY_ALONE = "naive actor", "naive actor, NumPy", "Ray alone"
-# Floats, numbers of servers, blocks of measurements and seconds of each.
-FULL = (tuple(TENSORFLOW), (1, 2), 5, 1.0)
-SHORT = ((1_000,), (1,), 1, 0.1)
+# Floats, rules, numbers of servers, blocks of measurements and seconds of each.
+FULL = (tuple(TENSORFLOW), tuple(RULES), (1, 2), 5, 1.0)
+SHORT = ((1_000,), ("local_sgd",), (1,), 1, 0.1)
 
 
 class _Naive:
@@ -117,18 +117,19 @@ def make(size):
     return {str(i): np.array(part) for i, part in enumerate(parts)}
 
 
-def bench(size, servers, blocks, seconds):
+def bench(size, rules, servers, blocks, seconds):
     """Milliseconds of each exchange, by name."""
     params, naive = make(size), ray.remote(_Naive).options(num_cpus=0)
     as_jax = jax.tree.map(jnp.asarray, params)
-    targets: dict[str, Any] = {NAIVE: naive.remote(as_jax)}
-    targets |= {name: naive.remote(params) for name in (NUMPY, RAY_ALONE)}
-    actors = list(targets.values())
-    for name, rule in RULES.items():
+    actors: list[Any] = [naive.remote(center) for center in (as_jax, params)]
+    targets: dict[str, Any] = dict(
+        zip((NAIVE, NUMPY, RAY_ALONE), (*actors, actors[1]), strict=True)
+    )
+    for name in rules:
         for count in servers:
             key = name if count == 1 else f"{name}, {count} servers"
             targets[key] = runtime.start_servers(
-                params, rule, num_workers=WORKERS, num_servers=count
+                params, RULES[name], num_workers=WORKERS, num_servers=count
             )
             actors += targets[key].servers
     worker: Any = ray.remote(_Worker).options(num_cpus=0)
@@ -149,7 +150,7 @@ def bench(size, servers, blocks, seconds):
 
 def study(page, settings):
     """Measure all sizes and write the page."""
-    sizes, *plan = settings
+    sizes, rules, *plan = settings
     memory = 4 * 1024**3 if len(sizes) > 1 else 10**8
     ray.init(
         num_cpus=4,
@@ -159,7 +160,7 @@ def study(page, settings):
     )
     medians = {}
     for size in track(sizes, description="measuring"):
-        times = bench(size, *plan)
+        times = bench(size, rules, *plan)
         medians[size] = middle = {n: statistics.median(t) for n, t in times.items()}
         rows = []
         for name, of_name in times.items():
@@ -169,7 +170,7 @@ def study(page, settings):
         rows.append(["TensorFlow 1.15, a round", str(TENSORFLOW[size]), "", "", ""])
         page.table("exchanges", rows, size=size)
     ray.shutdown()
-    names = [NAIVE, *RULES, RAY_ALONE, "copy"]
+    names = [NAIVE, *rules, RAY_ALONE, "copy"]
     lines = [Line(name, sizes, [medians[n][name] for n in sizes]) for name in names]
     known = [TENSORFLOW[size] for size in sizes]
     lines.append(Line("TensorFlow 1.15, elsewhere", sizes, known, "x:"))
