@@ -108,6 +108,23 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     return jax.tree.map(lambda x: np.swapaxes(_numpy(x), 0, 1), history), state
 
 
+def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **given):
+    """(jitted step(params, state, grads), parameters, state) of all workers.
+
+    `over` is a mesh, `given` extra arguments of the update.
+    """
+    params, state, axes = oxs.start_workers(
+        tx, params, workers, mesh=over, axis_name=axis
+    )
+
+    def step(params, state, grads):
+        return oxs.apply_gradients(tx, grads, state, params, **given)
+
+    ways = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
+    run = oxs.map_workers(step, axis, mesh=over, **ways)
+    return jax.jit(run, donate_argnums=donate), params, state
+
+
 AXES_CONTEXTS = ("shard_map_axes", "vmap_axes", "islands")
 
 
