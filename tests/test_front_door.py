@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
@@ -612,23 +611,3 @@ def test_parts_in_pieces_are_cut_anew_by_the_transformation_alone():
     with pytest.warns(UserWarning, match="since their parts met"):
         params, state = oxs.resize(tx, begun[0], begun[1], 3)
     same_bits(oxs.Workers(3, AXIS).center((params, state)), PARAMS)
-
-
-def test_workers_that_are_sharded():
-    """Along another axis of the mesh, where each worker's parameters stay."""
-    kinds = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), kinds)
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    one = {"w": jax.device_put(np.ones((8, 1), np.float32), spec), "b": PARAMS["b"]}
-    tx = RULES["chain"]
-    workers = oxs.Workers(2, AXIS, mesh=mesh)
-    params, state = workers.start((one, tx.init(one)))
-    wanted = jax.sharding.PartitionSpec(AXIS, "fsdp")
-    assert params["w"].sharding.spec == wanted
-    step = workers.step(step_of(tx), state=2)
-    inputs = np.ones((16, 8), np.float32)
-    for _ in range(4):
-        params, state, _ = step(params, state, inputs, np.zeros((16, 1), np.float32))
-    assert params["w"].sharding.is_equivalent_to(
-        jax.sharding.NamedSharding(mesh, wanted), 3
-    )

@@ -347,7 +347,7 @@ MISTAKES = {
         lambda mesh: oxs.gossip(
             SGD,
             AXIS,
-            exchange=oxs.exchange.quantized(),  # pyright: ignore[reportCallIssue]
+            exchange=oxs.exchange.quantized(),
         ),
         "gossip: .*'exchange'.* without exchange=: partners send .* as they are",
     ),

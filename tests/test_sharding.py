@@ -241,7 +241,7 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     whole = {"small": P("row", "column"), "bias": P("column")}
     assert state.v == {name: whole.get(name, P()) for name in shapes}
     placed = oxs.state_specs(tx, params, specs, "workers")[0]
-    assert placed.v_row["wide"] == P("workers", "row")  # pyright: ignore
+    assert placed.v_row["wide"] == P("workers", "row")
 
 
 def test_adafactor_trains_where_its_specs_place_it():

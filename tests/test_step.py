@@ -131,7 +131,7 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
 
     def run(params, state):
         def body(carry, number):
-            params, state = step(*carry, grads_of(number))  # pyright: ignore[reportCallIssue]
+            params, state = step(*carry, grads_of(number))
             apart = [
                 jnp.any(p != c[None])
                 for p, c in zip(

@@ -327,14 +327,14 @@ def step_with_rows(tx):
 REFUSED = {
     "bits": (lambda: quantized(bits=2), "ValueError: 8 or 4; got 2"),
     "block": (lambda: quantized(block=0), "ValueError: block must be 1 or more"),
-    "block's type": (lambda: quantized(block=2.0), "TypeError: an integer"),  # pyright: ignore[reportArgumentType]
+    "block's type": (lambda: quantized(block=2.0), "TypeError: an integer"),
     "k": (lambda: top_k(k=65, chunk=64), "ValueError: k=65 and chunk=64"),
     "no k": (lambda: top_k(k=0), "ValueError: k must be 1 or more"),
     "bins": (lambda: top_k(bits=4), "ValueError: quantized"),
     "rank": (lambda: power_sgd(rank=0), "ValueError: rank must be 1 or more"),
     "rate": (lambda: power_sgd(min_rate=0), "ValueError: min_rate"),
     "decay": (lambda: error_feedback(quantized(), 1.5), r"ValueError: \[0, 1\]"),
-    "feedback": (lambda: error_feedback(0.5), "TypeError: oxs.exchange"),  # pyright: ignore[reportArgumentType]
+    "feedback": (lambda: error_feedback(0.5), "TypeError: oxs.exchange"),
     "robust": (
         lambda: error_feedback(oxs.exchange.median()), "ValueError: must not come back"
     ),

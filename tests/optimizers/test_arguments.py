@@ -139,9 +139,9 @@ def test_flags():
     with pytest.raises(TypeError, match=r"decay must be True or False; got 0\.9"):
         amsgrad(0.1, 0.9)  # pyright: ignore[reportArgumentType] # the mistake itself
     with pytest.raises(TypeError, match="nesterov must be True or False"):
-        momentum(0.1, 0.9, nesterov=1)  # pyright: ignore[reportArgumentType]
+        momentum(0.1, 0.9, nesterov=1)
     with pytest.raises(TypeError, match="centered must be True or False"):
-        rmsprop(0.1, centered=None)  # pyright: ignore[reportArgumentType]
+        rmsprop(0.1, centered=None)
 
 
 def test_traced_hyperparameters_pass():

@@ -484,13 +484,13 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
     [
         (lambda: oxs.graphs.grid(3).matrices(8), "ValueError: 3, 9, 27"),
         (lambda: oxs.graphs.grid(1), "ValueError: m must be 2 or more"),
-        (lambda: oxs.graphs.grid(2.0), "TypeError: m must be an integer"),  # pyright: ignore[reportArgumentType]
+        (lambda: oxs.graphs.grid(2.0), "TypeError: m must be an integer"),
         (lambda: oxs.graphs.metropolis([(0, 5)]).matrices(4), "ValueError: worker 5"),
         (lambda: oxs.graphs.metropolis([(0, 1)]).matrices(4), "ValueError: connect"),
         (lambda: oxs.graphs.metropolis([(1, 1)]), "ValueError: different workers"),
         (lambda: oxs.graphs.ring().matrices(0), "ValueError: 1 or more"),
         (
-            lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),  # pyright: ignore[reportArgumentType]
+            lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),
             "TypeError: oxs.graphs",
         ),
         (

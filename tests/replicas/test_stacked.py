@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="in its first place and no other"):
             oxs.stacked(muon(), spec)
     with pytest.raises(TypeError, match=r"spec must be a jax.P.*got 'fsdp'"):
-        oxs.stacked(muon(), "fsdp")  # pyright: ignore[reportArgumentType]
+        oxs.stacked(muon(), "fsdp")
     mesh = mesh_of("Auto")
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
     one = oxs.stacked(muon(), jax.NamedSharding(mesh, jax.P("fsdp")))

@@ -637,7 +637,7 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
     with pytest.raises(ValueError, match="2 variables cannot be split among 3"):
         runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3)
     with pytest.raises(TypeError, match="worker_fn must be a function"):
-        runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
+        runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)
     for name in ("max_failures", "worker_timeout", "total_steps"):
         wrong: dict[str, Any] = {"num_workers": 1, name: -1}
         with pytest.raises(ValueError, match=f"{name} must "):

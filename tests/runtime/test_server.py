@@ -728,7 +728,7 @@ def test_settings_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=message):
             make()
     with pytest.raises(TypeError, match="agreement must be a center rule"):
-        Server(PARAMS, optax.sgd(0.1), num_workers=2)  # pyright: ignore[reportArgumentType] # on purpose
+        Server(PARAMS, optax.sgd(0.1), num_workers=2)
     with pytest.raises(TypeError, match="inner must be an Optax"):
         Server(PARAMS, SyncReplicas(1), num_workers=2)
 
@@ -1002,7 +1002,7 @@ def test_numbers_of_rows_share_their_programs():
         grad = {"['w']": (np.arange(rows) % 2, values[:rows]), "['b']": None}
         server.push(Push(0, rows, {"grads": grad}))
     # 1, 2, 4, 8 and 16 rows.
-    assert server._held[0]._update._cache_size() == 5  # pyright: ignore
+    assert server._held[0]._update._cache_size() == 5
     # Each update takes the mean of a row's gradients, which were added up: the rows of
     # table row 0 and of table row 1.
     pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 10)]

@@ -263,7 +263,7 @@ def test_refused_parts_are_still_the_workers():
     with pytest.raises(PushRefused, match=r"\['b'\] holds a NaN"):
         worker.step(DOWN)
     assert worker.rounds == 0 and worker._own.ages == [2, 2]
-    worker._own.accumulated = jax.tree.map(jnp.ones_like, worker._own.accumulated)  # pyright: ignore[reportAttributeAccessIssue]
+    worker._own.accumulated = jax.tree.map(jnp.ones_like, worker._own.accumulated)
     worker.flush()
     assert worker.rounds == 2 and worker.unpushed == 0
     pushes = [event for event in server.events()[1] if event.kind == "push"]
