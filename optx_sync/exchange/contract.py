@@ -251,19 +251,23 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
             return meet(tree, state, axis_name, weight=weight, also=also)
         specs, memory = found.of(tree), shards.like(state, tree, found)
         whole: Any = PartitionSpec()
-
-        def inside(tree, state, weight, also):
-            met = meet(tree, state, axis_name, weight=weight, also=also)
-            return met._replace(weight=jnp.asarray(met.weight), lost=None)
-
         return shards.in_shards(
-            inside,
+            functools.partial(_inside, meet, axis_name),
             found,
             (specs, memory, whole, whole),
             Met(specs, whole, None, memory, whole),
         )(tree, state, weight, also)
 
     return of_shards
+
+
+def _inside(
+    meet: Callable[..., Met], axis_name: AxisName, tree: Tree, state: Any, *scalars: Any
+) -> Met:
+    """A device's `meet`, of which what is lost stays there."""
+    weight, also = scalars
+    met = meet(tree, state, axis_name, weight=weight, also=also)
+    return met._replace(weight=jnp.asarray(met.weight), lost=None)
 
 
 def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:

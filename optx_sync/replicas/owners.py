@@ -7,6 +7,7 @@ from leaf i J on, and `inner` works on each of them whole. A leaf that `inner` t
 number by number lies in pieces instead, as with `shard_state=True`.
 """
 
+import functools
 import math
 import re
 from typing import Any, NamedTuple
@@ -273,24 +274,11 @@ class Leaves:
             return treedef.unflatten(leaves)
 
         def steps(some, params, grads):
-            params, grads = tree_of(some, params), tree_of(some, grads)
-
-            def case(grads):
-                def step(state, grads):
-                    new, now = self.inner.update(
-                        grads, state, params, value=jnp.float32(1)
-                    )
-                    return cast_like(now, state), new
-
-                state = self.inner.init(params)
-                _, new = jax.lax.scan(step, state, grads)
-                leaves = treedef.flatten_up_to(new)
-                return {str(place): leaves[place] for place in some}
-
-            one = jax.vmap(case)
+            one = jax.vmap(functools.partial(self._steps, tree_of(some, params)))
             for axis in self.axes:
                 one = elementwise.along(one, axis)
-            return one(grads)
+            leaves = treedef.flatten_up_to(one(tree_of(some, grads)))
+            return {str(place): leaves[place] for place in some}
 
         with elementwise.eager():
             drawn = elementwise.draw({str(place): small[place] for place in places})
@@ -311,6 +299,15 @@ class Leaves:
                     f"clip_by_global_norm. Leave {self.option} out, or put what needs "
                     f"all leaves into a chain around it: {self._around}."
                 )
+
+    def _steps(self, params: Tree, grads: Tree) -> Tree:
+        """The updates of some steps, [steps, ...], at the same parameters."""
+
+        def step(state, grads):
+            new, now = self.inner.update(grads, state, params, value=jnp.float32(1))
+            return cast_like(now, state), new
+
+        return jax.lax.scan(step, self.inner.init(params), grads)[1]
 
 
 def padded(stack: Any, replicas: int) -> Any:
