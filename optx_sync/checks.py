@@ -83,6 +83,11 @@ def integer(name: str, number: object, mend: str, least: int = 1) -> int:
     return int(number)
 
 
+def check_seed(seed: object, least: int = -(2**31)) -> int:
+    """Check the seed of a random order and return it as an int."""
+    return integer("seed", seed, "Pass for example 0, the same on all workers.", least)
+
+
 def interval(
     name: str,
     value: object,

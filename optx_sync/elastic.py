@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync import forms
-from optx_sync.checks import integer
+from optx_sync.checks import check_seed, integer
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.front import held
 from optx_sync.front.workers import Workers
@@ -213,7 +213,8 @@ class Group:
             int64 `[workers of this process * batch]`, each in `[0, size)`.
 
         Raises:
-            TypeError, ValueError: A number that is no integer, or below 1.
+            TypeError, ValueError: A number that is no integer, or below 1; a seed
+                below 0.
 
         Example:
             >>> import tempfile
@@ -225,6 +226,7 @@ class Group:
         """
         size = integer("size", size, "Pass the number of examples.")
         batch = integer("batch", batch, "Pass how many each worker takes.")
+        seed = check_seed(seed, 0)  # NumPy takes no negative one
         number = int(np.prod(self.workers.sizes)) * batch
         epochs, places = np.divmod(np.arange(number) + self.position, size)
         self.position += number

@@ -130,6 +130,9 @@ def test_each_example_comes_once_in_an_epoch(tmp_path):
     for size, batch, message in ((0, 1, "number of examples"), (1, 0, "each worker")):
         with pytest.raises(ValueError, match=message):
             group.rows(size, batch)
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        group.rows(1, 1, seed="a")
+    assert group.position == 20 + 2 * 4  # A refused call takes no rows.
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

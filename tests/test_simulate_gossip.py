@@ -160,6 +160,7 @@ def call(**options):
         ({"partners": [0.0, 1.0]}, "TypeError: partners must hold integers"),
         ({"partners": [1]}, "ValueError: got 1 for the 2 events"),
         ({"num_workers": 0}, "ValueError: num_workers must be 1 or more"),
+        ({"seed": 0.5}, "TypeError: seed must be an integer"),
         ({"communication_period": 0}, "ValueError: 1 or more"),
         ({"params": jnp.zeros(2, jnp.int32)}, "TypeError: floating parameters only"),
     ],

@@ -19,7 +19,7 @@ from optx_sync.center.rounds.meeting import Meeting
 from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState
-from optx_sync.checks import check_inner, shows_call
+from optx_sync.checks import check_inner, check_seed, shows_call
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize_where_mapped
 from optx_sync.exchange.all_reduce import all_reduce
@@ -171,7 +171,8 @@ def gossip(
 
     Raises:
         TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
-            bad axis name, parameters that are not floating.
+            bad axis name, a seed that is no integer, parameters that are not
+            floating.
         ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or
             at the call, an `outer` whose momentum is too high, a graph that does
             not fit the number of workers, missing `params`, gradients that autodiff
@@ -226,7 +227,7 @@ def gossip(
         keeps_taken=False,
         nests=False,
         state=OwnCenterState,
-        round=Mixing(meeting, graph, seed),
+        round=Mixing(meeting, graph, check_seed(seed)),
     )
 
     def init(params):

@@ -18,7 +18,7 @@ from optx_sync.center.contract import (
     static_period,
 )
 from optx_sync.center.worker import Worker
-from optx_sync.checks import check_grads, check_inner, integer
+from optx_sync.checks import check_grads, check_inner, check_seed, integer
 from optx_sync.peers.gossip import mean_params
 from optx_sync.placement.workers import replicate
 from optx_sync.shapes import Array, Int32
@@ -148,7 +148,7 @@ def gossip(
     inner = check_inner(inner, call)
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     period = check_period(communication_period)
-    workers = check_workers(workers, num_workers)
+    workers, seed = check_workers(workers, num_workers), check_seed(seed)
     if partners is None:
         # A fixed generator: the draws do not depend on the user's default generator.
         key = jax.random.key(seed, impl="threefry2x32")

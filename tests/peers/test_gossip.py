@@ -490,6 +490,11 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
         (lambda: oxs.graphs.metropolis([(1, 1)]), "ValueError: different workers"),
         (lambda: oxs.graphs.ring().matrices(0), "ValueError: 1 or more"),
         (
+            lambda: oxs.gossip(optax.sgd(0.1), AXIS, seed="a"),
+            "TypeError: seed must be an integer, and not traced; got 'a'",
+        ),
+        (lambda: oxs.noloco(optax.sgd(0.1), AXIS, seed=True), "TypeError: seed must"),
+        (
             lambda: oxs.gossip(optax.sgd(0.1), AXIS, graph="ring"),
             "TypeError: oxs.graphs",
         ),
