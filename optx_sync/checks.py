@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import jax
@@ -20,6 +20,7 @@ from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
     Tree,
     check_arrays,
+    check_transformation,
     is_gradient_leaf,
     is_slices,
     leaves_with_names,
@@ -57,12 +58,23 @@ def _showing(
 
 def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
     """The wrapped transformation; a TypeError that shows `call` for anything else."""
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"inner must be an Optax gradient transformation; got {inner!r} of type "
-            f"{type(inner).__name__}. Write for example {call}."
-        )
+    check_transformation(inner, "inner", call)
     return optax.with_extra_args_support(inner)
+
+
+def check_function(name: str, function: object, mend: str) -> None:
+    """Refuse what cannot be called, where a function is asked for."""
+    if not callable(function):
+        raise TypeError(
+            f"{name} must be a function; got one of type {type(function).__name__}. "
+            f"{mend}"
+        )
+
+
+def check_rate(learning_rate: object) -> None:
+    """Refuse a learning rate that is neither a number nor a schedule."""
+    if not callable(learning_rate):
+        interval("learning_rate", learning_rate, "Pass a number, or an Optax schedule.")
 
 
 def integer(name: str, number: object, mend: str, least: int = 1) -> int:
@@ -122,7 +134,7 @@ def one_of(name: str, value: object, kinds: object) -> None:
     """Refuse a value that a `Literal` does not list."""
     *some, last = map(repr, get_args(kinds))
     wanted = f"one of {', '.join(some)} and" if len(some) > 1 else f"{some[0]} or"
-    if value not in get_args(kinds):
+    if not isinstance(value, Hashable) or value not in get_args(kinds):
         raise ValueError(f"{name} must be {wanted} {last}; got {value!r}.")
 
 

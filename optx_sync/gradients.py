@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from optx_sync.checks import check_function
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
 from optx_sync.rows.lookup import _gather, _GatheredRows, describe
@@ -68,8 +69,7 @@ def value_and_grad(
         >>> float(value), grads["embedding"].values.tolist()
         (4.0, [[2.0, 2.0], [2.0, 2.0]])
     """
-    if not callable(loss):
-        raise TypeError(f"loss must be a function; got {describe(loss)}.")
+    check_function("loss", loss, "Pass for example value_and_grad(loss, rows=...).")
     named = jax.tree_util.tree_leaves_with_path(rows)
     for path, fn in named:
         if not callable(fn):

@@ -103,6 +103,11 @@ def read(text: str) -> Program:
         text: One HLO module, compiled (`compiled.as_text()`, a dump) or as JAX gave it
             to XLA (`lowered.as_text("hlo")`, where half precision is not widened yet).
     """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"The text of a program is a str; got one of type {type(text).__name__}. "
+            "Pass compiled.as_text()."
+        )
     # Quotes (names of operations, configurations) and comments hold anything.
     quotes: list[str] = []
 

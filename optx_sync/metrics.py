@@ -20,6 +20,7 @@ is the mean cosine of two different replicas, each pair with the product of its 
 and weights: sum_{i != j} w_i w_j g_i . g_j / sum_{i != j} w_i w_j |g_i|^2.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -103,7 +104,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
         dtypes of `params` and in its own shape, without a worker axis.
 
     Raises:
-        ValueError: There is no center in the state.
+        ValueError: There is no center in the state, or it is of other parameters.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -117,7 +118,7 @@ def center_params(state: optax.OptState, params: optax.Params) -> Tree:
     form, params = jax.tree.structure(params), pure(params)
     such_as = "oxs.local_sgd(...)"
     for found in _require(state, "center_params", "is no center", such_as):
-        params = found.center_params(params)
+        params = _of_params(found.center_params, params)
     return form.unflatten(jax.tree.leaves(params))
 
 
@@ -133,7 +134,7 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
         The averages, in the state's own shape.
 
     Raises:
-        ValueError: There are no averages in the state.
+        ValueError: There are no averages in the state, or of other parameters.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -146,7 +147,8 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
     such_as = "oxs.sync_replicas(..., variable_averages=0.999)"
     form = jax.tree.structure(params)
     found, *_ = _require(state, "averaged_params", "is no moving average", such_as)
-    return form.unflatten(jax.tree.leaves(found.averaged_params(pure(params))))
+    averages = _of_params(found.averaged_params, pure(params))
+    return form.unflatten(jax.tree.leaves(averages))
 
 
 def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
@@ -165,7 +167,7 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         for `cross_shard` with `measure=True` or an exchange that counts outliers.
 
     Raises:
-        ValueError: No state in it has metrics.
+        ValueError: No state in it has metrics, or it is of other parameters.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -180,7 +182,21 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         "measure=True)"
     )
     found, *_ = _require(state, "metrics", "are no metrics", such_as)
-    return found.metrics(pure(params))
+    return _of_params(found.metrics, pure(params))
+
+
+def _of_params(read: Callable[[Tree], Any], params: Tree) -> Any:
+    """What a state says of the parameters that it was made for, and of no others."""
+    try:
+        return read(params)
+    except ValueError as error:
+        if "structure" not in str(error):
+            raise
+        raise ValueError(
+            "These are not the parameters of this state: "
+            f"{str(error).splitlines()[0].rstrip('.')}. Pass those that the optimizer "
+            "trains, behind the state."
+        ) from None
 
 
 def slot_names(state: optax.OptState) -> tuple[str, ...]:
@@ -219,6 +235,7 @@ def slot(state: optax.OptState, name: str) -> Tree:
         The slot's tree, as it stands in the state.
 
     Raises:
+        TypeError: The name is no str.
         ValueError: No slot, or more than one, has this name.
 
     Example:
@@ -228,6 +245,11 @@ def slot(state: optax.OptState, name: str) -> Tree:
         >>> oxs.slot(state, "accumulator")
         {'w': Array([0.1, 0.1], dtype=float32)}
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"A slot has a name; got {name!r} of type {type(name).__name__}. Call for "
+            "example oxs.slot(state, 'mu')."
+        )
     wanted = name.split(".")
     found = [tree for path, tree in _slots(state) if _ends(path, wanted)]
     if len(found) != 1:
@@ -257,7 +279,10 @@ def _slots(node, path=()):
             # `optax.inject_hyperparams` keeps numbers of its own beside the state.
             if not str(name).startswith("hyperparams"):
                 yield from _slots(child, (*path, str(name)))
-    elif any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(node)):
+    elif any(
+        hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+        for x in jax.tree.leaves(node)
+    ):
         yield list(path), node
 
 

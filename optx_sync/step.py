@@ -10,9 +10,15 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.checks import explains_inner, explains_state
+from optx_sync.checks import explains_inner, explains_state, integer
 from optx_sync.placement.fields import stands_last
-from optx_sync.trees import Tree, add_updates, at_least_float32, round_to
+from optx_sync.trees import (
+    Tree,
+    add_updates,
+    at_least_float32,
+    check_transformation,
+    round_to,
+)
 
 Period = int | optax.Schedule
 
@@ -148,6 +154,7 @@ def apply_gradients(
         )
     if isinstance(tx, _DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
+    check_transformation(tx, "tx", "apply_gradients(tx, grads, state, params)")
     tx = optax.with_extra_args_support(tx)
     _refuse_what_follows(state)
     with explains_state(tx.init, state, params), explains_inner(grads):
@@ -199,9 +206,10 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         Whether this is the last step of a period.
 
     Raises:
-        TypeError: `tx` is neither.
-        ValueError: A schedule that gives no number, or NaN. A compiled step cannot
-            raise: with NaN as the period, its workers meet in every step.
+        TypeError: `tx` is neither, or `step` is no number.
+        ValueError: A period below 1; a schedule that gives no number, or NaN. A
+            compiled step cannot raise: with NaN as the period, its workers meet in
+            every step.
 
     Example:
         >>> import optax
@@ -211,8 +219,13 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         [False, False, True, False, False, True]
     """
     period = tx.communication_period if isinstance(tx, _DirectTransformation) else tx
+    if not (hasattr(step, "dtype") or isinstance(step, int | float)):
+        raise TypeError(
+            f"step is the number of a step, 0 for the first; got {step!r}. Call for "
+            "example oxs.due(tx, step)."
+        )
     if isinstance(period, int | np.integer) and not isinstance(period, bool):
-        return (step + 1) % int(period) == 0
+        return (step + 1) % integer("the period", period, "Pass 1 or more steps.") == 0
     if not callable(period):
         raise TypeError(
             "due needs the transformation of a center rule, or a communication period;"

@@ -184,6 +184,15 @@ def check_arrays(tree: Tree, what: str, root: str = "the root") -> None:
             )
 
 
+def check_transformation(tx: object, name: str, call: str) -> None:
+    """Refuse what is no Optax transformation, such as a function that makes one."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{name} must be an Optax gradient transformation; got {tx!r} of type "
+            f"{type(tx).__name__}. Write for example {call}."
+        )
+
+
 def is_finite(tree: Tree) -> jax.Array:
     """bool[], whether no leaf holds a NaN or infinity."""
     finite = jnp.bool_(True)

@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from optx_sync.audit.programs import Collective
+import numpy as np
+
+from optx_sync.audit.programs import Collective, checked
 
 # Bytes that one of n devices sends along a ring, for each byte of its operand.
 _ON_A_RING: dict[str, Callable[[int], float]] = {
@@ -133,15 +135,16 @@ def time(
         >>> oxs.audit.time([meets], gbits=8, step_seconds=1.0, period=9)
         Cost(sent=1.0, exposed=1.0, utilisation=0.9)
     """
-    _positive(gbits=gbits, step_seconds=step_seconds, period=period, near=near)
-    if latency < 0 or not math.isfinite(latency):
-        raise ValueError(f"latency must be seconds, 0 or more; got {latency!r}.")
-    if not 0 <= overlap <= 1:
-        raise ValueError(f"overlap must be a share, 0 to 1; got {overlap!r}.")
-    rows = [row for row in rows if _is_far(row, near)]
+    above = {"gbits": gbits, "step_seconds": step_seconds, "period": period}
+    for name, number in (above | {"near": near}).items():
+        _check(name, number, "a number above 0", lambda x: 0 < x < math.inf)
+    _check("latency", latency, "seconds, 0 or more", lambda x: 0 <= x < math.inf)
+    _check("overlap", overlap, "a share, 0 to 1", lambda x: 0 <= x <= 1)
+    rows = [row for row in checked(rows) if _is_far(row, near)]
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
-    steps = [(1, rows), (period - 1, [row for row in quiet if _is_far(row, near)])]
+    quiet = [row for row in checked(quiet) if _is_far(row, near)]
+    steps = [(1, rows), (period - 1, quiet)]
     sent = exposed = 0.0
     for count, those in steps:
         hidden = waited = 0.0
@@ -180,6 +183,7 @@ def plan(
         A `Plan`.
 
     Raises:
+        TypeError: What are no strategies by name, or no rows.
         ValueError: As `time`; or a goal that is no share between 0 and 1.
 
     Example:
@@ -197,9 +201,17 @@ def plan(
         every step        5.9%  38.5%  86.2%       64
         every 100 steps  86.2%  98.4%  99.8%     0.64
     """
-    if not 0 < goal < 1:
-        raise ValueError(f"goal must be a share between 0 and 1; got {goal!r}.")
-    gbits = tuple(map(float, gbits))
+    _check("goal", goal, "a share between 0 and 1", lambda x: 0 < x < 1)
+    if not isinstance(strategies, Mapping) or not all(
+        isinstance(one, tuple) for one in strategies.values()
+    ):
+        raise TypeError(
+            f"strategies are oxs.audit.Strategy by name; got {strategies!r}. Write for "
+            "example {'every step': oxs.audit.Strategy(rows)}."
+        )
+    if isinstance(gbits, str) or not isinstance(gbits, Iterable):
+        raise ValueError(f"gbits of a plan are several, (1, 10, 100); got {gbits!r}.")
+    gbits = tuple(gbits)
 
     def share(strategy: Strategy, bandwidth: float) -> float:
         rows, period, quiet, overlap = strategy
@@ -256,7 +268,9 @@ def _is_far(row: Collective, near: int) -> bool:
     return True
 
 
-def _positive(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not number > 0 or not math.isfinite(number):
-            raise ValueError(f"{name} must be a number above 0; got {number!r}.")
+def _check(
+    name: str, number: object, what: str, holds: Callable[[float], bool]
+) -> None:
+    is_number = isinstance(number, int | float | np.number)
+    if not is_number or not holds(float(number)):
+        raise ValueError(f"{name} must be {what}; got {number!r}.")

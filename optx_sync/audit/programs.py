@@ -136,6 +136,17 @@ def parse(text: str) -> list[Collective]:
     return _rows(hlo.read(text))
 
 
+def checked(rows: Any) -> list[Collective]:
+    """The rows as a list; a TypeError for anything but what `collectives` returns."""
+    found = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, Collective) for row in found):
+        raise TypeError(
+            f"rows are what oxs.audit.collectives returns; got {rows!r}. Call "
+            "oxs.audit.collectives(step, *arguments) first."
+        )
+    return found
+
+
 def table(rows: Iterable[Collective]) -> str:
     """Write the rows of `collectives` as a table in plain text, with the sums.
 
@@ -151,7 +162,7 @@ def table(rows: Iterable[Collective]) -> str:
         collective-permute    512         1  2 pairs  no
         total                4608         4           4096 bytes in conditionals
     """
-    rows = list(rows)
+    rows = checked(rows)
     lines: list[tuple[str, ...]] = [
         ("kind", "bytes", "operands", "groups", "conditional", "overlapped")
     ]

@@ -115,8 +115,7 @@ def strided(number: int) -> Fragments:
         Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
         arXiv 2501.18512, section 3.1.
     """
-    check_fragments(number)
-    return _Strided(int(number))
+    return _Strided(integer("number", number, "Pass the number of parts."))
 
 
 def check_fragments(fragments: object) -> Fragments:

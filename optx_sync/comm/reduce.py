@@ -187,6 +187,11 @@ def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
     """This replica's weight as a checked float that varies over the axis, or `None`."""
     if weight is None:
         return None
+    if not (hasattr(weight, "dtype") or isinstance(weight, bool | int | float)):
+        raise TypeError(
+            f"weight must be a number, or None; got {weight!r}. Pass for example this "
+            "replica's number of tokens."
+        )
     if jnp.shape(weight) != ():
         raise ValueError(
             "weight must be a scalar per replica; got an array of shape "
@@ -262,7 +267,7 @@ def check_extra_args(names: object) -> tuple[str, ...]:
 
 def check_reduction(reduction: object) -> None:
     """A ValueError for anything but "mean" and "sum"."""
-    if reduction not in ("mean", "sum"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
 
 
@@ -270,7 +275,13 @@ def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """The dtype, or None; a ValueError if it cannot hold a sum of gradients."""
     if dtype is None:
         return None
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"dtype must be a floating dtype; got {dtype!r}. Pass for example "
+            "jnp.bfloat16."
+        ) from None
     if not is_floating(dtype) or jnp.finfo(dtype).bits < 16:
         raise ValueError(
             "dtype must be a floating dtype of 16 bits or more, since narrower "

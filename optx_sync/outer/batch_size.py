@@ -47,7 +47,8 @@ def next_batch_size(
         The number of examples, `batch_size` or more.
 
     Raises:
-        TypeError: A number of examples that is not an integer.
+        TypeError: A number of examples that is not an integer; a noise scale that is
+            no number.
         ValueError: A number out of range, or a `batch_size` that is not a multiple of
             `multiple`.
 
@@ -73,7 +74,13 @@ def next_batch_size(
     bound = math.inf
     if largest is not None:
         bound = integer("largest", largest, "Leave it out for none.")
-    scale = math.nan if noise_scale is None else float(noise_scale)
+    try:
+        scale = math.nan if noise_scale is None else float(noise_scale)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"noise_scale must be a number; got {noise_scale!r}. Pass "
+            "oxs.metrics(state).noise_scale, of a wrapper with measure=True."
+        ) from None
     if not 0 < scale < math.inf:
         return batch_size
     count = math.ceil(min(scale / noise**2, bound) / multiple)

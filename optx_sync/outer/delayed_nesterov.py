@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import integer, interval
+from optx_sync.checks import check_rate, integer, interval
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import where, zeros_like
 
@@ -81,6 +81,7 @@ def delayed_nesterov(
         every = integer("every", every, "Pass the number of workers, or None.")
     for name, value in (("momentum", momentum), ("c", c)):
         interval(name, value, "Pass for example 0.5.", 0, 1)
+    check_rate(learning_rate)
     rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params):

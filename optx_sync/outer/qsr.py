@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 import optax
 
-from optx_sync.checks import integer, interval
+from optx_sync.checks import check_rate, integer, interval
 
 
 def qsr(
@@ -64,6 +64,7 @@ def qsr(
         Gu, Lyu, Arora, Zhang, Huang, "A Quadratic Synchronization Rule for Distributed
         Deep Learning", 2024, arXiv 2310.14423.
     """
+    check_rate(learning_rate)
     base = integer("base", base, "Pass for example 4.")
     warmup = integer("warmup", warmup, "Pass 0 for none.", least=0)
     if total_steps is not None:

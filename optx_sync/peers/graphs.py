@@ -209,6 +209,7 @@ def metropolis(edges: Iterable[tuple[int, int]]) -> Graph:
         >>> oxs.graphs.metropolis([(0, 1), (1, 2)]).matrices(3)[0].round(2).tolist()
         [[0.67, 0.33, 0.0], [0.33, 0.33, 0.33], [0.0, 0.33, 0.67]]
     """
+    edges = edges if isinstance(edges, Iterable) else [edges]
     pairs = sorted({(min(edge), max(edge)) for edge in map(_edge, edges)})
 
     def rounds(n: int) -> tuple[GraphRound, ...]:
@@ -293,10 +294,8 @@ def _check_workers(n: Any) -> None:
 
 
 def _edge(edge: Any) -> tuple[int, int]:
-    ends, mend = (
-        tuple(edge),
-        "Write for example oxs.graphs.metropolis([(0, 1), (1, 2)]).",
-    )
+    mend = "Write for example oxs.graphs.metropolis([(0, 1), (1, 2)])."
+    ends = tuple(edge) if isinstance(edge, Iterable) else ()
     if len(ends) != 2 or ends[0] == ends[1]:
         raise ValueError(
             f"An edge is a pair of different workers; got {edge!r}. {mend}"

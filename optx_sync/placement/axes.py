@@ -14,9 +14,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optx_sync.checks import integer
 from optx_sync.comm.shards import is_spec, spec_of_kept_axes
 from optx_sync.placement import fields
-from optx_sync.trees import Tree, check_arrays, is_masked, is_slices, with_shapes
+from optx_sync.trees import (
+    Tree,
+    check_arrays,
+    check_transformation,
+    is_masked,
+    is_slices,
+    with_shapes,
+)
 
 
 def state_axes(
@@ -50,11 +58,18 @@ def state_axes(
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
-    check_arrays(params, "The parameter")
-    state = jax.eval_shape(tx.init, params)
+    level = integer("level", level, "The outermost is 0.", least=0)
+    state = state_shapes(tx, params)
     _refuse_around_center(state)
     _check_levels(state, level + 1)
     return _axes(state, replicated, level)
+
+
+def state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """The shapes of `tx.init(params)`, of one worker."""
+    check_transformation(tx, "tx", "optax.adam(1e-3)")
+    check_arrays(params, "The parameter")
+    return jax.eval_shape(tx.init, params)
 
 
 def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
@@ -113,9 +128,14 @@ def state_specs(
         >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
-    check_arrays(params, "The parameter")
-    full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
-    state = jax.eval_shape(tx.init, params)
+    state = state_shapes(tx, params)
+    try:
+        full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"param_specs do not fit the parameters: {str(error).splitlines()[0]} Pass "
+            "a PartitionSpec for each of them, or one for all: jax.P()."
+        ) from None
     placed = optax.tree.map_params(
         # Optax's own tree, without leaves, does not tell which parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
@@ -175,7 +195,13 @@ def map_marked(
     `fields.Cut`.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
-    marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
+    try:
+        marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"axes do not fit the tree: {str(error).rstrip('.')}. Pass None, or a tree "
+            "like it of 0 and None: oxs.state_axes(tx, params) for a state."
+        ) from None
     cut = jax.tree.leaves(in_pieces(tree, level)) if pieces else [False] * len(leaves)
 
     def placed(leaf, mark, flag):

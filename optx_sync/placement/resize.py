@@ -16,7 +16,13 @@ import optax
 from optx_sync.checks import integer, one_of
 from optx_sync.comm.buffers import in_rows
 from optx_sync.placement import fields
-from optx_sync.placement.axes import fold_keys, in_pieces, own_keys, state_axes
+from optx_sync.placement.axes import (
+    fold_keys,
+    in_pieces,
+    own_keys,
+    state_axes,
+    state_shapes,
+)
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
@@ -99,7 +105,7 @@ def resize(
     if not replicated:
         for _ in range(levels):
             one = jax.tree.map(_first_of, one)
-    like = jax.eval_shape(tx.init, one)
+    like = state_shapes(tx, one)
     if jax.tree.structure(like) != jax.tree.structure(state):
         raise ValueError(
             "This is not a state of tx: they differ in structure, "

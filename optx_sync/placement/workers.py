@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optx_sync.checks import check_no_train_state
+from optx_sync.checks import check_function, check_no_train_state, integer
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import in_rows
 from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
@@ -101,6 +101,7 @@ def map_workers(
                     f"(equal for all workers); got {mark!r}. Move the worker axis to "
                     "the front, for example with jnp.moveaxis."
                 )
+    check_function("fun", fun, "Pass one worker's step.")
     fun = returns_changes(fun, "map_workers")
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
     if mesh is None:
@@ -289,6 +290,7 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
 
     Of several levels of workers the innermost is stacked first.
     """
+    n = integer("n", n, "Pass the number of workers.")
     check_arrays(tree, "What is stacked")
 
     def repeat(x):
@@ -357,8 +359,8 @@ def _started(
     tx: optax.GradientTransformation, params: Tree, n: int
 ) -> tuple[Tree, Tree]:
     """Parameters and state of `n` workers."""
-    state, axes = tx.init(params), state_axes(tx, params)
-    return replicate(params, n), stack(state, n, axes, own=False)
+    axes = state_axes(tx, params)
+    return replicate(params, n), stack(tx.init(params), n, axes, own=False)
 
 
 def _simulated(

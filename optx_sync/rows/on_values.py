@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.rows.slices import rebuild, unique_rows
-from optx_sync.trees import Tree, is_gradient_leaf, is_slices, path_name, values_of
+from optx_sync.trees import (
+    Tree,
+    check_transformation,
+    is_gradient_leaf,
+    is_slices,
+    path_name,
+    values_of,
+)
 
 Tables: TypeAlias = dict[int, jax.Array]  # by the numbers of their leaves
 
@@ -46,6 +53,7 @@ def on_values(
         >>> clipped.values.tolist()
         [0.5, 0.0]
     """
+    check_transformation(tx, "tx", "oxs.on_values(optax.clip(1.0))")
     tx = optax.with_extra_args_support(tx)
 
     def init(params):

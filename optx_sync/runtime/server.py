@@ -117,6 +117,11 @@ class Server:
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
         )
         self.layout: Layout = lay_out(params, way.fragments, num_servers)
+        if integer("number", number, "The first server has 0.", 0) >= num_servers:
+            raise ValueError(
+                f"number is below num_servers={num_servers}; got {number}. Servers are "
+                "numbered from 0."
+            )
         self.parts: tuple[int, ...] = self.layout.of_server(number)
         self._like: Tree = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params

@@ -42,7 +42,7 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Now, Step
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_grads, check_inner, integer
+from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement.workers import replicate
@@ -210,6 +210,7 @@ def asynchronous(
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
     inner = check_inner(inner, call)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     check_rule(rule, call)
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     if rule.num_workers not in (None, num_workers):

@@ -18,7 +18,13 @@ from optx_sync.center.contract import (
     static_period,
 )
 from optx_sync.center.worker import Worker
-from optx_sync.checks import check_grads, check_inner, check_seed, integer
+from optx_sync.checks import (
+    check_function,
+    check_grads,
+    check_inner,
+    check_seed,
+    integer,
+)
 from optx_sync.peers.gossip import mean_params
 from optx_sync.placement.workers import replicate
 from optx_sync.shapes import Array, Int32
@@ -146,6 +152,7 @@ def gossip(
     """
     call = "oxs.simulate.gossip(optax.sgd(0.1), params, grad_fn, workers, ...)"
     inner = check_inner(inner, call)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     period = check_period(communication_period)
     workers, seed = check_workers(workers, num_workers), check_seed(seed)

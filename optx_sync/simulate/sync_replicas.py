@@ -10,6 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import (
+    check_function,
     check_grads,
     check_inner,
     explains_inner,
@@ -167,7 +168,11 @@ def sync_replicas(
             f"and {needed} are needed, replicas_to_aggregate - total_num_replicas. "
             "Pass as many or more, or -1 for replicas_to_aggregate."
         )
+    if not hasattr(initial_global_step, "dtype"):
+        begin = "Pass the step at which the run goes on, 0 for a new one."
+        integer("initial_global_step", initial_global_step, begin, least=0)
     workers = check_workers(workers, total)
+    check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     run = _Run(inner, required, total, variable_averages, grad_fn)
     tokens = required if num_tokens == -1 else num_tokens
     machine, scalars, views, recorded, events = replay(
