@@ -169,14 +169,9 @@ def refusal(build: Any, keywords: dict[str, Any], options: list[Option]) -> str 
             grads = changes.get("grads", dict)(grads)
             tx.update(grads, tx.init(PARAMS), PARAMS, **given)
 
-    run, sizes = update, jnp.zeros(())
     try:
         inner = inside.get(changes.get("inner", ""), lambda: INNER)()
-        for name, size in (("inside", 2), (AXIS, N)):
-            if name != "inside" or "inner" in changes:
-                run = jax.vmap(run, axis_name=name)
-                sizes = jnp.zeros((size, *sizes.shape))
-        jax.eval_shape(run, sizes)
+        jax.make_jaxpr(update, axis_env=[(AXIS, N), ("inside", 2)])(jnp.ones(()))
     except (ValueError, TypeError, NotImplementedError) as error:
         *_, place = traceback.extract_tb(error.__traceback__)
         assert Path(place.filename).is_relative_to(PACKAGE), traceback.format_exc()
