@@ -103,9 +103,15 @@ def message(group, shapes):
     return sum(row.bytes for row in rows)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("which", MESHES)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("group", "which", "kind"),
+    [
+        ("codes", "2 x 4", AxisType.Auto),
+        ("codes", "2 x 2 x 2", AxisType.Explicit),
+        ("robust", "2 x 4", AxisType.Explicit),
+        ("robust", "2 x 2 x 2", AxisType.Auto),
+    ],
+)
 def test_each_device_sends_its_shards(group, which, kind):
     """The bytes of a shard's message between pods, and inside of them sums alone."""
     shape, specs = MESHES[which]
@@ -123,13 +129,9 @@ def test_each_device_sends_its_shards(group, which, kind):
         places = oxs.state_specs(tx, one, specs, None)
         states[name] = jax.tree.map(lies, states[name], places)
     meet = functools.partial(meet_all, txs)
-    step = oxs.map_workers(
-        meet,
-        "pods",
-        mesh=mesh,
-        in_axes=(0, 0, None),
-        specs=specs if kind == AxisType.Auto else None,
-    )
+    inside = specs if kind == AxisType.Auto else None
+    over = {"mesh": mesh, "in_axes": (0, 0, None), "specs": inside}
+    step = oxs.map_workers(meet, "pods", **over)
     compiled = jax.jit(step).lower(grads, states, True).compile()
     rows = [row for row in oxs.audit.collectives(compiled) if row.conditional]
     near = [row for row in rows if not is_far(row)]
@@ -194,10 +196,10 @@ def test_workers_stay_as_they_lie(period):
     assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
     for _ in range(3):
         now = jax.block_until_ready(step(*now, x))
-        for leaf, place in zip(
-            jax.tree.leaves(now), jax.tree.leaves(places), strict=True
-        ):
-            assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        lie = jax.tree.map(
+            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), now, places
+        )
+        assert all(jax.tree.leaves(lie))
     assert step.program._cache_size() == 1
 
 
