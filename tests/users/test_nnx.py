@@ -31,44 +31,25 @@ def train_step(model, optimizer, inputs, targets, **extra):
     optimizer.update(model, grads, **extra)
 
 
-def pure_step(tx):
-    """A function of arrays, as `jax.pmap` and `jax.vmap` want it, and its state."""
-    graph, state = nnx.split(start(tx))
+def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
+    # Arrays alone: what `jax.pmap` wants.
+    graph, state = nnx.split(start(oxs.cross_shard(optax.adam(0.1), "data")))
+    state = oxs.replicate(state, WORKERS)
 
-    def step(state, inputs, targets, extra):
+    def step(state, inputs, targets):
         model, optimizer = nnx.merge(graph, state)
-        train_step(model, optimizer, inputs, targets, **extra)
+        train_step(model, optimizer, inputs, targets)
         return nnx.state((model, optimizer))
 
-    return graph, oxs.replicate(state, WORKERS), step
-
-
-def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
-    graph, state, step = pure_step(oxs.cross_shard(optax.adam(0.1), "data"))
     step = jax.pmap(step, axis_name="data", devices=jax.devices()[:WORKERS])
     alone, optimizer = start(optax.adam(0.1))
     for inputs, targets in zip(*batches(4), strict=True):
-        state = step(state, inputs, targets, {})
+        state = step(state, inputs, targets)
         train_step(alone, optimizer, inputs.reshape(-1, 3), targets.reshape(-1, 2))
     model, _ = nnx.merge(graph, state)
-    chex.assert_trees_all_close(
-        nnx.as_pure(nnx.state(model)),
-        oxs.replicate(nnx.as_pure(nnx.state(alone)), WORKERS),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
-def test_extra_arguments_reach_the_transformation():
-    tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
-    graph, state, step = pure_step(tx)
-    (inputs,), (targets,) = batches(1)
-    in_time = np.array([True, False, True, True])
-    step = jax.jit(jax.vmap(step, axis_name="data"))
-    state = step(state, inputs, targets, {"contributes": in_time})
-    _, optimizer = nnx.merge(graph, state)
-    seen = oxs.metrics(nnx.as_pure(optimizer.opt_state))
-    assert seen.used.tolist() == in_time.tolist()
+    found, expected = (nnx.as_pure(nnx.state(x)) for x in (model, alone))
+    expected = oxs.replicate(expected, WORKERS)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def place_of(on_mesh):
@@ -95,9 +76,8 @@ def test_sync_optimizer_steps_directly(on_mesh):
             both = mapped(*both, inputs, targets)
         results.append(both)
     (plain, _), (model, optimizer) = results
-    chex.assert_trees_all_close(
-        nnx.as_pure(nnx.state(model)), nnx.as_pure(nnx.state(plain)), rtol=1e-6
-    )
+    pure = (nnx.as_pure(nnx.state(x)) for x in (model, plain))
+    chex.assert_trees_all_close(*pure, rtol=1e-6)
     assert optimizer.step[...].tolist() == [4] * WORKERS
     center = oxs.swap_center(model, optimizer)
     assert center.kernel.shape == (3, 2)
