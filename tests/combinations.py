@@ -56,42 +56,41 @@ def exchanges() -> dict[str, Option]:
     return {f"`exchange={name}`": Option({"exchange": x}) for name, x in found.items()}
 
 
-ONE = jnp.float32(1)
-WEIGHTS = {
-    "`weight=`": Option(given={"weight": ONE}),
-}
-UNREDUCED = {
-    '`grads="unreduced"`': Option(
-        {"grads": "unreduced"},
-        changes={"traced": False},  # types of a mesh tell
-    ),
-}
+def instead(wrapper: Any, **keywords: Any) -> Option:
+    """Another wrapper."""
+    return Option(keywords, changes={"wrapper": wrapper})
+
+
+EVERY = Option({"communication_period": lambda step: 1 + step})
+DROP, MEASURE = Option({"drop_nonfinite": True}), Option({"measure": True})
+WEIGHTS = {"`weight=`": Option(given={"weight": jnp.float32(1)})}
+# Types of a mesh tell: none is traced here.
+ALONE = Option({"grads": "unreduced"}, changes={"traced": False})
+UNREDUCED = {'`grads="unreduced"`': ALONE}
 SPARSE = {"row-sparse gradients": Option(changes={"grads": rows})}
+INSIDE = {
+    "`cross_shard` inside": Option(changes={"inner": "replicas"}),
+    "`local_sgd` inside": Option(changes={"inner": "center"}),
+}
+HOST = Option({"center_memory": "pinned_host"}, {"meet": True})
 CENTER = {
-    "`elastic_average`": Option(
-        {"moving_rate": 0.1, "rho": 0.5}, changes={"wrapper": oxs.elastic_average}
-    ),
-    "`agn`": Option(changes={"wrapper": oxs.agn}),
+    "`elastic_average`": instead(oxs.elastic_average, moving_rate=0.1, rho=0.5),
+    "`agn`": instead(oxs.agn),
     "`axis_name=None`": Option(changes={"axis": None}),
-    "`communication_period`, a schedule": Option(
-        {"communication_period": lambda step: 1 + step}
-    ),
+    "`communication_period`, a schedule": EVERY,
     '`inner_state="average"`': Option({"inner_state": "average"}),
     '`inner_state="reset"`': Option({"inner_state": "reset"}),
-    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
-    "`measure`": Option({"measure": True}),
+    "`drop_nonfinite`": DROP,
+    "`measure`": MEASURE,
     "`shard_center`": Option({"shard_center": True}),
-    '`center_memory="pinned_host"`': Option(
-        {"center_memory": "pinned_host"}, {"meet": True}
-    ),
+    '`center_memory="pinned_host"`': HOST,
     "`fragments`": Option({"fragments": 2}),
     "`delay`": Option({"delay": 1}),
     "`keep_local`": Option({"keep_local": 0.5}),
     **exchanges(),
     **WEIGHTS,
     **SPARSE,
-    "`cross_shard` inside": Option(changes={"inner": "replicas"}),
-    "`local_sgd` inside": Option(changes={"inner": "center"}),
+    **INSIDE,
 }
 CROSS_SHARD = {
     '`reduction="sum"`': Option({"reduction": "sum"}),
@@ -101,7 +100,7 @@ CROSS_SHARD = {
     **UNREDUCED,
     "`shard_state=True`": Option({"shard_state": True}),
     '`shard_state="leaves"`': Option({"shard_state": "leaves"}),
-    "`measure`": Option({"measure": True}),
+    "`measure`": MEASURE,
     **exchanges(),
     **WEIGHTS,
     **SPARSE,
@@ -109,8 +108,8 @@ CROSS_SHARD = {
 SYNC_REPLICAS = {
     **UNREDUCED,
     "`variable_averages`": Option({"variable_averages": 0.9}),
-    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
-    "`measure`": Option({"measure": True}),
+    "`drop_nonfinite`": DROP,
+    "`measure`": MEASURE,
     **exchanges(),
     **WEIGHTS,
     "`contributes=`": Option(given={"contributes": jnp.bool_(True)}),
@@ -118,23 +117,15 @@ SYNC_REPLICAS = {
 }
 GOSSIP = {
     "`outer`": Option({"outer": optax.sgd(0.7)}),
-    "`drop_nonfinite`": Option({"drop_nonfinite": True}),
-    "`communication_period`, a schedule": Option(
-        {"communication_period": lambda step: 1 + step}
-    ),
-    **{
-        f"`graph=graphs.{name}`": Option({"graph": graph})
-        for name, graph in {
-            "ring()": oxs.graphs.ring(),
-            "exponential()": oxs.graphs.exponential(),
-            "random_pairs()": oxs.graphs.random_pairs(),
-            "grid(2)": oxs.graphs.grid(2),
-        }.items()
-    },
+    "`drop_nonfinite`": DROP,
+    "`communication_period`, a schedule": EVERY,
+    "`graph=graphs.ring()`": Option({"graph": oxs.graphs.ring()}),
+    "`graph=graphs.exponential()`": Option({"graph": oxs.graphs.exponential()}),
+    "`graph=graphs.random_pairs()`": Option({"graph": oxs.graphs.random_pairs()}),
+    "`graph=graphs.grid(2)`": Option({"graph": oxs.graphs.grid(2)}),
     **WEIGHTS,
     **SPARSE,
-    "`cross_shard` inside": Option(changes={"inner": "replicas"}),
-    "`local_sgd` inside": Option(changes={"inner": "center"}),
+    **INSIDE,
 }
 WRAPPERS: dict[str, tuple[Any, dict[str, Any], dict[str, Option]]] = {
     "Center rules": (oxs.diloco, {"communication_period": 2}, CENTER),
@@ -169,10 +160,9 @@ def refusal(build: Any, keywords: dict[str, Any], options: list[Option]) -> str 
             grads = changes.get("grads", dict)(grads)
             tx.update(grads, tx.init(PARAMS), PARAMS, **given)
 
-    axes = [(AXIS, N), *([("inside", 2)] if "inner" in changes else [])]
     try:
         inner = inside.get(changes.get("inner", ""), lambda: INNER)()
-        jax.make_jaxpr(update, axis_env=axes)(jnp.zeros(()))
+        jax.make_jaxpr(update, axis_env=[(AXIS, N), ("inside", 2)])(jnp.ones(()))
     except (ValueError, TypeError, NotImplementedError) as error:
         *_, place = traceback.extract_tb(error.__traceback__)
         assert Path(place.filename).is_relative_to(PACKAGE), traceback.format_exc()

@@ -4,6 +4,7 @@ Gradients that meet are reduced to their mean, and equal workers stay equal, so 
 every pair the parameters are those of the inner optimizer alone on the mean gradient.
 """
 
+import functools
 import itertools
 from typing import Any
 
@@ -54,40 +55,32 @@ INNERS: dict[str, Any] = {
     ),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }
-# name: (wrapper, whether each replica has a gradient of its own)
-WRAPPERS: dict[str, Any] = {
-    "cross_shard": (lambda inner: oxs.cross_shard(inner, AXIS), True),
-    "all_reduce_grads": (
-        lambda inner: optax.chain(oxs.all_reduce_grads(AXIS), inner),
-        True,
-    ),
-    "sync_replicas": (lambda inner: oxs.sync_replicas(inner, AXIS, N), True),
-    "elastic": (
-        lambda inner: oxs.elastic_average(
-            inner, AXIS, moving_rate=0.0, rho=0.0, communication_period=2
-        ),
-        False,
-    ),
-    "agn": (lambda inner: oxs.agn(inner, AXIS, communication_period=1), False),
-    "local_sgd": (
-        lambda inner: oxs.local_sgd(
-            inner, AXIS, communication_period=2, drop_nonfinite=True
-        ),
-        False,
-    ),
-    "local_sgd_average": (
-        lambda inner: oxs.local_sgd(
-            inner, AXIS, communication_period=2, inner_state="average"
-        ),
-        False,
-    ),
-    "diloco": (
-        lambda inner: oxs.diloco(
-            inner, AXIS, outer=optax.sgd(1.0), communication_period=2
-        ),
-        False,
-    ),
+
+
+def around(wrapper, *arguments, **options):
+    return lambda inner: wrapper(inner, AXIS, *arguments, **options)
+
+
+def chained(inner):
+    return optax.chain(oxs.all_reduce_grads(AXIS), inner)
+
+
+MEANS: dict[str, Any] = {
+    "reduce_grads": chained,
+    "cross_shard": around(oxs.cross_shard),
 }
+MEANS["sync_replicas"] = around(oxs.sync_replicas, N)
+every, pull = {"communication_period": 2}, {"moving_rate": 0.0, "rho": 0.0}
+WRAPPERS: dict[str, Any] = (
+    MEANS
+    | {  # in the others no replica has a gradient of its own
+        "elastic": around(oxs.elastic_average, **pull, **every),
+        "agn": around(oxs.agn, communication_period=1),
+        "local_sgd": around(oxs.local_sgd, drop_nonfinite=True, **every),
+        "local_sgd_average": around(oxs.local_sgd, inner_state="average", **every),
+        "diloco": around(oxs.diloco, outer=optax.sgd(1.0), **every),
+    }
+)
 # Optax's own conditional there joins what varies with constants: a checked `shard_map`
 # refuses it without a wrapper, too, where its loss varies.
 REFUSED_IN_CHECKED_SHARD_MAP = ("plateau",)
@@ -103,10 +96,9 @@ OWN = jax.tree.map(
 SAME = jax.tree.map(lambda x: np.stack([x] * N), MEAN)
 
 
-def history(tx, inputs, params=None, state=None, reduce_value=False):
+def history(tx, inputs, params=PARAMS, reduce_value=False):
     """The parameters after each step; a state of another form would fail the loop."""
-    params = jax.tree.map(jnp.asarray, PARAMS) if params is None else params
-    state = tx.init(params) if state is None else state
+    params = jax.tree.map(jnp.asarray, params)
 
     def step(carry, now):
         params, state = carry
@@ -115,7 +107,7 @@ def history(tx, inputs, params=None, state=None, reduce_value=False):
         moved: Any = optax.apply_updates(params, updates)
         return (moved, state), moved["w"]
 
-    return jax.lax.scan(step, (params, state), inputs)[1]
+    return jax.lax.scan(step, (params, tx.init(params)), inputs)[1]
 
 
 @pytest.fixture(autouse=True)
@@ -125,42 +117,40 @@ def promotion():
         yield
 
 
-def lanes(wrapper, inner):
-    """A pair under vmap; the loss of a chain's other links is reduced by the caller."""
-    build, own = WRAPPERS[wrapper]
-    tx, link = build(INNERS[inner]), wrapper == "all_reduce_grads"
-    run = jax.vmap(lambda x: history(tx, x, reduce_value=link), axis_name=AXIS)
-    return lambda: run(OWN if own else SAME)
+def pair(wrapper, inner):
+    """A pair's run; the loss of a chain's other links is reduced by the caller."""
+    tx = WRAPPERS[wrapper](INNERS[inner])
+    return functools.partial(history, tx, reduce_value=wrapper == "reduce_grads")
 
 
 def test_numbers_under_vmap():
     """Of every second inner optimizer in one wrapper, another one in turn."""
-    some = list(INNERS)[::2]
-    turns = list(zip(itertools.cycle(WRAPPERS), some, strict=False))
+    turns = list(zip(itertools.cycle(WRAPPERS), list(INNERS)[::2], strict=False))
 
     def numbers():
-        alone = {inner: history(INNERS[inner], MEAN) for inner in some}
-        return {name: lanes(*name)() for name in turns}, alone
+        for wrapper, inner in turns:
+            run = jax.vmap(pair(wrapper, inner), axis_name=AXIS)
+            found = run(OWN if wrapper in MEANS else SAME)
+            yield found, history(INNERS[inner], MEAN)
 
-    found, alone = jax.jit(numbers)()
-    for name in turns:
-        for one in found[name]:
+    for turn, (found, alone) in zip(
+        turns, jax.jit(lambda: [*numbers()])(), strict=True
+    ):
+        for one in found:
             np.testing.assert_allclose(
-                one, alone[name[1]], rtol=2e-5, atol=2e-6, err_msg=str(name)
+                one, alone, rtol=2e-5, atol=2e-6, err_msg=str(turn)
             )
 
 
 def on_mesh(wrapper, inner):
     """A pair in a checked shard_map: equal replicas, or workers of their own."""
-    build, own = WRAPPERS[wrapper]
-    tx, link = build(INNERS[inner]), wrapper == "all_reduce_grads"
+    run, own = pair(wrapper, inner), wrapper in MEANS
 
     def equal(inputs):
-        return history(tx, oxs.first(inputs), reduce_value=link)
+        return run(oxs.first(inputs))
 
     def workers(params, inputs):
-        params = oxs.first(params)
-        return oxs.replicate(history(tx, oxs.first(inputs), params), 1)
+        return oxs.replicate(run(oxs.first(inputs), oxs.first(params)), 1)
 
     arguments = (OWN,) if own else (oxs.replicate(PARAMS, N), SAME)
     return jax.shard_map(
@@ -174,12 +164,11 @@ def on_mesh(wrapper, inner):
 def test_216_pairs_in_a_checked_shard_map():
     """Traced: parameters and state keep their types, or the refusal is ours."""
     assert len(INNERS) * len(WRAPPERS) == 216
-    for wrapper, (_, own) in WRAPPERS.items():
-        for inner in INNERS:
-            run, arguments = on_mesh(wrapper, inner)
-            if inner in REFUSED_IN_CHECKED_SHARD_MAP and not own:
-                with pytest.raises(TypeError, match=r"shard_map\(..., check_vma=False"):
-                    jax.eval_shape(run, *arguments)
-                continue
-            shape = jax.eval_shape(run, *arguments).shape
-            assert shape == ((STEPS, 3, 2) if own else (N, STEPS, 3, 2))
+    for wrapper, inner in itertools.product(WRAPPERS, INNERS):
+        run, arguments = on_mesh(wrapper, inner)
+        if inner in REFUSED_IN_CHECKED_SHARD_MAP and wrapper not in MEANS:
+            with pytest.raises(TypeError, match=r"shard_map\(..., check_vma=False"):
+                jax.eval_shape(run, *arguments)
+            continue
+        shape = jax.eval_shape(run, *arguments).shape
+        assert shape == ((STEPS, 3, 2) if wrapper in MEANS else (N, STEPS, 3, 2))

@@ -44,27 +44,6 @@ MESHES = {
 SHAPES = {"rows": (64, 24), "columns": (24, 64), "whole": (16,)}
 
 
-def txs_of(group):
-    return {
-        name: oxs.cross_shard(optax.sgd(1.0), "pods", exchange=x)
-        for name, (x, _) in GROUPS[group].items()
-    }
-
-
-def meet_all(txs, grads, states, due):
-    """All exchanges of the same gradients, in a conditional as a round is."""
-
-    def met(states):
-        found = {name: tx.update(grads, states[name]) for name, tx in txs.items()}
-        means = {name: oxs.localize(u, "pods") for name, (u, _) in found.items()}
-        return means, {name: state for name, (_, state) in found.items()}
-
-    def waits(states):
-        return {name: jax.tree.map(jnp.zeros_like, grads) for name in txs}, states
-
-    return jax.lax.cond(due, met, waits, states)
-
-
 def gradients(shapes=SHAPES):
     numbers = np.random.default_rng(0)
     return {
@@ -78,50 +57,69 @@ def is_far(row):
     return any(len({device // 4 for device in group}) > 1 for group in row.groups)
 
 
+def started(group, grads):
+    """Wrappers of all exchanges, their states, and a step in which all of them meet."""
+    txs = {
+        name: oxs.cross_shard(optax.sgd(1.0), "pods", exchange=x)
+        for name, (x, _) in GROUPS[group].items()
+    }
+    one = jax.tree.map(lambda x: x[0], grads)
+    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
+
+    def step(grads, states, due):
+        def met(states):
+            found = {name: tx.update(grads, states[name]) for name, tx in txs.items()}
+            means = {name: oxs.localize(u, "pods") for name, (u, _) in found.items()}
+            return means, {name: state for name, (_, state) in found.items()}
+
+        def waits(states):
+            return {name: jax.tree.map(jnp.zeros_like, grads) for name in txs}, states
+
+        return jax.lax.cond(due, met, waits, states)  # as a round is
+
+    return (
+        txs,
+        states,
+        functools.partial(oxs.map_workers, step, "pods", in_axes=(0, 0, None)),
+    )
+
+
 @functools.cache
 def simulated(group):
     """The means without shards, of two rounds."""
-    txs, grads = txs_of(group), gradients()
-    one = jax.tree.map(lambda x: x[0], grads)
-    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
-    meet = functools.partial(meet_all, txs)
-    step = jax.jit(oxs.map_workers(meet, "pods", in_axes=(0, 0, None)))
-    _, states = step(grads, states, True)
-    return step(grads, states, True)[0]
+    grads = gradients()
+    _, states, mapped = started(group, grads)
+    step = jax.jit(mapped())
+    return step(grads, step(grads, states, True)[1], True)[0]
 
 
 @functools.cache
 def message(group, shapes):
-    """What a worker of these shapes sends that is not sharded: of each kind, bytes."""
-    txs, grads = txs_of(group), gradients(dict(shapes))
+    """Bytes that a worker of these shapes sends that is not sharded."""
+    grads = gradients(dict(shapes))
     mesh = jax.make_mesh((2,), ("pods",), (AxisType.Auto,), devices=jax.devices()[:2])
-    one = jax.tree.map(lambda x: x[0], grads)
-    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
-    meet = functools.partial(meet_all, txs)
-    step = oxs.map_workers(meet, "pods", mesh=mesh, in_axes=(0, 0, None))
-    rows = oxs.audit.collectives(jax.jit(step), grads, states, True)
-    return sum(row.bytes for row in rows)
+    _, states, mapped = started(group, grads)
+    step = jax.jit(mapped(mesh=mesh))
+    return sum(row.bytes for row in oxs.audit.collectives(step, grads, states, True))
 
 
 @pytest.mark.parametrize(
     ("group", "which", "kind"),
     [
         ("codes", "2 x 4", AxisType.Auto),
-        ("codes", "2 x 2 x 2", AxisType.Auto),
         ("codes", "2 x 2 x 2", AxisType.Explicit),
-        ("robust", "2 x 4", AxisType.Auto),
-        ("robust", "2 x 2 x 2", AxisType.Explicit),
+        ("robust", "2 x 4", AxisType.Explicit),
+        ("robust", "2 x 2 x 2", AxisType.Auto),
     ],
-    ids=str,
 )
 def test_each_device_sends_its_shards(group, which, kind):
     """The bytes of a shard's message between pods, and inside of them sums alone."""
     shape, specs = MESHES[which]
     names = ("pods", "a", "b")[: len(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
-    txs, grads = txs_of(group), gradients()
+    grads = gradients()
+    txs, states, mapped = started(group, grads)
     one = jax.tree.map(lambda x: x[0], grads)
-    states: Any = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
 
     def lies(x, spec):
         return jax.device_put(x, NamedSharding(mesh, P("pods", *spec)))
@@ -130,14 +128,7 @@ def test_each_device_sends_its_shards(group, which, kind):
     for name, tx in txs.items():
         places = oxs.state_specs(tx, one, specs, None)
         states[name] = jax.tree.map(lies, states[name], places)
-    meet = functools.partial(meet_all, txs)
-    step = oxs.map_workers(
-        meet,
-        "pods",
-        mesh=mesh,
-        in_axes=(0, 0, None),
-        specs=specs if kind == AxisType.Auto else None,
-    )
+    step = mapped(mesh=mesh, specs=specs if kind == AxisType.Auto else None)
     compiled = jax.jit(step).lower(grads, states, True).compile()
     rows = [row for row in oxs.audit.collectives(compiled) if row.conditional]
     near = [row for row in rows if not is_far(row)]
@@ -202,10 +193,10 @@ def test_workers_stay_as_they_lie(period):
     assert sum("a" in spec for spec in on_its_way) == 2  # the layers and w
     for _ in range(3):
         now = jax.block_until_ready(step(*now, x))
-        for leaf, place in zip(
-            jax.tree.leaves(now), jax.tree.leaves(places), strict=True
-        ):
-            assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        lie = jax.tree.map(
+            lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), now, places
+        )
+        assert all(jax.tree.leaves(lie))
     assert step.program._cache_size() == 1
 
 

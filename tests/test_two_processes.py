@@ -38,14 +38,3 @@ def test_workers_over_two_processes(histories):
         (found,) = histories["Workers", name]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert len(np.unique(histories["Workers", "own keys"][0], axis=0)) == 4
-
-
-def test_failure_of_a_process_is_shown_and_ends_the_other(monkeypatch, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\nif [ "$3" = 0 ]; then exec sleep 100; fi\necho broken; exit 3\n'
-    )
-    python.chmod(0o700)
-    monkeypatch.setattr(two_processes.sys, "executable", str(python))
-    with pytest.raises(RuntimeError, match=r"\[None, 3\](.|\n)*process 1:\nbroken"):
-        two_processes._launch(tmp_path, tmp_path / "result.npz")

@@ -134,41 +134,26 @@ def _launch(folder, result):
         port = free.getsockname()[1]
     root = Path(__file__).parents[1]
     logs = [Path(folder, f"{number}.log") for number in range(PROCESSES)]
+    command = [sys.executable, "-m", "tests.two_processes", str(port), str(result)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     children = []
-    try:
-        for number, log in enumerate(logs):
-            arguments = (str(number), str(port), str(result))
-            with log.open("w") as output:
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.two_processes", *arguments],
-                        cwd=root,
-                        env={**os.environ, "PYTHONPATH": str(root)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        end = time.monotonic() + SECONDS
-        # One that fails leaves the other waiting in a collective: look at all of them.
-        while True:
-            codes = [child.poll() for child in children]
-            if all(code == 0 for code in codes):
-                return
-            failed = any(code not in (0, None) for code in codes)
-            if failed or time.monotonic() > end:
-                break
-            time.sleep(0.1)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    said = "\n".join(
-        f"--- process {i}:\n{log.read_text()}" for i, log in enumerate(logs)
-    )
-    raise RuntimeError(f"Exit codes {codes} (None: still running).\n{said}")
+    for number, log in enumerate(logs):
+        with log.open("w") as output:
+            to = {"stdout": output, "stderr": output, "cwd": root, "env": environment}
+            children.append(subprocess.Popen([*command, str(number)], **to))
+    end, codes = time.monotonic() + SECONDS, [None]
+    # One that fails leaves the other waiting in a collective: look at all of them.
+    while None in codes and not any(codes) and time.monotonic() < end:
+        time.sleep(0.1)
+        codes = [child.poll() for child in children]
+    for child in children:
+        child.kill()
+        child.wait()
+    said = "\n".join(log.read_text() for log in logs)
+    assert not any(codes) and None not in codes, f"{codes}, None never ended:\n{said}"
 
 
-def _child(number, port, result):
+def _child(port, result, number):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", contexts.REPLICAS // PROCESSES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -235,4 +220,4 @@ def _global(x, sharding):
 
 
 if __name__ == "__main__":
-    _child(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _child(*sys.argv[1:3], int(sys.argv[3]))

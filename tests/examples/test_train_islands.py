@@ -35,11 +35,3 @@ def test_it_learns_and_meets_in_a_conditional_only(tmp_path):
     assert [key for key in sent if key[0] == "workers"] == [("workers", "all-reduce")]
     assert {when for _, when in sent.values()} == {"in a conditional", "every step"}
     assert imread(picture).shape[:2] == (400, 700)
-
-
-def test_it_is_one_short_file_without_a_spec_of_the_state():
-    source = EXAMPLE.read_text()
-    assert len(source.splitlines()) <= 150
-    assert "oxs.Workers" in source
-    # Only the parameters' own layout, and that of the batch, are written by hand.
-    assert len(re.findall(r"\bP\(", source)) == 5

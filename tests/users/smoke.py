@@ -1,6 +1,7 @@
 """What an installation must do: ten wrappers, simulated and on a mesh, agree.
 
     python tests/users/smoke.py
+    python tests/users/smoke.py diloco ftrl
 
 Run it with the interpreter of an environment into which a wheel has gone; it needs
 nothing but the extra `flax`, and prints the versions that it ran with.
@@ -9,6 +10,7 @@ nothing but the extra `flax`, and prints the versions that it ran with.
 import importlib.metadata
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +22,21 @@ import optx_sync as oxs
 def wrappers():
     inner, exchange = optax.adam(0.1), oxs.exchange
     bits4 = exchange.error_feedback(exchange.quantized(bits=4))
+    every: Any = {"communication_period": 2}
+    pull: Any = {"moving_rate": 0.1, "rho": 0.0}
+    stream: Any = {"communication_period": 4, "fragments": 2, "delay": 1}
+    ftrl = oxs.optimizers.ftrl(0.1)
     return {
         "cross_shard": oxs.cross_shard(inner, "workers"),
         "shard_state": oxs.cross_shard(inner, "workers", shard_state=True),
         "sync_replicas": oxs.sync_replicas(inner, "workers", 6),
-        "elastic_average": oxs.elastic_average(
-            inner, "workers", communication_period=2, moving_rate=0.1, rho=0.0
-        ),
-        "agn": oxs.agn(inner, "workers", communication_period=2),
-        "local_sgd": oxs.local_sgd(inner, "workers", communication_period=2),
-        "diloco": oxs.diloco(inner, "workers", communication_period=2),
-        "streaming": oxs.diloco(
-            inner,
-            "workers",
-            communication_period=4,
-            fragments=2,
-            delay=1,
-            exchange=bits4,
-        ),
-        "gossip": oxs.gossip(inner, "workers", communication_period=2),
-        "ftrl": oxs.cross_shard(
-            oxs.optimizers.ftrl(0.1), "workers", exchange=exchange.median()
-        ),
+        "elastic_average": oxs.elastic_average(inner, "workers", **every, **pull),
+        "agn": oxs.agn(inner, "workers", **every),
+        "local_sgd": oxs.local_sgd(inner, "workers", **every),
+        "diloco": oxs.diloco(inner, "workers", **every),
+        "streaming": oxs.diloco(inner, "workers", exchange=bits4, **stream),
+        "gossip": oxs.gossip(inner, "workers", **every),
+        "ftrl": oxs.cross_shard(ftrl, "workers", exchange=exchange.median()),
     }
 
 
@@ -65,7 +60,9 @@ if __name__ == "__main__":
     os.environ.setdefault("NPROC", "16")  # threads for them, and as many to spare
     jax.config.update("jax_num_cpu_devices", 8)
     print(oxs.__file__)
-    for name, tx in wrappers().items():
+    known = wrappers()
+    for name in sys.argv[1:] or known:
+        tx = known[name]
         simulated = train(tx, None)
         on_mesh = train(tx, jax.make_mesh((8,), ("workers",)))
         for leaf in simulated:

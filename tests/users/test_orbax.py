@@ -1,6 +1,5 @@
 """Checkpoints with Orbax: bit-equal resumption, and another number of workers."""
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -51,71 +50,50 @@ ONE = {
 }
 PARAMS = dict.fromkeys(TRANSFORMATIONS, ONE)
 TX = optax.partition(TRANSFORMATIONS, {name: name for name in PARAMS})
-# After two steps of three, and after three steps of two in every second accumulation.
-CHUNK = 2
 
 
-def gradients(chunk):
-    rng = np.random.default_rng(chunk)
+def gradients(params, steps, seed):
+    rng = np.random.default_rng(seed)
 
     def draw(x):
-        values = rng.normal(size=(REPLICAS, CHUNK, *x.shape))
-        return jnp.asarray(values, x.dtype)
+        return jnp.asarray(rng.normal(size=(REPLICAS, steps, *x.shape)), x.dtype)
 
-    return jax.tree.map(draw, PARAMS)
+    return jax.tree.map(draw, params)
 
 
-@functools.cache
+def in_lanes(tx, axes, **spmd):
+    """A program of all workers' steps: the history of parameters, and the state."""
+    own = {"in_axes": (0, axes, 0, 0), "out_axes": (0, axes), "axis_name": AXIS}
+    return jax.jit(jax.vmap(contexts.steps(tx), **own, **spmd))
+
+
+def train(run, params, state, *grads):
+    history, state = run(params, state, gradients(*grads), {})
+    return jax.tree.map(lambda x: x[:, -1], history), state
+
+
 def trainer(context) -> Any:
-    """What places a start, and a program of two steps, in one of the contexts."""
+    """A program in one of the contexts, and what places a start."""
     axes = oxs.state_axes(TX, PARAMS)
-    body = contexts.steps(TX)
-
-    def start():
-        params = oxs.replicate(PARAMS, REPLICAS)
-        state = oxs.replicate(TX.init(PARAMS), REPLICAS, axes)
-        # Orbax restores to the devices of the template, and there it must stay.
-        if context == "shard_map_axes":
-            specs = oxs.state_specs(TX, PARAMS, P(), AXIS)
-            return place((params, state), (P(AXIS), specs), contexts.mesh())
-        one = {"w": P(None, "inside"), "b": P("inside")}
-        inside = {name: one for name in PARAMS}
-        own = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
-        specs = oxs.state_specs(TX, PARAMS, inside, AXIS)
-        return place((params, state), (own, specs), contexts.island_mesh())
-
+    # Orbax restores to the devices of the template, and there it must stay.
     if context == "shard_map_axes":
-        run = contexts.mapped(
-            body,
-            TX,
-            oxs.replicate(PARAMS, REPLICAS),
-            axes,
-            contexts.mesh(),
-            True,
-        )
+        params, mesh = oxs.replicate(PARAMS, REPLICAS), contexts.mesh()
+        run = contexts.mapped(contexts.steps(TX), TX, params, axes, mesh, True)
+        inside, own = P(), P(AXIS)
     else:
-        run = jax.jit(
-            jax.vmap(
-                body,
-                in_axes=(0, axes, 0, 0),
-                out_axes=(0, axes),
-                axis_name=AXIS,
-                spmd_axis_name=AXIS,
-            )
-        )
+        run, mesh = in_lanes(TX, axes, spmd_axis_name=AXIS), contexts.island_mesh()
+        inside = {key: {"w": P(None, "inside"), "b": P("inside")} for key in PARAMS}
+        own = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
+    specs = own, oxs.state_specs(TX, PARAMS, inside, AXIS)
 
-    def train(params, state, chunk):
-        history, state = run(params, state, gradients(chunk), {})
-        return jax.tree.map(lambda x: x[:, -1], history), state
-
-    return start, train
-
-
-def place(tree, specs, mesh):
     def put(spec, below):
         return jax.device_put(below, NamedSharding(mesh, spec))
 
-    return jax.tree.map(put, specs, tree, is_leaf=lambda x: isinstance(x, P))
+    def start():
+        now = oxs.replicate(PARAMS, REPLICAS), oxs.replicate(TX.init(PARAMS), 4, axes)
+        return jax.tree.map(put, specs, now, is_leaf=lambda x: isinstance(x, P))
+
+    return run, start
 
 
 def save(path, tree):
@@ -141,47 +119,21 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.parametrize("context", ["shard_map_axes", "islands"])
 def test_resumed_training_is_bit_equal(context, tmp_path):
-    start, train = trainer(context)
-    at = train(*start(), 0)
+    """After two steps of three, and of two in every second accumulation."""
+    run, start = trainer(context)
+    at = train(run, *start(), PARAMS, 2, 0)
     counters = optax.tree_utils.tree_get_all_with_path(at, "steps_since_round")
     assert {int(np.max(count)) for _, count in counters} == {2}  # of three
     save(tmp_path / "checkpoint", at)
-    uninterrupted = train(*train(*at, 1), 2)
     # As a new process would: from a fresh start, of which only the shapes are used.
     like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
     restored = restore(tmp_path / "checkpoint", like)
     assert_same_bits(restored, at)
-    assert_same_bits(train(*train(*restored, 1), 2), uninterrupted)
-
-
-TARGET = {
-    "w": jnp.arange(12, dtype=jnp.float32).reshape(3, 4) / 6,
-    "b": jnp.ones(4, jnp.bfloat16),
-}
-
-
-def train(tx, axes, params, state, steps, seed):
-    """Every worker is pulled to the target, with noise of its own."""
-    workers = params["b"].shape[0]
-    rng = np.random.default_rng(seed)
-
-    def draw(x):
-        values = rng.normal(scale=0.1, size=(workers, steps, *x.shape))
-        return jnp.asarray(values, x.dtype)
-
-    def body(params, state, noise):
-        def step(carry, noise):
-            params, state = carry
-            grads = jax.tree.map(lambda p, t, n: p - t + n, params, TARGET, noise)
-            updates, state = tx.update(grads, state, params)
-            with jax.numpy_dtype_promotion("standard"):
-                params = optax.apply_updates(params, updates)
-            return (params, state), None
-
-        return jax.lax.scan(step, (params, state), noise)[0]
-
-    run = jax.vmap(body, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    return jax.jit(run)(params, state, jax.tree.map(draw, ONE))
+    resumed, uninterrupted = (
+        train(run, *train(run, *now, PARAMS, 2, 1), PARAMS, 2, 2)
+        for now in (restored, at)
+    )
+    assert_same_bits(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("measure", [False, True])
@@ -195,16 +147,16 @@ def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
         return optax.chain(optax.clip(1.0), tx)
 
     saves, goes_on = rule(measure), rule(True)
-    start, fresh = (oxs.start_workers(tx, ONE, 4) for tx in (saves, goes_on))
-    params, state = train(saves, *start[2:], *start[:2], 3, 0)
+    start, fresh = (oxs.start_workers(tx, ONE, REPLICAS) for tx in (saves, goes_on))
+    run = in_lanes(saves, start[2])
+    params, state = train(run, *start[:2], ONE, 3, 0)
     template = jax.eval_shape(lambda: optax.tree.set(start[1], info=()))
     save(tmp_path / "bare", optax.tree.set(state, info=()))
     bare: Any = restore(tmp_path / "bare", template)
-    info = optax.tree.get(fresh[1], "info")
-    restored: Any = optax.tree.set(bare, info=info)
+    restored: Any = optax.tree.set(bare, info=optax.tree.get(fresh[1], "info"))
     assert oxs.metrics(state).rounds == oxs.metrics(restored).rounds == 1
-    expected, _ = train(saves, start[2], params, state, 3, 1)
-    actual, after = train(goes_on, fresh[2], params, restored, 3, 1)
+    expected, _ = train(run, params, state, ONE, 3, 1)
+    actual, after = train(in_lanes(goes_on, fresh[2]), params, restored, ONE, 3, 1)
     assert_same_bits(actual, expected)
     assert oxs.metrics(after).contributors == 4
 

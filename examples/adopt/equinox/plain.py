@@ -82,4 +82,4 @@ manager.save(STEPS, args=ocp.args.StandardSave(eqx.filter(state, eqx.is_array)))
 manager.close()
 
 model = state[0]
-print(f"held-out loss {loss_of(model, held_out):.3f}")
+print(f"held-out loss {eqx.filter_jit(loss_of)(model, held_out):.3f}")

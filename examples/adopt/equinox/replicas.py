@@ -87,4 +87,4 @@ manager.save(STEPS, args=ocp.args.StandardSave(eqx.filter(state, eqx.is_array)))
 manager.close()
 
 model = workers.center(state)
-print(f"held-out loss {loss_of(model, held_out):.3f}")
+print(f"held-out loss {eqx.filter_jit(loss_of)(model, held_out):.3f}")

@@ -43,7 +43,7 @@ def loss_of(logits, text):
 schedule = optax.cosine_decay_schedule(1e-2, 100)
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 network, key = GPT(), jax.random.key(0)
-params = network.init(key, held_out[:, :-1])
+params = jax.jit(network.init)(key, held_out[:, :-1])
 state: Any = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
 
 
@@ -70,5 +70,5 @@ for step in range(begin, STEPS):
 manager.save(STEPS, args=ocp.args.StandardSave(state))
 manager.close()
 
-logits = state.apply_fn(state.params, held_out[:, :-1])
+logits = jax.jit(state.apply_fn)(state.params, held_out[:, :-1])
 print(f"held-out loss {loss_of(logits, held_out):.3f}")

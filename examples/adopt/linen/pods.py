@@ -53,7 +53,7 @@ tx = oxs.diloco(
     exchange=oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
 )
 network, key = GPT(), jax.random.key(0)
-params = network.init(key, held_out[:, :-1])
+params = jax.jit(network.init)(key, held_out[:, :-1])
 state: Any = State.create(apply_fn=network.apply, params=params, tx=tx, key=key)
 workers = oxs.Workers((2, 4), ("pods", "data"), mesh=True)
 state = workers.start(state)
@@ -83,5 +83,5 @@ manager.save(STEPS, args=ocp.args.StandardSave(state))
 manager.close()
 
 state = workers.center(state)
-logits = state.apply_fn(state.params, held_out[:, :-1])
+logits = jax.jit(state.apply_fn)(state.params, held_out[:, :-1])
 print(f"held-out loss {loss_of(logits, held_out):.3f}")

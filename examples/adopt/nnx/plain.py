@@ -76,4 +76,4 @@ manager.save(STEPS, args=state)
 manager.close()
 
 model.eval()
-print(f"held-out loss {loss_of(model, held_out):.3f}")
+print(f"held-out loss {nnx.jit(loss_of)(model, held_out):.3f}")

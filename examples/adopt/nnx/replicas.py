@@ -82,4 +82,4 @@ manager.close()
 
 model = workers.center((model, optimizer))
 model.eval()
-print(f"held-out loss {loss_of(model, held_out):.3f}")
+print(f"held-out loss {nnx.jit(loss_of)(model, held_out):.3f}")
