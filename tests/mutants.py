@@ -10,8 +10,9 @@ survived. A test that never ends (a broken collective) is a test that fails.
 
 `tests/breaks.txt` is the table: a function, what stands in it (`-`) and what comes in
 its place (`+`), as code, however it is laid out in the function; behind the function
-the tests of its room to begin with. `tests/test_mutants.py` says at once what does not
-stand where the table has it.
+the tests of its room to begin with. Code that moves to another module or function
+needs no edit there, as long as it stands once in the package: `tests/test_mutants.py`
+says where that is not so.
 """
 
 import argparse
@@ -189,17 +190,30 @@ def standing(tree: ast.AST, old: list[ast.AST]) -> list[tuple[Any, ...]]:
 
 
 def target(package: Path, mutant: Mutant) -> Place:
-    """The one place of a break in its function."""
+    """The one place of a break: in its function, one of that name, or anywhere."""
     module, _, function = mutant.where.partition(":")
-    file = package.joinpath(*module.split(".")).with_suffix(".py")
-    tree, named = functions(file) if file.exists() else (ast.Module([], []), {})
-    found = standing(named[function], parsed(mutant.old)) if function in named else []
-    if len(found) != 1:
-        raise LookupError(
-            f"{mutant.where} must hold this code once; found {len(found)} times. "
-            f"Name the function that holds it, or more of it:\n{mutant.old}"
-        )
-    return Place(file, tree, *found[0])
+    files = sorted(package.rglob("*.py"))
+    own = package.joinpath(*module.split(".")).with_suffix(".py")
+    levels = [
+        [(own, function)] if own in files else [],
+        [(file, function) for file in files if function],
+        [(file, "") for file in files],
+    ]
+    old, found = parsed(mutant.old), []
+    for level in levels:
+        for file, name in level:
+            tree, named = functions(file)
+            if name in named:
+                found += [Place(file, tree, *x) for x in standing(named[name], old)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            break
+    files = sorted({str(place.file.relative_to(package)) for place in found})
+    raise LookupError(
+        f"{mutant.where} must hold this code once; found {len(found)} times, in "
+        f"{files}. Name the function that holds it, or more of it:\n{mutant.old}"
+    )
 
 
 def broken(place: Place, new: str) -> str:
