@@ -9,6 +9,7 @@ where it is not to be the one that `styles_of` finds.
 
 import importlib
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -117,15 +118,8 @@ def front_door(mesh):
 def replay_all():
     """{(case, style): the leaves of the history [T, 4, ...]}, by two processes."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.npz")
-        _launch(folder, result)
-        with np.load(result) as arrays:
-            flat = {key: arrays[key] for key in arrays.files}
-    histories: dict[tuple[str, str], list[np.ndarray]] = {}
-    for key, array in flat.items():
-        case, style, _ = key.split("|")
-        histories.setdefault((case, style), []).append(array)
-    return histories
+        _launch(folder, Path(folder, "result"))
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
 def _launch(folder, result):
@@ -160,16 +154,15 @@ def _child(port, result, number):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, number)
-    arrays = {}
-    for name, case in cases().items():
-        for style in styles_of(*case):
-            history = jax.tree.leaves(_replay(style, *case[:4]))
-            for leaf, value in enumerate(history):
-                arrays[f"{name}|{style}|{leaf}"] = value
+    found = {
+        (name, style): jax.tree.leaves(_replay(style, *case[:4]))
+        for name, case in cases().items()
+        for style in styles_of(*case)
+    }
     for name, x in front_door(contexts.mesh()).items():
-        arrays[f"Workers|{name}|0"] = x
+        found["Workers", name] = [x]
     if number == 0:
-        np.savez(result, **arrays)
+        Path(result).write_bytes(pickle.dumps(found))
 
 
 def _replay(style, tx, params, grads, extra):
@@ -182,16 +175,12 @@ def _replay(style, tx, params, grads, extra):
         specs = (P(), P(), P(contexts.AXIS), P(contexts.AXIS))
     else:
         axes = oxs.state_axes(tx, params) if style == "shard_map_axes" else None
+        state_specs = P(contexts.AXIS)
+        if axes is not None:
+            state_specs = oxs.state_specs(tx, params, P(), contexts.AXIS)
         state = oxs.replicate(state, contexts.REPLICAS, axes)
         params = oxs.replicate(params, contexts.REPLICAS)
         run = contexts.mapped(contexts.steps(tx), tx, params, axes, over, True)
-        state_specs = P(contexts.AXIS)
-        if axes is not None:
-            state_specs = jax.tree.map(
-                lambda axis: P() if axis is None else P(contexts.AXIS),
-                axes,
-                is_leaf=lambda x: x is None,
-            )
         specs = (P(contexts.AXIS), state_specs, P(contexts.AXIS), P(contexts.AXIS))
     history, _ = run(*_place((params, state, grads, extra), specs, over))
     # [N, T, ...], or [T, ...] if replicated: from all processes to each of them.
