@@ -254,14 +254,22 @@ def fill_missing(updates: Tree, params: Tree | None) -> Tree:
     """Zeros for the updates that are `None`, so that `optax.apply_updates` works."""
     if params is None:
         return updates
-    return jax.tree.map(
-        lambda update, param: (
-            jnp.zeros_like(param) if update is None and param is not None else update
-        ),
-        updates,
-        params,
-        is_leaf=is_gradient_leaf,
-    )
+    try:
+        return jax.tree.map(
+            lambda update, param: (
+                jnp.zeros_like(param)
+                if update is None and param is not None
+                else update
+            ),
+            updates,
+            params,
+            is_leaf=is_gradient_leaf,
+        )
+    except ValueError as error:  # of containers without leaves
+        raise ValueError(
+            "The gradients have other containers than the parameters: "
+            f"{str(error).splitlines()[0]}. Pass what jax.grad returns for them."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -670,6 +670,7 @@ def test_holds_for_any_case(name):
 
 # What `make fuzz` has found.
 FOUND = [
+    (check_input, Case("gossip", {}, [[]], 2, wrong="missing")),
     (check_law, Meeting("sign_majority()", Leaf((0,)), [], 2, 1)),
     (check_law, Meeting("all_reduce(bfloat16)", [Leaf((0,)), Leaf((3,))], [], 4, 2)),
 ]
