@@ -43,7 +43,6 @@ WITH_OPTAX = {
     "catalogue": oxs.optimizers.adam(0.1),
     "stateless": optax.sgd(0.1),
 }
-each = pytest.mark.parametrize("name", WITH_OPTAX)
 
 
 def center(inner=None):
@@ -55,48 +54,30 @@ def leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None or isinstance(x, P))
 
 
-@each
-def test_what_is_optax_s_is_per_worker(name):
-    tx = WITH_OPTAX[name]
-    state = tx.init(PARAMS)
-    axes = oxs.state_axes(tx, PARAMS)
-    assert jax.tree.structure(axes) == jax.tree.structure(state)
-    assert all(axis == 0 for axis in jax.tree.leaves(axes))
-
-
-@each
-def test_specs_of_one_worker(name):
-    tx = WITH_OPTAX[name]
-    state = tx.init(PARAMS)
-    specs = oxs.state_specs(tx, PARAMS, SPECS, None)
-    expected = {(4, 2): SPECS["w"], (2,): SPECS["b"], (): P()}
-    assert jax.tree.structure(specs) == jax.tree.structure(state)
-    for leaf, spec in zip(jax.tree.leaves(state), leaves(specs), strict=True):
-        assert spec == expected[leaf.shape]
-    per_worker = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    assert leaves(per_worker) == [P("workers", *spec) for spec in leaves(specs)]
-
-
-@each
-def test_specs_and_axes_place_a_run(name):
-    """Stacked, placed by the specs, one step under vmap over workers, types kept."""
+@pytest.mark.parametrize("name", WITH_OPTAX)
+def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
+    """Its specs and axes place a step of all workers, which keeps the types."""
     tx: Any = WITH_OPTAX[name]
-    mesh = jax.make_mesh((4, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    one, axes = tx.init(PARAMS), oxs.state_axes(tx, PARAMS)
+    assert axes == jax.tree.map(lambda _: 0, one)
+    shapes = {(4, 2): SPECS["w"], (2,): SPECS["b"], (): P()}
+    specs = oxs.state_specs(tx, PARAMS, SPECS, None)
+    assert specs == jax.tree.map(lambda x: shapes[x.shape], one)
     specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    axes = oxs.state_axes(tx, PARAMS)
+    assert specs == jax.tree.map(lambda x: P("workers", *shapes[x.shape]), one)
+    mesh = jax.make_mesh((4, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     state = jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        oxs.replicate(tx.init(PARAMS), 4, axes),
+        oxs.replicate(one, 4, axes),
         specs,
     )
-    params = oxs.replicate(PARAMS, 4)
 
     def step(params, state):
         return tx.update(params, state, params)[1]
 
     mapped = jax.vmap(step, in_axes=(0, axes), out_axes=axes, axis_name="workers")
     with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        after = jax.eval_shape(mapped, params, state)
+        after = jax.eval_shape(mapped, oxs.replicate(PARAMS, 4), state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
@@ -283,15 +264,12 @@ def test_specs_that_are_a_prefix_of_the_parameters():
     assert set(leaves(everywhere)) == {P("workers")}
 
 
-@pytest.mark.parametrize("name", [*WITH_OPTAX, "center"])
-def test_shapes_do_for_parameters(name):
-    tx = center() if name == "center" else WITH_OPTAX[name]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    assert oxs.state_axes(tx, shapes) == oxs.state_axes(tx, PARAMS)
-    for axis in (None, "workers"):
-        assert oxs.state_specs(tx, shapes, SPECS, axis) == oxs.state_specs(
-            tx, PARAMS, SPECS, axis
-        )
+def test_shapes_do_for_parameters():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    for tx in (*WITH_OPTAX.values(), center()):
+        assert oxs.state_axes(tx, shapes) == oxs.state_axes(tx, PARAMS)
+        specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+        assert oxs.state_specs(tx, shapes, SPECS, "workers") == specs
 
 
 # The worker axis.
@@ -307,18 +285,16 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", [*WITH_OPTAX, "center"])
-def test_replicate_and_first_are_each_other_s_inverse(name, n):
-    tx = center() if name == "center" else WITH_OPTAX[name]
-    state = tx.init(PARAMS)
-    for axes in (None, oxs.state_axes(tx, PARAMS)):
-        stacked = oxs.replicate(state, n, axes)
-        marks = [0] * len(jax.tree.leaves(state)) if axes is None else leaves(axes)
-        for leaf, whole, mark in zip(
-            jax.tree.leaves(state), jax.tree.leaves(stacked), marks, strict=True
-        ):
-            assert whole.shape == (leaf.shape if mark is None else (n, *leaf.shape))
-        assert equal(oxs.first(stacked, axes), state)
+def test_replicate_and_first_are_each_other_s_inverse(n):
+    for tx in (*WITH_OPTAX.values(), center()):
+        state = tx.init(PARAMS)
+        for axes in (jax.tree.map(lambda _: 0, state), oxs.state_axes(tx, PARAMS)):
+            stacked = oxs.replicate(state, n, axes)
+            for leaf, whole, mark in zip(
+                *map(jax.tree.leaves, (state, stacked)), leaves(axes), strict=True
+            ):
+                assert whole.shape == (leaf.shape if mark is None else (n, *leaf.shape))
+            assert equal(oxs.first(stacked, axes), state)
 
 
 def test_stack_of_other_leaves():
@@ -355,17 +331,6 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
     assert len(set(together)) == len(together)
     jax.jit(lambda *args: args, donate_argnums=(0, 1, 2))(*stacked)
     assert equal(state, tx.init(PARAMS))  # Still there.
-
-
-def test_replicate_and_first_inside_of_compiled_code():
-    axes = {"own": 0, "shared": None}
-
-    @jax.jit
-    def run(tree):
-        return oxs.first(oxs.replicate(tree, 2, axes), axes)
-
-    tree = {"own": jnp.arange(3), "shared": jnp.ones(2)}
-    assert equal(run(tree), tree)
 
 
 def test_first_of_what_has_no_worker_axis():
