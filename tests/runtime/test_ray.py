@@ -636,30 +636,23 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
     def train(worker):
         pass
 
-    with pytest.raises(ValueError, match="needs one server; got num_servers=2"):
-        runtime.run(train, PARAMS, ONE, SyncReplicas(1), num_workers=2, num_servers=2)
-    with pytest.raises(ValueError, match="2 variables cannot be split among 3"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3)
-    with pytest.raises(TypeError, match="worker_fn must be a function"):
-        runtime.run(None, PARAMS, ONE, COUNT, num_workers=1)  # pyright: ignore[reportArgumentType] # on purpose
+    def refuses(message, rule: Any = COUNT, error: Any = ValueError, **changes: Any):
+        worker_fn = changes.pop("worker_fn", train)
+        with pytest.raises(error, match=message):
+            runtime.run(worker_fn, PARAMS, ONE, rule, **{"num_workers": 1, **changes})
+
+    replicas = SyncReplicas(1)
+    refuses("needs one server; got num_servers=2", replicas, num_servers=2)
+    refuses("2 variables cannot be split among 3", num_servers=3)
+    refuses("worker_fn must be a function", error=TypeError, worker_fn=None)
     for name in ("max_failures", "worker_timeout", "total_steps"):
-        wrong: dict[str, Any] = {"num_workers": 1, name: -1}
-        with pytest.raises(ValueError, match=f"{name} must "):
-            runtime.run(train, PARAMS, ONE, COUNT, **wrong)
-    with pytest.raises(ValueError, match="num_workers must be 1 or more"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=0)
-    with pytest.raises(ValueError, match=r"address='10.0.0.1:6379' would have no"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, address="10.0.0.1:6379")
-    with pytest.raises(ValueError, match="2 fragments cannot be split among 3"):
-        runtime.run(
-            train, PARAMS, ONE, COUNT, num_workers=1, num_servers=3, fragments=2
-        )
-    with pytest.raises(ValueError, match="not a multiple of the 3 fragments"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1, fragments=3)
+        refuses(f"{name} must ", **{name: -1})
+    refuses("num_workers must be 1 or more", num_workers=0)
+    refuses(r"address='10.0.0.1:6379' would have no", address="10.0.0.1:6379")
+    refuses("2 fragments cannot be split among 3", num_servers=3, fragments=2)
+    refuses("not a multiple of the 3 fragments", fragments=3)
     for name, value in (("fragments", 2), ("delay", 1), ("keep_local", 0.5)):
-        given: dict[str, Any] = {"num_workers": 1, name: value}
-        with pytest.raises(ValueError, match=f"Leave {name} out"):
-            runtime.run(train, PARAMS, ONE, SyncReplicas(1), **given)
+        refuses(f"Leave {name} out", replicas, **{name: value})
 
 
 def test_run_starts_ray_where_there_is_none_and_stops_it():
