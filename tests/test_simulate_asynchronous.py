@@ -233,8 +233,8 @@ def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
         "diloco": oxs.diloco_rule(),
         "downpour": oxs.agn_rule(INNER, reduction="sum"),
     }[name]
-    grads, settings = gradients(), {"num_workers": WORKERS}
-    settings["communication_period"] = period
+    grads = gradients()
+    settings: Any = {"num_workers": WORKERS, "communication_period": period}
     record = asynchronous(INNER, rule, PARAMS, of_event(grads), schedule, **settings)
     steps = period if callable(period) else lambda step: period
     for leaf, start in PARAMS.items():
@@ -368,7 +368,7 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
     @jax.jit
     def run(schedule):
         rule, params = oxs.local_sgd_rule(), PARAMS["vector"]
-        settings = {"num_workers": WORKERS, "communication_period": 2}
+        settings: Any = {"num_workers": WORKERS, "communication_period": 2}
         return asynchronous(INNER, rule, params, itself, schedule, **settings)
 
     record, expected = run(jnp.asarray(padded)), run(jnp.asarray(SHORT))
@@ -381,7 +381,8 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
 def test_row_sparse_and_missing_gradients():
     params = {"table": jnp.ones((4, 2)), "frozen": jnp.ones(3)}
     inner = oxs.optimizers.gradient_descent(0.1)
-    rule, settings = oxs.agn_rule(inner), {"num_workers": 2, "communication_period": 2}
+    rule = oxs.agn_rule(inner)
+    settings: Any = {"num_workers": 2, "communication_period": 2}
     indices, values = jnp.array([2, 0, 2]), jnp.arange(6.0).reshape(3, 2)
 
     def run(dense):
@@ -404,7 +405,7 @@ def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
     inner = oxs.optimizers.adam(0.1, b1=0.5)
     rule = oxs.agn_rule(inner if shared else oxs.optimizers.adam(0.1, b1=0.5))
     params, schedule = PARAMS["vector"], [0, 0, 0, 1, 0, 1, 0]
-    settings = {"num_workers": 2, "communication_period": 2}
+    settings: Any = {"num_workers": 2, "communication_period": 2}
     record = asynchronous(inner, rule, params, itself, schedule, **settings)
     # The exponent is 1 at the start; five steps and two rounds, two steps and one.
     exponents = [8, 4] if shared else [6, 3]
@@ -428,7 +429,7 @@ def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
 
     @jax.jit
     def run(schedule):
-        settings = {"num_workers": workers, "record": record}
+        settings: Any = {"num_workers": workers, "record": record}
         return asynchronous(inner, rule, start, itself, schedule, **settings)
 
     schedule = jnp.arange(events) % workers
@@ -506,7 +507,7 @@ def test_fragments_are_those_of_each_worker():
     found = every()
     for name, (_, owner, period, delay, keep) in PART_CASES.items():
         start, inner = np.zeros(8, np.float32), center.momentum(0.05, 0.9)
-        given = {"period": period, "delay": delay, "keep": keep, "rate": 0.2}
+        given: Any = {"period": period, "delay": delay, "keep": keep, "rate": 0.2}
         expected = center.asynchronous_in_fragments(
             name, start, grads, workers, 3, inner, owner,
             outer=outers.get(name, ()), **given,

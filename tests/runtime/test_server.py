@@ -144,7 +144,7 @@ def in_w(array):
 
 NOT_ALL = {"contribution": {"['b']": np.float32(0)}}
 BAD: list[tuple[dict[str, Any], str]] = [
-    (in_w(np.float32([[0, 0, 0], [0, 0, np.nan]])), "['w'] holds a NaN"),
+    (in_w(np.array([[0, 0, 0], [0, 0, np.nan]], np.float32)), "['w'] holds a NaN"),
     ({"arrays": moves(np.inf)}, "holds a NaN or infinity"),
     (in_w(np.zeros((3, 2), np.float32)), "['w'] must have shape (2, 3); got (3, 2)"),
     (in_w(np.zeros((2, 3))), "['w'] must have dtype float32; got float64"),
@@ -318,7 +318,8 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
     def waits(workers):
         return sync_server(1, workers, checkpoint_dir=tmp_path / "waits")
 
-    start(), waits(2).checkpoint()
+    start()
+    waits(2).checkpoint()
     reshaped = {**PARAMS, "w": jnp.zeros((3, 2))}
     renamed = {"v": PARAMS["w"], "b": PARAMS["b"]}
     lacks = r"it has \[\"\['w'\]\"\].* lacks \[\"\['v'\]\"\]"
@@ -575,8 +576,9 @@ def test_restarted_sync_server_keeps_inner_state_and_averages(tmp_path):
     agreement = SyncReplicas(1, variable_averages=0.5)
 
     def start():
-        inner, saves = oxs.optimizers.adam(0.1), {"checkpoint_every": 3}
-        return sync_server(agreement, 1, inner, checkpoint_dir=tmp_path, **saves)
+        inner = oxs.optimizers.adam(0.1)
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 3}
+        return sync_server(agreement, 1, inner, **saves)
 
     server = start()
     for number in range(1, 4):
@@ -832,7 +834,7 @@ def test_stale_gradients_are_not_told_as_lost(tmp_path):
     """With `SyncReplicas` one that was dropped has left nothing that could be lost."""
 
     def start():
-        saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 100}
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 100}
         return sync_server(1, 2, **saves)
 
     def send(server, client, number):
@@ -927,7 +929,7 @@ def test_what_waits_at_a_server_outlives_it(tmp_path):
     """Several gradients per update: a worker has gone on, its gradient must count."""
 
     def start():
-        saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 2}
         return sync_server(3, 1, **saves)
 
     server = start()
@@ -998,7 +1000,7 @@ def test_worker_and_server_of_sync_replicas_die_together(tmp_path):
     """What waits for a token when the server saves itself has died by then."""
 
     def start():
-        saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
         return sync_server(2, 2, **saves)
 
     assert start().push(Push(0, 1, grads(1.0))).waiting
