@@ -24,7 +24,8 @@ MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 RECORDED = {
     case["name"]: case for case in MANIFEST["cases"] if case["group"] == "async"
 }
-assert len(RECORDED) > 30
+FILES = {path.stem for kind in ("agn_*", "easgd_*") for path in GOLDEN.glob(kind)}
+assert RECORDED.keys() == FILES and len(FILES) > 30
 
 
 def itself(worker, params, event):
