@@ -336,7 +336,7 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
 def test_first_of_what_has_no_worker_axis():
     with pytest.raises(ValueError, match=r"worker axis in front.*Pass axes=oxs"):
         oxs.first({"scalar": jnp.float32(1)})
-    with pytest.raises(ValueError, match="n must be 1 or more.*number of workers"):
+    with pytest.raises(ValueError, match=r"n must be 1 or more.*number of workers"):
         oxs.replicate(PARAMS, 0)
     axes = {"scalar": None}
     assert oxs.first({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
