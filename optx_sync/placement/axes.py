@@ -58,7 +58,7 @@ def state_axes(
         >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
-    level = integer("level", level, "The outermost is 0.", least=0)
+    level = integer("level", level, "The outermost is 0.", least=-(2**31))
     state = state_shapes(tx, params)
     _refuse_around_center(state)
     _check_levels(state, level + 1)
