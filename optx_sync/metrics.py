@@ -20,6 +20,7 @@ is the mean cosine of two different replicas, each pair with the product of its 
 and weights: sum_{i != j} w_i w_j g_i . g_j / sum_{i != j} w_i w_j |g_i|^2.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def averaged_params(state: optax.OptState, params: optax.Params) -> Tree:
         params: The parameters; those that are not averaged are returned as they are.
 
     Returns:
-        The averages, in the state's own shape.
+        A copy of the averages, so that the state can be donated, in its own shape.
 
     Raises:
         ValueError: There are no averages in the state, or of other parameters.
@@ -182,7 +183,12 @@ def metrics(state: optax.OptState, params: optax.Params | None = None) -> Any:
         "measure=True)"
     )
     found, *_ = _require(state, "metrics", "are no metrics", such_as)
-    return _of_params(found.metrics, pure(params))
+    return _of_params(functools.partial(_metrics, found), pure(params))
+
+
+@jax.jit  # One program: leaf by leaf, all differences from the center would be held.
+def _metrics(state: Tree, params: Tree | None) -> Any:
+    return state.metrics(params)
 
 
 def _of_params(read: Callable[[Tree], Any], params: Tree) -> Any:

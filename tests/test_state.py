@@ -95,6 +95,31 @@ def test_metrics_send_nothing():
     )
 
 
+@pytest.mark.parametrize("tx", [TX, oxs.gossip(optax.sgd(0.5), AXIS)])
+def test_metrics_are_one_program(tx):
+    """Not several for each leaf, whose difference from the center would be held."""
+    params, state = trained(tx, stacked=True)
+    assert len(jax.make_jaxpr(oxs.metrics)(state, params).eqns) == 1
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_read_outlives_the_state(stacked):
+    """A step donates the state, and who logs later has what was read before."""
+    average = oxs.sync_replicas(optax.sgd(0.5), AXIS, 2, variable_averages=0.5)
+    for tx, reads in (
+        (TX, (oxs.metrics, oxs.center_params)),
+        (oxs.gossip(optax.sgd(0.5), AXIS), (oxs.metrics, oxs.center_params)),
+        (average, (oxs.metrics, oxs.averaged_params)),
+        (oxs.cross_shard(optax.sgd(0.5), AXIS, measure=True), (oxs.metrics,)),
+    ):
+        params, state = trained(tx, stacked=True)
+        if not stacked:
+            params, state = oxs.first((params, state))
+        found = [read(state, params) for read in reads]
+        jax.tree.map(lambda x: x.delete(), state)
+        jax.tree.map(np.asarray, found)
+
+
 def test_swap_center_of_a_flax_train_state():
     params, state = trained()
     train_state = TrainState(

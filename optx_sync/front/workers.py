@@ -670,17 +670,24 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
             )
 
 
+@jax.jit
+def _all_differ(arrays: list[jax.Array]) -> jax.Array:
+    """Whether each of these arrays differs from worker to worker."""
+    differ = [(x != placing.first(x)).any() for x in arrays]
+    return functools.reduce(jnp.logical_and, differ)
+
+
 def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -> None:
     """Warn if workers have drifted apart and nothing in the state makes them meet."""
     if fields.nodes_of(form.bare(arrays), fields.is_level):
         return
     start = held.prefix(state)
-    differ = [
-        bool((x != placing.first(x)).any())
+    params = [
+        x
         for path, x in zip(form.paths(), arrays, strict=True)
         if is_inexact(x.dtype) and names_of(path)[: len(start)] == start
     ]
-    if differ and all(differ):
+    if params and _all_differ(params):
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
             "center. Pass the optimizer's state with them, workers.center((params, "

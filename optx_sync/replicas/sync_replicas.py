@@ -168,7 +168,9 @@ class SyncReplicasState(NamedTuple):
             )
         return jax.tree.map(
             lambda average, param: (
-                param if trees.is_masked(average) else average.astype(param.dtype)
+                param
+                if trees.is_masked(average)
+                else jnp.array(average, param.dtype, copy=True)
             ),
             self.averages,
             params,
