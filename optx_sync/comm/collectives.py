@@ -214,7 +214,12 @@ def all_to_all(
     rows = vary(x, checked_axes(axes)).reshape(*map(axis_size, axes), *x.shape[1:])
     # Axis by axis, as JAX has none over two axes of vmap; the first is major.
     for place, axis in enumerate(axes):
-        rows = lax.all_to_all(rows, axis, place, place, tiled=True)
+        found = lax.all_to_all(rows, axis, place, place, tiled=True)
+        if found.shape != rows.shape:
+            # So JAX's is where all replicas of `jax.vmap` have one array in common.
+            own = lax.dynamic_index_in_dim(rows, axis_index(axis), place)
+            found = jnp.broadcast_to(own, rows.shape)
+        rows = found
     return rows.reshape(x.shape)
 
 

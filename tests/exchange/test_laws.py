@@ -12,6 +12,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
 from tests.exchange.meeting import mapped, placed, rounds
+from tests.transformations import EXCHANGES as EVERY
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
 power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
@@ -129,6 +130,24 @@ def test_feedback_gives_back_what_was_lost(case):
             # It is more than rounding, and does not grow with the rounds.
             if x.size and x.dtype == np.float32 and leaf != "scalar":
                 assert 1e-3 < np.abs(owed).max() / np.abs(sent).max() < 20, (name, leaf)
+
+
+def test_an_array_that_all_replicas_of_vmap_have_in_common_is_met():
+    """The gradient of what a loss does not use is one; JAX's all-to-all mistakes it."""
+    x = jnp.arange(-5.0, 6.0)
+    whole = ("all_reduce", "median", "trimmed_mean", "krum", "quantized")
+
+    def means(names):
+        made = [one for name in names for one in EVERY[name]]
+        return jax.vmap(
+            lambda _: [one.meet(x, one.init(x), "workers").mean for one in made],
+            axis_name="workers",
+        )
+
+    for found in jax.eval_shape(means(EVERY), jnp.arange(8)):
+        assert found.shape == (8, 11)
+    for found in jax.jit(means(whole))(jnp.arange(8)):
+        np.testing.assert_allclose(found, [x] * 8, atol=0.3)
 
 
 def test_an_all_reduce_in_a_narrower_dtype_rounds_what_travels():

@@ -174,7 +174,10 @@ def cases_of_eight():
     other[np.arange(8), np.arange(8)] = 3.0  # orthogonal: the sum
     scales = 10.0 ** rng.integers(-30, 18, size=(8, 1))
     v = values(8, 8)
-    tree_of_pairs = [v, one, other, v * 1e-25, v * scales, v * 0]
+    # Pairs of one number that nearly cancel, along a tree: the mean, too.
+    number = v * 0
+    number[:, 15] = [1, -1.0001, 3, -3.001, 2, -2.0003, 5, 4]
+    tree_of_pairs = [v, one, other, v * 1e-25, v * scales, v * 0, number]
     liars = [np.concatenate([HONEST[1:], np.full((1, D), lie)]) for lie in LIES]
     orders = [HONEST[rng.permutation(8)] for _ in range(4)]
     _, sent, masks = of_contributors(np.array(masks))
@@ -263,7 +266,7 @@ def test_gradients_of_any_size_are_compared():
 
 def test_norms_of_float64_arrays_are_float64():
     """In float32 they were wrong by 3.4e-8, and values above 3e38 were cut to 0."""
-    v = values(3).astype(np.float64) + 1e-9
+    v = values(4).astype(np.float64) + 1e-9
     for scale in (1.0, 1e100, 1e-100):
         expected = v * scale / np.linalg.norm(v, axis=1, keepdims=True)
 
@@ -272,13 +275,17 @@ def test_norms_of_float64_arrays_are_float64():
             tree = {"a": x[:1], "b": x[1:], "c": jnp.zeros(2, jnp.float32)}
             mean = exchange.meet(tree, (), AXIS).mean
             far = exchange.outlier(tree, mean, AXIS, None)
-            return jnp.concatenate([mean["a"], mean["b"]]), far
+            pairs = oxs.exchange.adasum().meet({"all": x, **tree}, (), AXIS).mean
+            return jnp.concatenate([mean["a"], mean["b"]]), far, pairs["all"]
 
         with jax.enable_x64(True):
-            found, far = jax.jit(jax.vmap(clip, axis_name=AXIS))(v * scale)
-            assert found.dtype == jnp.float64
+            clip_all = jax.jit(jax.vmap(clip, axis_name=AXIS))
+            found, far, pairs = clip_all(v * scale)
+            assert found.dtype == pairs.dtype == jnp.float64
         one = expected.mean(0) / 2
-        np.testing.assert_allclose(found, [one] * 3, rtol=1e-14, atol=1e-16 * scale)
+        np.testing.assert_allclose(found, [one] * 4, rtol=1e-14, atol=1e-16 * scale)
+        tree = robust.adasum(v, [slice(0, D)]) * scale
+        np.testing.assert_allclose(pairs, [tree] * 4, rtol=1e-13, atol=1e-15 * scale)
         assert not far.any()
 
 

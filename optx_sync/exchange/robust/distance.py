@@ -221,7 +221,7 @@ def _weiszfeld(gram: Gram, counts: norms.Counts, steps: int) -> Weights:
 def _gram(blocks: Sequence[norms.OfEach], everyone: Everyone) -> Gram:
     """The inner products of all replicas' arrays, on each of them."""
     own = [norms.products(block, everyone.shard_axes) for block in blocks]
-    dtype = jnp.result_type(*own)
+    dtype = norms.widest(own)
     total = functools.reduce(jnp.add, [x.astype(dtype) for x in own])
     return reduce(total, everyone.axis_name, reduction="sum")
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.comm.buffers import wide
@@ -59,11 +60,19 @@ def norm_of(leaves: Sequence[jax.Array], axes: Axes) -> Number:
     float64 where a leaf is, else float32.
     """
     sizes = [jnp.abs(wide(x)) for x in leaves]
-    double = any(x.dtype == jnp.float64 for x in sizes)
-    dtype = jnp.float64 if double else jnp.float32
+    dtype = widest(sizes)
     unit = unit_of(size_of(leaves, axes, dtype))
     squares = (jnp.sum(jnp.square(x.astype(dtype) / unit)) for x in sizes)
-    return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype(0)))
+    return unit * jnp.sqrt(sum((sum_over(s, axes) for s in squares), dtype.type(0)))
+
+
+def widest(arrays: Sequence[jax.Array]) -> np.dtype:
+    """float64 if one of the arrays is, else float32.
+
+    `jnp.result_type` refuses both under `jax_numpy_dtype_promotion="strict"`.
+    """
+    double = any(x.dtype == jnp.float64 for x in arrays)
+    return np.dtype(np.float64 if double else np.float32)
 
 
 def median_over(own: Number, weight: ArrayLike | None, axis_name: AxisName) -> Number:
@@ -124,9 +133,5 @@ def products(
     block: Inexact[Array, "replicas piece"], axes: Axes
 ) -> Inexact[Array, "replicas replicas"]:
     """The inner products of all replicas' pieces, over all shards of them."""
-    return sum_over(einsum("ip,jp->ij", block, block), axes)
-
-
-def einsum(which: str, *operands: jax.Array) -> jax.Array:
-    """`jnp.einsum` in full precision."""
-    return jnp.einsum(which, *operands, precision=jax.lax.Precision.HIGHEST)
+    full = jax.lax.Precision.HIGHEST
+    return sum_over(jnp.einsum("ip,jp->ij", block, block, precision=full), axes)
