@@ -174,9 +174,10 @@ def cases_of_eight():
     other[np.arange(8), np.arange(8)] = 3.0  # orthogonal: the sum
     scales = 10.0 ** rng.integers(-30, 18, size=(8, 1))
     v = values(8, 8)
-    # Pairs of one number that nearly cancel, along a tree: the mean, too.
+    # Pairs of one number that cancel, nearly or, however large, wholly.
     number = v * 0
     number[:, 15] = [1, -1.0001, 3, -3.001, 2, -2.0003, 5, 4]
+    number[:, 16] = [1e30, -1e30, 1, 2, 3, 3, 3, 3]
     tree_of_pairs = [v, one, other, v * 1e-25, v * scales, v * 0, number]
     liars = [np.concatenate([HONEST[1:], np.full((1, D), lie)]) for lie in LIES]
     orders = [HONEST[rng.permutation(8)] for _ in range(4)]
