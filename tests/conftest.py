@@ -23,14 +23,12 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import jax  # noqa: E402 # reads what stands above
 
-from tests import lowering  # noqa: E402 # imports JAX
-
-lowering.share()
-
 # What is imported stays: to look through all of it again takes a tenth of the tests.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
 
+# Nobody keeps these programs on a disk, but each would be given a name for it.
+jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

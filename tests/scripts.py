@@ -26,8 +26,6 @@ from typing import Any
 
 import jax
 
-from tests import lowering
-
 ROOT = Path(__file__).parents[1]
 SECONDS = 500  # for one of them
 # All that scripts import and that is not ours.
@@ -131,7 +129,6 @@ def _run(
 if __name__ == "__main__":
     for name in LIBRARIES:
         importlib.import_module(name)
-    lowering.share()
     gc.freeze()  # what all scripts share: nobody looks through it again
     gc.set_threshold(20_000, 20, 20)
     for line in sys.stdin:
