@@ -116,7 +116,7 @@ def test_dtypes(context):
         }
 
     weight = np.array([1, 2, 1, 0], np.float32)
-    got = run(context, all_of_them, LEAVES, jnp.array(weight))
+    got = run(context, all_of_them, LEAVES, jnp.asarray(weight))
     for name, leaf in LEAVES.items():
         kind = np.complex128 if name == "complex64" else np.float64
         x = np.asarray(leaf).astype(kind)
@@ -132,7 +132,7 @@ def test_dtypes(context):
             ("groups", pairs, mean_dtype),
         ):
             assert got[variant][name].dtype == dtype, (variant, name)
-            expected = jnp.array(expected.astype(dtype))
+            expected = jnp.asarray(expected.astype(dtype))
             assert np.array_equal(got[variant][name], expected), (variant, name)
 
 
@@ -244,7 +244,7 @@ def test_token_counts_do_not_overflow_on_a_half_precision_wire(context):
 
     x = np.array([[1.0], [5.0], [2.0], [8.0]], np.float32)
     weight = np.array([50000, 100000, 50000, 0], np.float32)
-    got = run(context, function, x, jnp.array(weight, jnp.int32))
+    got = run(context, function, x, jnp.asarray(weight, jnp.int32))
     for (_, grouped), tree in got.items():
         groups = GROUPS if grouped else None
         expected = reference.reduce(x, weight=weight, groups=groups)

@@ -50,7 +50,7 @@ def row_gradients(inputs):
         return jnp.sum(oxs.take(params["table"], inputs["ids"]) * inputs["scale"])
 
     grad_fn = oxs.value_and_grad(loss, rows={"table": lambda inputs: inputs["ids"]})
-    return grad_fn({"table": jnp.array(TABLE)}, inputs)[1]["table"]
+    return grad_fn({"table": jnp.asarray(TABLE)}, inputs)[1]["table"]
 
 
 # name: (transformation, parameters, what makes gradients of the inputs)

@@ -441,7 +441,7 @@ def test_half_precision_numbers_and_dicts(mesh):
         )
         new = {"params": params, "opt_state": opt_state, "key": key}
         # (What JAX calls weakly typed compiles nothing anew.)
-        new |= {"count": state["count"] + 1, "rate": jnp.array(0.5)}
+        new |= {"count": state["count"] + 1, "rate": jnp.asarray(0.5)}
         return {**new, "note": "mine", "flag": state["flag"] is True}
 
     batch = {"x": INPUTS, "y": TARGETS}

@@ -288,7 +288,7 @@ def test_means_of_torchs_power_sgd(case):
     # [rank, columns] here, the transpose there.
     rank, columns = state.exchange.factors.shape
     factors = np.reshape(np.asarray(case["first_q"], np.float32), (columns, rank)).T
-    factors = jnp.array(factors)
+    factors = jnp.asarray(factors)
     state = state._replace(exchange=state.exchange._replace(factors=factors))
 
     def one_rank(grads):

@@ -298,7 +298,7 @@ def one_params(case):
     rng = np.random.default_rng(case.seed)
 
     def param(leaf):
-        return jnp.array(rng.normal(size=leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
 
     return jax.tree.map(param, case.tree, is_leaf=is_leaf)
 
@@ -319,13 +319,13 @@ def all_grads(case):
             indices = rng.integers(0, max(1, leaf.shape[0]), (*lead, rows))
             values = rng.normal(size=(*lead, rows, *leaf.shape[1:]))
             return oxs.IndexedSlices(
-                jnp.array(indices, jnp.int32), jnp.array(values, dtype)
+                jnp.asarray(indices, jnp.int32), jnp.asarray(values, dtype)
             )
         x = rng.normal(size=lead + shape)
         if case.nonfinite and dtype != "int32":
             where = rng.integers(0, case.workers), rng.integers(0, case.steps)
             x[where] = rng.choice([np.nan, np.inf])
-        return jnp.array(x, dtype)
+        return jnp.asarray(x, dtype)
 
     grads = jax.tree.map(grad, case.tree, is_leaf=is_leaf)
     if case.wrong == "missing" and isinstance(grads, dict | list | tuple) and grads:
@@ -342,9 +342,9 @@ def extras(case):
         draws = rng.integers(0, 2, (case.workers, case.steps))
         dtype = jnp.int32 if name == "gradient_step" else jnp.bool_
         if name == "meet":
-            equal[name] = jnp.array(draws[0], dtype)
+            equal[name] = jnp.asarray(draws[0], dtype)
         else:
-            traced[name] = jnp.array(draws, dtype)
+            traced[name] = jnp.asarray(draws, dtype)
     return static, traced, equal
 
 
@@ -572,7 +572,7 @@ def check_law(meeting):
         x = rng.normal(size=lead + leaf.shape) * 10.0 ** rng.integers(-3, 3)
         if meeting.nonfinite:
             x[weights == 0] = np.nan
-        return jnp.array(x, leaf.dtype)
+        return jnp.asarray(x, leaf.dtype)
 
     tree = jax.tree.map(values, meeting.tree, is_leaf=is_leaf)
     like = jax.tree.map(lambda x: x[0, 0], tree)

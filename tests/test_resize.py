@@ -42,7 +42,7 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
 
     def fill(x):
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.array(rng.uniform(1, 2, x.shape), x.dtype)
+            return jnp.asarray(rng.uniform(1, 2, x.shape), x.dtype)
         return jnp.ones_like(x) if x.dtype == jnp.int32 else x
 
     filled = jax.tree.map(fill, state)

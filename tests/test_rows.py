@@ -30,7 +30,7 @@ EITHER = pytest.mark.parametrize("how", [lambda fun: fun, jax.jit], ids=["", "ji
 def some_slices(indices=(7, 3, 7, 0), width=2, dtype=jnp.float32, seed=0):
     random = np.random.default_rng(seed)
     values = random.normal(size=(len(indices), width))
-    return IndexedSlices(np.array(indices, np.int32), jnp.array(values, dtype))
+    return IndexedSlices(np.array(indices, np.int32), jnp.asarray(values, dtype))
 
 
 def dense_reference(slices, rows=ROWS):
@@ -168,7 +168,7 @@ def test_slices_are_gathered_from_all_devices(check_vma):
 @pytest.mark.parametrize("table_dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_updates_is_the_dense_one(table_dtype, values_dtype):
     slices = some_slices(dtype=values_dtype)
-    table = jnp.array(some_slices(range(ROWS), seed=1).values, table_dtype)
+    table = jnp.asarray(some_slices(range(ROWS), seed=1).values, table_dtype)
     apply_updates: Any = jax.jit(optax.apply_updates)
     got = apply_updates({"a": table}, {"a": slices})["a"]
     assert got.dtype == table_dtype
@@ -214,7 +214,7 @@ def test_rows_out_of_range_are_refused_where_they_are_known():
     close(slices.to_dense(ROWS), want, 1e-6)
     add = jax.jit(lambda t, s: t + s)
     close(add(table, slices), want, 1e-6)
-    equal(add(table.astype(jnp.bfloat16), slices), jnp.array(want, jnp.bfloat16))
+    equal(add(table.astype(jnp.bfloat16), slices), jnp.asarray(want, jnp.bfloat16))
 
 
 @EITHER
@@ -269,8 +269,8 @@ def test_a_donated_table_is_updated_in_place(dtype):
 def make_params(dtype=jnp.float32, rows=ROWS):
     random = np.random.default_rng(3)
     return {
-        "embedding": jnp.array(random.normal(size=(rows, 2)), dtype),
-        "dense": {"kernel": jnp.array(random.normal(size=(2, 3)), dtype)},
+        "embedding": jnp.asarray(random.normal(size=(rows, 2)), dtype),
+        "dense": {"kernel": jnp.asarray(random.normal(size=(2, 3)), dtype)},
     }
 
 

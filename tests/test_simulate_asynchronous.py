@@ -75,10 +75,10 @@ def run(case, arrays):
 
     def grad_fn(worker, params, event):
         if case["objective"] == "linear":
-            return {name: jnp.array(arrays[f"g_{name}"])[event] for name in names}
+            return {name: jnp.asarray(arrays[f"g_{name}"])[event] for name in names}
         return {
-            name: jnp.array(arrays[f"a_{name}"])[worker]
-            * (params[name] - jnp.array(arrays[f"c_{name}"])[worker])
+            name: jnp.asarray(arrays[f"a_{name}"])[worker]
+            * (params[name] - jnp.asarray(arrays[f"c_{name}"])[worker])
             for name in names
         }
 
@@ -170,7 +170,7 @@ SHORT = np.array([0, 1, 0, 2, 0, 0, 1, 2, 0, 0, 1])
 
 def warm_up(step):
     """Every step at first, then every third."""
-    return jnp.where(jnp.array(step) < 4, 1, 3)
+    return jnp.where(jnp.asarray(step) < 4, 1, 3)
 
 
 def gradients(steps=STEPS, seed=0):
@@ -184,7 +184,7 @@ def of_event(grads):
     """A `grad_fn` that reads the gradient of each event."""
 
     def grad_fn(worker, params, event):
-        return jax.tree.map(lambda g: jnp.array(g)[event], grads)
+        return jax.tree.map(lambda g: jnp.asarray(g)[event], grads)
 
     return grad_fn
 
@@ -311,7 +311,7 @@ def assert_equal(actual, expected):
 def test_jit_is_eager(whole):
     assert whole.params["vector"].shape == (11, 5)
     assert whole.final.workers.params["vector"].shape == (WORKERS, 5)
-    assert_equal(jax.jit(short_run)(jnp.array(SHORT)), whole)
+    assert_equal(jax.jit(short_run)(jnp.asarray(SHORT)), whole)
 
 
 def test_the_last_state_is_that_of_the_last_events(whole):
@@ -372,7 +372,7 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
         settings: Any = {"num_workers": WORKERS, "communication_period": 2}
         return asynchronous(INNER, rule, params, itself, schedule, **settings)
 
-    record, expected = run(jnp.array(padded)), run(jnp.array(SHORT))
+    record, expected = run(jnp.asarray(padded)), run(jnp.asarray(SHORT))
     assert_equal(record.final, expected.final)
     assert_equal(
         record.global_step[(padded >= 0) & (padded < WORKERS)], expected.global_step

@@ -19,8 +19,8 @@ SCALES = 1 + np.arange(N, dtype=np.float32)
 def pull(worker, params, event):
     """A worker's own bowl, and an event's own slope."""
     slope = 0.01 * event.astype(jnp.float32)
-    away = params["w"].astype(jnp.float32) - jnp.array(TARGETS)[worker]
-    pulled = jnp.array(SCALES)[worker] * away + slope
+    away = params["w"].astype(jnp.float32) - jnp.asarray(TARGETS)[worker]
+    pulled = jnp.asarray(SCALES)[worker] * away + slope
     return {"w": pulled.astype(params["w"].dtype), "b": params["b"] - slope}
 
 
@@ -88,7 +88,7 @@ def test_it_is_what_numpy_does_event_by_event(period):
 def test_half_precision_meets_in_float32_and_partners_are_drawn_of_the_others():
     workers, _ = events()
     start = {"w": jnp.ones(D, jnp.bfloat16), "b": jnp.ones(())}
-    targets = jnp.array(2.0 ** np.arange(N), jnp.float32)
+    targets = jnp.asarray(2.0 ** np.arange(N), jnp.float32)
 
     def none(worker, params, event):  # of a worker alone, in its first step only
         first = (params["b"] == 1).astype(jnp.float32) * (1 - targets[worker])
@@ -117,10 +117,10 @@ def test_half_precision_meets_in_float32_and_partners_are_drawn_of_the_others():
 def test_a_thousand_workers_of_which_each_has_its_own_target_find_the_mean():
     n, size, number = 1000, 16, 8_000
     rng = np.random.default_rng(0)
-    targets = jnp.array(rng.normal(size=(n, size)), jnp.float32)
+    targets = jnp.asarray(rng.normal(size=(n, size)), jnp.float32)
     speed = rng.lognormal(0, 0.5, n)  # of workers: the quick ones step more often
     workers = rng.choice(n, size=number, p=speed / speed.sum())
-    weight = jnp.array(speed.mean() / speed, jnp.float32)  # all count alike
+    weight = jnp.asarray(speed.mean() / speed, jnp.float32)  # all count alike
     found = jax.jit(
         lambda workers: oxs.simulate.gossip(
             optax.sgd(0.3),

@@ -70,7 +70,7 @@ def test_recorded_trajectory(name):
     def grad_fn(worker, params, event):
         del worker, params
         grads, i, v = jax.tree.map(
-            lambda x: jnp.array(x)[event], (named("g"), rows, values)
+            lambda x: jnp.asarray(x)[event], (named("g"), rows, values)
         )
         return grads | {leaf: oxs.IndexedSlices(i[leaf], v[leaf]) for leaf in rows}
 
@@ -123,7 +123,7 @@ def toy(schedule=(0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1), params=None, **options) -> A
         optax.sgd(0.5),
         {"w": jnp.ones(2)} if params is None else params,
         lambda who, params, event: {"w": params["w"][:2] * (1 + who).astype("f4")},
-        jnp.array(schedule),
+        jnp.asarray(schedule),
         **{"replicas_to_aggregate": 2, "total_num_replicas": 3, **options},
     )
 

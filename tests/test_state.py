@@ -19,7 +19,7 @@ TX = oxs.local_sgd(optax.sgd(0.5), AXIS, communication_period=2, drop_nonfinite=
 
 def trained(tx: Any = TX, stacked=False, steps=3, dtype=jnp.float32) -> Any:
     """All workers' (parameters, state) after some steps; gradients are 1, 2, 3."""
-    one = jax.tree.map(lambda p: jnp.array(p, dtype), PARAMS)
+    one = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
     axes = None if stacked else oxs.state_axes(tx, one)
     state = oxs.replicate(tx.init(one), WORKERS, axes)
     params: Any = oxs.replicate(one, WORKERS)

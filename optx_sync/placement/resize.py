@@ -131,7 +131,7 @@ def resize(
         everyone = jax.tree.map(lambda x: _repeat(x, before), everyone)
     stacked = _stacked(state, leaves, before)
     new_params = _new_params(how, everyone, stacked)
-    last = jax.tree.map(lambda x: jnp.array(x[-1]), new_params)
+    last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
     for _ in range(0 if replicated else levels - 1):
         last = jax.tree.map(lambda x: x[0], last)
     fresh = jax.tree.map(_on_host, tx.init(last))
@@ -316,9 +316,8 @@ def _on_host(x: Any) -> np.ndarray:
 
 def _back(x: Any) -> jax.Array:
     if isinstance(x, _Keys):
-        return jax.random.wrap_key_data(jnp.array(np.asarray(x)), impl=x.impl)
-    # (`jnp.asarray` compiles a program for each shape.)
-    return jnp.array(x)
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(x)), impl=x.impl)
+    return jnp.asarray(x)
 
 
 def _repeat(x: np.ndarray, n: int) -> np.ndarray:

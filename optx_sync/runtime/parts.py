@@ -34,7 +34,7 @@ class Layout(NamedTuple):
         """A part of a tree, or of shapes."""
         if len(self.owners) > 1:  # `Whole` does not cut rows of NumPy arrays.
             tree = jax.tree.map(
-                lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, tree
+                lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree
             )
         return self.whole.pick(tree, part)
 

@@ -51,7 +51,7 @@ def drawn(step):
     grads = jax.tree.map(lambda x: rng.normal(size=(REPLICAS, *x.shape)), PARAMS)
     if step == 1:
         grads["matrix"][2, 3] = np.nan
-    return jax.tree.map(lambda g, x: jnp.array(g, x.dtype), grads, PARAMS)
+    return jax.tree.map(lambda g, x: jnp.asarray(g, x.dtype), grads, PARAMS)
 
 
 @functools.cache

@@ -45,8 +45,8 @@ def grads_at(step, params, scale=SCALE, place: Any = 0):
     """Gradients that depend on where the worker stands, and which one it is."""
 
     def grad(x, target):
-        target, size = jnp.array(target, x.dtype), jnp.array(scale, x.dtype)
-        far = 1 + jnp.array(place, x.dtype)
+        target, size = jnp.asarray(target, x.dtype), jnp.asarray(scale, x.dtype)
+        far = 1 + jnp.asarray(place, x.dtype)
         return (x - far * target[step]) * size[step + place]
 
     return jax.tree.map(grad, params, TARGETS)
@@ -63,7 +63,7 @@ def walk(tx, params, scale, weights, place):
         params, state = carry
         extra = {}
         if weights is not None:
-            extra["weight"] = jnp.array(weights)[number + place]
+            extra["weight"] = jnp.asarray(weights)[number + place]
         grads = grads_at(number, params, scale, place)
         params, state = oxs.apply_gradients(tx, grads, state, params, **extra)
         return (params, state), (params, state.center)

@@ -257,7 +257,7 @@ def test_a_run_resumes_between_a_sum_and_its_landing(period, stream, tmp_path):
     assert np.any(half[1].pending.values[0])
     np.savez(tmp_path / "run", *jax.tree.leaves(half))
     with np.load(tmp_path / "run.npz") as file:
-        leaves = [jnp.array(file[name]) for name in file.files]
+        leaves = [jnp.asarray(file[name]) for name in file.files]
     restored = jax.tree.unflatten(jax.tree.structure(half), leaves)
     found = stream.run(restored, range(6, 11))
     jax.tree.map(np.testing.assert_array_equal, found, straight)

@@ -27,7 +27,7 @@ def start():
     """Magnitudes from ordinary down to subnormal ones in float16."""
     values = np.outer([1.37, -0.71, 0.39], 2.0 ** np.arange(0, -24, -1))
     return {
-        name: jnp.array(values, name) for name in ("bfloat16", "float16", "float32")
+        name: jnp.asarray(values, name) for name in ("bfloat16", "float16", "float32")
     }
 
 
@@ -82,7 +82,7 @@ def test_a_target_next_to_the_middle_of_two_values_lands_on_the_nearer(dtype):
     expected = 1 + np.array([0, 0, ulp, ulp, 2 * ulp])
     for distance in (1.0, 300.0, 0.9 * REACH[dtype]):
         params = jnp.full(5, distance, dtype)
-        updates = jax.jit(landing)(params, jnp.array(targets, jnp.float32))
+        updates = jax.jit(landing)(params, jnp.asarray(targets, jnp.float32))
         with jax.numpy_dtype_promotion("standard"):
             landed = optax.apply_updates(params, updates)
         np.testing.assert_array_equal(np.asarray(landed, np.float64), expected)

@@ -297,7 +297,7 @@ def test_a_period_that_grows_is_reached():
     """It is read where it began: of the current step's it would run away."""
 
     def period(step):
-        done = jnp.minimum(jnp.array(step, jnp.float32), 100) / 100
+        done = jnp.minimum(jnp.asarray(step, jnp.float32), 100) / 100
         rate = 0.05 * (1 + jnp.cos(jnp.pi * done))
         return jnp.clip(jnp.floor(jnp.square(0.05 / rate)), 2, 100)
 

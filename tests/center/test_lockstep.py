@@ -21,7 +21,7 @@ PARAMS = {
 
 def warm_up(step):
     """Every step at first, then every fourth."""
-    return jnp.where(jnp.array(step) < 5, 1, 4)
+    return jnp.where(jnp.asarray(step) < 5, 1, 4)
 
 
 INNER = optax.sgd(0.05, momentum=0.9)

@@ -16,7 +16,7 @@ STEPS = 120
 def falling(step):
     """Up to 0.1 in ten steps, and down to 0 along a cosine."""
     # Not of Optax: its schedules need the standard promotion of dtypes.
-    step = jnp.array(step).astype(jnp.float32)
+    step = jnp.asarray(step).astype(jnp.float32)
     angle = jnp.float32(math.pi) * (step - 10) / (STEPS - 10)
     return jnp.minimum((step + 3) / 130, 0.05 * (1 + jnp.cos(angle)))
 

@@ -55,7 +55,7 @@ def test_stability_map_of_900_points(workers):
         (params, state), _ = jax.lax.scan(step, (params, state), length=STEPS)
         return jnp.concatenate([params, state.center])
 
-    points = (jnp.array(x, jnp.float32) for x in (a, e))
+    points = (jnp.asarray(x, jnp.float32) for x in (a, e))
     # In NumPy: XLA's maximum on a CPU loses a NaN.
     largest = np.abs(np.asarray(jax.jit(jax.vmap(train))(*points))).max(1)
     # What is stable has gone to 0, what is not to infinity or NaN: nothing in between.

@@ -71,7 +71,7 @@ STAND_UP = (
 
 def as_tree(v):
     """[..., D] as a tree of leaves [..., *shape]."""
-    parts = jnp.split(jnp.array(v), ENDS, axis=-1)
+    parts = jnp.split(jnp.asarray(v), ENDS, axis=-1)
     return {
         name: part.reshape((*part.shape[:-1], *shape))
         for part, (name, shape) in zip(parts, SHAPES.items(), strict=True)
@@ -101,7 +101,7 @@ def run(exchanges, v, weights):
     """Results [cases, D] by name, of values [cases, N, D] and weights [cases, N]."""
     workers = jax.vmap(meets(exchanges), axis_name=AXIS)
     compiled = jax.jit(jax.vmap(workers))
-    found = compiled(as_tree(v), jnp.array(weights, jnp.float32))
+    found = compiled(as_tree(v), jnp.asarray(weights, jnp.float32))
     rows = {name: as_rows(tree) for name, tree in found.items()}
     for name, all_replicas in rows.items():
         same = np.broadcast_to(all_replicas[:, :1], all_replicas.shape)
@@ -317,7 +317,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
     }
     v, counts = 0.1 * values(n, 2) + 1, np.arange(n) != 1
     v[3] = -20  # far away, and against all others' signs
-    tree, counts = as_tree(v), jnp.array(counts)
+    tree, counts = as_tree(v), jnp.asarray(counts)
     tree["half"] = tree_half = tree["vector"].astype(jnp.bfloat16)
 
     def steps(axis):
@@ -488,7 +488,7 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
 
     steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     found, state = jax.jit(steps)(
-        jnp.array(gradients),
+        jnp.asarray(gradients),
         oxs.replicate(tx.init(params), n, axes),
         oxs.replicate(params, n),
     )
@@ -540,7 +540,7 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
         return [steps_of(tx) for tx in made.values()]
 
     run = jax.jit(jax.vmap(body, axis_name=AXIS, in_axes=1))
-    every = run(as_tree(grads), jnp.array(contributes))
+    every = run(as_tree(grads), jnp.asarray(contributes))
     numbers = set()
     for (name, needed), (got, outliers) in zip(made, every, strict=True):
         kept, expected, counted = [[] for _ in range(n)], [], np.zeros(n, int)

@@ -98,7 +98,7 @@ def run(case, arrays):
         else arrays[f"g_{name}"]
         for name in names
     }
-    rates = jnp.array(arrays.get("lr", 0.0))
+    rates = jnp.asarray(arrays.get("lr", 0.0))
     row = BY_ORIGINAL[f"{case['group']}/{case['optimizer']}"]
     trajectory = compiled(row.factory, hyperparameters)
     return jax.tree.map(np.asarray, trajectory(params, grads, rates))

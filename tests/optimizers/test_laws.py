@@ -45,13 +45,13 @@ sparse = having("touched", "decay_all", "all")
 
 def make_params():
     values = np.random.default_rng(0).normal(size=[ROWS, 2]).astype(np.float32)
-    return {"table": jnp.array(values), "bias": jnp.array(values[0])}
+    return {"table": jnp.asarray(values), "bias": jnp.asarray(values[0])}
 
 
 def make_grads(step):
     values = np.random.default_rng(1 + step).normal(size=[ROWS, 2])
     values = values.astype(np.float32)
-    return {"table": jnp.array(values), "bias": jnp.array(values[1])}
+    return {"table": jnp.asarray(values), "bias": jnp.asarray(values[1])}
 
 
 def walk(tx, grads=make_grads, params=None, update=None):

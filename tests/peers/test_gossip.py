@@ -53,7 +53,7 @@ D = 18
 
 def tree(values):
     """[..., 18] as a tree of leaves."""
-    parts = jnp.split(jnp.array(values, jnp.float32), [12, 13], axis=-1)
+    parts = jnp.split(jnp.asarray(values, jnp.float32), [12, 13], axis=-1)
     return {
         name: part.reshape((*part.shape[:-1], *shape))
         for part, (name, shape) in zip(parts, PARAMS.items(), strict=True)
@@ -380,13 +380,13 @@ def test_equal_weights_change_no_bit():
 def test_half_precision_travels_and_is_averaged_in_float32():
     tx = oxs.gossip(optax.sgd(0.01), AXIS, graph=oxs.graphs.ring())
     params = jnp.ones(6, jnp.bfloat16)
-    grads = jnp.array(GRADS[:4, :, :6], jnp.bfloat16)
+    grads = jnp.asarray(GRADS[:4, :, :6], jnp.bfloat16)
     history, state = contexts.replay("vmap_axes", tx, params, grads)
     assert history.dtype == np.float32  # as numpy holds bfloat16 here
     assert state.center.dtype == jnp.float32
     assert oxs.center_params(state, oxs.replicate(params, 4)).dtype == jnp.bfloat16
     found = rounded = np.asarray(state.center)
-    rounded = np.asarray(jnp.array(found, jnp.bfloat16).astype(jnp.float32))
+    rounded = np.asarray(jnp.asarray(found, jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(history[-1], rounded)
 
 

@@ -166,7 +166,7 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
 
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
-    params = {name: jnp.array(PARAMS[name]) for name in ("vector", "matrix")}
+    params = {name: jnp.asarray(PARAMS[name]) for name in ("vector", "matrix")}
     batch = np.random.default_rng(0).normal(size=(REPLICAS, 11)).astype(np.float32)
     mesh = contexts.mesh()
     ends = {}

@@ -201,7 +201,7 @@ def test_one_answer_everywhere(context):
             np.testing.assert_array_equal(getattr(metrics.counts, which), now.sum(0))
             np.testing.assert_array_equal(getattr(metrics, which), now[-1])
         last: Any = dict.fromkeys(REQUIRED, optax.MaskedNode())
-        last[name] = jax.tree.map(lambda x: jnp.array(x[-1]), history)
+        last[name] = jax.tree.map(lambda x: jnp.asarray(x[-1]), history)
         for leaf, x in oxs.averaged_params(state, last)[name].items():
             contexts.assert_close(x, np.broadcast_to(averages[leaf][-1], x.shape))
 
@@ -410,7 +410,7 @@ def test_meeting_with_nothing_accumulated_is_no_update(exchange):
 
 def rows_of(indices, values):
     """Row-sparse gradients [N, k] of all replicas."""
-    return jax.vmap(oxs.IndexedSlices)(jnp.array(indices), jnp.array(values))
+    return jax.vmap(oxs.IndexedSlices)(jnp.asarray(indices), jnp.asarray(values))
 
 
 def test_rows_that_inner_sees():

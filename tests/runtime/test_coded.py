@@ -157,10 +157,10 @@ def test_all_that_was_sent_in_has_arrived_or_is_owed(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(server, "send", refuse)
                 with pytest.raises(PushRefused):
-                    worker.step({"w": jnp.array(grad)})
+                    worker.step({"w": jnp.asarray(grad)})
             assert np.array_equal(owed, error())
             sent -= grad
-        worker.step({"w": jnp.array(grad)})
+        worker.step({"w": jnp.asarray(grad)})
         sent += (before - grad) - before
         owed = error()
         np.testing.assert_allclose(

@@ -56,7 +56,7 @@ def gradients(params, steps, seed):
     rng = np.random.default_rng(seed)
 
     def draw(x):
-        return jnp.array(rng.normal(size=(REPLICAS, steps, *x.shape)), x.dtype)
+        return jnp.asarray(rng.normal(size=(REPLICAS, steps, *x.shape)), x.dtype)
 
     return jax.tree.map(draw, params)
 
