@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 REPLICAS = 4
 AXIS = "data"
@@ -42,17 +43,12 @@ if "fusion_emitters" in os.environ["XLA_FLAGS"]:
 
 @functools.cache
 def mesh(replicas=REPLICAS):
-    devices = jax.devices()[:replicas]
-    return jax.make_mesh(
-        (replicas,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices
-    )
+    return mesh_of({AXIS: replicas})
 
 
 @functools.cache
 def island_mesh():
-    return jax.make_mesh(
-        (REPLICAS, 2), (AXIS, "inside"), axis_types=(AxisType.Auto,) * 2
-    )
+    return mesh_of({AXIS: REPLICAS, "inside": 2})
 
 
 def steps(tx, prepare=lambda grads: grads):

@@ -9,12 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from optx_sync import audit
 from optx_sync.audit import Collective
+from tests.meshes import mesh_of
 
 EVERYONE = (tuple(range(8)),)
-
-
-def auto_mesh(shape, names):
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def on_mesh(fn, mesh):
@@ -26,7 +23,7 @@ def hlo(text):
 
 
 def test_psum_of_a_tree_is_one_all_reduce():
-    step = on_mesh(lambda tree: lax.psum(tree, "d"), auto_mesh((8,), ("d",)))
+    step = on_mesh(lambda tree: lax.psum(tree, "d"), mesh_of({"d": 8}))
     tree = {"a": jnp.ones(5), "b": [jnp.ones((2, 3)), jnp.ones(())]}
     expected = [Collective("all-reduce", 4 * (5 + 6 + 1), 3, EVERYONE, False)]
     assert audit.collectives(step, tree) == expected
@@ -36,7 +33,7 @@ def test_psum_of_a_tree_is_one_all_reduce():
 
 def test_a_program_at_any_stage():
     step = jax.jit(
-        on_mesh(lambda x: lax.psum(x, "d"), auto_mesh((8,), ("d",))),
+        on_mesh(lambda x: lax.psum(x, "d"), mesh_of({"d": 8})),
     )
     x = jnp.ones(3)
     expected = [Collective("all-reduce", 12, 1, EVERYONE, False)]
@@ -68,7 +65,7 @@ def test_every_kind():
             lax.all_to_all(x * 5, "d", 0, 0, tiled=True),
         )
 
-    rows = audit.collectives(on_mesh(step, auto_mesh((8,), ("d",))), jnp.ones(16))
+    rows = audit.collectives(on_mesh(step, mesh_of({"d": 8})), jnp.ones(16))
     by_kind = {row.kind: row for row in rows}
     assert len(rows) == len(by_kind) == 4
     assert by_kind["all-gather"][1:5] == (64, 1, EVERYONE, False)
@@ -85,7 +82,7 @@ def test_a_branch_is_conditional_and_a_loop_is_not():
         return lax.fori_loop(0, 3, lambda i, x: lax.pmax(x * 2, "d"), x)
 
     rows = audit.collectives(
-        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
     )
     assert sorted(row.conditional for row in rows) == [False, True]
     assert {row.kind for row in rows} == {"all-reduce"}
@@ -99,7 +96,7 @@ def test_a_loop_in_a_branch_is_conditional():
         return lax.cond(flag, loop, lambda x: x, x)
 
     rows = audit.collectives(
-        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
     )
     assert [row.conditional for row in rows] == [True]
 
@@ -109,7 +106,7 @@ def test_a_select_is_not_conditional():
         return jnp.where(flag, lax.psum(x, "d"), x)
 
     rows = audit.collectives(
-        on_mesh(step, auto_mesh((8,), ("d",))), jnp.array(True), jnp.ones(3)
+        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
     )
     assert [row.conditional for row in rows] == [False]
 
@@ -123,7 +120,7 @@ def test_a_select_is_not_conditional():
     ],
 )
 def test_groups_of_a_mesh_axis(axis, groups):
-    step = on_mesh(lambda x: lax.psum(x, axis), auto_mesh((4, 2), ("a", "b")))
+    step = on_mesh(lambda x: lax.psum(x, axis), mesh_of({"a": 4, "b": 2}))
     (row,) = audit.collectives(step, jnp.ones(3))
     assert row.groups == groups
 
@@ -131,14 +128,14 @@ def test_groups_of_a_mesh_axis(axis, groups):
 def test_index_groups():
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
     step = on_mesh(
-        lambda x: lax.psum(x, "d", axis_index_groups=groups), auto_mesh((8,), ("d",))
+        lambda x: lax.psum(x, "d", axis_index_groups=groups), mesh_of({"d": 8})
     )
     (row,) = audit.collectives(step, jnp.ones(3))
     assert row.groups == tuple(map(tuple, groups))
 
 
 def test_islands_reduce_their_shard_over_the_worker_axis_in_the_branch():
-    mesh = auto_mesh((4, 2), ("w", "fsdp"))
+    mesh = mesh_of({"w": 4, "fsdp": 2})
 
     def worker(count, x):
         x = lax.cond(count % 4 == 0, lambda x: lax.pmean(x, "w"), lambda x: x, x)
@@ -154,7 +151,7 @@ def test_islands_reduce_their_shard_over_the_worker_axis_in_the_branch():
 
 
 def test_instructions_count_the_whole_program():
-    step = on_mesh(lambda x: lax.psum(x * 2 + 1, "d"), auto_mesh((8,), ("d",)))
+    step = on_mesh(lambda x: lax.psum(x * 2 + 1, "d"), mesh_of({"d": 8}))
     counts = audit.instructions(step, jnp.ones(3))
     assert counts["all-reduce"] == 1
     assert counts["fusion"] == 1

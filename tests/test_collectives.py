@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -18,6 +18,7 @@ from optx_sync.comm.collectives import (
     scatter_sum,
 )
 from optx_sync.comm.varying import vary_like
+from tests.meshes import mesh_of
 from tests.reference import replicas as reference
 from tests.refusals import refused
 
@@ -33,12 +34,6 @@ CONTEXTS = {
     "tuple_shard_map_unchecked": (("outer", "data"), (2, 2)),
     "tuple_vmap": (("outer", "data"), (2, 2)),
 }
-
-
-def auto_mesh(shape, names):
-    devices = jax.devices()[: int(np.prod(shape))]
-    types = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
 def program(context, function):
@@ -70,7 +65,7 @@ def program(context, function):
     return jax.jit(
         jax.shard_map(
             stacked,
-            mesh=auto_mesh(shape, names),
+            mesh=mesh_of(dict(zip(names, shape, strict=True))),
             in_specs=P(axis_name),
             out_specs=P(axis_name),
             check_vma=not context.endswith("unchecked"),
@@ -386,7 +381,7 @@ def test_rows_that_every_replica_names_alike():
 
 
 def replicated_out(function, *args):
-    mesh = auto_mesh((4,), ("data",))
+    mesh = mesh_of({"data": 4})
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P())
     return jax.jit(mapped)(*args)
 
@@ -429,7 +424,7 @@ def test_other_mesh_axes_are_left_alone(check_vma, groups):
     got = jax.jit(
         jax.shard_map(
             function,
-            mesh=auto_mesh((4, 2), ("data", "model")),
+            mesh=mesh_of({"data": 4, "model": 2}),
             in_specs=specs,
             out_specs={"sharded": specs[0], "whole": specs[1]},
             check_vma=check_vma,
@@ -440,7 +435,7 @@ def test_other_mesh_axes_are_left_alone(check_vma, groups):
         got = jax.jit(
             jax.shard_map(
                 function,
-                mesh=auto_mesh((4, 2), ("data", "model")),
+                mesh=mesh_of({"data": 4, "model": 2}),
                 in_specs=specs,
                 out_specs={"sharded": P(None, "model"), "whole": P()},
             )
@@ -453,7 +448,7 @@ def test_other_mesh_axes_are_left_alone(check_vma, groups):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axes_that_the_compiler_shards_are_left_alone(check_vma):
-    mesh = auto_mesh((4, 2), ("data", "model"))
+    mesh = mesh_of({"data": 4, "model": 2})
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     placed = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
 
@@ -648,7 +643,7 @@ def test_an_axis_of_vmap_inside_checked_shard_map(axis_name, rows):
         return jax.jit(
             jax.shard_map(
                 function,
-                mesh=auto_mesh((2,), ("data",)),
+                mesh=mesh_of({"data": 2}),
                 in_specs=P("data"),
                 out_specs=P("data"),
                 check_vma=check_vma,

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.meshes import mesh_of
 
 AXIS, WORKERS, STEPS = contexts.AXIS, contexts.REPLICAS, 7
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -140,7 +141,7 @@ def assert_same(found, answer):
 
 def test_shard_map_over_some_axes_of_a_mesh(answer):
     """The compiler shards over the other ones: `axis_names`, types checked."""
-    mesh = jax.make_mesh((4, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of({AXIS: 4, "model": 2})
     found = run(lambda name: shards(name, mesh, axis_names={AXIS}))
     assert_same(found, answer)
 

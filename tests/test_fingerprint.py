@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from optx_sync.placement.memory import HOST
 from tests import contexts
+from tests.meshes import mesh_of
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
 CASES = 1000
@@ -215,8 +216,7 @@ WRAPPED: Any = {
 
 def workers_of(where):
     if where == "sharded":
-        auto = (jax.sharding.AxisType.Auto,) * 2
-        mesh = jax.make_mesh((REPLICAS, 2), (AXIS, "fsdp"), axis_types=auto)
+        mesh = mesh_of({AXIS: REPLICAS, "fsdp": 2})
         return oxs.Workers(REPLICAS, AXIS, mesh=mesh, specs={"w": jax.P("fsdp")})
     return oxs.Workers(
         REPLICAS, AXIS, mesh=contexts.mesh() if where == "mesh" else None

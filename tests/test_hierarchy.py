@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.meshes import mesh_of
 
 PODS, CHIPS, STEPS = 2, 4, 5
 AXES = ("pods", "chips")
@@ -27,7 +28,7 @@ AXES_OF_STATE = oxs.state_axes(TX, PARAMS)
 
 
 def mesh():
-    return jax.make_mesh((PODS, CHIPS), AXES, axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(dict(zip(AXES, (PODS, CHIPS), strict=True)))
 
 
 def gradients():

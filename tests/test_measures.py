@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from optx_sync.metrics import DECAY
 from tests import contexts
+from tests.meshes import mesh_of
 
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.ones(2, np.float32)}
@@ -397,9 +398,7 @@ def test_shards_of_a_replica_are_one():
     """Norms go over all shards where types tell which axes these lie along."""
     grads = {"w": draw(1)["w"][0], "b": draw(1)["b"][0]}
     tx: Any = oxs.cross_shard(SGD, AXIS, measure=True)
-    mesh = jax.make_mesh(
-        (WORKERS, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = mesh_of({AXIS: WORKERS, "model": 2})
     specs = {"w": P(None, "model"), "b": P()}
 
     def local(params, grads):

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
-from tests.exchange.meeting import AXIS, auto_mesh, mapped
+from tests.exchange.meeting import AXIS, mapped
+from tests.meshes import mesh_of
 
 CONTEXTS = ("vmap", "shard_map", "shard_map_unchecked")
 OURS = os.path.dirname(oxs.__file__)
@@ -394,7 +395,7 @@ def program(case, context):
         within = oxs.map_workers(
             run,
             AXIS,
-            mesh=auto_mesh((case.workers,), (AXIS,)),
+            mesh=mesh_of({AXIS: case.workers}),
             in_axes=(0, 0, axes, 0, 0, None),
             out_axes=(0, axes),
         )
@@ -413,7 +414,7 @@ def program(case, context):
         )
         within = jax.shard_map(
             local,
-            mesh=auto_mesh((case.workers,), (AXIS,)),
+            mesh=mesh_of({AXIS: case.workers}),
             in_specs=(P(AXIS), P(AXIS), specs, P(AXIS), P(AXIS), P()),
             out_specs=(P(AXIS), specs),
             check_vma=False,

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -19,6 +18,7 @@ from optx_sync.gradients import value_and_grad
 from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
 from optx_sync.rows.slices import IndexedSlices
+from tests.meshes import mesh_of
 from tests.refusals import refused
 
 ROWS = 9
@@ -141,7 +141,7 @@ def test_transformations_of_jax_take_the_pytree():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_slices_are_gathered_from_all_devices(check_vma):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of({"data": 8})
     indices, values = jnp.arange(16) % 5, jnp.arange(32.0).reshape(16, 2)
 
     def step(indices, values, table):
@@ -521,7 +521,7 @@ def test_each_replica_has_its_own_rows(context):
     else:
         run = jax.shard_map(
             on_shard,
-            mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+            mesh=mesh_of({"data": 8}),
             in_specs=(P(), P("data")),
             out_specs=P("data"),
             check_vma=context == "shard_map",

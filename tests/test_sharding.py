@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -18,6 +18,7 @@ from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
 from optx_sync.placement.fields import fields_of
 from optx_sync.replicas.cross_shard import CrossShardState
+from tests.meshes import mesh_of
 
 PACKAGE = pathlib.Path(oxs.__file__).parent
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
@@ -65,7 +66,7 @@ def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
     assert specs == jax.tree.map(lambda x: shapes[x.shape], one)
     specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
     assert specs == jax.tree.map(lambda x: P("workers", *shapes[x.shape]), one)
-    mesh = jax.make_mesh((4, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of({"workers": 4, "fsdp": 2})
     state = jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
         oxs.replicate(one, 4, axes),
@@ -159,7 +160,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
 
     mesh = None
     if on_mesh:
-        mesh = jax.make_mesh((4,), ("workers",), devices=jax.devices()[:4])
+        mesh = mesh_of({"workers": 4}, "Explicit")
     grads = oxs.replicate(PARAMS, 4)
     results = []
     for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
@@ -230,7 +231,7 @@ def test_adafactor_trains_where_its_specs_place_it():
     params = {"w": jnp.cos(jnp.arange(128.0 * 256).reshape(128, 256))}
     grads = jax.tree.map(jnp.sin, params)
     tx = optax.adafactor(0.1)
-    mesh = jax.make_mesh((2, 4), ("row", "column"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of({"row": 2, "column": 4})
     specs = {"w": P("row", "column")}
     places = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),

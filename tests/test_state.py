@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 AXIS, WORKERS = "workers", 3
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)}
@@ -82,7 +83,7 @@ def test_metrics_send_nothing():
         found = oxs.metrics(*oxs.first((state, params)))
         return oxs.replicate(found, 1)
 
-    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
+    mesh = mesh_of({AXIS: WORKERS}, "Explicit")
     run = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
     params, state = jax.device_put(
         trained(stacked=True), jax.sharding.NamedSharding(mesh, P(AXIS))

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from benchmarks import by_hand
 from optx_sync import hlo
 from tests import contexts
+from tests.meshes import mesh_of
 
 AXIS, WORKERS, PERIOD, STEPS = "workers", 4, 3, 10
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32), "b": np.float32(0.3)}
@@ -95,8 +95,7 @@ def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
     tx = RULES[rule](PERIOD)
     params, state, axes = start(tx)
     specs = oxs.state_specs(tx, PARAMS, P(), AXIS)
-    types, devices = (AxisType.Auto,), jax.devices()[:WORKERS]
-    mesh = jax.make_mesh((WORKERS,), (AXIS,), axis_types=types, devices=devices)
+    mesh = mesh_of({AXIS: WORKERS})
     found = {}
     for meet in (False, True):
 

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 AXIS = "workers"
 STEPS = 5
@@ -30,10 +31,6 @@ TXS = RULES | {
     "cross_shard": oxs.cross_shard(optax.sgd(0.1, 0.9), AXIS),
     "sync_replicas": oxs.sync_replicas(optax.sgd(0.1), AXIS, replicas_to_aggregate=1),
 }
-
-
-def mesh_of(*shape, kind=AxisType.Auto, names=(AXIS, "fsdp")):
-    return jax.make_mesh(shape, names[: len(shape)], axis_types=(kind,) * len(shape))
 
 
 def batch_of(workers):
@@ -79,10 +76,10 @@ def train(workers, mesh, params):
 simulated = functools.cache(lambda workers: train(workers, None, PARAMS)[0])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("workers", [8, 2])
 def test_one_program_has_the_same_numbers(workers, kind):
-    mesh = mesh_of(8, kind=kind) if workers == 8 else mesh_of(2, 4, kind=kind)
+    mesh = mesh_of({AXIS: 8} if workers == 8 else {AXIS: 2, "fsdp": 4}, kind)
     params: Any = PARAMS
     if workers == 2:  # Each worker lies on four devices.
         specs = {"w": P("fsdp"), "b": P()}
@@ -111,7 +108,7 @@ def test_one_program_has_the_same_numbers(workers, kind):
 
 
 def test_workers_along_two_mesh_axes():
-    mesh = mesh_of(2, 4, names=("a", "b"))
+    mesh = mesh_of({"a": 2, "b": 4})
 
     def around(x, shift):
         return x - oxs.reduce(x, ("a", "b")) + shift
@@ -145,7 +142,7 @@ def test_gradients_of_replicated_parameters_are_local():
 
     results = [
         jax.jit(oxs.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0)))(table, ids)
-        for mesh in (None, mesh_of(8))
+        for mesh in (None, mesh_of({AXIS: 8}))
     ]
     for simulated, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(simulated, on_mesh)
@@ -165,7 +162,7 @@ def test_keys_keywords_and_trees_with_holes():
     tree = {"a": np.ones((8, 2), np.float32), "hole": None, "all": np.zeros(3)}
     axes = {"a": 0, "hole": None, "all": None}
     results = []
-    for mesh in (None, mesh_of(8), mesh_of(8, kind=AxisType.Explicit)):
+    for mesh in (None, mesh_of({AXIS: 8}), mesh_of({AXIS: 8}, "Explicit")):
         mapped = oxs.map_workers(
             draw, AXIS, mesh=mesh, in_axes=[0, axes], out_axes=(0, axes)
         )
@@ -181,9 +178,12 @@ def same(x):
 
 # What is refused, on a mesh and simulated: the call and what the message says.
 EIGHT = np.arange(8.0)
+FOUR = mesh_of({AXIS: 4})
 REFUSED = {
     "more workers than devices": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or mesh_of(4))(EIGHT),
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or mesh_of({AXIS: 4}))(
+            EIGHT
+        ),
         r"8 workers, but the mesh has \d positions.*mesh=None",
     ),
     "a scalar": (
@@ -218,11 +218,11 @@ REFUSED = {
 def test_refused(case, on_mesh):
     call, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        call(mesh_of(4) if on_mesh else None)
+        call(FOUR if on_mesh else None)
 
 
 def test_meshes_and_parameters_that_do_not_fit():
-    mesh = mesh_of(2, 4)
+    mesh = mesh_of({AXIS: 2, "fsdp": 4})
     across = jax.device_put(np.ones((4, 2)), NamedSharding(mesh, P(AXIS)))
     tx = optax.sgd(0.1)
     for call, message in (
@@ -268,7 +268,7 @@ def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
         monkeypatch.setenv("NPROC", nproc)
     # Of a name that no other test has: each mesh is looked at once.
     axis = f"{name} of {devices}"
-    mesh, tx = mesh_of(devices, names=(axis,)), optax.sgd(0.1)
+    mesh, tx = mesh_of({axis: devices}), optax.sgd(0.1)
     shape: Any = mesh.abstract_mesh  # without devices
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -281,7 +281,7 @@ def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
 
 
 def test_shardings_are_where_a_run_starts():
-    mesh, tx = mesh_of(2, 4), RULES["diloco"]
+    mesh, tx = mesh_of({AXIS: 2, "fsdp": 4}), RULES["diloco"]
     shapes = {
         "w": jax.ShapeDtypeStruct(
             (8, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp"))
@@ -303,7 +303,7 @@ def test_shardings_are_where_a_run_starts():
 
 def test_explicit_axes_are_compiled_once():
     """A step returns their specs in full, and the start has them so already."""
-    mesh, tx = mesh_of(2, 4, kind=AxisType.Explicit), optax.sgd(0.1, 0.9)
+    mesh, tx = mesh_of({AXIS: 2, "fsdp": 4}, "Explicit"), optax.sgd(0.1, 0.9)
     params, state, axes = oxs.start_workers(tx, PARAMS, 2, mesh=mesh, axis_name=AXIS)
 
     def step(params, state):

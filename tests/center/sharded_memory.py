@@ -11,15 +11,14 @@ import optax
 
 import optx_sync as oxs
 from benchmarks import by_hand
+from tests.meshes import mesh_of
 
 FLOATS = 1 << 16
 
 
 def measured(workers, shard_center):
     """Bytes of a worker's arguments, and of its collectives by kind."""
-    mesh = jax.make_mesh(
-        (workers,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = mesh_of({"workers": workers})
     tx = oxs.diloco(
         optax.sgd(0.1), "workers", communication_period=4, shard_center=shard_center
     )

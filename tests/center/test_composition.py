@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
 from tests.center.test_laws import RULES, STEPS, gradients, replay
+from tests.meshes import mesh_of
 
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
 PARAMS = {
@@ -160,9 +160,7 @@ def test_a_tuple_of_axes(rule):
     grads = gradients(params=np.ones(3))
     axes = oxs.state_axes(tx, params)
     specs = oxs.state_specs(tx, params, P(), names)
-    mesh = jax.make_mesh(
-        (2, 2), names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = mesh_of(dict.fromkeys(names, 2))
 
     def local(params, state, grads):
         params, state, grads = params[0], oxs.first(state, axes), grads[0]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.meshes import mesh_of
 from tests.reference.center import nested
 
 PODS, WORKERS, STEPS, RATE = 2, 2, 13, 0.05
@@ -100,12 +100,7 @@ def on_mesh(tx, check_vma=True) -> Any:
         history = oxs.replicate(oxs.replicate(history, 1), 1)
         return history, oxs.replicate(oxs.replicate(state, 1, inner), 1, outer)
 
-    mesh = jax.make_mesh(
-        (PODS, WORKERS),
-        AXES,
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[:4],
-    )
+    mesh = mesh_of(dict(zip(AXES, (PODS, WORKERS), strict=True)))
     return jax.shard_map(
         local,
         mesh=mesh,

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
 from tests import contexts
 from tests.center.sharded_memory import FLOATS, measured
+from tests.meshes import mesh_of
 from tests.refusals import refused
 from tests.replicas.test_cross_shard import together
 
@@ -212,7 +213,7 @@ def test_codes_go_up_and_down_and_nothing_is_lost(context, name):
 
 def test_workers_that_are_sharded():
     """Along an axis that the compiler lays out: pieces are of whole arrays."""
-    mesh = jax.make_mesh((2, 2), ("pods", "inside"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of({"pods": 2, "inside": 2})
     one = {"w": jnp.linspace(-1, 1, 32).reshape(8, 4)}
     found = []
     for sharded in (False, True):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 PARAMS = {"sharded": jnp.zeros(2), "whole": jnp.zeros(3)}
 SPECS = {"sharded": P("shards"), "whole": P()}
@@ -21,12 +21,7 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
     """(parameters, state) of two workers of two shards after some equal steps."""
     axes = oxs.state_axes(tx, PARAMS)
     specs = state_specs or oxs.state_specs(tx, PARAMS, SPECS, "workers")
-    mesh = jax.make_mesh(
-        (2, 2),
-        ("workers", "shards"),
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[:4],
-    )
+    mesh = mesh_of({"workers": 2, "shards": 2})
 
     def local(params, state, grads):
         params, grads = oxs.first((params, grads))

@@ -4,19 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 AXIS = "pods"
-
-
-def auto_mesh(shape, names):
-    devices = jax.devices()[: int(np.prod(shape))]
-    types = (AxisType.Auto,) * len(names)
-    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
 
 
 def mapped(context, function, replicas):
@@ -31,10 +25,10 @@ def mapped(context, function, replicas):
 
     keywords: Any = {"check_vma": context != "shard_map_unchecked"}
     if context == "sharded_workers":
-        mesh = auto_mesh((replicas, 2), (AXIS, "inside"))
+        mesh = mesh_of({AXIS: replicas, "inside": 2})
         keywords = {"axis_names": {AXIS}}
     else:
-        mesh = auto_mesh((replicas,), (AXIS,))
+        mesh = mesh_of({AXIS: replicas})
     return jax.jit(
         jax.shard_map(
             stacked, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **keywords
@@ -46,7 +40,7 @@ def placed(context, tree, replicas):
     """The trees of all replicas; those of sharded workers cut along the last axis."""
     if context != "sharded_workers":
         return tree
-    mesh = auto_mesh((replicas, 2), (AXIS, "inside"))
+    mesh = mesh_of({AXIS: replicas, "inside": 2})
 
     def place(x):
         even = x.ndim > 2 and x.size and x.shape[-1] % 2 == 0

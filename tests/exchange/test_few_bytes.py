@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import optx_sync as oxs
-from tests.exchange.meeting import AXIS, auto_mesh, mapped, placed
+from tests.exchange.meeting import AXIS, mapped, placed
+from tests.meshes import mesh_of
 from tests.refusals import refused
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
@@ -61,7 +62,7 @@ def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
     A sharding constraint does not keep it from that. Where the program is manual over
     the shards' axis too, a shard codes and sends what it has.
     """
-    exchange, mesh = quantized(), auto_mesh((REPLICAS, 2), (AXIS, "inside"))
+    exchange, mesh = quantized(), mesh_of({AXIS: REPLICAS, "inside": 2})
     tree = {name: TREE[name] for name in ("matrix", "half")}
     specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
 
@@ -90,7 +91,7 @@ FED = {
 @pytest.mark.parametrize("name", FED)
 def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
     """What arrived and what is owed is what was sent, of each shard by itself."""
-    mesh, steps = auto_mesh((REPLICAS, 2), (AXIS, "inside")), 3
+    mesh, steps = mesh_of({AXIS: REPLICAS, "inside": 2}), 3
     rng = np.random.default_rng(0)
     params = {
         "rows": jnp.zeros((32, 12)),

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 from tests.reference import robust
 from tests.refusals import refused
 
@@ -290,11 +290,6 @@ def test_norms_of_float64_arrays_are_float64():
         assert not far.any()
 
 
-def mesh(*sizes_and_names):
-    sizes, names = zip(*sizes_and_names, strict=True)
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
-
-
 def weighted(rule, axis=AXIS):
     """One replica's step: its update, and whether it was an outlier."""
     tx = oxs.cross_shard(optax.sgd(-1.0), axis, exchange=rule)
@@ -339,7 +334,9 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     else:
         over = (
-            mesh((4, AXIS), (2, "fsdp")) if context == "laid_out" else mesh((8, AXIS))
+            mesh_of({AXIS: 4, "fsdp": 2})
+            if context == "laid_out"
+            else mesh_of({AXIS: 8})
         )
 
         def local(tree, counts):
@@ -372,7 +369,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
 
 def test_shards_of_one_replica_agree():
     """A replica along `inside`: distances are of whole arrays, not of shards."""
-    over = mesh((4, AXIS), (2, "inside"))
+    over = mesh_of({AXIS: 4, "inside": 2})
     v = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     v[0, :3] += 1  # The two halves alone would choose differently.
     v[1, 3:] += 3
@@ -411,7 +408,7 @@ def test_shards_of_one_replica_agree():
 
 def test_outliers_are_of_whole_replicas_also_in_shards():
     """The shards of a replica agree, with and without types that say what varies."""
-    over = mesh((4, AXIS), (2, "inside"))
+    over = mesh_of({AXIS: 4, "inside": 2})
     v = np.ones((4, 6), np.float32) + 0.1 * values(4, 6)[:, :6]
     v[2, 5] = 50.0  # One shard alone sees it.
     # name: the exchange, and who is an outlier: signs do not see the size.
@@ -443,7 +440,7 @@ def test_outliers_are_of_whole_replicas_also_in_shards():
 
 def test_what_travels_is_what_an_all_reduce_sends():
     """An all-to-all there, an all-gather back, and the matrix if needed."""
-    over, size = mesh((8, AXIS)), 8 * 100
+    over, size = mesh_of({AXIS: 8}), 8 * 100
     # Bytes of a number; the largest value of each replica, for a rule by distances.
     rules = {
         oxs.exchange.median(): (4, 0),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from optx_sync.optimizers.keras import keras as typed_keras
 from optx_sync.rows.slices import IndexedSlices
+from tests.meshes import mesh_of
 
 K: Any = library.optimizers
 
@@ -303,7 +304,7 @@ def test_scan_vmap_and_shard_map_give_the_same():
 
     rows = [train({"w": params["w"][i : i + 1]})["w"] for i in range(8)]
     expected = {"w": jnp.concatenate(rows)}
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of({"d": 8})
     sharded = jax.jit(
         jax.shard_map(train, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     )

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import by_hand
 from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
+from tests.meshes import mesh_of
 
 STEPS = 3
 ROWS = 4
@@ -136,7 +136,7 @@ def test_state_keeps_its_type(case):
         return jax.tree.map(lambda x: x[None], after)
 
     jax.eval_shape(body, make_params(), make_grads(0))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of({"data": 2})
     local = jax.shard_map(
         lambda params, grads: body(
             lax.pcast(params, "data", to="varying"),
@@ -485,7 +485,7 @@ def test_init_accepts_abstract_params(case):
 
 @every
 def test_slots_have_the_params_sharding(case):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of({"data": 2})
     sharding = jax.NamedSharding(mesh, P("data"))
     params = jax.device_put(make_params(), sharding)
     for slot in jax.tree.leaves(case.make().init(params).slots):
@@ -495,7 +495,7 @@ def test_slots_have_the_params_sharding(case):
 @every
 def test_explicit_sharding(case):
     """After Optax's alias test of this name: init and update keep sharding types."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of({"data": 2, "model": 2}, "Explicit")
     specs = {"table": P("data", "model"), "bias": P("model"), "scale": P()}
     shapes = {"table": (4, 6), "bias": (2,), "scale": ()}
     params = {

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.meshes import mesh_of
 from tests.refusals import refused
 
 AXIS = "data"
@@ -199,12 +199,12 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         found = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))(params)
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     elif context == "map_workers":
-        over = mesh((4, AXIS), (2, "fsdp"))
+        over = mesh_of({AXIS: 4, "fsdp": 2})
         found = jax.jit(oxs.map_workers(one, AXIS, mesh=over))(params)
     else:
         mapped = jax.shard_map(
             lambda params: oxs.replicate(one(oxs.first(params)), 1),
-            mesh=mesh((8, AXIS)),
+            mesh=mesh_of({AXIS: 8}),
             in_specs=P(AXIS),
             out_specs=P(AXIS),
             check_vma=context != "unchecked",
@@ -215,11 +215,6 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         np.testing.assert_allclose(
             got, mixed(graph, x, rounds), atol=1e-6, err_msg=name
         )
-
-
-def mesh(*sizes_and_names):
-    sizes, names = zip(*sizes_and_names, strict=True)
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 GRADS = (
@@ -424,7 +419,7 @@ def test_a_round_sends_the_parameters_inside_a_conditional_and_nothing_outside(
     )
     params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
     branches = len(graph.rounds(8))
-    program = compiled(tx, params, mesh((8, AXIS)), P())
+    program = compiled(tx, params, mesh_of({AXIS: 8}), P())
     found = oxs.audit.collectives(program)
     assert all(row.conditional for row in found)
     if name == "grid":  # Grouped sums, by a scatter and a gather in this context.
@@ -440,7 +435,7 @@ def test_a_round_sends_the_parameters_inside_a_conditional_and_nothing_outside(
 
 
 def test_workers_that_are_sharded_send_their_shards():
-    over = mesh((4, AXIS), (2, "fsdp"))
+    over = mesh_of({AXIS: 4, "fsdp": 2})
     tx = oxs.gossip(optax.sgd(0.1), AXIS, communication_period=5)
     params = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(24)}
     found = oxs.audit.collectives(compiled(tx, params, over, P("fsdp")))
@@ -464,7 +459,7 @@ def test_a_program_of_31_partners_is_at_most_3_times_one_of_3():
     lines = []
     for number in (3, 31):
         tx = oxs.gossip(optax.sgd(0.1, 0.9), AXIS, graph=some(number))
-        program = compiled(tx, params, mesh((8, AXIS)), P())
+        program = compiled(tx, params, mesh_of({AXIS: 8}), P())
         found = oxs.audit.collectives(program)
         assert len(found) == number and all(row.conditional for row in found)
         assert {(row.kind, row.bytes) for row in found} == {

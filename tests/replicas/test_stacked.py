@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 
 RNG = np.random.default_rng(0)
 STEPS = 3
@@ -45,11 +46,6 @@ def promotion():
 
 def muon():
     return optax.contrib.muon(0.1, ns_steps=2, weight_decay=0.01)
-
-
-def mesh_of(kind):
-    types = (getattr(jax.sharding.AxisType, kind),) * 2
-    return jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=types)
 
 
 def step_of(tx):
@@ -89,7 +85,7 @@ def sent(program):
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_of_whole_arrays_and_one_reshard_each_way(case):
     kind, axes = CASES[case]
-    mesh = mesh_of(kind)
+    mesh = mesh_of({"data": 2, "fsdp": 4}, kind)
     tx = oxs.stacked(muon(), jax.P(axes))
     with jax.set_mesh(mesh):
         params = on(mesh, PARAMS)
@@ -122,9 +118,7 @@ def test_numbers_of_whole_arrays_and_one_reshard_each_way(case):
 
 def test_pods_that_share_out_their_matrices():
     """Muon inside of DiLoCo, the matrices of a pod on their owners: MuLoCo."""
-    mesh = jax.make_mesh(
-        (2, 4), ("pods", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = mesh_of({"pods": 2, "fsdp": 4})
     start = {"bias": PARAMS["bias"], "blocks": PARAMS["blocks"]}
     specs = {"bias": jax.P(), "blocks": jax.P("fsdp")}
     numbers = RNG.normal(size=(4, 4)).astype(np.float32)
@@ -169,7 +163,7 @@ def test_what_does_not_fit_is_refused():
             oxs.stacked(muon(), spec)
     with pytest.raises(TypeError, match=r"spec must be a jax.P.*got 'fsdp'"):
         oxs.stacked(muon(), "fsdp")
-    mesh = mesh_of("Auto")
+    mesh = mesh_of({"data": 2, "fsdp": 4})
     params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
     one = oxs.stacked(muon(), jax.NamedSharding(mesh, jax.P("fsdp")))
     state = one.init(params)

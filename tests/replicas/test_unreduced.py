@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import optx_sync as oxs
 from optx_sync import hlo
+from tests.meshes import mesh_of
 
 N, LAYERS, WIDTH, MICRO, EXAMPLES = 4, 3, 4, 2, 8
 AXIS = "data"
@@ -25,8 +25,7 @@ def sync(inner, axis, required=N, **options):
 
 @pytest.fixture(scope="module")
 def mesh():
-    kinds = (AxisType.Explicit,)
-    return jax.make_mesh((N,), (AXIS,), axis_types=kinds, devices=jax.devices()[:N])
+    return mesh_of({AXIS: N}, "Explicit")
 
 
 def loss(params, batch):
@@ -100,8 +99,7 @@ TYPED = {
 def test_sums_wait_without_a_collective(name, lies):
     """Also of parameters that lie along another axis, by `update` and by `apply`."""
     tx, every = TYPED[name]
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((N, 2), (AXIS, "model"), axis_types=kinds)
+    mesh = mesh_of({AXIS: N, "model": 2}, "Explicit")
     expected: Any = PARAMS
     inner, waiting = INNER.init(PARAMS), []
     with jax.set_mesh(mesh):

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optx_sync as oxs
 from optx_sync.runtime import PushRefused, Server, SyncReplicas, Worker
+from tests.meshes import mesh_of
 
 PARAMS = {"w": jnp.zeros((4, 2)), "b": jnp.ones(2)}
 # Pushes what the worker moved, undivided: the center counts steps.
@@ -154,7 +155,7 @@ def test_row_sparse_and_missing_gradients():
 
 
 def test_worker_may_be_a_mesh_of_its_own():
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of({"fsdp": 2})
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     server, (worker,) = party(COUNT, period=2, inner=optax.sgd(1.0, momentum=0.5))
     worker.shard(sharding)

@@ -12,9 +12,9 @@ import orbax.checkpoint
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
 
 import optx_sync as oxs
+from tests.meshes import mesh_of
 from tests.users.data import WORKERS
 
 ROW = np.ones((WORKERS, 16), np.float32)
@@ -65,8 +65,7 @@ def equinox():
 @pytest.mark.parametrize("start", [linen, with_nnx, equinox])
 def test_masks_differ_and_are_the_same_on_a_mesh_and_after_a_restart(start, tmp_path):
     one, step = start()
-    devices = jax.devices()[:WORKERS]
-    mesh = jax.make_mesh((WORKERS,), ("data",), (AxisType.Auto,), devices=devices)
+    mesh = mesh_of({"data": WORKERS})
     drawn = []
     for place in (mesh, None):
         mapped = jax.jit(oxs.map_workers(step, "data", mesh=place))

@@ -11,6 +11,7 @@ from flax import nnx
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
+from tests.meshes import mesh_of
 from tests.users.data import WORKERS, batches, square_error
 
 
@@ -53,8 +54,7 @@ def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
 
 
 def place_of(on_mesh):
-    devices = jax.devices()[:WORKERS]
-    return jax.make_mesh((WORKERS,), ("data",), devices=devices) if on_mesh else None
+    return mesh_of({"data": WORKERS}, "Explicit") if on_mesh else None
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
