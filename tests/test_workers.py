@@ -181,9 +181,7 @@ EIGHT = np.arange(8.0)
 FOUR = mesh_of({AXIS: 4})
 REFUSED = {
     "more workers than devices": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or mesh_of({AXIS: 4}))(
-            EIGHT
-        ),
+        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or FOUR)(EIGHT),
         r"8 workers, but the mesh has \d positions.*mesh=None",
     ),
     "a scalar": (

@@ -293,13 +293,18 @@ def known_indices(words: object) -> np.ndarray | None:
     if isinstance(words, Tracer) or not isinstance(words, jax.Array):
         return None
     with jax.ensure_compile_time_eval():
-        numbers = known_numbers(jax.random.key_data(words))
-    return None if numbers is None else numbers[..., 1].view(np.int32)
+        data = known_numbers(jax.random.key_data(words))
+    return None if data is None else _indices_of(data)
 
 
 def show(words: Key[Array, "*k"]) -> Int32[Array, "*k"]:
     """The integers that `_hide` has hidden."""
-    return lax.bitcast_convert_type(jax.random.key_data(words)[..., 1], jnp.int32)
+    return _indices_of(jax.random.key_data(words))
+
+
+def _indices_of(data: Any) -> Any:
+    """The second word of each key, int32; in NumPy nothing is compiled for it."""
+    return data[..., 1].view(np.int32)
 
 
 def unique_indices(indices: Rows) -> tuple[Rows, Rows]:
