@@ -288,9 +288,9 @@ def explains_inner(grads: Tree) -> Iterator[None]:
             raise TypeError(
                 "A conditional or loop inside the inner transformation joins values "
                 "that differ between the workers with constants, which jax.shard_map "
-                "refuses by default (optax.contrib.reduce_on_plateau does so). Call "
-                "jax.shard_map(..., check_vma=False) yourself, in place of "
-                "oxs.map_workers; or hand in what is equal on all replicas, such as "
+                "refuses by default (optax.contrib.reduce_on_plateau does so). Map the "
+                "step by oxs.Workers or oxs.map_workers, or call jax.shard_map(..., "
+                "check_vma=False); or hand in what is equal on all replicas, such as "
                 "value=oxs.reduce(value, axis_name) where the state is equal, too."
             ) from error
         rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]

@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
+from tests.meshes import mesh_of
 
 AXIS = "workers"
 rng = np.random.default_rng(0)
@@ -58,6 +59,11 @@ def same_bits(tree, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
     jax.tree.map(same, tree, other)
+
+
+def traces(mesh, programs=1):
+    """How often the step of so many programs is traced: on a mesh first with types."""
+    return programs * (1 if mesh is None else 2)
 
 
 def loss_of(params, inputs, targets):
@@ -112,7 +118,7 @@ def test_it_is_the_program_of_map_workers(name, kind):
         assert loss.shape == ()
         np.testing.assert_allclose(loss, losses.mean(), rtol=1e-6)
     same_bits((params, state), (by_hand, hands))
-    assert len(traced) == 1
+    assert len(traced) == traces(mesh)
     compiled = step.lower(params, state, *batch).compile()
     rows = oxs.audit.collectives(compiled)
     if name in QUIET:  # counters are shared, so that it stays a conditional
@@ -124,6 +130,35 @@ def test_it_is_the_program_of_map_workers(name, kind):
     aliased = compiled.memory_analysis().alias_size_in_bytes
     own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
     assert aliased >= own
+
+
+@pytest.mark.parametrize("kind", [*MESHES, "in part"])
+def test_the_mean_of_a_loss_is_differentiated_as_each_workers_own(kind):
+    """As `jax.vmap` and `jax.pmap` do, for which such programs are written."""
+    mesh = mesh_of({AXIS: 4, "inside": 2}) if kind == "in part" else MESHES[kind]
+    workers = oxs.Workers(4 if kind == "in part" else 8, AXIS, mesh=mesh)
+    inputs, targets = INPUTS[:8], TARGETS[:8]
+
+    def step_with(loss_of):
+        def step(params, states, inputs, targets):
+            grads = jax.grad(loss_of)(params, inputs, targets)
+            updates = {
+                name: RULES[name].update(grads, state, params)
+                for name, state in states.items()
+            }
+            return params, states, {name: u for name, (u, _) in updates.items()}
+
+        return workers.step(step, state=2, donate=False)
+
+    def mean_loss(*args):
+        return jax.lax.pmean(loss_of(*args), AXIS)
+
+    states = {name: tx.init(PARAMS) for name, tx in RULES.items()}
+    started = workers.start((PARAMS, states))
+    own, mean = (
+        step_with(loss)(*started, inputs, targets) for loss in (loss_of, mean_loss)
+    )
+    jax.tree.map(np.testing.assert_array_equal, own, mean)
 
 
 class Noisy(nnx.Module):
@@ -184,7 +219,7 @@ def test_an_nnx_step_works_in_place(where, optimizer_of, returns):
             assert result[0] is model and result[1] is optimizer
             result = result[2]
         losses.append(float(result))
-    assert before.is_deleted() and len(traced) == 1
+    assert before.is_deleted() and len(traced) == traces(mesh)
     assert losses[-1] < losses[0]
     assert started == (model, optimizer) and model.out.kernel is model.again.kernel
     # Each worker draws its own masks, and has its own statistics.
@@ -251,7 +286,7 @@ def test_a_train_state_with_a_key_and_statistics(mesh):
     assert state.opt_state[1].center["Dense_0"]["kernel"].shape == (3, 8)
     for _ in range(6):
         state, _ = step(state, INPUTS, targets=TARGETS)
-    assert len(traced) == 1
+    assert len(traced) == traces(mesh)
     mean = np.asarray(state.batch_stats["BatchNorm_0"]["mean"])
     assert len(np.unique(mean[:, 0])) == 8
     best = workers.center(state)
@@ -262,7 +297,7 @@ def test_a_train_state_with_a_key_and_statistics(mesh):
     # Said in the step: averaged in each.
     state, _ = step(state, INPUTS, TARGETS, together=True)
     mean = np.asarray(state.batch_stats["BatchNorm_0"]["mean"])
-    assert len(np.unique(mean[:, 0])) == 1 and len(traced) == 2
+    assert len(np.unique(mean[:, 0])) == 1 and len(traced) == traces(mesh, 2)
 
 
 class Net(eqx.Module):
@@ -345,7 +380,7 @@ def test_pods_of_chips(mesh):
     assert {len(row.groups) for row in inside} == ({2} if mesh else set())
     for _ in range(9):
         params, state, _ = step(params, state, INPUTS, TARGETS)
-    assert len(traced) == 1
+    assert len(traced) == traces(mesh)
     same_bits(params["w"][:, 0], params["w"][:, 3])
     assert (params["w"][0] != params["w"][1]).any()
     assert workers.center((params, state))["w"].shape == (3, 1)
@@ -448,7 +483,8 @@ def test_half_precision_numbers_and_dicts(mesh):
     for number in range(6):
         meet = oxs.due(tx, number)
         state = step(state, batch, np.float32(0.01), meet=meet)
-    assert traced == [False, True] and state["count"].tolist() == [6] * 8
+    assert traced == sorted(traced) and len(traced) == traces(mesh, 2)
+    assert state["count"].tolist() == [6] * 8
     same_bits(state["params"]["w"][0], state["params"]["w"][7])  # right after a round
     best = workers.center(state)
     assert best["params"]["w"].dtype == jnp.bfloat16 and best["note"] == "mine"

@@ -28,6 +28,13 @@ _AUTO_MESH = (
 )
 
 
+class VaryingTypeError(ValueError):
+    """By its type an array varies over a mesh axis where it must not, or not at all.
+
+    Only types show this, those of `jax.shard_map(check_vma=True)`.
+    """
+
+
 class _Alone(tuple):
     """An empty tuple of axes; any other empty tuple is refused as an axis name."""
 
@@ -130,6 +137,16 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The same array, with a type that also varies over these checked axes."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def without_types(x: jax.Array) -> jax.Array:
+    """The same array without a type that varies, where no other array has one.
+
+    What leaves a `shard_map` with types into one without them keeps its own, and then
+    fits no counterpart in a conditional. JAX drops it at the next operation; XLA takes
+    these two out again.
+    """
+    return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
 def reducible(axis_name: AxisName) -> tuple[str, ...]:

@@ -243,7 +243,7 @@ def mean_extra_args(
         for x in jax.tree.leaves(extra_args[name]):
             scalar = isinstance(x, jax.Array) and x.ndim == 0
             if scalar and not unchecked and collectives.varying_axes(x) & axes:
-                raise ValueError(
+                raise collectives.VaryingTypeError(
                     f"The extra argument {name!r} varies over the mesh axis "
                     f"{axis_name!r}: an optimizer that reads it would make equal "
                     "replicas drift apart. Pass its mean, "

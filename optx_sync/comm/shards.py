@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.comm.collectives import (
+    AxisName,
+    check_axis_name,
+    checked_axes,
+    vary,
+    without_types,
+)
 from optx_sync.trees import Tree, names_of, path_name
 
 # The specs of one worker's parameters by the names in their paths.
@@ -154,15 +160,25 @@ def beside(arrays: Tree, params: Tree) -> Any:
 def in_shards(
     fun: Callable[..., Tree], shards: Shards, in_specs: Tree, out_specs: Tree
 ) -> Callable[..., Tree]:
-    """Apply `fun`, a function of one device's shards, to one worker's whole arrays."""
+    """Apply `fun`, a function of one device's shards, to one worker's whole arrays.
+
+    Inside types say which arrays are in shards and which are whole on each device, also
+    where the workers' own `shard_map` has none.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    untyped = set(manual) - set(checked_axes(manual))
 
     def inside(*args):
+        args = jax.tree.map(lambda x: vary(x, untyped), args)
         with _context(_Told(inside=shards.axes)):
             return fun(*args)
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         inside, in_specs=in_specs, out_specs=out_specs, axis_names=set(shards.axes)
     )
+    if not untyped:
+        return mapped
+    return lambda *args: jax.tree.map(without_types, mapped(*args))
 
 
 def axes_inside() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
+    VaryingTypeError,
     check_axis_name,
     checked_axes,
     is_mapped,
@@ -111,7 +112,7 @@ def require_local(
             "say so: cross_shard(..., grads='summed') or cross_shard(..., "
             "grads='averaged')."
         )
-        raise ValueError(
+        raise VaryingTypeError(
             f"The {what} at {path} does not vary over the mesh axis {axis!r}: its type "
             f"is {kind}. Inside jax.shard_map(check_vma=True) autodiff has already "
             "summed the gradient of a replicated parameter, unless this program has "
@@ -123,7 +124,7 @@ def require_local(
 def require_reduced(tree: Tree, axis_name: AxisName, grads: str) -> None:
     """Refuse a tree with a leaf that still varies over the axis (check_vma=True)."""
     for axis, path, kind in _leaves_that(tree, axis_name, varies=True):
-        raise ValueError(
+        raise VaryingTypeError(
             f"grads={grads!r} says that the gradients have been reduced already, but "
             f"the gradient at {path} varies over the mesh axis {axis!r}: its type is "
             f"{kind}. Make all leaves local with `params = oxs.localize(params, "
@@ -144,7 +145,7 @@ def require_varying(
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         missing = axes.get(path, frozenset()) - varying_axes(leaf) - own
         if missing:
-            raise ValueError(
+            raise VaryingTypeError(
                 f"The parameter at {path_name(path)} varies over the mesh axes "
                 f"{sorted(missing)}, but the {what} in the state does not. Place the "
                 "state as the parameters are: oxs.state_specs(tx, params, "

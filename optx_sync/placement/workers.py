@@ -16,7 +16,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optx_sync.checks import check_function, check_no_train_state, integer
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import in_rows
-from optx_sync.comm.collectives import AxisName, check_axis_name, varying_axes
+from optx_sync.comm.collectives import (
+    AxisName,
+    VaryingTypeError,
+    check_axis_name,
+    checked_axes,
+    varying_axes,
+)
 from optx_sync.in_place import returns_changes
 from optx_sync.placement import memory
 from optx_sync.placement.axes import (
@@ -52,6 +58,12 @@ def map_workers(
     with `None` is equal for all workers. Compile the result with `jax.jit`, which may
     donate. For workers on two levels, such as data parallel replicas inside of each
     worker, put one `map_workers` inside of another.
+
+    Inside of `jax.grad`, `lax.psum` and `lax.pmean` mean on a mesh what they mean under
+    `jax.vmap` and `jax.pmap`: a worker gets the gradient of its own loss. For this a
+    mesh runs `fun` without the types of `jax.shard_map(check_vma=True)`, once they have
+    shown, in a first tracing, that results with `None` are equal on all workers. Where
+    the types cannot follow `fun`, nothing shows it, as under `jax.pmap`.
 
     `fun` gets copies, so it must return objects that it changes in place (Flax NNX).
 
@@ -430,13 +442,26 @@ def _run_on_mesh(
         return _results(fun(*args, **kwargs), out_axes, axes)
 
     specs = {None: PartitionSpec(), 0: PartitionSpec(entry_of(axes))}
-    return jax.shard_map(
+    mapped = functools.partial(
+        jax.shard_map,
         one_worker,
         mesh=None if inside else mesh,
         in_specs=tuple(specs[mark] for mark in marks),
         out_specs=jax.tree.map(specs.get, out_axes, is_leaf=_is_none),
         axis_names=set(axes),
-    )(*leaves)
+    )
+    if inside:
+        return mapped(check_vma=bool(checked_axes(context.manual_axes)))(*leaves)
+    # With types JAX differentiates `lax.pmean` of a loss otherwise than `jax.vmap` and
+    # `jax.pmap` do, which give each worker the gradient of its own loss. So they only
+    # show what is not equal on all workers, where they can follow the program.
+    try:
+        jax.eval_shape(mapped(check_vma=True), *leaves)
+    except VaryingTypeError:
+        raise
+    except Exception:  # raised again below, if it was not of the types alone
+        pass
+    return mapped(check_vma=False)(*leaves)
 
 
 def _is_none(mark: Any) -> bool:
@@ -610,7 +635,7 @@ def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
         if next(marks) is not None:
             return jax.lax.expand_dims(jnp.asarray(x), (0,))
         if varying_axes(x) & set(axes):
-            raise ValueError(_unequal(f"The result {path_name(path)}", axes))
+            raise VaryingTypeError(_unequal(f"The result {path_name(path)}", axes))
         return x
 
     return jax.tree_util.tree_map_with_path(place, results)
