@@ -158,8 +158,9 @@ ORIGINALS = {
         "num_replicas_in_sync"
     ),
     "tf.contrib.opt": (
-        "AdaMaxOptimizer PowerSignOptimizer AddSignOptimizer DropStaleGradientOptimizer "
-        "DelayCompensatedGradientDescentOptimizer ExternalOptimizerInterface "
+        "AdaMaxOptimizer PowerSignOptimizer AddSignOptimizer "
+        "DropStaleGradientOptimizer DelayCompensatedGradientDescentOptimizer "
+        "ExternalOptimizerInterface "
         "LazyAdamOptimizer NadamOptimizer MovingAverageOptimizer MomentumWOptimizer "
         "AdamWOptimizer DecoupledWeightDecayExtension "
         "extend_with_decoupled_weight_decay ScipyOptimizerInterface "
