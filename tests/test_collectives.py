@@ -276,6 +276,35 @@ def test_half_precision_travels_wide_unless_asked_otherwise(context):
     assert set(grouped) == {"bf16"}
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_mesh_that_is_manual_in_part_sums_bfloat16_alike(check_vma):
+    """XLA:CPU ends the process where the widening of such a sum is left to it."""
+
+    def sums(x):
+        def mean(x, groups=None):
+            return oxs.reduce(x, "data", dtype=jnp.bfloat16, group_assignment=groups)
+
+        exchange = oxs.exchange.all_reduce(jnp.bfloat16)
+        found = mean(x), mean(x, GROUPS), exchange.scatter(x[0], "data")
+        return jax.tree.map(lambda x: oxs.localize(x, "data"), found)
+
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    found = [
+        jax.jit(
+            jax.shard_map(
+                sums,
+                mesh=mesh_of(sizes),
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names={"data"},
+                check_vma=check_vma,
+            )
+        )(x)
+        for sizes in ({"data": 4}, {"data": 4, "model": 2})
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *numpy(found))
+
+
 def test_rows_travel_in_the_wire_dtype():
     def travels(of, context="shard_map", **arguments):
         values = jnp.ones((2, 8), of)

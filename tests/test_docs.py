@@ -44,6 +44,26 @@ def test_code_blocks_run():
     assert len(pages) >= 5
 
 
+def test_programs_say_how_often_diloco_meets():
+    """Every 500 steps by default: a first run that is shorter would never meet."""
+    examples = (ROOT / "examples").rglob
+    whole = [ROOT / "README.md", DOCS / "index.md"]
+    whole += [*examples("*.py"), *examples("*.ipynb")]
+    texts = {path: path.read_text() for path in whole}
+    for page in PAGES:
+        code = re.findall(r"```(?:python|diff)\n.*?```", page.read_text(), re.DOTALL)
+        texts.setdefault(page, "".join(code))
+    arguments = "[^()]*"
+    for _ in range(4):  # parentheses inside of parentheses
+        arguments = rf"(?:[^()]|\({arguments}\))*"
+    seen = 0
+    for path, text in texts.items():
+        for call in re.findall(rf"oxs\.diloco\({arguments}\)", text):
+            seen += 1
+            assert re.search(r"communication_period=|\*\*\w", call), (path, call)
+    assert seen > 20
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_names)
 def test_links_lead_somewhere(page):
     # Code has brackets of its own.

@@ -8,6 +8,7 @@ and `jax.vmap(axis_name=...)`. JAX's collectives differ between them: `vmap` and
 several axes or over lanes on a mesh. The functions here behave alike in all contexts.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -188,9 +189,9 @@ def psum(
 ) -> list[jax.Array]:
     """The sums over the axes, or over groups: `native` ones, without check_vma=True."""
     if groups is not None:
-        return lax.psum(operands, axes, axis_index_groups=groups.assignment)
+        return _added(lax.psum, operands, axes, groups.assignment)
     if not require_whole_lanes(operands, axes):
-        return lax.psum(operands, axes)
+        return _added(lax.psum, operands, axes)
     # Here jax.lax.psum gives its result the sharding of the axis that it sums over.
     for axis in axes:
         gathered = lax.all_gather(list(operands), axis)
@@ -248,8 +249,9 @@ def scatter_sum(
     With `groups`, which must be `native`, the sum is over this replica's group.
     """
     assignment = None if groups is None else groups.assignment
+    scatter = functools.partial(lax.psum_scatter, tiled=True)
     for axis in reducible(axis_name):
-        x = lax.psum_scatter(x, axis, tiled=True, axis_index_groups=assignment)
+        (x,) = _added(scatter, [x], axis, assignment)
     return x
 
 
@@ -266,6 +268,32 @@ def permute(x: jax.Array, axis_name: AxisName, source: Sequence[int]) -> jax.Arr
         return everyone[jnp.asarray(source, jnp.int32)[axis_index(axes)]]
     pairs = [(sender, receiver) for receiver, sender in enumerate(source)]
     return lax.ppermute(x, axes[0] if len(axes) == 1 else axes, pairs)
+
+
+def _added(
+    add: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    axes: AxisName,
+    groups: GroupAssignment | None = None,
+) -> list[jax.Array]:
+    """The operands after a collective that adds them up, in their own dtypes.
+
+    XLA:CPU makes each sum of bfloat16 one of float32. Where the mesh is manual in part
+    the pass that does it ends the process, so there it is done here.
+    """
+    add = functools.partial(add, axis_name=axes, axis_index_groups=groups)
+
+    def wide(operands):
+        sent = [
+            x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in operands
+        ]
+        return [x.astype(o.dtype) for x, o in zip(add(sent), operands, strict=True)]
+
+    mesh = jax.sharding.get_abstract_mesh()
+    partly_manual = 0 < len(mesh.manual_axes) < len(mesh.axis_names)
+    if partly_manual and any(x.dtype == jnp.bfloat16 for x in operands):
+        return lax.platform_dependent(list(operands), cpu=wide, default=add)
+    return add(list(operands))
 
 
 def _bound(function: Callable[[str], Result], axis: str) -> Result:
