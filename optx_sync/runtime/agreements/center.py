@@ -227,10 +227,8 @@ class Center:
         # A sum of squares is finite only if its terms are, and is faster than a test of
         # each.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
-        return *contract.own_buffers((self.variables.arrays(center), outer), given), *(
-            squares,
-            counts,
-        )
+        held = contract.own_buffers((self.variables.arrays(center), outer), given)
+        return *held, squares, counts
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Compute the next center, and the reply to the worker.
