@@ -101,10 +101,13 @@ def scatter(
 
     def send(rows):
         wide = rows.dtype
-        narrow = dtype is not None and is_floating(wide)
-        sent = weigh(rows, own).astype(dtype if narrow else wide)
+        asked = dtype if dtype is not None and is_floating(wide) else wide
+        many, sent = jnp.asarray(divisor, wide), weigh(rows, own)
+        # In a narrow dtype the mean fits where the sum may overflow: divided first.
+        first = asked != at_least_float32(asked)
+        sent = (sent / many if first else sent).astype(asked)
         total = collectives.scatter_sum(sent.reshape(-1), axis_name).astype(wide)
-        return total / jnp.asarray(divisor, wide)
+        return total if first else total / many
 
     leaves, treedef = jax.tree.flatten(tree)
     rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
