@@ -288,14 +288,24 @@ def _begins(period: optax.Schedule) -> list[int]:
     return [0]
 
 
+@functools.lru_cache(maxsize=64)
+def _compiled(period: optax.Schedule) -> optax.Schedule:
+    """The schedule as a compiled step reads it, whose numbers a host would not find."""
+    return jax.jit(period)
+
+
 @functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, in float32 as in `is_due`."""
-    given = np.asarray(jax.device_get(period(begin)))
+    try:
+        given = _compiled(period)(np.int32(begin))
+    except (TypeError, ValueError):  # It is for the host; no step can read it.
+        given = period(begin)
+    given = np.asarray(jax.device_get(given))
     if given.shape or given.dtype == object or np.isnan(given):
         raise ValueError(
             "communication_period must be a schedule of scalars, numbers of steps; it "
             f"gave {given} for the period that begins in step {begin}."
         )
-    length = float(given)
+    length = float(given.astype(np.float32))
     return max(1, int(min(np.ceil(length), 2**31)))
