@@ -64,7 +64,8 @@ def reduce(
         reduction: `"mean"` or `"sum"`.
         weight: This replica's weight (a scalar, not negative), for example its number
             of tokens, for a weighted mean. A replica of weight 0 contributes nothing,
-            even if its leaves are NaN; if all weights are 0 the result is zero.
+            even if its leaves are NaN; if all weights are 0 the result is zero, and NaN
+            if their sum overflows.
         group_assignment: A partition of `range(axis_size)` into lists of equal size:
             each replica gets the reduction over its own group.
         dtype: The dtype in which floating leaves travel and are summed. `None`: float32
@@ -140,7 +141,7 @@ def reduce_and_sum(
         # Gradients times weights such as token counts overflow a half precision sum, so
         # a scalar reduction first normalises the weights.
         (total,) = _sum([own], axes, groups)
-        fraction, divisor = own / or_one(total), 1
+        fraction, divisor = own / weight_divisor(total), 1
 
     def to_wire(x):
         return _on_wire(x, wire(x.dtype), fraction, divisor)
@@ -150,7 +151,7 @@ def reduce_and_sum(
         sums = _sum(sent, axes, groups)
     else:
         *sums, total = _sum([*sent, own], axes, groups)
-        divisor = or_one(total)
+        divisor = weight_divisor(total)
         fraction = own / divisor
 
     def mean(value):
@@ -209,9 +210,17 @@ def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
 
 
 def or_one(total: jax.Array) -> jax.Array:
-    """A sum of weights to divide by: 1 where it is 0, since the dividend is 0 too."""
+    """A number to divide by: 1 where it is 0, since the dividend is 0 too."""
     # NaN stays, so that it is seen in the result.
     return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def weight_divisor(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: `or_one`, and NaN where it has overflowed.
+
+    Divided by infinity all would be 0, as if nobody had contributed.
+    """
+    return or_one(jnp.where(jnp.isinf(total), jnp.full_like(total, jnp.nan), total))
 
 
 def mean_extra_args(

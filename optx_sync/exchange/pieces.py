@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
-from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
+from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize, require_local
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
 from optx_sync.placement.fields import InPieces
@@ -96,7 +96,7 @@ def scatter(
     own = own_weight(weight, axis_name)
     if own is not None:
         # Normalised before they travel: a sum of token counts may overflow `dtype`.
-        own = own / or_one(reduce(own, axis_name, reduction="sum"))
+        own = own / weight_divisor(reduce(own, axis_name, reduction="sum"))
         divisor = 1
 
     def send(rows):

@@ -176,6 +176,25 @@ def test_a_mean_in_a_narrow_dtype_is_divided_before_it_is_added():
             np.testing.assert_allclose(found, 1e4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["exact", "8 bit", "top-k", "power, feedback"])
+def test_weights_whose_sum_overflows_are_loud(name):
+    """Divided by infinity every mean is 0, and a center stays where it is."""
+    exchange: Any = EXCHANGES[name]
+
+    def means(x, weight):
+        state = exchange.init(x)
+        whole = exchange.meet(x, state, "workers", weight=weight).mean
+        if exchange.scatter is not None:
+            return whole, exchange.scatter(x, "workers", weight=weight)
+        if exchange.halves is None:
+            return (whole,)
+        return whole, exchange.halves.up(x, state, "workers", weight=weight).mean
+
+    x, weight = jnp.full((2, 8, 8), 1e-3), jnp.full(2, 3e38)
+    for mean in jax.vmap(means, axis_name="workers")(x, weight):
+        assert not np.isfinite(mean).any()
+
+
 def by_hand(answer):
     """An exchange of a user's own, that returns what is given and adds nothing up."""
 
