@@ -90,6 +90,8 @@ class CenterRule(NamedTuple):
         weigh: `(at) -> factor` by which a contribution is multiplied where workers
             come one by one: `weigh=` of `oxs.simulate.asynchronous` and
             `oxs.runtime.run`. With 0 it is dropped, and the center stays.
+        check_lockstep: `(num_workers) -> None`, which raises where so many workers that
+            all meet at once would drift apart; `None`: they never do.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -112,6 +114,7 @@ class CenterRule(NamedTuple):
     num_workers: int | None = None
     check: Callable[[Period], None] | None = None
     weigh: Weigh | None = None
+    check_lockstep: Callable[[int], None] | None = None
 
 
 class Reads(NamedTuple):
