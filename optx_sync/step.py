@@ -2,8 +2,10 @@
 """`apply_gradients`: one optimizer step that returns parameters."""
 
 import bisect
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,7 +36,6 @@ class _DirectTransformation(optax.GradientTransformationExtraArgs):
     apply: Callable[..., tuple[Tree, Any]]
     communication_period: Period | None
     moved: Callable[[Any, Tree, Tree], Any] | None
-    takes_weight = True  # as an extra argument of `update`
 
     def __new__(
         cls,
@@ -67,12 +68,30 @@ direct_transformation: Callable[..., optax.GradientTransformationExtraArgs] = (
 )
 
 
-def takes_weight(tx: Any) -> bool:
-    """Whether a transformation is a wrapper of this package that takes `weight`.
+# The list to which the wrapper that takes the `weight` of a step adds itself.
+_takers: contextvars.ContextVar[list[None]] = contextvars.ContextVar("takers")
 
-    A wrapper inside an `optax.chain` is not found.
+
+def take_weight(weight: Any) -> None:
+    """Say that the calling wrapper uses this step's `weight`, if there is one.
+
+    It is said while the step is traced, and not by the transformation, because chains
+    and masks around a wrapper hide what it is.
     """
-    return getattr(tx, "takes_weight", False)
+    takers = _takers.get(None)
+    if weight is not None and takers is not None:
+        takers.append(None)
+
+
+@contextlib.contextmanager
+def weight_takers() -> Iterator[list[None]]:
+    """A list that is empty unless a wrapper called meanwhile takes the weight."""
+    takers: list[None] = []
+    before = _takers.set(takers)
+    try:
+        yield takers
+    finally:
+        _takers.reset(before)
 
 
 def landing(params: Tree, target: Tree) -> Tree:
@@ -269,14 +288,24 @@ def _begins(period: optax.Schedule) -> list[int]:
     return [0]
 
 
+@functools.lru_cache(maxsize=64)
+def _compiled(period: optax.Schedule) -> optax.Schedule:
+    """The schedule as a compiled step reads it, whose numbers a host would not find."""
+    return jax.jit(period)
+
+
 @functools.lru_cache(maxsize=1024)
 def _steps(period: optax.Schedule, begin: int) -> int:
     """The length of the period that begins in this step, in float32 as in `is_due`."""
-    given = np.asarray(jax.device_get(period(begin)))
+    try:
+        given = _compiled(period)(np.int32(begin))
+    except (TypeError, ValueError):  # It is for the host; no step can read it.
+        given = period(begin)
+    given = np.asarray(jax.device_get(given))
     if given.shape or given.dtype == object or np.isnan(given):
         raise ValueError(
             "communication_period must be a schedule of scalars, numbers of steps; it "
             f"gave {given} for the period that begins in step {begin}."
         )
-    length = float(given)
+    length = float(given.astype(np.float32))
     return max(1, int(min(np.ceil(length), 2**31)))

@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, list]] = {
         "accumulate": ["gradients", "updates"],
         "reduction": ["mean", "sum"],
     },
-    "elastic_average": {**CENTER, "moving_rate": [0.25, 1.0], "rho": [0.0, 0.5]},
+    "elastic_average": {**CENTER, "moving_rate": [0.1, 0.2], "rho": [0.0, 0.5]},
     "gossip": {
         "graph": [
             "ring()",

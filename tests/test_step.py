@@ -234,14 +234,25 @@ def test_due():
         oxs.due(optax.chain(tx, optax.identity()), 3)
 
 
-def test_due_of_a_fraction():
+@pytest.mark.parametrize(
+    ("period", "first"),
+    [
+        (lambda _: jnp.float32(2.5), [2, 5, 8]),
+        (lambda step: 4 * (1 + step / 30), [3, 8, 14]),
+        (lambda step: 3 + step / 70 / 0.9, [2, 6, 10]),
+    ],
+)
+def test_due_of_a_fraction(period, first):
     """A period of 2.5 steps ends with the third, on the host as in `update`."""
-    tx = oxs.local_sgd(INNER, None, communication_period=lambda _: jnp.float32(2.5))
-    state, met = tx.init(jnp.ones(2)), []
-    for step in range(9):
+    tx: Any = oxs.local_sgd(INNER, None, communication_period=period)
+
+    def step(state, _):
         _, state = tx.update(jnp.ones(2), state, jnp.ones(2))
-        met += [step] if oxs.metrics(state).steps_since_round == 0 else []
-    assert met == [step for step in range(9) if oxs.due(tx, step)] == [2, 5, 8]
+        return state, state.steps_since_round == 0
+
+    _, met = jax.jit(lambda: jax.lax.scan(step, tx.init(jnp.ones(2)), length=700))()
+    expected = [step for step in range(700) if oxs.due(tx, step)]
+    assert np.flatnonzero(met).tolist() == expected and expected[:3] == first
 
 
 @dataclasses.dataclass  # which takes the hash away

@@ -244,6 +244,8 @@ def check_step(
             f"num_workers={rule.num_workers}, but {found}. Leave num_workers out, or "
             "make them equal."
         )
+    if rule.check_lockstep is not None:
+        rule.check_lockstep(workers)
     return workers
 
 

@@ -53,7 +53,8 @@ class Round(NamedTuple):
     # period.
     steps: Any
     # For workers that meet the center one by one:
-    # int32[], rounds of the others since this worker took the center; 0 in lockstep
+    # int32[], rounds of the others since this worker took the center, but for those
+    # that were dropped (`weigh` gave 0, or the worker was not finite); 0 in lockstep
     staleness: Any = 0
     # float32[], tokens or examples behind the contribution, or steps where nobody
     # counts them; `None` in lockstep
@@ -88,7 +89,9 @@ class CenterRule(NamedTuple):
             not suit the rule; `None`: any period does.
         weigh: `(at) -> factor` by which a contribution is multiplied where workers
             come one by one: `weigh=` of `oxs.simulate.asynchronous` and
-            `oxs.runtime.run`.
+            `oxs.runtime.run`. With 0 it is dropped, and the center stays.
+        check_lockstep: `(num_workers) -> None`, which raises where so many workers that
+            all meet at once would drift apart; `None`: they never do.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -111,6 +114,7 @@ class CenterRule(NamedTuple):
     num_workers: int | None = None
     check: Callable[[Period], None] | None = None
     weigh: Weigh | None = None
+    check_lockstep: Callable[[int], None] | None = None
 
 
 class Reads(NamedTuple):

@@ -47,7 +47,12 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces, map_but_counters
-from optx_sync.step import direct_transformation, landing_update, takes_weight
+from optx_sync.step import (
+    direct_transformation,
+    landing_update,
+    take_weight,
+    weight_takers,
+)
 from optx_sync.trees import Tree
 
 
@@ -131,8 +136,8 @@ def center_variable(
     becomes a weighted mean. Where a rule sums contributions, the sum is that mean times
     the number of workers with a weight above 0. A worker of weight 0 leaves no trace,
     and takes what all take. If all weights are 0 the mean is 0, and with
-    `drop_nonfinite` the center stays. If `inner` is itself a wrapper of this package
-    that takes weights, such as `cross_shard`, the weight goes there, not here.
+    `drop_nonfinite` the center stays. Where `inner` is or contains a wrapper of this
+    package that takes weights, such as `cross_shard`, the weight goes there, not here.
 
     Args:
         inner: The worker's own optimizer.
@@ -402,15 +407,17 @@ class Lockstep(NamedTuple):
             checks.check_meet(meet)
         steps = state.steps_since_round + 1
         before = Worker(params, state.inner, state.taken, state.accumulated)
-        worker = work.walk(
-            meeting.inner,
-            meeting.rule,
-            before,
-            state.center,
-            grads,
-            Round(num_workers, static_period(self.period), steps),
-            **extra_args if weight is None else {**extra_args, "weight": weight},
-        )
+        with weight_takers() as takers:
+            worker = work.walk(
+                meeting.inner,
+                meeting.rule,
+                before,
+                state.center,
+                grads,
+                Round(num_workers, static_period(self.period), steps),
+                **extra_args if weight is None else {**extra_args, "weight": weight},
+            )
+        take_weight(weight)
         worker, broken = self.own_step(before, worker, state.broken)
         due = (
             work.is_due(plan.between, steps, state.local_step) if meet is None else meet
@@ -430,7 +437,7 @@ class Lockstep(NamedTuple):
             alone={},
         )
         well = None if broken is None else ~broken
-        weight, alike = self.own_weight(plan, weight)
+        weight, alike = self.own_weight(plan, None if takers else weight)
         step = step._replace(alike=alike)
         now = plan.round.step(
             Now(
@@ -492,7 +499,7 @@ class Lockstep(NamedTuple):
     ) -> tuple[jax.Array | None, bool]:
         """(this worker's weight or `None`, whether all weights are 0 or 1)."""
         meeting = self.meeting
-        if weight is None or takes_weight(meeting.inner):
+        if weight is None:
             one = jnp.float32(1)
             if not meeting.drop_nonfinite:
                 return None, True

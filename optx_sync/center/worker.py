@@ -138,10 +138,15 @@ def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
     )
 
 
-def weigh_alone(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
-    """The contribution of a worker that comes alone, times the rule's `weigh`."""
+def weigh_alone(
+    rule: CenterRule, contribution: Tree, at: Round
+) -> tuple[Tree, jax.Array]:
+    """(the contribution of one that comes alone, weighed; whether its factor is not 0).
+
+    A contribution of factor 0 is dropped: the center stays, momentum and all.
+    """
     if rule.weigh is None:
-        return contribution
+        return contribution, jnp.bool_(True)
     # A user's formula may mix integers and Python numbers; the result is a float.
     with jax.numpy_dtype_promotion("standard"):
         factor = jnp.asarray(rule.weigh(at))
@@ -150,7 +155,8 @@ def weigh_alone(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
             "weigh must return a scalar, by which a contribution is multiplied; got an "
             f"array of shape {factor.shape}."
         )
-    return jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
+    weighed = jax.tree.map(lambda x: x * factor.astype(x.dtype), contribution)
+    return weighed, factor.astype(jnp.bool_)
 
 
 def absorb(

@@ -5,6 +5,7 @@
 unequal size by the size of the first.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -63,11 +64,13 @@ def reduce(
         reduction: `"mean"` or `"sum"`.
         weight: This replica's weight (a scalar, not negative), for example its number
             of tokens, for a weighted mean. A replica of weight 0 contributes nothing,
-            even if its leaves are NaN; if all weights are 0 the result is zero.
+            even if its leaves are NaN; if all weights are 0 the result is zero, and NaN
+            if their sum overflows.
         group_assignment: A partition of `range(axis_size)` into lists of equal size:
             each replica gets the reduction over its own group.
         dtype: The dtype in which floating leaves travel and are summed. `None`: float32
-            for half precision, else the leaf's own.
+            for half precision, else the leaf's own. Half precision means are divided
+            before they are summed.
 
     Returns:
         A tree of the same structure; floating leaves keep their dtype.
@@ -110,10 +113,8 @@ def reduce_and_sum(
     """
     check_reduction(reduction)
     wire_dtype = check_sum_dtype(dtype)
-    axes, size = (
-        collectives.check_axis_name(axis_name),
-        collectives.axis_size(axis_name),
-    )
+    axes = collectives.check_axis_name(axis_name)
+    size = collectives.axis_size(axis_name)
     if weight is not None and reduction == "sum":
         raise ValueError(
             "weight= makes a weighted mean and has no meaning with reduction='sum'; "
@@ -129,45 +130,47 @@ def reduce_and_sum(
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
     leaves = [x if is_slices(x) else jnp.asarray(x) for x in leaves]
     arrays = [x for x in leaves if not is_slices(x)]
-    operands = [_to_wire(x, reduction, wire_dtype) for x in arrays]
+    wire = functools.partial(_wire_dtype, reduction=reduction, asked=wire_dtype)
     # The scalars of `also` come last, and travel in their own dtypes.
     scalars, names = jax.tree.flatten(localize(also, axis_name))
-    divisor: Any = size if groups is None else groups.size
-    total: Any = divisor
+    total: Any = size if groups is None else groups.size
+    divisor: Any = 1 if reduction == "sum" else total
     fraction = own = own_weight(weight, axis_name)
-    narrow = any(jnp.finfo(x.dtype).bits < 32 for x in operands if is_inexact(x.dtype))
+    narrow = any(_is_narrow(wire(x.dtype)) for x in arrays)
     if own is not None and narrow:
         # Gradients times weights such as token counts overflow a half precision sum, so
         # a scalar reduction first normalises the weights.
         (total,) = _sum([own], axes, groups)
-        fraction, divisor = own / or_one(total), 1
-    sent = [*(weigh(x, fraction) for x in operands), *scalars]
+        fraction, divisor = own / weight_divisor(total), 1
+
+    def to_wire(x):
+        return _on_wire(x, wire(x.dtype), fraction, divisor)
+
+    sent = [*map(to_wire, arrays), *scalars]
     if own is None or narrow:
         sums = _sum(sent, axes, groups)
     else:
         *sums, total = _sum([*sent, own], axes, groups)
-        divisor = or_one(total)
+        divisor = weight_divisor(total)
         fraction = own / divisor
 
     def mean(value):
-        if reduction == "sum" or (isinstance(divisor, int) and divisor == 1):
+        whole = isinstance(divisor, int) and divisor == 1
+        if whole or _is_narrow(value.dtype):  # Narrow sums are of quotients.
             return value
         return value / jnp.asarray(divisor, value.dtype)
 
     def finish(leaf):
         if not is_slices(leaf):
             return _in_dtype(mean(next(dense)), leaf.dtype)
-        values, indices = _to_wire(leaf.values, reduction, wire_dtype), leaf.indices
+        values, indices = to_wire(leaf.values), leaf.indices
         if fraction is None:
             values = mean(values)
         else:
-            values = weigh(values, fraction)
             # Rows of a replica of weight 0 are not touched: index -1 names no row.
             indices = jnp.where(fraction == 0, jnp.full_like(indices, -1), indices)
-        rows = IndexedSlices(
-            *(collectives.gather(x, axes, groups) for x in (indices, values))
-        )
-        dtype = leaf.values.dtype
+        both, dtype = (indices, values), leaf.values.dtype
+        rows = IndexedSlices(*(collectives.gather(x, axes, groups) for x in both))
         return rows.sum_duplicates().map_values(lambda v: _in_dtype(v, dtype))
 
     dense = iter(sums)
@@ -207,9 +210,17 @@ def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
 
 
 def or_one(total: jax.Array) -> jax.Array:
-    """A sum of weights to divide by: 1 where it is 0, since the dividend is 0 too."""
+    """A number to divide by: 1 where it is 0, since the dividend is 0 too."""
     # NaN stays, so that it is seen in the result.
     return jnp.where(total == 0, jnp.ones_like(total), total)
+
+
+def weight_divisor(total: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: `or_one`, and NaN where it has overflowed.
+
+    Divided by infinity all would be 0, as if nobody had contributed.
+    """
+    return or_one(jnp.where(jnp.isinf(total), jnp.full_like(total, jnp.nan), total))
 
 
 def mean_extra_args(
@@ -353,15 +364,33 @@ def _sum(
     ]
 
 
-def _to_wire(x: jax.Array, reduction: Reduction, dtype: np.dtype | None) -> jax.Array:
-    if is_floating(x.dtype):
-        return x.astype(dtype or at_least_float32(x.dtype))
-    if is_inexact(x.dtype):
-        return x
+def _wire_dtype(
+    dtype: np.dtype, reduction: Reduction, asked: np.dtype | None
+) -> np.dtype:
+    if is_floating(dtype):
+        return asked or at_least_float32(dtype)
+    if is_inexact(dtype):
+        return dtype
     if reduction == "mean":
-        return x.astype(jnp.float32)
-    narrow = x.dtype.itemsize < 4
-    return x.astype(jnp.int32) if narrow else x
+        return np.dtype(np.float32)
+    return np.dtype(np.int32) if dtype.itemsize < 4 else dtype
+
+
+def _on_wire(
+    x: jax.Array, dtype: np.dtype, fraction: Number | None, divisor: int
+) -> jax.Array:
+    """What this replica adds to a sum; a mean in a narrow dtype is divided before."""
+    if not _is_narrow(dtype):
+        return weigh(x.astype(dtype), fraction)
+    # The mean fits where the sum may overflow.
+    wide = x.astype(at_least_float32(x.dtype))
+    if fraction is None:
+        return (wide / jnp.asarray(divisor, wide.dtype)).astype(dtype)
+    return weigh(wide, fraction).astype(dtype)
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    return at_least_float32(dtype) != dtype
 
 
 def _in_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:

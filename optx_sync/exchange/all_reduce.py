@@ -24,9 +24,9 @@ def all_reduce(
         \text{mean} = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
     All leaves of one dtype travel in one all-reduce. It takes row-sparse leaves and
-    groups, and remembers nothing. In a narrower `dtype` the sum is rounded on the way,
-    and no replica knows what that loses: the law of exchanges then holds up to this
-    rounding.
+    groups, and remembers nothing. In a narrower `dtype` x_i / N is sent, which does not
+    overflow where the mean fits. The sum is rounded on the way, and no replica knows
+    what that loses: the law of exchanges then holds up to this rounding.
 
     Args:
         dtype: The floating dtype in which leaves travel and are summed, of 16 bits or

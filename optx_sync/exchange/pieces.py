@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
-from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
+from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
 from optx_sync.comm.varying import localize, require_local
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
 from optx_sync.placement.fields import InPieces
@@ -96,15 +96,18 @@ def scatter(
     own = own_weight(weight, axis_name)
     if own is not None:
         # Normalised before they travel: a sum of token counts may overflow `dtype`.
-        own = own / or_one(reduce(own, axis_name, reduction="sum"))
+        own = own / weight_divisor(reduce(own, axis_name, reduction="sum"))
         divisor = 1
 
     def send(rows):
         wide = rows.dtype
-        narrow = dtype is not None and is_floating(wide)
-        sent = weigh(rows, own).astype(dtype if narrow else wide)
+        asked = dtype if dtype is not None and is_floating(wide) else wide
+        many, sent = jnp.asarray(divisor, wide), weigh(rows, own)
+        # In a narrow dtype the mean fits where the sum may overflow: divided first.
+        first = asked != at_least_float32(asked)
+        sent = (sent / many if first else sent).astype(asked)
         total = collectives.scatter_sum(sent.reshape(-1), axis_name).astype(wide)
-        return total / jnp.asarray(divisor, wide)
+        return total if first else total / many
 
     leaves, treedef = jax.tree.flatten(tree)
     rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]

@@ -20,7 +20,7 @@ from optx_sync.comm.collectives import (
     axis_size,
     gather,
 )
-from optx_sync.comm.reduce import or_one, own_weight, weigh
+from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.exchange.pieces import joined, require_meetable, travel
 from optx_sync.shapes import Array, Float, UInt8
@@ -107,7 +107,7 @@ def quantized(
         received, total = travel(
             all_to_all, sent, weight, axis_name, bucket_bytes, replicas
         )
-        divisor = or_one(total)
+        divisor = weight_divisor(total)
         # The mean of this replica's piece, and its codes.
         means = []
         for row, (x, *_) in zip(received, own, strict=True):
@@ -163,7 +163,7 @@ def _to_owners(
     received, total = travel(
         all_to_all, sent, weight, axis_name, bucket_bytes, replicas
     )
-    divisor = or_one(total)
+    divisor = weight_divisor(total)
     means, lost = [], []
     for row, (x, *_), codes in zip(received, own, own, strict=True):
         piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0).reshape(-1)

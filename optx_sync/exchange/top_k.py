@@ -12,7 +12,7 @@ from optx_sync.checks import integer
 from optx_sync.comm import buffers
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import gather
-from optx_sync.comm.reduce import or_one
+from optx_sync.comm.reduce import or_one, weight_divisor
 from optx_sync.comm.varying import vary_with
 from optx_sync.exchange.contract import Code, Exchange
 from optx_sync.exchange.pieces import joined, travel
@@ -106,7 +106,7 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
             positions, values = _decode(sent[-1], x, k, bits)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
         gathered, total = travel(gather, sent, weight, axis_name, BUCKET_BYTES)
-        divisor = or_one(total)
+        divisor = weight_divisor(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
             everyone = _decode(messages, x, k, bits)

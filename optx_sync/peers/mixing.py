@@ -15,7 +15,7 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
 from optx_sync.comm.buffers import Joint, alike, joinable
 from optx_sync.comm.collectives import AxisName, axis_index, permute
-from optx_sync.comm.reduce import or_one, reduce, weigh
+from optx_sync.comm.reduce import reduce, weigh, weight_divisor
 from optx_sync.comm.varying import vary_like
 from optx_sync.peers.graphs import Graph, GraphRound, Weight
 from optx_sync.peers.stability import check_cycle, check_pairs
@@ -93,7 +93,7 @@ def _mean_of_partners(
     if weight is None:
         return treedef.unflatten(got), ()
     *sums, mass, one = got
-    share = one / or_one(mass)
+    share = one / weight_divisor(mass)
     return treedef.unflatten(x * share.astype(x.dtype) for x in sums), mass
 
 

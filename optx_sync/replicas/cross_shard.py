@@ -36,6 +36,7 @@ from optx_sync.metrics import (
 )
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
+from optx_sync.step import take_weight
 from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged", "unreduced"]
@@ -440,6 +441,7 @@ class _CrossShard(NamedTuple):
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
         """Refuse arguments that do not fit; returns the extra arguments for `inner`."""
         checks.check_grads(grads, params)
+        take_weight(weight)
         if weight is not None:
             _require_own(self.grads, "weight")
             if self.reduction == "sum":

@@ -51,7 +51,7 @@ from optx_sync.replicas.averages import (
 )
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
-from optx_sync.step import direct_transformation
+from optx_sync.step import direct_transformation, take_weight
 from optx_sync.trees import Tree
 
 Record = TypeVar("Record", "Outcomes", "Gathered")
@@ -468,6 +468,7 @@ class _SyncReplicas(NamedTuple):
     ) -> tuple[_Step, SyncReplicasState]:
         """(what is known of the step, the state with this step's gradients added)."""
         self.check(grads, state, params, weight)
+        take_weight(weight)
         batch_size = check_batch_size(batch_size)
         grads = unique_rows(grads)
         all_count = contributes is True and weight is None and gradient_step is None

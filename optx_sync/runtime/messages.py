@@ -81,7 +81,7 @@ class Reply(NamedTuple):
     # worker knows of these, as messages of `pull_exchange`.
     arrays: dict[str, Arrays]
     global_step: int  # rounds of the part
-    staleness: int  # the other workers' rounds since this worker's last one
+    staleness: int  # others' rounds since this worker's last one, none of them dropped
     used: bool = True  # False for a stale gradient, which was dropped
     waiting: bool = False  # whether the worker must wait for a token: ask `wait`
     round: int = 0  # the number of this push

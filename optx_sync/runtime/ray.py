@@ -136,7 +136,7 @@ def run(
         weigh: `(at: Round) -> factor`, traced at the servers: how much of a push the
             center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
             many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
-            at.staleness) ** -0.5`. With center rules only.
+            at.staleness) ** -0.5`. Of factor 0, it is dropped. With center rules only.
         fragments: P parts of the parameters, as in `center_variable`: in its k-th round
             a worker exchanges part k mod P, every `communication_period` / P steps.
             With center rules only.

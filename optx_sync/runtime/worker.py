@@ -93,7 +93,8 @@ class Worker:
         rounds: Pushes that were absorbed, including its predecessors'; `lost` of them
             were lost later.
         global_step: The server's step at the last exchange.
-        staleness: The other workers' rounds between this worker's last two.
+        staleness: The other workers' rounds between this worker's last two, those that
+            the center absorbed.
         used: `False` if the last gradient was stale (`SyncReplicas`).
         restarts: The number of earlier workers with this index.
         incarnation: A number that distinguishes it from them.

@@ -64,7 +64,7 @@ class WorkerState(NamedTuple):
     rounds: Int32[Array, ""]  # its rounds
     # The next two are [P], one number for each of P parts, or scalars without parts.
     tokens: Float[Array, "*parts"]  # since its last round
-    seen: Int32[Array, "*parts"]  # the rounds of all workers when it took the center
+    seen: Int32[Array, "*parts"]  # `applied` when it took the center
     ages: Any  # int32[P], its steps since its last round of each part; () without parts
     pending: Any  # with `delay`, its contributions on the way, a `Pending`; or ()
     broken: Any  # bool[], whether it was not finite since its last round; or ()
@@ -78,6 +78,7 @@ class AsynchronousState(NamedTuple):
     # State of the rule's outer transformation, or (): with parts, one for each part.
     outer: Tree
     global_step: Int32[Array, ""]  # rounds of all workers
+    applied: Int32[Array, ""]  # those of them whose contribution was not dropped
 
 
 class AsynchronousRecord(NamedTuple):
@@ -167,8 +168,10 @@ def asynchronous(
             counters are kept for every event.
         weigh: `(at: Round) -> factor`, traced: the factor of a contribution, from its
             `staleness`, its `tokens` and the number that its worker has pushed
-            (`num_pushed`), for example `lambda at: (1.0 + at.staleness) ** -0.5`. Not
-            with `fragments` or `delay`.
+            (`num_pushed`), for example `lambda at: (1.0 + at.staleness) ** -0.5`. A
+            contribution of factor 0 is dropped: the center stays, and nobody else
+            becomes stale by it. So `lambda at: at.staleness <= 2` is TensorFlow's
+            `DropStaleGradientOptimizer`. Not with `fragments` or `delay`.
         tokens: [T], the number of tokens or examples behind each event's gradient, for
             `weigh`. `None`: each counts 1.
 
@@ -218,12 +221,12 @@ def asynchronous(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
-    if weigh is not None and (fragments is not None or delay):
+    rule = weighed(rule, weigh)
+    if rule.weigh is not None and (fragments is not None or delay):
         raise ValueError(
             "weigh= is for contributions that land whole and at once; got fragments or "
             "delay as well. Leave one of them out."
         )
-    rule = weighed(rule, weigh)
     period = check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
@@ -279,6 +282,11 @@ class _Phases(NamedTuple):
     drop_nonfinite: bool
     keep_local: float | jax.Array
 
+    @property
+    def drops(self) -> bool:
+        """Whether the center may stay in a round."""
+        return self.drop_nonfinite or self.rule.weigh is not None
+
     def remember(self, part: Tree) -> Tree:
         """The memory of the code for a part, before the first round."""
         return () if self.exchange is None else start_codes(self.exchange, part)
@@ -297,12 +305,16 @@ class _Phases(NamedTuple):
             if self.drop_nonfinite:
                 codes = where(well, codes, now.exchange)
         now = now._replace(worker=worker, exchange=codes, well=well)
-        return now, work.weigh_alone(rule, pushed, at)
+        pushed, counts = work.weigh_alone(rule, pushed, at)
+        if self.drops:
+            counts &= well if self.drop_nonfinite else True
+            info = SharedInfo(dropped=(~counts).astype(jnp.int32))
+            now = now._replace(weight=counts.astype(jnp.float32), info=info)
+        return now, pushed
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
-        """The contribution and how it counts: 0 if the worker is not finite."""
-        counts = now.well.astype(jnp.float32) if self.drop_nonfinite else ()
-        return now, contribution, counts
+        """The contribution and how it counts: 0 if it is dropped."""
+        return now, contribution, now.weight if self.drops else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contribution, if it counts; the worker takes it."""
@@ -310,8 +322,8 @@ class _Phases(NamedTuple):
         if rule.outer is self.inner:
             before = before._replace(outer=_with_powers(before.outer, worker.inner))
         after = work.absorb(rule, before, total, num_workers=at.num_workers)
-        if self.drop_nonfinite:
-            after = where(pushed > 0, after, now.center)
+        if self.drops:
+            after = where(pushed > 0, after, before)
         if rule.outer is self.inner:
             worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
         worker = work.take(
@@ -372,6 +384,7 @@ class _Run(NamedTuple):
             if rule.outer is None
             else self.parts.each(rule.outer.init, center),
             global_step=count,
+            applied=count,
         )
 
     def advance(
@@ -384,18 +397,20 @@ class _Run(NamedTuple):
         # The conditional skips workers that do not exist. It also saves time: without
         # it XLA fuses the read of one stacked array with the write of another, and then
         # copies both, the states of all workers, in every event.
-        own, (center, outer), rounds = jax.lax.cond(
+        none = jnp.zeros((), jnp.int32)
+        own, (center, outer), rounds, applied = jax.lax.cond(
             place == worker,
             lambda *operands: self.step(number, place, *operands),
-            lambda *operands: (*operands[:-1], jnp.zeros((), jnp.int32)),
+            lambda *operands: (*operands[:-1], none, none),
             *(row_of(state.workers, place), Center(state.center, state.outer)),
-            state.global_step,
+            state.applied,
         )
         state = AsynchronousState(
             workers=with_row(state.workers, place, own),
             center=center,
             outer=outer,
             global_step=state.global_step + rounds,
+            applied=state.applied + applied,
         )
         return (state, own.params), (own.local_step, state.global_step)
 
@@ -410,11 +425,11 @@ class _Run(NamedTuple):
         place: jax.Array,
         own: WorkerState,
         center: Center,
-        rounds: jax.Array,
-    ) -> tuple[WorkerState, Center, jax.Array]:
-        """(the worker after its step, the center, int32[] whether they met).
+        applied: jax.Array,
+    ) -> tuple[WorkerState, Center, jax.Array, jax.Array]:
+        """(the worker after its step, the center, whether they met, and that counted).
 
-        `rounds`, int32[], is the number of rounds of all workers so far.
+        The last two are int32[], as is `applied`, the rounds so far that counted.
         """
         grads = self.grad_fn(place, own.params, number)
         check_grads(grads, own.params)
@@ -435,13 +450,15 @@ class _Run(NamedTuple):
             alike=True,
             extra_args={},
             alone={
-                "staleness": rounds - own.seen,
+                "staleness": applied - own.seen,
                 "tokens": tokens,
                 "num_pushed": jnp.broadcast_to(own.rounds + 1, own.seen.shape),
             },
         )
         now, broken = self.walk(own, center, grads, steps)
         now, met, ages = self.round.step(now, step), step.met(), own.ages
+        met_now = jnp.asarray(due, jnp.int32)
+        counted = met_now - now.info.dropped if self.phases.drops else met_now
         if self.parts.number > 1:
             ages = jnp.where(met, jnp.zeros_like(ages), step.ages)
         own = WorkerState(
@@ -449,14 +466,14 @@ class _Run(NamedTuple):
             exchange=now.exchange,
             local_step=own.local_step + 1,
             steps_since_round=jnp.where(due, jnp.zeros_like(steps), steps),
-            rounds=own.rounds + jnp.asarray(due, jnp.int32),
+            rounds=own.rounds + met_now,
             tokens=jnp.where(met, 0.0, tokens),
-            seen=jnp.where(met, rounds + 1, own.seen),
+            seen=jnp.where(met, applied + counted, own.seen),
             ages=ages,
             pending=now.pending,
             broken=() if broken is None else broken & ~due,
         )
-        return own, now.center, jnp.asarray(due, jnp.int32)
+        return own, now.center, met_now, counted
 
     def walk(
         self, own: WorkerState, center: Center, grads: Tree, steps: jax.Array
@@ -471,7 +488,11 @@ class _Run(NamedTuple):
             broken = own.broken | ~is_finite(worker.params)
             worker = work.stand_still(before, worker, broken)
             well = ~broken
-        now = Now(worker, center, own.pending, own.exchange, SharedInfo(), None, well)
+        weight, info = None, SharedInfo()
+        if self.phases.drops:
+            weight = jnp.float32(1)
+            info = SharedInfo(dropped=jnp.zeros((), jnp.int32))
+        now = Now(worker, center, own.pending, own.exchange, info, weight, well)
         return now, broken
 
     def push_bytes(self, center: Tree) -> float:

@@ -109,6 +109,52 @@ def test_weights_of_contributions():
     np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
 
 
+def test_what_is_dropped_as_stale_leaves_no_trace():
+    """TensorFlow's `DropStaleGradientOptimizer`: only applied rounds make others stale.
+
+    It drops a gradient if more than `staleness` others were applied since its worker
+    read the variables, and then neither the optimizer nor the global step moves.
+    """
+    order, target = np.array([0, 1, 2] * 6), np.array([1.0, 3.0, 8.0], np.float32)
+    rule = oxs.diloco_rule(optax.sgd(0.5, momentum=0.9))
+    settings: dict[str, Any] = {"num_workers": 3, "communication_period": 1}
+
+    def drop_stale(at):
+        return at.staleness <= 1
+
+    x, seen, center, trace, applied, centers = np.zeros(3), [0] * 3, 0.0, 0.0, 0, []
+    for w in order:
+        gradient = 0.5 * (x[w] - target[w]) / 3  # a third of its way, from the center
+        if applied - seen[w] <= 1:
+            trace = 0.9 * trace + gradient
+            center -= 0.5 * trace
+            applied += 1
+        x[w], seen[w] = center, applied
+        centers.append(center)
+    assert applied == 12  # of each three in turn, the third is too late
+    run = oxs.simulate.asynchronous(
+        optax.sgd(0.5),
+        rule,
+        jnp.zeros(()),
+        lambda worker, params, event: params - jnp.asarray(target)[worker],
+        order,
+        weigh=drop_stale,
+        record="all",
+        **settings,
+    )
+    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
+    params = {"x": jnp.zeros(())}
+    server = Server(params, rule._replace(weigh=drop_stale), **settings)
+    workers = [
+        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
+        for w in range(3)
+    ]
+    for w in order:
+        workers[w].step(jax.tree.map(lambda p, w=w: p - target[w], workers[w].params))
+    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
+    assert server.global_step == run.global_step[-1] == len(order)
+
+
 def test_what_is_refused():
     wrong: Any = oxs
     for call, error, message in (

@@ -336,9 +336,9 @@ def test_what_a_round_measures():
         (oxs.local_sgd(optax.sgd(0.5), AXIS, **arguments), 1.0),
         (
             oxs.elastic_average(
-                optax.sgd(0.5), AXIS, moving_rate=0.5, rho=0.0, **arguments
+                optax.sgd(0.5), AXIS, moving_rate=0.25, rho=0.0, **arguments
             ),
-            0.5,
+            0.25,
         ),
     ):
         state = oxs.replicate(tx.init(params[0]), WORKERS)

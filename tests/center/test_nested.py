@@ -230,6 +230,33 @@ def test_gradients_that_meet_inside_are_no_second_center():
 
 
 @pytest.mark.parametrize(
+    "inner",
+    [
+        oxs.cross_shard(SGD, "data"),
+        oxs.cross_shard(SGD, "data", shard_state=True),
+        oxs.cross_shard(SGD, "data", shard_state="leaves"),
+        optax.chain(oxs.all_reduce_grads("data"), SGD),
+        oxs.sync_replicas(SGD, "data", WORKERS),
+    ],
+)
+def test_a_weight_is_used_once_where_wrappers_nest(inner):
+    """By the inner wrapper: the replicas of a pod stay equal, and pods count alike."""
+    tx = oxs.local_sgd(inner, "pods", communication_period=1)
+    grads = jnp.array([[1.0, 3.0], [5.0, 2.0]])
+    weight = jnp.array([[1.0, 9.0], [4.0, 1.0]])
+
+    def step(grad, weight):
+        params = {"w": jnp.ones(1)}
+        grad = {"w": grad[None]}
+        state = tx.init(params)
+        return oxs.apply_gradients(tx, grad, state, params, weight=weight)[0]["w"]
+
+    found = jax.vmap(jax.vmap(step, axis_name="data"), axis_name="pods")(grads, weight)
+    mean = np.mean(np.average(grads, 1, weights=weight))
+    np.testing.assert_allclose(found.ravel(), [1 - RATE * mean] * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
     "within",
     [
         lambda rule: optax.chain(optax.clip(1.0), rule),

@@ -63,6 +63,23 @@ def test_stability_map_of_900_points(workers):
     np.testing.assert_array_equal(largest < 1, stable)
 
 
+def test_a_moving_rate_that_diverges_without_gradients_is_refused_in_lockstep():
+    """A round multiplies the distance by 1 - a (p + 1); one by one any rate is well."""
+
+    def step(moving_rate, workers=8):
+        rule = oxs.elastic_rule(moving_rate=moving_rate, rho=0.0)
+        tx = oxs.center_variable(optax.sgd(0.0), rule, "workers")
+        params = jnp.arange(float(workers))
+        state = oxs.replicate(tx.init(params[0]), workers)
+        jax.eval_shape(jax.vmap(tx.update, axis_name="workers"), params, state, params)
+
+    for rate, workers in ((2 / 9, 8), (0.9 / 8, 8), (1.0, 1)):
+        step(rate, workers)
+    for rate, workers in ((0.5, 8), (0.23, 8), (jnp.float32(0.7), 2)):
+        with pytest.raises(ValueError, match=f"with {workers} workers .* at most 0"):
+            step(rate, workers)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_turns_of_workers_are_a_linear_map(workers):
     """Round-robin exchanges on x^2 / 2: a step, then a pull from where it went."""

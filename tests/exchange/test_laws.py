@@ -157,6 +157,44 @@ def test_an_all_reduce_in_a_narrower_dtype_rounds_what_travels():
     assert np.asarray(run(x)).tolist() == [[1.0, 4.0]] * 2
 
 
+def test_a_mean_in_a_narrow_dtype_is_divided_before_it_is_added():
+    """As by torch's `fp16_compress_hook`, 9992: eight times 1e4 would be infinite."""
+    exchange: Any = oxs.exchange.all_reduce(jnp.float16)
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    halves: Any = {"dtype": jnp.float16, "group_assignment": groups}
+
+    def means(x, weight=None):
+        return (
+            exchange.meet(x, (), "workers", weight=weight).mean,
+            exchange.scatter(x, "workers", weight=weight),
+            oxs.reduce(x, "workers", weight=weight, **halves),
+        )
+
+    x = jnp.full((8, 8), 1e4)
+    for arguments in ((x,), (x, jnp.ones(8))):
+        for found in jax.vmap(means, axis_name="workers")(*arguments):
+            np.testing.assert_allclose(found, 1e4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["exact", "8 bit", "top-k", "power, feedback"])
+def test_weights_whose_sum_overflows_are_loud(name):
+    """Divided by infinity every mean is 0, and a center stays where it is."""
+    exchange: Any = EXCHANGES[name]
+
+    def means(x, weight):
+        state = exchange.init(x)
+        whole = exchange.meet(x, state, "workers", weight=weight).mean
+        if exchange.scatter is not None:
+            return whole, exchange.scatter(x, "workers", weight=weight)
+        if exchange.halves is None:
+            return (whole,)
+        return whole, exchange.halves.up(x, state, "workers", weight=weight).mean
+
+    x, weight = jnp.full((2, 8, 8), 1e-3), jnp.full(2, 3e38)
+    for mean in jax.vmap(means, axis_name="workers")(x, weight):
+        assert not np.isfinite(mean).any()
+
+
 def by_hand(answer):
     """An exchange of a user's own, that returns what is given and adds nothing up."""
 

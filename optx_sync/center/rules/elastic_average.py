@@ -50,6 +50,22 @@ def elastic_rule(
                 "moving_rate."
             )
 
+    def check_lockstep(num_workers: int) -> None:
+        if moving_rate is None or isinstance(moving_rate, jax.core.Tracer):
+            return
+        # All pull at once: worker - center is multiplied by it where they are equal.
+        factor = 1 - (num_workers + 1) * float(moving_rate)
+        if factor < -1 - 1e-3:
+            raise ValueError(
+                f"With moving_rate={moving_rate} a round with {num_workers} workers "
+                f"multiplies their distance from the center by {factor:.3g}: they "
+                "drift apart even without gradients. In lockstep pass at most "
+                f"{2 / (num_workers + 1):.3g}, which is 2 / (num_workers + 1), for "
+                "example the paper's 0.9 / num_workers. Workers that come one by one, "
+                "as in TensorFlow, oxs.runtime and oxs.simulate.asynchronous, may "
+                "have any rate."
+            )
+
     def rate(at: Round) -> float | jax.Array | None:
         if moving_rate is not None or at.communication_period is None:
             return moving_rate
@@ -70,6 +86,7 @@ def elastic_rule(
         take=lambda x, before, after, at: x - _times(rate(at), x - before),
         penalty=None if without_penalty else penalty,
         check=check,
+        check_lockstep=check_lockstep,
     )
 
 
@@ -112,19 +129,19 @@ def elastic_average(
 
         oxs.elastic_average(inner, "workers", moving_rate=0.9 / num_workers, rho=0.0)
 
-    and is far better at long periods. In lockstep all workers pull at once, and the
-    center is stable for num_workers * moving_rate below about 2.
+    and is far better at long periods. In lockstep all workers pull at once, which is
+    stable up to moving_rate = 2 / (num_workers + 1); more is refused.
 
-    TensorFlow's optimizer is asynchronous; this is the paper's synchronous form. A
-    penalty (rho != 0) makes row-sparse gradients dense and keeps a second copy of the
-    center.
+    TensorFlow's optimizer is asynchronous, where every rate up to 1 is stable; this is
+    the paper's synchronous form. A penalty (rho != 0) makes row-sparse gradients dense
+    and keeps a second copy of the center.
 
     Args:
         inner: The worker's own optimizer.
         axis_name: The mapped axis along which the workers lie, or a tuple of them;
             `None`: one worker with a center of its own.
         num_workers: If given, checked against the size of the axis.
-        moving_rate: a, in [0, 1].
+        moving_rate: a, in [0, 1], and in lockstep at most 2 / (num_workers + 1).
         rho: The strength of the penalty, >= 0; 0.0 switches it off; `None`:
             `moving_rate / learning_rate`.
         learning_rate: The inner learning rate, a float > 0; read only for `rho=None`.
@@ -136,8 +153,9 @@ def elastic_average(
         The transformation; it stands last in a chain.
 
     Raises:
-        ValueError: `rho=None` without a `learning_rate`; a rate out of range; what
-            `center_variable` refuses.
+        ValueError: `rho=None` without a `learning_rate`; a rate out of range, or in a
+            step one that is not stable for so many workers; what `center_variable`
+            refuses.
 
     Example:
         >>> import jax.numpy as jnp, optax

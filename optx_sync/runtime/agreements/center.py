@@ -26,7 +26,7 @@ from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Layout, Variables
-from optx_sync.trees import Tree, is_finite
+from optx_sync.trees import Tree, is_finite, where
 
 
 class Traffic(NamedTuple):
@@ -171,7 +171,8 @@ class Center:
         self.global_step: int = 0
         # The center before each worker's last push, for a retry of that push.
         self.kept: dict[int, Arrays] = {}
-        # The rounds absorbed when each worker last took the center.
+        # Rounds that were not dropped: in all, and when each worker took the center.
+        self.applied: int = 0
         self.seen: list[int] = [0] * at.num_workers
         # A contribution made at the server is not divided yet.
         self.at_server: bool = self.traffic.sends != ("contribution",)
@@ -202,6 +203,7 @@ class Center:
     def _next(self, center, outer, spare, spare_outer, sent, known):
         given = (center, outer, sent)
         center = self.variables.tree(center)
+        before = work.Center(center, outer)
         at = self.at._replace(**known)
         if self.at_server:
             sent = {name: self.variables.tree(arrays) for name, arrays in sent.items()}
@@ -217,16 +219,16 @@ class Center:
             total = work.share_of_one(self.rule, total, at)
         else:
             total = self.variables.tree(sent["contribution"])
-        total = work.weigh_alone(self.rule, total, at)
-        center, outer = work.absorb(
-            self.rule, work.Center(center, outer), total, num_workers=at.num_workers
-        )
+        total, counts = work.weigh_alone(self.rule, total, at)
+        after = work.absorb(self.rule, before, total, num_workers=at.num_workers)
+        if self.rule.weigh is not None:
+            after = where(counts, after, before)
+        center, outer = after
         # A sum of squares is finite only if its terms are, and is faster than a test of
         # each.
         squares = sum(jnp.vdot(x, x).real for x in jax.tree.leaves(center))
-        return *contract.own_buffers(
-            (self.variables.arrays(center), outer), given
-        ), squares
+        held = contract.own_buffers((self.variables.arrays(center), outer), given)
+        return *held, squares, counts
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Compute the next center, and the reply to the worker.
@@ -237,7 +239,7 @@ class Center:
         before, sent = self.center, push.arrays
         if self.adds and not self._has_room(sent["contribution"], sizes):
             return None
-        spare = self.spare.pop() if self.spare else self._buffers()
+        spare, counts = self.spare.pop() if self.spare else self._buffers(), True
         if not self.adds:
             known = {
                 "steps": jnp.int32(push.steps),
@@ -245,7 +247,7 @@ class Center:
                 "tokens": jnp.float32(push.tokens),
                 "num_pushed": jnp.int32(push.round),
             }
-            center, outer, squares = self._step(
+            center, outer, squares, counts = self._step(
                 before, self.outer, spare, self.spare_outer, sent, known
             )
             self.spare_outer = outer
@@ -265,7 +267,8 @@ class Center:
         if free is not None and (free is not self.center):
             self.spare.append(free)
         self.global_step += 1
-        self.seen[worker] = self.global_step
+        self.applied += int(counts)
+        self.seen[worker] = self.applied
         return self._reply(worker, before, push.told)
 
     def _has_room(self, added: Arrays, sizes: dict[str, float]) -> bool:
@@ -308,11 +311,11 @@ class Center:
 
     def join(self, worker: int) -> None:
         """Note that a worker starts and takes the center."""
-        self.seen[worker] = self.global_step
+        self.seen[worker] = self.applied
 
     def staleness(self, worker: int) -> int:
-        """The rounds since a worker last took the center."""
-        return self.global_step - self.seen[worker]
+        """The rounds since a worker last took the center that were not dropped."""
+        return self.applied - self.seen[worker]
 
     def is_waiting(self, worker: int) -> bool:
         """Whether a worker must wait for a token: never."""
@@ -352,7 +355,7 @@ class Center:
         self._begin(arrays["center"])
         self.kept = {}
         self.global_step = int(notes["global_step"])
-        self.seen = [self.global_step] * self.at.num_workers
+        self.seen = [self.applied] * self.at.num_workers
 
 
 class OfCenter:
