@@ -77,7 +77,7 @@ STREAMED = {
         20: [[22.78125, 24.5625, 26.34375], [46.28125, 43.5625, 40.84375]],
         24: [[31.17578125, 28.5625, 30.34375], [47.92578125, 55.5625, 52.84375]],
     },
-    # As its tests/unit/diloco_fragmenter_test.py at cd694ef has it: a part in each step.
+    # As its tests/unit/diloco_fragmenter_test.py at cd694ef has it, one a step.
     (3, 0, 0.0): {
         1: [[2.5, 2, 2], [2.5, 4, 4]],
         2: [[3.5, 4, 3], [5.5, 4, 7]],
