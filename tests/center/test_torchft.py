@@ -70,3 +70,49 @@ def test_diloco_mocked_updates(histories, case):
     for own in histories[case]:  # of both replicas, [steps, layers, own and center]
         np.testing.assert_array_equal(own[..., 0], np.float32(recorded["params"]))
         np.testing.assert_array_equal(own[..., 1], np.float32(recorded["center"]))
+
+
+def test_diloco_mocked_failure_recovery():
+    """A replica dies after step 6; another one is there from the round of step 9 on.
+
+    In torchft's fixture of this name (at the same commit) the histories are those of
+    its run without a death, delay 0 and nothing kept: the new replica takes the living
+    one's own parameters, also of the part whose round is under way. Here it begins at
+    the center (docs/checkpoints.md): in that part's next round one of two brings three
+    steps less, and the outer step is shorter by as much.
+    """
+    tx = oxs.diloco(
+        optax.sgd(GOLDEN["inner_rate"]),
+        AXIS,
+        outer=optax.sgd(GOLDEN["outer_rate"]),
+        communication_period=GOLDEN["period"],
+        fragments=GOLDEN["parts"],
+    )
+    one = [jnp.ones(()), jnp.ones(())]
+    params, state, axes = oxs.start_workers(tx, one, 2)
+
+    def step(params, state):
+        grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
+    step = jax.jit(jax.vmap(step, (0, axes), (0, axes), axis_name=AXIS))
+    own, center = [], []
+    for number in range(1, STEPS + 1):
+        params, state = step(params, state)
+        if number == 6:
+            with pytest.warns(UserWarning, match="what leaving workers have learned"):
+                params, state = oxs.resize(tx, params, state, 1)
+        if number == 9:
+            params, state = oxs.resize(tx, params, state, 2)
+        own.append(np.stack(params, -1))
+        center.append(np.stack(state.center))
+    recorded = RECORDED[0, 0.0]
+    first = np.array([x[0] for x in own])
+    later, center = np.array([x[1] for x in own[8:]]), np.array(center)
+    # The second layer meets in step 12: a mean of 6 and 12 of them, times 2.
+    missing = np.zeros((STEPS, 2))
+    missing[11:, 1] = 6
+    np.testing.assert_array_equal(first, recorded["params"][1:] + missing)
+    np.testing.assert_array_equal(center, recorded["center"][1:] + missing)
+    missing[8:11, 1] = 6  # of the new one's own, from the center on
+    np.testing.assert_array_equal(later, (recorded["params"][1:] + missing)[8:])
