@@ -331,7 +331,7 @@ class Server:
         if action == "apply" and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
         self._book = book
-        reply = None
+        reply, part = None, 0  # A gradient that waits is of the only part.
         match request:
             case protocol.Save():
                 self._save()
@@ -343,7 +343,10 @@ class Server:
                 reply = self._held[0].reply_again(worker)
             case protocol.Send():
                 self._note("retry", worker, push=push)
-                reply = self._held[request.part].reply_again(worker)
+                reply, part = self._held[request.part].reply_again(worker), request.part
+        if reply is not None:
+            number = self._book.entries[worker].places[part].round
+            reply = reply._replace(round=number)
         busy = reply is not None and reply.waiting
         return protocol.standing(self._book, worker, busy), reply
 
