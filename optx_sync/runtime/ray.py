@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -155,8 +156,9 @@ def run(
         max_failures: So many exceptions of `worker_fn`, over all workers, are logged,
             and the worker is replaced; the next one ends the run.
         worker_timeout: A worker that no server has heard from for so many seconds is
-            logged, killed and replaced. Choose more than it takes from its start to
-            its first round, and from one round to the next. `None`: no limit.
+            logged, killed and replaced; a server that does not answer itself may not
+            have heard it. Choose more than it takes from its start to its first round,
+            and from one round to the next. `None`: no limit.
         total_steps: The steps that each worker will make, for the percentage and the
             time left in the display. The run does not end by it.
 
@@ -352,7 +354,8 @@ class _Supervisor:
         self.returned: set[int] = set()
         self.told: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
-        self.rounds_at_death = [-1] * num_workers
+        # Of each worker, its pushes of each part when it died last.
+        self.met_at_death = [Counter[int]() for _ in range(num_workers)]
         self.starts = [0] * num_workers  # consecutive starts without a join
         self.joins = [0] * num_workers  # joins before it was started
 
@@ -474,11 +477,12 @@ class _Supervisor:
             self.later[index] = time.monotonic() + wait
             return
         self.starts[index] = 0
-        rounds = counts["push", index] + counts["dropped", index]
-        if rounds == self.rounds_at_death[index]:
-            self.deaths[index] += 1
-        else:
-            self.deaths[index], self.rounds_at_death[index] = 1, rounds
+        met, before = self.events.met[index].copy(), self.met_at_death[index]
+        # A round of several parts is one where none of them was refused.
+        turns = self.connection.layout.turns
+        whole = any(all(met[part] > before[part] for part in turn) for turn in turns)
+        self.deaths[index] = 1 if whole else self.deaths[index] + 1
+        self.met_at_death[index] = met
         if self.deaths[index] >= DEATHS_WITHOUT_A_ROUND:
             raise RuntimeError(
                 f"Worker {index} died {self.deaths[index]} times without a round "
@@ -488,8 +492,8 @@ class _Supervisor:
 
     def _kill_who_hangs(self) -> None:
         limit = self.limits.worker_timeout
-        if limit is None or self.events.silent_servers():
-            return  # It may be waiting for a server.
+        if limit is None:
+            return
         for index in self.running.values():
             seconds = self.events.silence_of(index)
             if seconds > limit and index not in self.hung:
@@ -550,7 +554,14 @@ class _Events:
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
-        self._of_workers: dict[int, float] = {}  # the time of the last news
+        self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        # Of each server, the seconds in which it listened: those in which it owed an
+        # answer are left out, since a worker may have spoken to it.
+        self._listened = [0.0] * len(self._servers)
+        self._answered = [time.monotonic()] * len(self._servers)
+        # By server and worker: its requests so far, and what had been listened by then.
+        self._requests: dict[tuple[int, int], tuple[str, int]] = {}
+        self._spoke: dict[tuple[int, int], float] = {}
         self._metrics = Metrics()
         self.seen = Seen()
         self.heard = time.monotonic()
@@ -570,6 +581,8 @@ class _Events:
             if reference not in ready:
                 continue
             del self._asked[number]
+            idle = self._since[number] - self._answered[number]
+            self._answered[number] = time.monotonic()
             try:
                 found = ray.get(reference)
             except ray.exceptions.ActorDiedError as error:
@@ -581,10 +594,16 @@ class _Events:
                 continue  # It is being restarted.
             if isinstance(found, Exception):
                 raise found
-            boot, events, silent = found
-            for worker, seconds in enumerate(silent):
-                when = max(time.monotonic() - seconds, self._of_workers.get(worker, 0))
-                self._of_workers[worker] = when
+            boot, events, requests = found
+            self._listened[number] += idle
+            for worker, count in enumerate(requests):
+                key = number, worker
+                if self._requests.get(key) != (boot, count):
+                    self._requests[key] = boot, count
+                    self._spoke[key] = self._listened[number]
+            for event in events:
+                if event.kind in ("push", "dropped"):
+                    self.met[event.worker][event.part] += 1
             name, since = self.places[number]
             self.places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
@@ -632,11 +651,15 @@ class _Events:
 
     def launched(self, worker: int) -> None:
         """Note that a worker's process is being started."""
-        self._of_workers[worker] = time.monotonic()
+        for number, listened in enumerate(self._listened):
+            self._spoke[number, worker] = listened
 
     def silence_of(self, worker: int) -> float:
-        """Seconds since a worker was last heard of, or started."""
-        return time.monotonic() - self._of_workers[worker]
+        """Seconds that servers have listened since a worker spoke, or was started."""
+        return min(
+            listened - self._spoke[number, worker]
+            for number, listened in enumerate(self._listened)
+        )
 
     def silence(self) -> float:
         """Seconds since the last event."""

@@ -146,7 +146,7 @@ class Server:
         # For each worker's successor: its inner state, and notes of its program.
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
-        self._heard: list[float] = [time.time()] * num_workers
+        self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = not way.waits
         # Workers whose programs have ended.
         self._left: set[int] = set()
@@ -272,10 +272,9 @@ class Server:
             self._forgotten = max(self._forgotten, since)
             return self._boot, list(self._events)
 
-    def news(self, boot: str, since: int) -> tuple[str, list[Event], list[float]]:
-        """`events`, and the seconds since each worker's last request."""
-        now = time.time()
-        return *self.events(boot, since), [now - when for when in self._heard]
+    def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
+        """`events`, and how many requests of each worker this server has heard."""
+        return *self.events(boot, since), list(self._heard)
 
     def checkpoint(self) -> Any:
         """Save the center in Orbax's format: written aside, then renamed.
@@ -319,7 +318,7 @@ class Server:
             return self._refuse(push, problem), None
         if problem:
             return protocol.Refused(problem), None
-        self._heard[request.worker] = time.time()
+        self._heard[request.worker] += 1
         book, answer, action = protocol.decide(self._book, request)
         worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
