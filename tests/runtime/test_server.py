@@ -27,7 +27,6 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
-from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates

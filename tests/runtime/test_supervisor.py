@@ -1,10 +1,9 @@
-"""Who supervises a run, and who connects to servers, with Ray's calls in this process."""
+"""The supervisor, and the connection to servers, with Ray's calls in this process."""
 
 import types
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 
 import optx_sync as oxs
