@@ -45,6 +45,10 @@ DEATHS_WITHOUT_A_ROUND = 5
 # Seconds until a process that did not start is started again, longer each time.
 SLOWEST_START_SECONDS = 30.0
 POLL_SECONDS = 0.25
+# Where memory is short, Ray first kills the newest of the actors that it may restart: a
+# worker, and not the older server beside it, which it may. The program is not started
+# again with the process: a call is not repeated, and a worker that died is killed.
+RESTARTABLE = {"max_restarts": 1, "max_task_retries": 0}
 # Seconds without events after which the log says what the run waits for.
 SILENCE_SECONDS = 10.0
 
@@ -268,7 +272,7 @@ def _supervised(
             return _saved(connection, events, params)
         except BaseException as error:
             ended = f"was ended by {type(error).__name__}"
-            _carry(error, connection, events, params)
+            _carry(error, supervisor, params)
             raise
         finally:
             supervisor.stop()
@@ -310,19 +314,20 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
 
 def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
     """Save the center, and return what `run` returns."""
+    connection.call("end")  # Who was killed may not be dead yet.
     connection.checkpoint()
     center, averages = connection.center(params), connection.averages()
     events.collect_the_rest()
     return center, events.seen.history(averages)
 
 
-def _carry(
-    error: BaseException, connection: RayConnection, events: "_Events", params: Tree
-) -> None:
+def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> None:
     """Save what has been trained so far, and attach it to the exception."""
+    events = supervisor.events
     center, history = None, events.seen.history(None)
     try:
-        center, history = _saved(connection, events, params)
+        supervisor.stop()  # What is saved is then all that they were told of.
+        center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
     try:
@@ -383,12 +388,13 @@ class _Supervisor:
         self.events.collect(wait=True)
 
     def stop(self) -> None:
-        for actor in self.actors.values():
-            self.ray.kill(actor)
+        while self.actors:
+            self.ray.kill(self.actors.popitem()[1])
         if self.places is not None:
             from ray.util import remove_placement_group
 
             remove_placement_group(self.places)
+            self.places = None
 
     def _reserve(self) -> None:
         """Reserve resources for each worker, kept while it is replaced."""
@@ -428,7 +434,9 @@ class _Supervisor:
         )
         actor = (
             self.ray.remote(WorkerActor)
-            .options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
+            .options(
+                **RESTARTABLE, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place
+            )
             .remote()
         )
         self.actors[index] = actor

@@ -150,6 +150,7 @@ class Server:
         self._resizes: bool = not way.waits
         # Workers whose programs have ended.
         self._left: set[int] = set()
+        self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self._boot = uuid.uuid4().hex
@@ -234,6 +235,11 @@ class Server:
             self._changed.wait_for(lambda: not held.is_waiting(worker), timeout)
             number = self._book.entries[worker].places[0].round
             return held.reply_again(worker)._replace(round=number)
+
+    def end(self) -> None:
+        """Refuse pushes from now on: what is saved next is all that was applied."""
+        with self._changed:
+            self._ended = True
 
     def center(self) -> Tree:
         """A copy of the center, in the structure of the parameters."""
@@ -370,6 +376,8 @@ class Server:
     ) -> tuple[Answer, Reply | None]:
         if push is None:
             raise ValueError("A push has arrays: pass push=Push(...).")
+        if self._ended:  # This is no fault of the worker, and so no event.
+            return protocol.Refused("the run has ended."), None
         worker, held = push.worker, self._held[request.part]
         problem, sizes, arrays = held.expected.read(push.arrays)
         if problem:

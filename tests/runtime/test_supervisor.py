@@ -18,7 +18,8 @@ COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken
 class Ref:
     """An answer that may not be there yet."""
 
-    done, value = False, None
+    done: bool = False
+    value: Any = None
 
 
 class Handle:
@@ -169,3 +170,46 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
     assert not ray.killed
     passes(1.0)
     assert ray.killed == ["actor 0"]
+
+
+def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkeypatch):
+    """They are stopped first; one that still pushes then is refused."""
+    connection, _ = servers_of(2)
+    joined = connection.join(0)
+
+    def supervise(supervisor):
+        supervisor.actors[0] = "actor 0"
+        for part in (0, 1):
+            connection.push(push(1, joined, part))
+        raise KeyboardInterrupt
+
+    def checkpoint():
+        assert ray.killed == ["actor 0"]
+        with pytest.raises(PushRefused, match="the run has ended"):
+            connection.push(push(2, joined, 0))
+
+    monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
+    monkeypatch.setattr(connection, "checkpoint", checkpoint)
+    limits = on_ray._Limits(0, None, None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        on_ray._supervised(ray, (), 1, connection, PARAMS, limits)
+    error: Any = caught.value
+    np.testing.assert_array_equal(error.center["b"], 1.0)
+    assert error.history.count("push") == 1 and not error.history.count("refused")
+
+
+def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
+    """Where memory is short it kills first what it may restart, as servers are."""
+    asked: dict[str, Any] = {}
+
+    def options(**given):
+        asked.update(given)
+        return types.SimpleNamespace(remote=lambda: Handle(None))
+
+    ray.remote = lambda actor: types.SimpleNamespace(options=options)
+    connection, _ = servers_of(1)
+    supervisor, _ = supervisor_of(ray, connection)
+    del supervisor._launch
+    monkeypatch.setattr(Handle, "ask", lambda *_: Ref())
+    supervisor._launch(0)
+    assert asked["max_restarts"] and asked["max_task_retries"] == 0
