@@ -203,10 +203,14 @@ class RayConnection:
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
         client, found = Client(worker, self._replay), []
-        for server in range(len(self.servers)):
+        while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = Line(begins=True)
             # It joins all servers with the incarnation that the first one hands out.
             client, joined = self._converse(server, protocol.begin(client, "enter"))
+            if client.phase == "superseded" and server:
+                # The first one's clock may be behind. It knows who has joined since.
+                found = []
+                continue
             if client.phase != "idle":
                 raise ValueError(client.message)
             self._clients[worker, server] = client

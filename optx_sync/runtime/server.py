@@ -341,6 +341,8 @@ class Server:
             case protocol.Save():
                 self._save()
             case protocol.Enter():
+                if not request.above:
+                    self._note("join", worker)
                 return answer, self._joined(worker)
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
@@ -357,7 +359,6 @@ class Server:
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
-        self._note("join", worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)

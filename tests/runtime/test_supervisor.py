@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Push, PushRefused, ray_actors
+from optx_sync.runtime import Push, PushRefused, ray_actors, server
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 
@@ -86,7 +86,7 @@ def servers_of(number, workers=1, **settings):
     parts = {part: connection.layout.pick(PARAMS, part) for part in range(number)}
     for number, actor in enumerate(actors):
         actor.call("begin", {part: parts[part] for part in (number,)})
-    return connection, actors
+    return connection
 
 
 def supervisor_of(ray, connection, workers=1, **limits):
@@ -112,7 +112,7 @@ def push(number, joined, part, value=1.0):
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_round_counts_where_all_its_parts_were_taken(ray, whole):
     """Of several servers one applies its part, and the other refuses it."""
-    connection, _ = servers_of(2)
+    connection = servers_of(2)
     supervisor, events = supervisor_of(ray, connection)
     joined = connection.join(0)
     refused = Ref()
@@ -138,7 +138,7 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
     clock = types.SimpleNamespace(now=0.0, time=lambda: 0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(on_ray, "time", clock)
-    connection, _ = servers_of(1)
+    connection = servers_of(1)
     (server,) = connection.servers
     supervisor, events = supervisor_of(ray, connection, worker_timeout=3.0)
     supervisor.running = {"reference": 0}
@@ -174,7 +174,7 @@ def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
 
 def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkeypatch):
     """They are stopped first; one that still pushes then is refused."""
-    connection, _ = servers_of(2)
+    connection = servers_of(2)
     joined = connection.join(0)
 
     def supervise(supervisor):
@@ -207,9 +207,43 @@ def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
         return types.SimpleNamespace(remote=lambda: Handle(None))
 
     ray.remote = lambda actor: types.SimpleNamespace(options=options)
-    connection, _ = servers_of(1)
+    connection = servers_of(1)
     supervisor, _ = supervisor_of(ray, connection)
     del supervisor._launch
     monkeypatch.setattr(Handle, "ask", lambda *_: Ref())
     supervisor._launch(0)
     assert asked["max_restarts"] and asked["max_task_retries"] == 0
+
+
+def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
+    """The first server hands out incarnations, and came back with a clock behind."""
+    connection = servers_of(2)
+    before = connection.join(0)
+    behind = types.SimpleNamespace(time=lambda: 0.0, time_ns=lambda: 10)
+    monkeypatch.setattr(server, "time", behind)
+    connection.servers[0].actor = servers_of(2).servers[0].actor
+    joined = connection.join(0)
+    assert joined.incarnation > before.incarnation
+    for part in (0, 1):
+        connection.push(push(1, joined, part))
+    with pytest.raises(PushRefused, match="has joined again"):
+        connection.push(push(2, before, 1))
+    assert connection.join(0).restarts == 1
+
+
+def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
+    """The earlier one finds a newer incarnation at the second server, and gives way."""
+    connection = servers_of(2)
+    late, others = RayConnection(connection.servers, PARAMS, 1, 0, True), []
+    converse = late._converse
+
+    def overtaken(number, client, asked=None):
+        if number == 1 and not others:
+            others.append(connection.join(0))
+        return converse(number, client, asked)
+
+    monkeypatch.setattr(late, "_converse", overtaken)
+    with pytest.raises(ValueError, match="has joined again"):
+        late.join(0)
+    for part in (0, 1):
+        connection.push(push(1, others[0], part))
