@@ -150,7 +150,10 @@ def test_replacement_goes_on_from_the_last_round():
 
 def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_path):
     """Of the last round that they went with; also after the server has died."""
-    inner = optax.sgd(1.0, momentum=0.5)
+    key = optax.GradientTransformation(
+        lambda params: jax.random.key(0), lambda grads, key, params=None: (grads, key)
+    )
+    inner = optax.chain(key, optax.sgd(1.0, momentum=0.5))
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
 
     def server():

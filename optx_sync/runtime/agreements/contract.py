@@ -13,6 +13,7 @@ from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
+from optx_sync.placement.axes import is_key
 from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
 from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import Variables
@@ -200,13 +201,26 @@ def own_buffers(after: Tree, given: Tree) -> Tree:
 
 def numbered(tree: Tree) -> dict[str, np.ndarray]:
     """The leaves of any state, numbered, as a checkpoint can hold them."""
-    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+    leaves = jax.tree.leaves(jax.tree.map(_words, tree))
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
+
+
+def _words(x: Any) -> Any:
+    """A typed key as the words that it is made of; other leaves as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def _made_of(words: Any, old: Any) -> Any:
+    words = jnp.array(words)
+    if is_key(old):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(old))
+    return words
 
 
 def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """The state from its numbered leaves."""
     old, treedef = jax.tree.flatten(tree)
-    shapes = {str(i): jnp.shape(x) for i, x in enumerate(old)}
+    shapes = {str(i): jnp.shape(_words(x)) for i, x in enumerate(old)}
     found = {name: jnp.shape(x) for name, x in leaves.items()}
     if shapes != found:
         raise ValueError(
@@ -215,7 +229,7 @@ def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
             f"{some([*map(str, shapes.values())])}. Pass the optimizer of before, or "
             "resume=False to start afresh."
         )
-    return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
+    return treedef.unflatten([_made_of(leaves[str(i)], x) for i, x in enumerate(old)])
 
 
 def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:
