@@ -35,10 +35,11 @@ from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
     import_ray,
+    naming_what_cannot_be_sent,
     start_servers,
 )
 from optx_sync.runtime.worker import Worker, shapes_of
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
@@ -195,7 +196,9 @@ def run(
     turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
-        raise TypeError(f"worker_fn must be a function of a worker; got {worker_fn!r}.")
+        raise TypeError(
+            f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
+        )
     ray = import_ray()
     started = not ray.is_initialized()
     if started:
@@ -350,7 +353,11 @@ class _Supervisor:
         self.limits = limits
         self.failures = 0  # exceptions of `worker_fn`
         self.hung: dict[int, str] = {}  # the message for a worker that was killed
-        self.start = ray.put(start)
+        worker_fn, _, _, inner, agreement, options = start
+        with naming_what_cannot_be_sent(
+            worker_fn=worker_fn, inner=inner, agreement=agreement, **options
+        ):
+            self.start = ray.put(start)
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
@@ -547,6 +554,14 @@ def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
     return max(int(1e4 * share * smaller), 1) / 1e4, max(of_each, default=0)
 
 
+# What is said of a worker that has not pushed, by its state.
+_IS = {
+    "starting": "is starting",
+    "joined": "has joined and not pushed yet",
+    "ended": "has ended",
+}
+
+
 class _Events:
     """Collects the servers' events while they run.
 
@@ -677,7 +692,7 @@ class _Events:
         """The state of a worker, for the log."""
         last = self.seen.last.get(worker)
         if last is None:
-            return f"worker {worker}, which is {self.seen.state(worker)}"
+            return f"worker {worker}, which {_IS[self.seen.state(worker)]}"
         seconds = time.time() - last.time
         return (
             f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -126,7 +126,8 @@ def start_servers(
             given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
         actor = ray.remote(ServerActor).options(**options)
         # Shapes, not arrays: an actor's arguments are kept for its restarts.
-        servers.append(actor.remote(shapes, agreement, given))
+        with naming_what_cannot_be_sent(agreement=agreement, **given):
+            servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
     connection = RayConnection(
         servers, shapes, way.fragments, kept, checkpoint_dir is not None
@@ -491,6 +492,23 @@ class WorkerActor:
             return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
+
+
+@contextlib.contextmanager
+def naming_what_cannot_be_sent(**things: object) -> Iterator[None]:
+    """Say which of these cannot be pickled; Ray's error shows all that they hold."""
+    try:
+        yield
+    except Exception:
+        for name, thing in things.items():
+            try:
+                import_ray().cloudpickle.dumps(thing)
+            except Exception as error:
+                raise TypeError(
+                    f"{name} cannot be sent to another process: {str(error)[:200]}. "
+                    "Make such an object inside of the function that uses it."
+                ) from None
+        raise
 
 
 def portable(error: Exception) -> Exception:

@@ -25,7 +25,12 @@ from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, Held, way_of
-from optx_sync.runtime.agreements.contract import Notes, Settings, check_saved
+from optx_sync.runtime.agreements.contract import (
+    Notes,
+    Settings,
+    check_saved,
+    difference,
+)
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
     Arrays,
@@ -516,12 +521,18 @@ class Server:
             made_by = [held.describe(), self.layout.mark(self._like, part)]
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
-                check_saved(held.current(), of_part["center"])
+                several = len(self.layout.owners) > 1
+                check_saved(held.current(), of_part["center"], several)
+                if note["made_by"][0] == made_by[0]:
+                    raise ValueError(
+                        "The checkpoint was saved with other fragments, or the parts "
+                        f"are others. {other}"
+                    )
+                was, now = difference(note["made_by"][0], made_by[0])
                 raise ValueError(
-                    f"The checkpoint was made by {note['made_by'][0]}, and this server "
-                    f"is {made_by[0]}, or the parts are others. Pass the same rule, "
-                    "optimizer and fragments, another checkpoint_dir, or resume=False "
-                    "to start afresh."
+                    f"The checkpoint was made by {was}, and this server has {now}. "
+                    "Pass the rule and optimizer of before, another checkpoint_dir, or "
+                    "resume=False to start afresh."
                 )
             held.load(of_part, note)
         self._local_steps = self._sized(notes["local_steps_of_workers"], 0)

@@ -1,5 +1,6 @@
 """The supervisor, and the connection to servers, with Ray's calls in this process."""
 
+import threading
 import types
 from typing import Any
 
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 
 import optx_sync as oxs
-from optx_sync.runtime import Push, PushRefused, ray_actors, server
+from optx_sync.runtime import Event, Push, PushRefused, ray_actors, server
 from optx_sync.runtime import ray as on_ray
 from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
+# worker_fn, connection, parameters, inner, agreement, options
+START: Any = (None, None, None, None, None, {})
 COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
 
 
@@ -95,7 +98,7 @@ def supervisor_of(ray, connection, workers=1, **limits):
     limits = on_ray._Limits(
         **{"max_failures": 0, "worker_timeout": None} | limits, total_steps=None
     )
-    supervisor = on_ray._Supervisor(ray, (), workers, connection, events, limits)
+    supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
     supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
     supervisor._launch = lambda index: supervisor.actors.update(
         {index: f"actor {index}"}
@@ -192,7 +195,7 @@ def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkey
     monkeypatch.setattr(connection, "checkpoint", checkpoint)
     limits = on_ray._Limits(0, None, None)
     with pytest.raises(KeyboardInterrupt) as caught:
-        on_ray._supervised(ray, (), 1, connection, PARAMS, limits)
+        on_ray._supervised(ray, START, 1, connection, PARAMS, limits)
     error: Any = caught.value
     np.testing.assert_array_equal(error.center["b"], 1.0)
     assert error.history.count("push") == 1 and not error.history.count("refused")
@@ -247,3 +250,20 @@ def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
         late.join(0)
     for part in (0, 1):
         connection.push(push(1, others[0], part))
+
+
+def test_what_cannot_be_sent_is_named_and_not_shown():
+    lock = threading.Lock()
+    things = {"inner": ray_actors.optax.sgd(1.0), "worker_fn": lambda worker: lock}
+    with pytest.raises(
+        TypeError, match=r"^worker_fn cannot .*: cannot pickle '_thread"
+    ):
+        with ray_actors.naming_what_cannot_be_sent(**things):
+            raise TypeError("it holds " + "numbers, " * 9999)
+
+
+def test_what_a_run_waits_for_reads_well(ray):
+    _, events = supervisor_of(ray, servers_of(1), workers=2)
+    for state, said in (("lost", "is starting"), ("join", "has joined and not pushed")):
+        events.seen.add([Event(state, 0, 0, 0, 0, 0, 0.0, {})])
+        assert events.how(0).startswith(f"worker 0, which {said}")

@@ -2,6 +2,7 @@
 """The interfaces of an agreement's two sides, and the checks of a push."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -243,21 +244,44 @@ def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree)
     return json.dumps([kind, names, str(treedef), shapes])
 
 
-def check_saved(center: Arrays, saved: Arrays) -> None:
-    """Refuse a checkpoint of other variables."""
+def difference(saved: str, own: str) -> tuple[str, str]:
+    """What two descriptions by `described` differ in, as words for a message."""
+    pairs = zip(json.loads(saved), json.loads(own), strict=True)
+    for say, (one, other) in zip(_SAID, pairs, strict=True):
+        if say(one) != say(other):
+            return say(one), say(other)
+    return "another rule or optimizer", "its own"
+
+
+_SAID: tuple[Callable[[Any], str], ...] = (
+    {"center": "a center rule", "sync_replicas": "SyncReplicas"}.__getitem__,
+    # A function that was made in another one, by the name of that.
+    lambda names: some(
+        [*{n.partition(".<locals>")[0]: 0 for n in names if n != "None"}]
+    ),
+    # Of a treedef the classes.
+    lambda treedef: "a state of " + some(re.findall(r"namedtuple.(\w+)", treedef)),
+    lambda shapes: "a state with the arrays " + some(shapes),
+)
+
+
+def check_saved(center: Arrays, saved: Arrays, is_part: bool = False) -> None:
+    """Refuse a checkpoint of other variables, or of other parts of them."""
+    here = "this server's part of the parameters" if is_part else "the parameters"
+    mend = "Pass another checkpoint_dir, or resume=False to start afresh"
+    mend += ", or the fragments of before." if is_part else "."
     unknown = [path for path in saved if path not in center]
     missing = [path for path in center if path not in saved]
     if unknown or missing:
         raise ValueError(
-            "The checkpoint is of other variables: it has "
-            f"{some(unknown)}, which the parameters have not, and lacks "
-            f"{some(missing)}. Pass another checkpoint_dir, or rename the parameters."
+            f"The checkpoint is of other variables than {here}: it has "
+            f"{some(unknown)}, which are not there, and lacks {some(missing)}. {mend}"
         )
     for path, array in center.items():
         if array.shape != saved[path].shape:
             raise ValueError(
-                f"The checkpoint holds {path} with shape {saved[path].shape}; the "
-                f"parameters have {array.shape}. Pass another checkpoint_dir."
+                f"The checkpoint holds {path} with shape {saved[path].shape}; {here} "
+                f"has it with shape {array.shape}. {mend}"
             )
 
 
