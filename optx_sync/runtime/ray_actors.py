@@ -76,7 +76,8 @@ def start_servers(
     Returns:
         The connection to them. Send it to any Ray task or actor, and make
         `Worker(connection, ...)` there. `ray.kill` each of `connection.servers` at the
-        end.
+        end. Where memory is short, Ray kills the newest of the actors that may restart
+        first; servers with checkpoints may, so give your workers `max_restarts=1`.
 
     Raises:
         ValueError: See `run`.
