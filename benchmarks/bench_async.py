@@ -4,8 +4,9 @@
     python benchmarks/bench_async.py --quick           # short
 
 Two worker processes on a local Ray push and take the center back, both at once, as fast
-as they can, so an exchange takes as long as a round of both. In the same run, in turns:
-a naive Ray actor, as one writes it first (JAX arrays, push, then pull), the same with
+as they can, so an exchange takes as long as a round of both. Timed is `send` and its
+answer, of arrays that lie ready, and not `Worker.step`. In the same run, in turns: a
+naive Ray actor, as one writes it first (JAX arrays, push, then pull), the same with
 NumPy arrays, Ray's own part of an exchange, and a plain NumPy copy of the bytes that a
 round moves, there and back for each worker.
 """

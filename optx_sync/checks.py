@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from optx_sync.rows.slices import IndexedSlices, check_rows
 from optx_sync.trees import (
     Tree,
+    brief,
     check_arrays,
     check_transformation,
     is_gradient_leaf,
@@ -85,8 +86,7 @@ def integer(name: str, number: object, mend: str, least: int = 1) -> int:
     """
     if isinstance(number, bool) or not isinstance(number, int | np.integer):
         raise TypeError(
-            f"{name} must be an integer, and not traced; got {number!r} of type "
-            f"{type(number).__name__}. {mend}"
+            f"{name} must be an integer, and not traced; got {brief(number)}. {mend}"
         )
     if not least <= number < 2**31:
         raise ValueError(
@@ -118,10 +118,7 @@ def interval(
     if isinstance(value, bool) or not isinstance(
         value, int | float | np.number | jax.Array
     ):
-        raise TypeError(
-            f"{name} must be a number; got {value!r} of type {type(value).__name__}. "
-            f"{mend}"
-        )
+        raise TypeError(f"{name} must be a number; got {brief(value)}. {mend}")
     inside = least < value < most if open_ends else least <= value <= most
     if not inside:
         left, right = "()" if open_ends else "[]"

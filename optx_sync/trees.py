@@ -15,6 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 # A pytree of arrays. Where it holds gradients a leaf may also be an `IndexedSlices` or
 # `None`, and `optax.MaskedNode` where a wrapper has taken the leaf out.
 Tree: TypeAlias = Any
+# The longest text of an object in a message, in letters.
+LONGEST_TEXT = 100
 
 
 class SlicesLeaf:
@@ -188,9 +190,16 @@ def check_transformation(tx: object, name: str, call: str) -> None:
     """Refuse what is no Optax transformation, such as a function that makes one."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"{name} must be an Optax gradient transformation; got {tx!r} of type "
-            f"{type(tx).__name__}. Write for example {call}."
+            f"{name} must be an Optax gradient transformation; got {brief(tx)}. Write "
+            f"for example {call}."
         )
+
+
+def brief(x: object) -> str:
+    """What was got instead, for a message: its text where that is short, its type."""
+    text = repr(x)
+    text = text if len(text) <= LONGEST_TEXT else "one"
+    return f"{text} of type {type(x).__name__}"
 
 
 def is_finite(tree: Tree) -> jax.Array:

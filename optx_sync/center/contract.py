@@ -24,6 +24,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import integer
+from optx_sync.trees import brief
 
 InnerState: TypeAlias = Literal["keep", "average", "reset"]
 CenterMemory: TypeAlias = Literal["device", "pinned_host"]
@@ -171,7 +172,7 @@ def check_rule(rule: object, call: str) -> None:
     """Raise a TypeError that shows `call` for anything but a `CenterRule`."""
     if not isinstance(rule, CenterRule):
         raise TypeError(
-            f"rule must be a CenterRule; got {rule!r}. Write for example {call}."
+            f"rule must be a CenterRule; got {brief(rule)}. Write for example {call}."
         )
 
 
@@ -181,8 +182,8 @@ def weighed(rule: CenterRule, weigh: Weigh | None) -> CenterRule:
         return rule
     if not callable(weigh):
         raise TypeError(
-            f"weigh must be a function of a Round; got {weigh!r}. Write for example "
-            "weigh=lambda at: (1 + at.staleness) ** -0.5."
+            f"weigh must be a function of a Round; got {brief(weigh)}. Write for "
+            "example weigh=lambda at: (1 + at.staleness) ** -0.5."
         )
     return rule._replace(weigh=weigh)
 

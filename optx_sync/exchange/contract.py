@@ -29,7 +29,7 @@ from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.shapes import Array, Bool, Float, Shaped
-from optx_sync.trees import Tree, is_slices, leaves_with_names
+from optx_sync.trees import Tree, brief, is_slices, leaves_with_names
 
 # Scalars that may travel with the arrays, by name.
 Scalars: TypeAlias = dict[str, Shaped[Array, ""]]
@@ -223,7 +223,7 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
     if not isinstance(exchange, Exchange):
         raise TypeError(
             "exchange must be one of oxs.exchange, or an oxs.exchange.Exchange of your "
-            f"own; got {exchange!r} of type {type(exchange).__name__}. Write for "
+            f"own; got {brief(exchange)}. Write for "
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
     return exchange._replace(meet=_on_shards(exchange, _complete(exchange.meet)))

@@ -27,7 +27,11 @@ PUSHES = ("push", "dropped", "retry")
 
 
 class History(NamedTuple):
-    """The history of a run: one event for each push and for each death."""
+    """The history of a run as it was heard: an event for each push and each death.
+
+    What a server had not handed over when it died is missing, a fraction of a second;
+    how many pushes were applied and lost, `Worker.rounds` and `Worker.lost` tell.
+    """
 
     # In the order of the servers' clocks; the last `KEPT` of a long run.
     events: list[Event]
@@ -51,6 +55,8 @@ class Seen:
         self.counts: Counter[tuple[str, int]] = Counter()
         self.last: dict[int, Event] = {}  # pushes, by worker
         self.states: dict[int, str] = {}  # of each worker that has not pushed
+        self.steps: dict[int, int] = {}  # of each worker, its earlier runs' too
+        self.pushing: tuple[float, float] | None = None  # times of first and last push
         self.step: int = 0  # of the center
         self.saved: int | None = None  # the step of the newest checkpoint
         self.done: int = 0  # steps that workers have made since their first push
@@ -65,12 +71,19 @@ class Seen:
                 last = self.last.get(event.worker, event)
                 self.done += max(event.local_step - last.local_step, 0)
                 self.last[event.worker] = event
+            if event.kind == "push":
+                begin, end = self.pushing or (event.time, event.time)
+                self.pushing = min(begin, event.time), max(end, event.time)
+            if event.kind in ("push", "dropped", "join", "left"):
+                self.steps[event.worker] = event.local_step
             if event.kind == "saved":
                 self.saved = event.global_step
             if event.kind in _STATES:
                 self.states[event.worker] = _STATES[event.kind]
             if event.kind != "lost":  # A "lost" event has the step of the last push.
                 self.step = event.global_step
+        if not self.last:
+            return  # They start, and compile.
         self._walked.append((time.monotonic(), self.done))
         while self._walked[-1][0] - self._walked[0][0] > RATE_SECONDS:
             self._walked.popleft()
@@ -86,7 +99,7 @@ class Seen:
         if rate:
             said += f", {rate:.3g} steps a second"
         if total_steps:
-            made = sum(min(e.local_step, total_steps) for e in self.last.values())
+            made = sum(min(steps, total_steps) for steps in self.steps.values())
             whole = num_workers * total_steps
             said += f", {100 * made // whole} %"
             if rate and made < whole:
@@ -103,10 +116,12 @@ class Seen:
         total: Counter[str] = Counter()
         for (kind, _), number in self.counts.items():
             total[kind] += number
-        pushes = total["push"]
+        pushes, (begin, end) = total["push"], self.pushing or (0.0, 0.0)
         said = f"{pushes} pushes in {seconds:.0f} s"
-        if pushes and seconds:
-            said += f", {pushes / seconds:.3g} a second"
+        if end > begin:
+            said += (
+                f", from the first one on {(pushes - 1) / (end - begin):.3g} a second"
+            )
         names = {
             "dropped": "dropped as stale",
             "refused": "refused",
@@ -129,10 +144,11 @@ _STATES = {"join": "joined", "lost": "starting", "left": "ended"}
 
 
 class Display:
-    """A table of the workers in a terminal, where there is Rich; otherwise a log.
+    """A log, and a table of the workers in a terminal, where there is Rich.
 
     The log is `logging.getLogger("optx_sync.runtime")`. If the program has configured
-    no handler, lines go to standard error while the run lasts.
+    no handler, lines go to standard error while the run lasts: above the table, which
+    goes at the end. Without a table some of them say how the workers stand.
     """
 
     def __init__(self, num_workers: int, total_steps: int | None = None):
@@ -151,8 +167,8 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self._live is not None:
-            self._live.start()
-        elif not log.hasHandlers():
+            self._live.start()  # From now on lines of standard error stand above it.
+        if not log.hasHandlers():
             self._handler = logging.StreamHandler()
             self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
             log.addHandler(self._handler)

@@ -74,6 +74,9 @@ class Enter(NamedTuple):
 
     worker: int
     incarnation: int  # 0: hand one out
+    # Another server has given out this one, by a clock that is ahead: hand out one
+    # above it, if `incarnation` is still the newest here.
+    above: int = 0
 
 
 class Send(NamedTuple):
@@ -131,6 +134,7 @@ class Superseded(NamedTuple):
     """There is a newer incarnation of this worker."""
 
     message: str
+    newest: int = 0
 
 
 class Refused(NamedTuple):
@@ -158,10 +162,12 @@ def decide(book: Book, request: Request) -> Decision:
     if isinstance(request, Save):
         return Decision(book, standing(book, worker), "save")
     if isinstance(request, Enter):
-        incarnation = request.incarnation or max(book.handed, entry.incarnation) + 1
+        handed = max(book.handed, entry.incarnation, request.above) + 1
+        incarnation = request.incarnation or handed
         if incarnation < entry.incarnation:
             return Decision(book, _superseded(request, entry))
         joins = entry.joins + (incarnation > entry.incarnation)
+        incarnation = handed if request.above else incarnation
         book = book._replace(handed=max(book.handed, incarnation))
         book = _with(book, worker, entry._replace(incarnation=incarnation, joins=joins))
         return Decision(book, standing(book, worker))
@@ -183,7 +189,8 @@ def _superseded(request: Enter | Send | Stay, entry: Entry) -> Superseded:
     return Superseded(
         f"worker {request.worker} has joined again: incarnation {request.incarnation} "
         f"is not the newest one, {entry.incarnation}. Only the newest may push; call "
-        "join()."
+        "join().",
+        entry.incarnation,
     )
 
 
@@ -262,6 +269,7 @@ class Client(NamedTuple):
     worker: int
     replay: int = 0  # how many pushes of each part it keeps at most
     incarnation: int = 0
+    above: int = 0  # the newest of another server, which is above it
     joins: int = 0
     epoch: int = 0  # of the server; 0: it has not answered yet
     lines: tuple[Line, ...] = ()  # of each part that lives there
@@ -290,7 +298,7 @@ def wants(client: Client) -> Request | None:
     c = client
     match c.phase:
         case "enter":
-            return Enter(c.worker, c.incarnation)
+            return Enter(c.worker, c.incarnation, c.above)
         case "save":
             return Save(c.worker)
         case "token" | "start":
@@ -311,8 +319,8 @@ def wants(client: Client) -> Request | None:
 def hears(client: Client, answer: Answer) -> Client:
     """The client after the server's answer to its request."""
     match answer:
-        case Superseded(message):
-            return client._replace(phase="superseded", message=message)
+        case Superseded(message, newest):
+            return client._replace(phase="superseded", message=message, above=newest)
         case Refused() if len(client.sending) > 1 or client.goal in ("start", "save"):
             # The answer to one push that is sent again; the others follow.
             rest = client.sending[1:]
@@ -334,6 +342,7 @@ def hears(client: Client, answer: Answer) -> Client:
                 phase="idle",
                 lines=lines,
                 incarnation=incarnation,
+                above=0,
                 joins=joins,
                 sending=(),
             )

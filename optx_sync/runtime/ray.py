@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,16 +35,21 @@ from optx_sync.runtime.ray_actors import (
     RayConnection,
     WorkerActor,
     import_ray,
+    naming_what_cannot_be_sent,
     start_servers,
 )
 from optx_sync.runtime.worker import Worker, shapes_of
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, brief
 
 # A worker that dies this often without a round in between is not replaced again.
 DEATHS_WITHOUT_A_ROUND = 5
 # Seconds until a process that did not start is started again, longer each time.
 SLOWEST_START_SECONDS = 30.0
 POLL_SECONDS = 0.25
+# Where memory is short, Ray first kills the newest of the actors that it may restart: a
+# worker, and not the older server beside it, which it may. The program is not started
+# again with the process: a call is not repeated, and a worker that died is killed.
+RESTARTABLE = {"max_restarts": 1, "max_task_retries": 0}
 # Seconds without events after which the log says what the run waits for.
 SILENCE_SECONDS = 10.0
 
@@ -155,8 +161,9 @@ def run(
         max_failures: So many exceptions of `worker_fn`, over all workers, are logged,
             and the worker is replaced; the next one ends the run.
         worker_timeout: A worker that no server has heard from for so many seconds is
-            logged, killed and replaced. Choose more than it takes from its start to
-            its first round, and from one round to the next. `None`: no limit.
+            logged, killed and replaced; a server that does not answer itself may not
+            have heard it. Choose more than it takes from its start to its first round,
+            and from one round to the next. `None`: no limit.
         total_steps: The steps that each worker will make, for the percentage and the
             time left in the display. The run does not end by it.
 
@@ -189,7 +196,9 @@ def run(
     turns = lay_out(shapes, way.fragments, num_servers if way.splits else 1).turns
     steps_between(communication_period, len(turns), way.delay)
     if not callable(worker_fn):
-        raise TypeError(f"worker_fn must be a function of a worker; got {worker_fn!r}.")
+        raise TypeError(
+            f"worker_fn must be a function of a worker; got {brief(worker_fn)}."
+        )
     ray = import_ray()
     started = not ray.is_initialized()
     if started:
@@ -266,7 +275,7 @@ def _supervised(
             return _saved(connection, events, params)
         except BaseException as error:
             ended = f"was ended by {type(error).__name__}"
-            _carry(error, connection, events, params)
+            _carry(error, supervisor, params)
             raise
         finally:
             supervisor.stop()
@@ -308,19 +317,20 @@ def _start_ray(ray: Any, address: str | None, num_workers: int) -> None:
 
 def _saved(connection: RayConnection, events: "_Events", params: Tree) -> tuple:
     """Save the center, and return what `run` returns."""
+    connection.call("end")  # Who was killed may not be dead yet.
     connection.checkpoint()
     center, averages = connection.center(params), connection.averages()
     events.collect_the_rest()
     return center, events.seen.history(averages)
 
 
-def _carry(
-    error: BaseException, connection: RayConnection, events: "_Events", params: Tree
-) -> None:
+def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> None:
     """Save what has been trained so far, and attach it to the exception."""
+    events = supervisor.events
     center, history = None, events.seen.history(None)
     try:
-        center, history = _saved(connection, events, params)
+        supervisor.stop()  # What is saved is then all that they were told of.
+        center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
     try:
@@ -343,7 +353,11 @@ class _Supervisor:
         self.limits = limits
         self.failures = 0  # exceptions of `worker_fn`
         self.hung: dict[int, str] = {}  # the message for a worker that was killed
-        self.start = ray.put(start)
+        worker_fn, _, _, inner, agreement, options = start
+        with naming_what_cannot_be_sent(
+            worker_fn=worker_fn, inner=inner, agreement=agreement, **options
+        ):
+            self.start = ray.put(start)
         self.places: Any = None  # a placement group
         self.share: tuple[float, int] = (1.0, 0)  # CPUs and GPUs of a worker
         self.actors: dict[int, Any] = {}
@@ -352,7 +366,8 @@ class _Supervisor:
         self.returned: set[int] = set()
         self.told: set[tuple[str, int]] = set()  # (server, who left)
         self.deaths = [0] * num_workers
-        self.rounds_at_death = [-1] * num_workers
+        # Of each worker, its pushes of each part when it died last.
+        self.met_at_death = [Counter[int]() for _ in range(num_workers)]
         self.starts = [0] * num_workers  # consecutive starts without a join
         self.joins = [0] * num_workers  # joins before it was started
 
@@ -380,12 +395,13 @@ class _Supervisor:
         self.events.collect(wait=True)
 
     def stop(self) -> None:
-        for actor in self.actors.values():
-            self.ray.kill(actor)
+        while self.actors:
+            self.ray.kill(self.actors.popitem()[1])
         if self.places is not None:
             from ray.util import remove_placement_group
 
             remove_placement_group(self.places)
+            self.places = None
 
     def _reserve(self) -> None:
         """Reserve resources for each worker, kept while it is replaced."""
@@ -425,7 +441,9 @@ class _Supervisor:
         )
         actor = (
             self.ray.remote(WorkerActor)
-            .options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
+            .options(
+                **RESTARTABLE, num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place
+            )
             .remote()
         )
         self.actors[index] = actor
@@ -474,11 +492,12 @@ class _Supervisor:
             self.later[index] = time.monotonic() + wait
             return
         self.starts[index] = 0
-        rounds = counts["push", index] + counts["dropped", index]
-        if rounds == self.rounds_at_death[index]:
-            self.deaths[index] += 1
-        else:
-            self.deaths[index], self.rounds_at_death[index] = 1, rounds
+        met, before = self.events.met[index].copy(), self.met_at_death[index]
+        # A round of several parts is one where none of them was refused.
+        turns = self.connection.layout.turns
+        whole = any(all(met[part] > before[part] for part in turn) for turn in turns)
+        self.deaths[index] = 1 if whole else self.deaths[index] + 1
+        self.met_at_death[index] = met
         if self.deaths[index] >= DEATHS_WITHOUT_A_ROUND:
             raise RuntimeError(
                 f"Worker {index} died {self.deaths[index]} times without a round "
@@ -488,8 +507,8 @@ class _Supervisor:
 
     def _kill_who_hangs(self) -> None:
         limit = self.limits.worker_timeout
-        if limit is None or self.events.silent_servers():
-            return  # It may be waiting for a server.
+        if limit is None:
+            return
         for index in self.running.values():
             seconds = self.events.silence_of(index)
             if seconds > limit and index not in self.hung:
@@ -535,6 +554,14 @@ def _share(ray: Any, num_workers: int, smaller: float) -> tuple[float, int]:
     return max(int(1e4 * share * smaller), 1) / 1e4, max(of_each, default=0)
 
 
+# What is said of a worker that has not pushed, by its state.
+_IS = {
+    "starting": "is starting",
+    "joined": "has joined and not pushed yet",
+    "ended": "has ended",
+}
+
+
 class _Events:
     """Collects the servers' events while they run.
 
@@ -550,7 +577,14 @@ class _Events:
         self._asked: dict[int, object] = {}
         self._since: dict[int, float] = {}
         self._steps: dict[int, int] = {}  # of each server
-        self._of_workers: dict[int, float] = {}  # the time of the last news
+        self.met: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        # Of each server, the seconds in which it listened: those in which it owed an
+        # answer are left out, since a worker may have spoken to it.
+        self._listened = [0.0] * len(self._servers)
+        self._answered = [time.monotonic()] * len(self._servers)
+        # By server and worker: its requests so far, and what had been listened by then.
+        self._requests: dict[tuple[int, int], tuple[str, int]] = {}
+        self._spoke: dict[tuple[int, int], float] = {}
         self._metrics = Metrics()
         self.seen = Seen()
         self.heard = time.monotonic()
@@ -570,6 +604,8 @@ class _Events:
             if reference not in ready:
                 continue
             del self._asked[number]
+            idle = self._since[number] - self._answered[number]
+            self._answered[number] = time.monotonic()
             try:
                 found = ray.get(reference)
             except ray.exceptions.ActorDiedError as error:
@@ -581,10 +617,16 @@ class _Events:
                 continue  # It is being restarted.
             if isinstance(found, Exception):
                 raise found
-            boot, events, silent = found
-            for worker, seconds in enumerate(silent):
-                when = max(time.monotonic() - seconds, self._of_workers.get(worker, 0))
-                self._of_workers[worker] = when
+            boot, events, requests = found
+            self._listened[number] += idle
+            for worker, count in enumerate(requests):
+                key = number, worker
+                if self._requests.get(key) != (boot, count):
+                    self._requests[key] = boot, count
+                    self._spoke[key] = self._listened[number]
+            for event in events:
+                if event.kind in ("push", "dropped"):
+                    self.met[event.worker][event.part] += 1
             name, since = self.places[number]
             self.places[number] = (boot, len(events) + (since if boot == name else 0))
             self._metrics.add(number, events)
@@ -632,11 +674,15 @@ class _Events:
 
     def launched(self, worker: int) -> None:
         """Note that a worker's process is being started."""
-        self._of_workers[worker] = time.monotonic()
+        for number, listened in enumerate(self._listened):
+            self._spoke[number, worker] = listened
 
     def silence_of(self, worker: int) -> float:
-        """Seconds since a worker was last heard of, or started."""
-        return time.monotonic() - self._of_workers[worker]
+        """Seconds that servers have listened since a worker spoke, or was started."""
+        return min(
+            listened - self._spoke[number, worker]
+            for number, listened in enumerate(self._listened)
+        )
 
     def silence(self) -> float:
         """Seconds since the last event."""
@@ -646,7 +692,7 @@ class _Events:
         """The state of a worker, for the log."""
         last = self.seen.last.get(worker)
         if last is None:
-            return f"worker {worker}, which is {self.seen.state(worker)}"
+            return f"worker {worker}, which {_IS[self.seen.state(worker)]}"
         seconds = time.time() - last.time
         return (
             f"worker {worker}, whose last push was {seconds:.0f} s ago at its step "

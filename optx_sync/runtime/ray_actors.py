@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -76,7 +76,8 @@ def start_servers(
     Returns:
         The connection to them. Send it to any Ray task or actor, and make
         `Worker(connection, ...)` there. `ray.kill` each of `connection.servers` at the
-        end.
+        end. Where memory is short, Ray kills the newest of the actors that may restart
+        first; servers with checkpoints may, so give your workers `max_restarts=1`.
 
     Raises:
         ValueError: See `run`.
@@ -126,7 +127,8 @@ def start_servers(
             given["checkpoint_dir"] = _below(checkpoint_dir, f"server_{number}")
         actor = ray.remote(ServerActor).options(**options)
         # Shapes, not arrays: an actor's arguments are kept for its restarts.
-        servers.append(actor.remote(shapes, agreement, given))
+        with naming_what_cannot_be_sent(agreement=agreement, **given):
+            servers.append(actor.remote(shapes, agreement, given))
     kept = 2 * checkpoint_every if replay else 0
     connection = RayConnection(
         servers, shapes, way.fragments, kept, checkpoint_dir is not None
@@ -203,10 +205,14 @@ class RayConnection:
     def join(self, worker: int) -> Joined:
         """See `Server.join`."""
         client, found = Client(worker, self._replay), []
-        for server in range(len(self.servers)):
+        while (server := len(found)) < len(self.servers):
             self._lines[worker, server] = Line(begins=True)
             # It joins all servers with the incarnation that the first one hands out.
             client, joined = self._converse(server, protocol.begin(client, "enter"))
+            if client.phase == "superseded" and server:
+                # The first one's clock may be behind. It knows who has joined since.
+                found = []
+                continue
             if client.phase != "idle":
                 raise ValueError(client.message)
             self._clients[worker, server] = client
@@ -487,6 +493,23 @@ class WorkerActor:
             return "error", portable(error)
         connection.finish(index)
         return "done", worker.unpushed if worker else 0
+
+
+@contextlib.contextmanager
+def naming_what_cannot_be_sent(**things: object) -> Iterator[None]:
+    """Say which of these cannot be pickled; Ray's error shows all that they hold."""
+    try:
+        yield
+    except Exception:
+        for name, thing in things.items():
+            try:
+                import_ray().cloudpickle.dumps(thing)
+            except Exception as error:
+                raise TypeError(
+                    f"{name} cannot be sent to another process: {str(error)[:200]}. "
+                    "Make such an object inside of the function that uses it."
+                ) from None
+        raise
 
 
 def portable(error: Exception) -> Exception:

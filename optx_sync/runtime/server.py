@@ -25,7 +25,12 @@ from optx_sync.checks import integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime import protocol
 from optx_sync.runtime.agreements import Agreement, Held, way_of
-from optx_sync.runtime.agreements.contract import Notes, Settings, check_saved
+from optx_sync.runtime.agreements.contract import (
+    Notes,
+    Settings,
+    check_saved,
+    difference,
+)
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged, set_aside
 from optx_sync.runtime.messages import (
     Arrays,
@@ -146,10 +151,11 @@ class Server:
         # For each worker's successor: its inner state, and notes of its program.
         self._states: list[Arrays] = [{}] * num_workers
         self._places: list[str] = [""] * num_workers
-        self._heard: list[float] = [time.time()] * num_workers
+        self._heard: list[int] = [0] * num_workers  # requests of each worker
         self._resizes: bool = not way.waits
         # Workers whose programs have ended.
         self._left: set[int] = set()
+        self._ended: bool = False
         self._events: list[Event] = []
         self._forgotten: int = 0  # events that the reader has and that are gone here
         self._boot = uuid.uuid4().hex
@@ -235,6 +241,11 @@ class Server:
             number = self._book.entries[worker].places[0].round
             return held.reply_again(worker)._replace(round=number)
 
+    def end(self) -> None:
+        """Refuse pushes from now on: what is saved next is all that was applied."""
+        with self._changed:
+            self._ended = True
+
     def center(self) -> Tree:
         """A copy of the center, in the structure of the parameters."""
         parts = self.center_of_parts()
@@ -272,10 +283,9 @@ class Server:
             self._forgotten = max(self._forgotten, since)
             return self._boot, list(self._events)
 
-    def news(self, boot: str, since: int) -> tuple[str, list[Event], list[float]]:
-        """`events`, and the seconds since each worker's last request."""
-        now = time.time()
-        return *self.events(boot, since), [now - when for when in self._heard]
+    def news(self, boot: str, since: int) -> tuple[str, list[Event], list[int]]:
+        """`events`, and how many requests of each worker this server has heard."""
+        return *self.events(boot, since), list(self._heard)
 
     def checkpoint(self) -> Any:
         """Save the center in Orbax's format: written aside, then renamed.
@@ -319,7 +329,7 @@ class Server:
             return self._refuse(push, problem), None
         if problem:
             return protocol.Refused(problem), None
-        self._heard[request.worker] = time.time()
+        self._heard[request.worker] += 1
         book, answer, action = protocol.decide(self._book, request)
         worker = request.worker
         if isinstance(answer, protocol.Superseded | protocol.Refused):
@@ -331,11 +341,13 @@ class Server:
         if action == "apply" and isinstance(request, protocol.Send):
             return self._apply(request, push, book)
         self._book = book
-        reply = None
+        reply, part = None, 0  # A gradient that waits is of the only part.
         match request:
             case protocol.Save():
                 self._save()
             case protocol.Enter():
+                if not request.above:
+                    self._note("join", worker)
                 return answer, self._joined(worker)
             case protocol.Stay(kind="start"):
                 return answer._replace(busy=not self.everyone_joined()), None
@@ -343,13 +355,15 @@ class Server:
                 reply = self._held[0].reply_again(worker)
             case protocol.Send():
                 self._note("retry", worker, push=push)
-                reply = self._held[request.part].reply_again(worker)
+                reply, part = self._held[request.part].reply_again(worker), request.part
+        if reply is not None:
+            number = self._book.entries[worker].places[part].round
+            reply = reply._replace(round=number)
         busy = reply is not None and reply.waiting
         return protocol.standing(self._book, worker, busy), reply
 
     def _joined(self, worker: int) -> Joined:
         self._left.discard(worker)
-        self._note("join", worker)
         entry, parts = self._book.entries[worker], {}
         for part, held, place in zip(self.parts, self._held, entry.places, strict=True):
             held.join(worker)
@@ -368,6 +382,8 @@ class Server:
     ) -> tuple[Answer, Reply | None]:
         if push is None:
             raise ValueError("A push has arrays: pass push=Push(...).")
+        if self._ended:  # This is no fault of the worker, and so no event.
+            return protocol.Refused("the run has ended."), None
         worker, held = push.worker, self._held[request.part]
         problem, sizes, arrays = held.expected.read(push.arrays)
         if problem:
@@ -505,12 +521,18 @@ class Server:
             made_by = [held.describe(), self.layout.mark(self._like, part)]
             if note["made_by"] != made_by:
                 # Other variables have another state, and the message names them.
-                check_saved(held.current(), of_part["center"])
+                several = len(self.layout.owners) > 1
+                check_saved(held.current(), of_part["center"], several)
+                if note["made_by"][0] == made_by[0]:
+                    raise ValueError(
+                        "The checkpoint was saved with other fragments, or the parts "
+                        f"are others. {other}"
+                    )
+                was, now = difference(note["made_by"][0], made_by[0])
                 raise ValueError(
-                    f"The checkpoint was made by {note['made_by'][0]}, and this server "
-                    f"is {made_by[0]}, or the parts are others. Pass the same rule, "
-                    "optimizer and fragments, another checkpoint_dir, or resume=False "
-                    "to start afresh."
+                    f"The checkpoint was made by {was}, and this server has {now}. "
+                    "Pass the rule and optimizer of before, another checkpoint_dir, or "
+                    "resume=False to start afresh."
                 )
             held.load(of_part, note)
         self._local_steps = self._sized(notes["local_steps_of_workers"], 0)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of asynchronous training: local steps, and an exchange when one is due."""
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import jax
@@ -187,21 +188,22 @@ class Worker:
             PushRefused: The server refused the push, for example because of a NaN. The
                 worker keeps its own step, and the next step tries again; `pull`
                 starts anew from the center.
+            RuntimeError: Something other than `PushRefused` interrupted the last step:
+                whether its push was applied is not known. `pull` first.
             ValueError: Gradients that do not match the parameters.
         """
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
         interval("tokens", tokens, "Pass how many are behind the gradient.", 0, 1e30)
-        self.local_step += 1
-        self._tokens = {part: old + tokens for part, old in self._tokens.items()}
-        due = self._own.step(grads, self.local_step - 1)
-        if self._sent is not None and (due or self._own.steps >= self._delay):
-            self._land()
+        with self._whole():
+            self.local_step += 1
+            self._tokens = {part: old + tokens for part, old in self._tokens.items()}
+            due = self._own.step(grads, self.local_step - 1)
+            if self._sent is not None and (due or self._own.steps >= self._delay):
+                self._land()
         if due:
             turns = self.layout.turns
-            self._set_out(turns[self.rounds % len(turns)], what_to_show)
-            if not self._delay:
-                self._land()
+            self._exchange(turns[self.rounds % len(turns)], what_to_show, self._delay)
 
     def flush(self) -> None:
         """Exchange now, if there were steps since the last round.
@@ -209,12 +211,12 @@ class Worker:
         For the end of a program: steps since the last round are not in the center yet.
         Pushes that are on their way land first, then each part is exchanged.
         """
-        if self._sent is not None:
-            self._land()
+        with self._whole():
+            if self._sent is not None:
+                self._land()
         for turn in self.layout.turns:
             if any(self._own.ages[part] for part in turn):
-                self._set_out(turn, {})
-                self._land()
+                self._exchange(turn, {})
 
     @property
     def unpushed(self) -> int:
@@ -233,9 +235,42 @@ class Worker:
         turns = self.layout.turns
         return sum(max(self._steps[part] for part in turn) for turn in turns)
 
-    def _set_out(self, parts: tuple[int, ...], shown: dict[str, SupportsFloat]) -> None:
-        begin = time.perf_counter()
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What must not be left in the middle: if it was, only `pull` goes on.
+
+        The next push would bear the name of the one that was interrupted, and the
+        server would take it for a repetition.
+        """
+        if self._torn:
+            raise RuntimeError(
+                f"The last step of worker {self.index} was interrupted, and whether "
+                "the center has its push is not known. Call worker.pull() to go on "
+                "from the center as it is."
+            )
+        self._torn = True
+        try:
+            yield
+        except PushRefused:
+            self._torn = False
+            raise
+        self._torn = False
+
+    def _exchange(
+        self, parts: tuple[int, ...], shown: dict[str, SupportsFloat], delay: int = 0
+    ) -> None:
+        # Both are the program's own: an error in them changes nothing.
         numbers = {name: float(value) for name, value in shown.items()}
+        place = json.dumps(self.place)
+        with self._whole():
+            self._set_out(parts, numbers, place)
+            if not delay:
+                self._land()
+
+    def _set_out(
+        self, parts: tuple[int, ...], numbers: dict[str, float], place: str
+    ) -> None:
+        begin = time.perf_counter()
         outgoing = {part: self._own.outgoing(part) for part in parts}
         every = self._keep_state
         state = self._own.state() if every and not self.rounds % every else {}
@@ -257,7 +292,7 @@ class Worker:
                 tokens=tokens[part],
                 part=part,
                 state=state,
-                place=json.dumps(self.place),
+                place=place,
                 told=self._told[part],
             )
             state = {}  # One of the pushes carries it.
@@ -306,6 +341,7 @@ class Worker:
 
     def pull(self) -> Joined:
         """Discard the worker's parameters and state, and start anew from the center."""
+        self._torn: bool = True
         joined = self.connection.join(self.index)
         self._sent: _Sent | None = None
         self._rounds: dict[int, int] = {p: x.round for p, x in joined.parts.items()}
@@ -322,6 +358,7 @@ class Worker:
             self._own.go_on(joined.state)
         self._state = joined.state
         self.place: Any = json.loads(joined.place or "null")
+        self._torn = False
         return joined
 
     def shard(self, sharding: Any) -> None:

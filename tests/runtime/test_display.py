@@ -90,6 +90,43 @@ def test_without_a_terminal_there_are_lines_on_the_log(caplog, monkeypatch):
     assert late.startswith("center: step 6;")
 
 
+def test_neither_a_start_nor_what_a_run_resumed_counts_as_speed(monkeypatch):
+    clock = types.SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(display, "time", clock)
+    seen = seen_of([])
+    # Processes start and programs compile for half a minute; two are far on already.
+    joins = [event("join", worker, 0)._replace(local_step=90) for worker in (0, 1)]
+    for now, new in (
+        (20.0, [*joins, event("left", 2, 0)._replace(local_step=100)]),
+        (25.0, [event("push", 0, 1, 9)._replace(local_step=92, time=25.0)]),
+        (26.0, [event("push", 1, 2, 9)._replace(local_step=92, time=26.0)]),
+        (27.0, [event("push", 0, 3, 10)._replace(local_step=96, time=27.0)]),
+    ):
+        clock.monotonic = lambda now=now: now
+        seen.add(new)
+        if now == 20.0:
+            assert seen.head(3, 100) == "center: step 0, 93 %"
+    assert seen.head(3, 100) == "center: step 3, 2 steps a second, 96 %, 0:00:06 left"
+    said = seen.closing(30.0)
+    assert said.startswith("3 pushes in 30 s, from the first one on 1 a second, the ")
+
+
+def test_in_a_terminal_there_remains_what_was_said(monkeypatch):
+    """Warnings, where it saved and how it ended stand above the table, which goes."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr("rich.console.Console", lambda: console)
+    monkeypatch.setattr(
+        display.log, "propagate", False
+    )  # As without pytest's handlers.
+    with Display(1) as shown:
+        shown.show(seen_of([event("saved", -1, 4)]), [event("lost", 0, 4)])
+        display.log.info("The run has ended: at step 4")
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert "worker 0 died" in said and "The run has ended: at step 4" in said
+    assert not display.log.handlers
+
+
 def test_metrics_tell_what_the_servers_tell(monkeypatch):
     """What Ray's own are told; the guide says where they can be looked up."""
     told = {}

@@ -27,7 +27,6 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
-from optx_sync.runtime import server as server_module
 from optx_sync.runtime.agreements.center import round_of, traffic
 from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
@@ -318,7 +317,12 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
     def waits(workers):
         return sync_server(1, workers, checkpoint_dir=tmp_path / "waits")
 
+    def part(name, rule=oxs.local_sgd_rule(), num_servers=2, **settings):  # noqa: B008
+        settings |= {"checkpoint_dir": tmp_path / name, "num_servers": num_servers}
+        return Server(PARAMS, rule, num_workers=1, **settings)
+
     start()
+    part("part")
     waits(2).checkpoint()
     reshaped = {**PARAMS, "w": jnp.zeros((3, 2))}
     renamed = {"v": PARAMS["w"], "b": PARAMS["b"]}
@@ -329,11 +333,17 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
         (lambda: start(renamed), rf"(?s){lacks}"),
         (
             lambda: start(outer=oxs.optimizers.adagrad(0.1)),
-            r"made by .*Momentum.* server is .*Adagrad",
+            r"made by a state of .*Momentum.* server has .*Adagrad",
         ),
+        (
+            lambda: part("center", rule=oxs.agn_rule(optax.sgd(1.0)), num_servers=1),
+            r"made by \['[\w.]*\.diloco_rule'.* this server has \['[\w.]*\.agn_rule'",
+        ),
+        (lambda: part("part", fragments=2), r"server's part .* lacks .*before\."),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             call()
+        assert "PyTreeDef" not in str(caught.value)
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
@@ -361,13 +371,10 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
         less.join(1)
 
 
-def test_a_worker_is_silent_from_its_last_request_on(monkeypatch):
-    monkeypatch.setattr(server_module.time, "time", lambda: 10.0)
+def test_the_requests_of_each_worker_are_counted():
     server = center_server()
-    monkeypatch.setattr(server_module.time, "time", lambda: 13.0)
     server.join(1)
-    monkeypatch.setattr(server_module.time, "time", lambda: 14.0)
-    assert server.news("", 0)[2] == [4.0, 1.0]
+    assert server.news("", 0)[2] == [0, 1]
 
 
 def test_half_precision_center_is_float32():
@@ -652,10 +659,11 @@ def test_settings_that_make_no_sense_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             make()
-    with pytest.raises(TypeError, match="agreement must be a center rule"):
-        Server(PARAMS, optax.sgd(0.1), num_workers=2)
-    with pytest.raises(TypeError, match="inner must be an Optax"):
-        Server(PARAMS, SyncReplicas(1), num_workers=2)
+    big = {str(number): np.ones((9, 9)) for number in range(9)}
+    with pytest.raises(TypeError, match=r"be a center rule.* got one of type dict\.$"):
+        Server(PARAMS, big, num_workers=2)
+    with pytest.raises(TypeError, match=r"inner must be an Optax .* one of type dict"):
+        Server(PARAMS, SyncReplicas(1), num_workers=2, inner=big)
     with pytest.raises(TypeError, match=r"Pass for example jnp.asarray\(1.5\)"):
         Server({"w": 1.5}, rule, num_workers=1)
 

@@ -79,6 +79,60 @@ def test_refused_worker_keeps_its_own_and_may_start_anew():
     np.testing.assert_array_equal(server.center()["b"], 3.0)
 
 
+class Interrupted:
+    """A connection that breaks while it waits for an answer, or before it sends."""
+
+    def __init__(self, server, before):
+        self.server, self.before, self.breaks = server, before, False
+        self.join, self.wait = server.join, server.wait
+
+    def send(self, push):
+        if self.breaks and self.before:
+            raise OSError("no route")
+        answer = self.server.send(push)
+
+        def heard():
+            if self.breaks:
+                raise KeyboardInterrupt
+            return answer()
+
+        return heard
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_after_an_interrupted_exchange_a_worker_pulls_before_it_goes_on(before):
+    """Whether its push was applied is not known: its next one would bear its name."""
+    server, _ = party(COUNT, period=1)
+    connection = Interrupted(server, before)
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
+    worker = Worker(connection, PARAMS, optax.sgd(1.0), COUNT, index=0, **settings)
+    worker.step(DOWN)
+    connection.breaks = True
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        worker.step(DOWN)
+    connection.breaks = False
+    for go_on in (lambda: worker.step(DOWN), worker.flush):
+        with pytest.raises(RuntimeError, match=r"was interrupted.*worker\.pull\(\)"):
+            go_on()
+    assert server.global_step == 2 - before
+    worker.pull()
+    for _ in range(4):
+        worker.step(DOWN)
+    assert server.global_step == worker.local_step == worker.rounds == 6 - before
+    np.testing.assert_array_equal(server.center()["w"], 6.0 - before)
+
+
+def test_a_push_that_a_launcher_sends_twice_is_answered_with_its_round():
+    server, _ = party(COUNT, period=1)
+    send = server.send
+    server.send = lambda push: (send(push), send(push))[1]
+    settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
+    worker = Worker(server, PARAMS, optax.sgd(1.0), COUNT, index=0, **settings)
+    for _ in range(3):
+        worker.step(DOWN)
+    assert worker.rounds == server.global_step == 3
+
+
 def test_replacement_goes_on_from_the_last_round():
     server, (worker,) = party(COUNT, period=2, inner=optax.sgd(1.0, momentum=0.5))
     for _ in range(3):
@@ -96,7 +150,10 @@ def test_replacement_goes_on_from_the_last_round():
 
 def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_path):
     """Of the last round that they went with; also after the server has died."""
-    inner = optax.sgd(1.0, momentum=0.5)
+    key = optax.GradientTransformation(
+        lambda params: jax.random.key(0), lambda grads, key, params=None: (grads, key)
+    )
+    inner = optax.chain(key, optax.sgd(1.0, momentum=0.5))
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 1}
 
     def server():

@@ -13,6 +13,7 @@ from optx_sync.runtime.agreements.sync_replicas import (
     Updates,
     sync_replicas_way,
 )
+from optx_sync.trees import brief
 
 Agreement: TypeAlias = CenterRule | SyncReplicas
 Held: TypeAlias = Center | Updates  # at a server; one thread at a time
@@ -45,5 +46,5 @@ def way_of(agreement: Any, settings: Settings) -> Way:
         return center_way(agreement, settings)
     raise TypeError(
         "agreement must be a center rule such as oxs.local_sgd_rule(), or "
-        f"oxs.runtime.SyncReplicas(3); got {agreement!r}."
+        f"oxs.runtime.SyncReplicas(3); got {brief(agreement)}."
     )

@@ -2,6 +2,7 @@
 """The interfaces of an agreement's two sides, and the checks of a push."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +14,7 @@ from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
+from optx_sync.placement.axes import is_key
 from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
 from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import Variables
@@ -200,13 +202,26 @@ def own_buffers(after: Tree, given: Tree) -> Tree:
 
 def numbered(tree: Tree) -> dict[str, np.ndarray]:
     """The leaves of any state, numbered, as a checkpoint can hold them."""
-    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+    leaves = jax.tree.leaves(jax.tree.map(_words, tree))
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
+
+
+def _words(x: Any) -> Any:
+    """A typed key as the words that it is made of; other leaves as they are."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def _made_of(words: Any, old: Any) -> Any:
+    words = jnp.array(words)
+    if is_key(old):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(old))
+    return words
 
 
 def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
     """The state from its numbered leaves."""
     old, treedef = jax.tree.flatten(tree)
-    shapes = {str(i): jnp.shape(x) for i, x in enumerate(old)}
+    shapes = {str(i): jnp.shape(_words(x)) for i, x in enumerate(old)}
     found = {name: jnp.shape(x) for name, x in leaves.items()}
     if shapes != found:
         raise ValueError(
@@ -215,7 +230,7 @@ def like(tree: Tree, leaves: dict[str, np.ndarray]) -> Tree:
             f"{some([*map(str, shapes.values())])}. Pass the optimizer of before, or "
             "resume=False to start afresh."
         )
-    return treedef.unflatten([jnp.array(leaves[str(i)]) for i in range(len(old))])
+    return treedef.unflatten([_made_of(leaves[str(i)], x) for i, x in enumerate(old)])
 
 
 def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree) -> str:
@@ -229,21 +244,44 @@ def described(kind: str, formulas: Sequence[Callable[..., object]], state: Tree)
     return json.dumps([kind, names, str(treedef), shapes])
 
 
-def check_saved(center: Arrays, saved: Arrays) -> None:
-    """Refuse a checkpoint of other variables."""
+def difference(saved: str, own: str) -> tuple[str, str]:
+    """What two descriptions by `described` differ in, as words for a message."""
+    pairs = zip(json.loads(saved), json.loads(own), strict=True)
+    for say, (one, other) in zip(_SAID, pairs, strict=True):
+        if say(one) != say(other):
+            return say(one), say(other)
+    return "another rule or optimizer", "its own"
+
+
+_SAID: tuple[Callable[[Any], str], ...] = (
+    {"center": "a center rule", "sync_replicas": "SyncReplicas"}.__getitem__,
+    # A function that was made in another one, by the name of that.
+    lambda names: some(
+        [*{n.partition(".<locals>")[0]: 0 for n in names if n != "None"}]
+    ),
+    # Of a treedef the classes.
+    lambda treedef: "a state of " + some(re.findall(r"namedtuple.(\w+)", treedef)),
+    lambda shapes: "a state with the arrays " + some(shapes),
+)
+
+
+def check_saved(center: Arrays, saved: Arrays, is_part: bool = False) -> None:
+    """Refuse a checkpoint of other variables, or of other parts of them."""
+    here = "this server's part of the parameters" if is_part else "the parameters"
+    mend = "Pass another checkpoint_dir, or resume=False to start afresh"
+    mend += ", or the fragments of before." if is_part else "."
     unknown = [path for path in saved if path not in center]
     missing = [path for path in center if path not in saved]
     if unknown or missing:
         raise ValueError(
-            "The checkpoint is of other variables: it has "
-            f"{some(unknown)}, which the parameters have not, and lacks "
-            f"{some(missing)}. Pass another checkpoint_dir, or rename the parameters."
+            f"The checkpoint is of other variables than {here}: it has "
+            f"{some(unknown)}, which are not there, and lacks {some(missing)}. {mend}"
         )
     for path, array in center.items():
         if array.shape != saved[path].shape:
             raise ValueError(
-                f"The checkpoint holds {path} with shape {saved[path].shape}; the "
-                f"parameters have {array.shape}. Pass another checkpoint_dir."
+                f"The checkpoint holds {path} with shape {saved[path].shape}; {here} "
+                f"has it with shape {array.shape}. {mend}"
             )
 
 

@@ -1,0 +1,269 @@
+"""The supervisor, and the connection to servers, with Ray's calls in this process."""
+
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+import optx_sync as oxs
+from optx_sync.runtime import Event, Push, PushRefused, ray_actors, server
+from optx_sync.runtime import ray as on_ray
+from optx_sync.runtime.ray_actors import RayConnection, ServerActor
+
+PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
+# worker_fn, connection, parameters, inner, agreement, options
+START: Any = (None, None, None, None, None, {})
+COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+
+
+class Ref:
+    """An answer that may not be there yet."""
+
+    done: bool = False
+    value: Any = None
+
+
+class Handle:
+    """An actor's handle; while it is frozen, calls wait in the order they came in."""
+
+    def __init__(self, actor):
+        self.actor, self.frozen, self.waiting = actor, False, []
+
+    def __getattr__(self, name):
+        return types.SimpleNamespace(remote=lambda *given: self.ask(name, *given))
+
+    def ask(self, name, *given):
+        ref = Ref()
+        self.waiting.append((ref, name, given))
+        if not self.frozen:
+            self.answer()
+        return ref
+
+    def answer(self):
+        while self.waiting:
+            ref, name, given = self.waiting.pop(0)
+            ref.value, ref.done = getattr(self.actor, name)(*given), True
+
+
+class RayHere:
+    """What of Ray a supervisor and a connection call."""
+
+    exceptions = types.SimpleNamespace(
+        RayTaskError=TimeoutError, RayError=ConnectionError,
+        RayActorError=ConnectionError, ActorDiedError=ConnectionAbortedError,
+    )  # fmt: skip
+
+    def __init__(self):
+        self.killed = []
+        self.kill = self.killed.append
+
+    def put(self, value):
+        return value
+
+    def get(self, ref):
+        return ref.value
+
+    def wait(self, refs, num_returns=1, timeout=0.0):
+        return [ref for ref in refs if ref.done], [ref for ref in refs if not ref.done]
+
+
+@pytest.fixture(name="ray")
+def here(monkeypatch):
+    ray = RayHere()
+    for module in (on_ray, ray_actors):
+        monkeypatch.setattr(module, "import_ray", lambda: ray)
+    told = types.SimpleNamespace(add=lambda *_: None)
+    monkeypatch.setattr(on_ray, "Metrics", lambda: told)
+    return ray
+
+
+def servers_of(number, workers=1, **settings):
+    """A connection to as many servers."""
+    settings |= {"num_workers": workers, "num_servers": number, "copy_replies": False}
+    actors = [
+        ServerActor(PARAMS, COUNT, {**settings, "number": k}) for k in range(number)
+    ]
+    connection = RayConnection([Handle(a) for a in actors], PARAMS, 1, 0, True)
+    parts = {part: connection.layout.pick(PARAMS, part) for part in range(number)}
+    for number, actor in enumerate(actors):
+        actor.call("begin", {part: parts[part] for part in (number,)})
+    return connection
+
+
+def supervisor_of(ray, connection, workers=1, **limits):
+    display: Any = types.SimpleNamespace(show=lambda *_: None)
+    events = on_ray._Events(connection, display)
+    limits = on_ray._Limits(
+        **{"max_failures": 0, "worker_timeout": None} | limits, total_steps=None
+    )
+    supervisor = on_ray._Supervisor(ray, START, workers, connection, events, limits)
+    supervisor.actors = {worker: f"actor {worker}" for worker in range(workers)}
+    supervisor._launch = lambda index: supervisor.actors.update(
+        {index: f"actor {index}"}
+    )
+    return supervisor, events
+
+
+def push(number, joined, part, value=1.0):
+    name = "['b']" if part == 0 else "['w']"
+    arrays = {"contribution": {name: np.full(2, value, np.float32)}}
+    return Push(0, number, arrays, part=part, incarnation=joined.incarnation)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_round_counts_where_all_its_parts_were_taken(ray, whole):
+    """Of several servers one applies its part, and the other refuses it."""
+    connection = servers_of(2)
+    supervisor, events = supervisor_of(ray, connection)
+    joined = connection.join(0)
+    refused = Ref()
+    refused.value = "refused", "it holds a NaN"
+    for life in range(1, on_ray.DEATHS_WITHOUT_A_ROUND + 1):
+        connection.push(push(life, joined, 0))
+        if whole:
+            connection.push(push(life, joined, 1))
+        else:
+            with pytest.raises(PushRefused, match="holds a NaN"):
+                connection.push(push(1, joined, 1, np.nan))
+        events.collect()
+        if life < on_ray.DEATHS_WITHOUT_A_ROUND or whole:
+            supervisor._over(0, refused)
+            assert supervisor.deaths[0] == (1 if whole else life)
+    if not whole:
+        with pytest.raises(RuntimeError, match="died 5 times without a round"):
+            supervisor._over(0, refused)
+
+
+def test_time_in_which_a_server_owes_an_answer_is_no_silence(ray, monkeypatch):
+    """A server that was frozen answers the supervisor before it hears its workers."""
+    clock = types.SimpleNamespace(now=0.0, time=lambda: 0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(on_ray, "time", clock)
+    connection = servers_of(1)
+    (server,) = connection.servers
+    supervisor, events = supervisor_of(ray, connection, worker_timeout=3.0)
+    supervisor.running = {"reference": 0}
+    events.launched(0)
+
+    def passes(seconds, step=0.25):
+        for _ in range(round(seconds / step)):
+            clock.now += step
+            events.collect()
+            supervisor._kill_who_hangs()
+
+    joined = connection.join(0)
+    passes(1.0)
+    server.frozen = True
+    passes(60.0)
+    news = server.waiting
+    line = ray_actors.Line()
+    enter = line.packed((ray_actors.protocol.Enter(0, joined.incarnation), None))
+    server.waiting = [*news, (Ref(), "handle", (0, enter))]
+    server.frozen = False
+    # News are answered first, and the worker's message a little later.
+    (message,) = server.waiting[1:]
+    server.waiting = server.waiting[:1]
+    server.answer()
+    passes(0.25)
+    server.waiting = [message]
+    server.answer()
+    passes(2.75)
+    assert not ray.killed
+    passes(1.0)
+    assert ray.killed == ["actor 0"]
+
+
+def test_a_run_that_is_ended_saves_all_that_its_workers_were_told_of(ray, monkeypatch):
+    """They are stopped first; one that still pushes then is refused."""
+    connection = servers_of(2)
+    joined = connection.join(0)
+
+    def supervise(supervisor):
+        supervisor.actors[0] = "actor 0"
+        for part in (0, 1):
+            connection.push(push(1, joined, part))
+        raise KeyboardInterrupt
+
+    def checkpoint():
+        assert ray.killed == ["actor 0"]
+        with pytest.raises(PushRefused, match="the run has ended"):
+            connection.push(push(2, joined, 0))
+
+    monkeypatch.setattr(on_ray._Supervisor, "supervise", supervise)
+    monkeypatch.setattr(connection, "checkpoint", checkpoint)
+    limits = on_ray._Limits(0, None, None)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        on_ray._supervised(ray, START, 1, connection, PARAMS, limits)
+    error: Any = caught.value
+    np.testing.assert_array_equal(error.center["b"], 1.0)
+    assert error.history.count("push") == 1 and not error.history.count("refused")
+
+
+def test_ray_may_restart_workers_and_calls_their_program_once(ray, monkeypatch):
+    """Where memory is short it kills first what it may restart, as servers are."""
+    asked: dict[str, Any] = {}
+
+    def options(**given):
+        asked.update(given)
+        return types.SimpleNamespace(remote=lambda: Handle(None))
+
+    ray.remote = lambda actor: types.SimpleNamespace(options=options)
+    connection = servers_of(1)
+    supervisor, _ = supervisor_of(ray, connection)
+    del supervisor._launch
+    monkeypatch.setattr(Handle, "ask", lambda *_: Ref())
+    supervisor._launch(0)
+    assert asked["max_restarts"] and asked["max_task_retries"] == 0
+
+
+def test_a_worker_joins_servers_whose_clocks_differ(ray, monkeypatch):
+    """The first server hands out incarnations, and came back with a clock behind."""
+    connection = servers_of(2)
+    before = connection.join(0)
+    behind = types.SimpleNamespace(time=lambda: 0.0, time_ns=lambda: 10)
+    monkeypatch.setattr(server, "time", behind)
+    connection.servers[0].actor = servers_of(2).servers[0].actor
+    joined = connection.join(0)
+    assert joined.incarnation > before.incarnation
+    for part in (0, 1):
+        connection.push(push(1, joined, part))
+    with pytest.raises(PushRefused, match="has joined again"):
+        connection.push(push(2, before, 1))
+    assert connection.join(0).restarts == 1
+
+
+def test_of_two_who_join_at_once_the_later_one_stays(ray, monkeypatch):
+    """The earlier one finds a newer incarnation at the second server, and gives way."""
+    connection = servers_of(2)
+    late, others = RayConnection(connection.servers, PARAMS, 1, 0, True), []
+    converse = late._converse
+
+    def overtaken(number, client, asked=None):
+        if number == 1 and not others:
+            others.append(connection.join(0))
+        return converse(number, client, asked)
+
+    monkeypatch.setattr(late, "_converse", overtaken)
+    with pytest.raises(ValueError, match="has joined again"):
+        late.join(0)
+    for part in (0, 1):
+        connection.push(push(1, others[0], part))
+
+
+def test_what_cannot_be_sent_is_named_and_not_shown():
+    lock = threading.Lock()
+    things = {"inner": ray_actors.optax.sgd(1.0), "worker_fn": lambda worker: lock}
+    with pytest.raises(
+        TypeError, match=r"^worker_fn cannot .*: cannot pickle '_thread"
+    ):
+        with ray_actors.naming_what_cannot_be_sent(**things):
+            raise TypeError("it holds " + "numbers, " * 9999)
+
+
+def test_what_a_run_waits_for_reads_well(ray):
+    _, events = supervisor_of(ray, servers_of(1), workers=2)
+    for state, said in (("lost", "is starting"), ("join", "has joined and not pushed")):
+        events.seen.add([Event(state, 0, 0, 0, 0, 0, 0.0, {})])
+        assert events.how(0).startswith(f"worker 0, which {said}")
