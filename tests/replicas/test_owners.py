@@ -273,7 +273,7 @@ def test_leaves_that_differ_by_name_alone_are_no_group():
 
 def by_name(transformation):
     """The transformation of each of two leaves."""
-    rules = {name: transformation(name) for name in "ab"}
+    rules: Any = {name: transformation(name) for name in "ab"}
     return optax.multi_transform(rules, lambda tree: {name: name for name in tree})
 
 
