@@ -21,7 +21,7 @@ _EXAMPLE = {
 }
 # Sizes of the gradients, so that some pass a threshold; the last one is a NaN.
 _SCALES = (1e-6, 1.0, 1e6, np.nan)
-_STEPS = 2
+_STEPS = 3
 # Errors of a transformation that works on the parameters of its own model only.
 FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 
@@ -29,7 +29,7 @@ FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 class Elementwise:
     """The check of one transformation that is to work on pieces of arrays.
 
-    `check` tries it on an example, in two steps with gradients of many sizes and a NaN:
+    `check` tries it on an example, in steps with gradients of many sizes and a NaN:
     on two flat halves, each on a replica of its own, its updates must be those of the
     whole. A transformation that tells parameters apart by name, or fails on the
     example, is tried on small copies of the parameters.
@@ -142,9 +142,8 @@ class Elementwise:
         """Whether updates of the whole and of its halves agree."""
         with eager():
             params, grads = draw(shapes)
-            halves = (
-                jax.tree.map(lambda x: _halves(x, 0), params),
-                jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), grads),
+            halves = jax.tree.map(
+                lambda x: np.moveaxis(_halves(x, 2), 2, 0), (params, grads)
             )
             whole = jax.tree.map(lambda x: x[None], (params, grads))
             # It runs once: not worth the compiler's time.
@@ -167,29 +166,18 @@ class Elementwise:
     def _steps(self, params: Tree, grads: Tree) -> Tree:
         """The updates [replicas, cases, steps, ...], from arrays [replicas, ...]."""
         # All replicas along the first axis, one along each of the others.
-        one = jax.vmap(self._case, in_axes=(None, 0))
+        one = jax.vmap(functools.partial(steps, self._inner))
         for axis in self._axes[1:]:
             one = along(one, axis)
         first = self._axes[0] if self._axes else None
         return jax.vmap(one, axis_name=first)(params, grads)
-
-    def _case(self, params: Tree, grads: Tree) -> Tree:
-        """The updates [steps, ...]."""
-
-        def step(state, grads):
-            updates, new = self._inner.update(
-                grads, state, params, value=jnp.float32(1)
-            )
-            return cast_like(new, state), updates
-
-        return jax.lax.scan(step, self._inner.init(params), grads, unroll=True)[1]
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
             f"{self._option} lets {self._who} see pieces of arrays, which is right for "
             "transformations that act on each number alone, such as Adam; but with "
             f"this one {reason}. Norms (clip_by_global_norm, LAMB), shapes (Adafactor, "
-            "Muon) and noise need whole arrays. Leave "
+            "Muon), noise and estimated rates (Prodigy, DoG) need whole arrays. Leave "
             f"{self._option} out, or write a norm over all pieces: square sums of a "
             "piece, added up by oxs.reduce(squares, axis_name, reduction='sum')."
         )
@@ -212,8 +200,27 @@ def as_optax_expects() -> Iterator[None]:
         yield
 
 
+def steps(
+    inner: optax.GradientTransformationExtraArgs, params: Tree, grads: Tree
+) -> Tree:
+    """The updates of some steps, [steps, ...], each at parameters of its own."""
+
+    def step(state, now):
+        grads, params = now
+        updates, new = inner.update(grads, state, params, value=jnp.float32(1))
+        return cast_like(new, state), updates
+
+    start = jax.tree.map(lambda x: x[0], params)
+    later = jax.tree.map(lambda x: x[1:], params)
+    return jax.lax.scan(step, inner.init(start), (grads, later), unroll=True)[1]
+
+
 def draw(shapes: Tree) -> tuple[Tree, Tree]:
-    """Parameters, and gradients [cases, steps, ...] of all sizes."""
+    """Parameters [cases, 1 + steps, ...], and gradients [cases, steps, ...].
+
+    Gradients are of all sizes, those of several steps point the same way, and
+    parameters go against them: some transformations ask how far they have come.
+    """
     numbers = np.random.default_rng(0)
 
     def draw(x, *steps):
@@ -223,6 +230,7 @@ def draw(shapes: Tree) -> tuple[Tree, Tree]:
         return drawn * grows[: drawn.size].reshape(drawn.shape)
 
     def scaled(x):
+        x[:, 1:] = x[:, :1] + 0.5 * x[:, 1:]
         for case, scale in enumerate(_SCALES):
             if np.isfinite(scale):
                 x[case] *= scale
@@ -230,10 +238,17 @@ def draw(shapes: Tree) -> tuple[Tree, Tree]:
                 x[case, 0].reshape(-1)[0] = scale
         return x
 
+    def moved(start, grads):
+        way = np.cumsum(np.nan_to_num(np.sign(grads)), axis=1)
+        way = np.concatenate([np.zeros_like(way[:, :1]), way], axis=1)
+        return start - np.float32(0.5) * way
+
     params = jax.tree.map(draw, shapes)
     grads = jax.tree.map(lambda x: draw(x, len(_SCALES), _STEPS), shapes)
     grads = jax.tree.map(scaled, grads)
-    return jax.tree.map(lambda x: x.astype(np.float32), (params, grads))
+    return jax.tree.map(
+        lambda x: x.astype(np.float32), (jax.tree.map(moved, params, grads), grads)
+    )
 
 
 def along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:

@@ -251,7 +251,7 @@ def center_variable(
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period) or (sharded is not None and sharded.coded),
         nests=True,
-        state=state_class(rule, on_host),
+        state=state_class(rule, on_host, axis_name is ALONE),
         sharded=sharded,
         on_host=on_host,
     )

@@ -242,6 +242,42 @@ class HostSoftSummedCenterState(SoftSummedCenterState):
     __slots__ = ()
 
 
+@fields.declare(
+    local_step=fields.LIKE_PARAMS.told,
+    steps_since_round=fields.LIKE_PARAMS.told,
+    global_step=fields.LIKE_PARAMS.told,
+    ages=fields.LIKE_PARAMS.told,
+    center=fields.OWN_CENTER,
+    taken=fields.LIKE_PARAMS,
+    outer=fields.LIKE_PARAMS,
+    pending=fields.LIKE_PARAMS.told,
+    accumulated=fields.LIKE_PARAMS,
+    broken=fields.LIKE_PARAMS,
+    exchange=fields.LIKE_PARAMS,
+    info=fields.LIKE_PARAMS.told,
+    inner=fields.LIKE_PARAMS,
+)
+class LoneCenterState(CenterState):
+    """For one worker with a center of its own, `axis_name=None`: nothing is shared.
+
+    It lies where the parameters lie: on each of the replicas around or inside of it.
+    """
+
+    __slots__ = ()
+
+    def lost_by_resize(self, fewer: bool) -> list[str]:
+        """Nothing: other workers are none of its own."""
+        del fewer
+        return []
+
+
+@fields.declare(center=fields.OWN_CENTER.on_host, outer=fields.LIKE_PARAMS.on_host)
+class HostLoneCenterState(LoneCenterState):
+    """A `LoneCenterState` whose center and outer state live in host memory."""
+
+    __slots__ = ()
+
+
 _CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
     (False, False, False): CenterState,
     (False, True, False): SummedCenterState,
@@ -254,8 +290,12 @@ _CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
 }
 
 
-def state_class(rule: CenterRule, on_host: bool = False) -> type[CenterState]:
+def state_class(
+    rule: CenterRule, on_host: bool = False, alone: bool = False
+) -> type[CenterState]:
     """The state class for a rule: `resize` needs it, and no field tells the rule."""
+    if alone:
+        return HostLoneCenterState if on_host else LoneCenterState
     return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
 
 

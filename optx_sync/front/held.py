@@ -36,8 +36,14 @@ class Held(NamedTuple):
 
 
 def centers(tree: Tree) -> list[Any]:
-    """The states in a tree that hold a center."""
-    return [node for node in fields.nodes_of(tree) if fields.center_of(node)]
+    """The outermost states in a tree that hold a center from which workers start."""
+
+    def has_center(x):
+        return fields.declares(x) and hasattr(type(x), "center_params")
+
+    return [
+        node for node in fields.nodes_of(tree, has_center) if fields.center_of(node)
+    ]
 
 
 def held(state: Tree, form: Form) -> list[Held]:

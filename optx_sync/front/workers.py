@@ -346,7 +346,7 @@ class Workers:
         form, arrays = forms.split(state)
         layout = self._layout()
         layout.check(form, arrays, layout.marks(form, arrays), "workers.center")
-        if not held.centers(form.bare(arrays)):
+        if not any(map(fields.is_level, held.centers(form.bare(arrays)))):
             _warn_of_differences(state, form, arrays)
         # The tree to return, with the numbers of the arrays that it needs.
         tree = form.merge(np.arange(len(arrays)))
@@ -637,7 +637,9 @@ def _center(
     one = layout.of_one(arrays, marks, statistics)
     # A center in pieces is put together from the pieces of all workers.
     outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
-    centers = held.centers(outermost)
+    pairs = zip(held.centers(outermost), held.centers(form.bare(one)), strict=True)
+    # That of one worker alone, `axis_name=None`, lies with each worker.
+    centers = (node if fields.is_level(node) else own for node, own in pairs)
     for node, params in zip(centers, held.held(state, form), strict=True):
         params.put(one, node.center_params(params.tree(one)))
     return [one[place] for place in places]
@@ -673,7 +675,7 @@ def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
 @jax.jit
 def _all_differ(arrays: list[jax.Array]) -> jax.Array:
     """Whether each of these arrays differs from worker to worker."""
-    differ = [(x != placing.first(x)).any() for x in arrays]
+    differ = [(x != x[:1]).any() for x in arrays]
     return functools.reduce(jnp.logical_and, differ)
 
 

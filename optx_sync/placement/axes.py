@@ -315,7 +315,7 @@ def _refuse_around_center(state: Tree) -> None:
         return _is_optax(x) and type(x).__name__ in _SOMETIMES
 
     def is_center(x):
-        return hasattr(type(x), "center_params")
+        return hasattr(type(x), "center_params") and fields.is_level(x)
 
     for node in fields.nodes_of(state, sometimes):
         if fields.nodes_of(node, is_center):

@@ -12,9 +12,11 @@ The table decides the worker axes (`state_axes`, `state_specs`, `replicate`), wh
 state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. Other states with a table are fields of
-such a state: those of exchanges, and `info`, numbers to report that no step needs. The
-fields of an `Info` count as the state's own, with the kinds of the `Info`'s table.
+wrappers are nested levels; 0 is the outermost. A wrapper whose fields all are as the
+parameters are, that of one worker alone, is no level: it lies where they lie. Other
+states with a table are fields of such a state: those of exchanges, and `info`, numbers
+to report that no step needs. The fields of an `Info` count as the state's own, with the
+kinds of the `Info`'s table.
 """
 
 import dataclasses
@@ -89,6 +91,8 @@ OF_SUMS = Kind("own", added=True)
 OWED = Kind("own", "owed")
 # Copies of the parameters, computed from the updated ones.
 COPIES = Kind("params", lands="nobody")
+# The center of one worker alone: it is wherever the parameters are.
+OWN_CENTER = Kind("params", lands="joiners")
 CENTER = Kind("level", lands="joiners")
 TAKEN_CENTER = Kind("level", lands="everyone")
 
@@ -130,7 +134,13 @@ def declares(x: Any) -> bool:
 
 def is_level(x: Any) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
-    return declares(x) and hasattr(type(x), "inner")
+    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(type(x))
+
+
+def _lies_as_params(state: type) -> bool:
+    """Whether each field of a state is equal where the parameters are."""
+    kinds: Any = getattr(state, "field_kinds", {}).values()
+    return all(isinstance(kind, Kind) and kind.whose == "params" for kind in kinds)
 
 
 def kind_of(state: Declares, name: str) -> Kind:
@@ -142,7 +152,7 @@ def kind_of(state: Declares, name: str) -> Kind:
 def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
     """(name, kind, value) of every field; those of `info` in place of `info`."""
     for name, value in state._asdict().items():
-        if name == "info" and value:
+        if kind_of(state, name) is INFO and value:
             yield from fields_of(value)
         else:
             yield name, kind_of(state, name), value
@@ -156,7 +166,7 @@ def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """
 
     def field(name, value, *values):
-        if name == "info" and value:
+        if kind_of(state, name) is INFO and value:
             return map_fields(function, value, *values)
         return function(name, kind_of(state, name), value, *values)
 

@@ -59,9 +59,9 @@ def kinds(tree: Tree) -> Tree:
         return jax.tree.map(lambda x: HOST if jnp.ndim(x) else "", value)
 
     return jax.tree.map(
-        lambda node: fields.map_fields(field, node) if fields.is_level(node) else "",
+        lambda node: fields.map_fields(field, node) if fields.declares(node) else "",
         tree,
-        is_leaf=fields.is_level,
+        is_leaf=fields.declares,
     )
 
 

@@ -5,6 +5,7 @@ The kind of a field says what becomes of it. All arrays here have the worker axi
 front, `[N, ...]`, even those that are equal on all workers.
 """
 
+import functools
 import warnings
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -176,7 +177,7 @@ def _stacked(state: Tree, leaves: list["_Leaf"], workers: int) -> Tree:
 def _new_params(how: "_Resizing", params: Tree, stacked: Tree) -> Tree:
     """The new workers' parameters, with some or all of them at the center."""
     params = jax.tree.map(lambda x: how.array(fields.OWN, x), params)
-    for node in fields.nodes_of(stacked):
+    for node in fields.nodes_of(stacked, fields.is_level):
         if found := fields.center_of(node):
             params = _at_center(how, params, *found)
     return params
@@ -238,19 +239,28 @@ class _Resizing(NamedTuple):
                 return self.array(fields.OWN, node, fresh)
             if hasattr(node, "lost_by_resize") and not self.inside:
                 self.lost.extend(node.lost_by_resize(self.after < self.before))
-            return fields.map_fields(self._field, node, fresh)
+            field = functools.partial(self._field, fields.is_level(node))
+            return fields.map_fields(field, node, fresh)
 
         return jax.tree.map(visit, tree, fresh, is_leaf=fields.declares)
 
-    def _field(self, name: str, kind: fields.Kind, tree: Tree, fresh: Tree) -> Tree:
+    def _field(
+        self, level: bool, name: str, kind: fields.Kind, tree: Tree, fresh: Tree
+    ) -> Tree:
         if self.inside:
             counts = kind.resized == "from 0"
             kind = fields.OWN_COUNT if counts else fields.OWN
         how = self._replace(
-            added=self.added or kind.added, inside=self.inside or name == "inner"
+            added=self.added or kind.added,
+            inside=self.inside or (level and name == "inner"),
         )
         if kind.whose == "params":
-            fresh = jax.tree.map(lambda _: None, tree)
+            # A state inside of what is no level has a table of its own.
+            fresh = jax.tree.map(
+                lambda x: x if fields.declares(x) else None,
+                fresh,
+                is_leaf=None if level else fields.declares,
+            )
         if kind.resized == "kept" and not kind.is_shared:
             return how.tree(tree, fresh)
         return jax.tree.map(lambda x, new: how.array(kind, x, new), tree, fresh)
@@ -363,7 +373,8 @@ class _Leaf(NamedTuple):
 def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
     """The leaves of a state, with their shapes checked."""
     # With nested rules some leaves have only the axis of the inner workers.
-    counters = [getattr(node, "global_step", 0) for node in fields.nodes_of(state)]
+    levels = fields.nodes_of(state, fields.is_level)
+    counters = [getattr(node, "global_step", 0) for node in levels]
     stacked = any(map(jnp.ndim, counters))
     found = []
     for (path, x), one, mark, pieces in zip(

@@ -531,6 +531,7 @@ class _InPieces(NamedTuple):
         else:
             self.elementwise.check(params)
             pieces = own_pieces(inner.init, params, self.whole.axis_name)
+        _refuse_center(pieces, "True")
         return self.whole.around(pieces, params)
 
     def update(
@@ -628,6 +629,7 @@ class _InLeaves(NamedTuple):
             self.whole.axis_name,
             self._cut,
         )
+        _refuse_center(own, "'leaves'")
         constants = self.leaves.constants(cut(tree[0], None))
         return fields.OwnedState(own, constants, plan.numbers())
 
@@ -734,6 +736,16 @@ def _check_pieces(replicas: _CrossShard, option: str, coded: bool) -> None:
             f"shard_state={option} needs an exchange that can stop half way, where "
             "each replica has the sum of its piece; this one cannot. Use "
             f"oxs.exchange.all_reduce(){others}, or leave shard_state={option} out."
+        )
+
+
+def _refuse_center(state: Tree, option: str) -> None:
+    """Refuse a center of one worker, `axis_name=None`, of which each owns a piece."""
+    if fields.nodes_of(state, lambda x: hasattr(type(x), "center_params")):
+        raise ValueError(
+            f"shard_state={option} cuts the state of inner, which holds a center: "
+            "nothing puts that together again. Put the center rule around: "
+            f"oxs.diloco(oxs.cross_shard(tx, 'data', shard_state={option}), None)."
         )
 
 

@@ -10,6 +10,7 @@ number by number lies in pieces instead, as with `shard_state=True`.
 import functools
 import math
 import re
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import optax
 
 from optx_sync import elementwise
 from optx_sync.elementwise import FAILURES, Elementwise
+from optx_sync.placement.axes import is_key
 from optx_sync.placement.fields import Owned
 from optx_sync.trees import Tree, cast_like, path_name
 
@@ -38,6 +40,9 @@ class Plan(NamedTuple):
 
     treedef: Any
     groups: tuple[Group, ...]
+    # Of each group's state: 0 for what each leaf has of its own, `None` for scalars
+    # that are for all of them.
+    axes: tuple[Any, ...]
 
     def cut(self, tree: Tree) -> tuple[Tree, list[jax.Array]]:
         """(the tree without what is owned whole, a stack `[K, ...]` of each group)."""
@@ -99,7 +104,7 @@ class Leaves:
         alike: dict[Any, list[int]] = {}
         for place, x in enumerate(shapes):
             if x.size:
-                label = x.shape, x.dtype, self._program(treedef, shapes, place)
+                label = x.shape, x.dtype, self._treatment(treedef, shapes, place)
                 alike.setdefault(label, []).append(place)
         groups = [
             Group(path_name(pairs[found[0]][0]), tuple(found))
@@ -108,13 +113,17 @@ class Leaves:
         if names is None:
             whole = self._whole(treedef, shapes, groups)
             names = {group.name for group in whole}
-        return Plan(treedef, tuple(group for group in groups if group.name in names))
+        found = tuple(group for group in groups if group.name in names)
+        axes = (self._axes(treedef, shapes, group.members[0]) for group in found)
+        return Plan(treedef, found, tuple(axes))
 
     def init(self, plan: Plan, rest: Tree, stacks: list[Any]) -> Owned:
         """The state of pieces, and of the leaves of stacks `[J, ...]`."""
         found = {
-            group.name: self._init(plan, group, stack)
-            for group, stack in zip(plan.groups, stacks, strict=True)
+            group.name: self._init(plan, number, stack)
+            for number, (group, stack) in enumerate(
+                zip(plan.groups, stacks, strict=True)
+            )
         }
         return Owned(self._split(self.inner.init(rest), rest)[0], found)
 
@@ -137,9 +146,9 @@ class Leaves:
         new, now = self.inner.update(grads[0], whole, rest, **extra)
         pieces, constants = self._split(now, grads[0])
         updates, found = [], {}
-        for group, grad, param in zip(plan.groups, grads[1], stacks, strict=True):
-            before = own.leaves[group.name]
-            update, after = self._update(plan, group, grad, before, param, extra)
+        for number, group in enumerate(plan.groups):
+            given = grads[1][number], own.leaves[group.name], stacks[number]
+            update, after = self._update(plan, number, *given, extra)
             updates.append(update)
             found[group.name] = after
         return (new, updates), Owned(pieces, found), constants
@@ -182,19 +191,20 @@ class Leaves:
             next(left) if flag else next(found) for flag in self._constant(rest)
         )
 
-    def _init(self, plan: Plan, group: Group, stack: Any) -> Tree:
+    def _init(self, plan: Plan, number: int, stack: Any) -> Tree:
         """The state of `inner` for the leaves of a stack `[J, ...]`."""
+        place = plan.groups[number].members[0]
 
         def one(x):
-            return self.inner.init(_only(plan.treedef, group.members[0], x))
+            return self.inner.init(_only(plan.treedef, place, x))
 
-        return jax.vmap(one, out_axes=self._axes(plan, group, stack))(stack)
+        return jax.vmap(one, out_axes=plan.axes[number])(stack)
 
     def _update(
-        self, plan: Plan, group: Group, grads: Any, state: Tree, params: Any, extra: Any
+        self, plan: Plan, number: int, grads: Any, state: Tree, params: Any, extra: Any
     ) -> tuple[jax.Array, Tree]:
         """The updates `[J, ...]` for the leaves of a stack, and the state."""
-        place = group.members[0]
+        place, axes = plan.groups[number].members[0], plan.axes[number]
 
         def one(grads, state, params):
             params = None if params is None else _only(plan.treedef, place, params)
@@ -202,25 +212,41 @@ class Leaves:
             new, now = self.inner.update(tree, state, params, **extra)
             return plan.treedef.flatten_up_to(new)[place], cast_like(now, state)
 
-        axes = self._axes(plan, group, grads)
         return jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes))(
             grads, state, params
         )
 
-    def _axes(self, plan: Plan, group: Group, stack: Any) -> Tree:
-        """0 for the arrays of a state, one entry for each leaf; scalars are shared."""
-        one = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
-        tree = _only(plan.treedef, group.members[0], one)
-        state = jax.eval_shape(self.inner.init, tree)
-        return jax.tree.map(lambda x: 0 if x.ndim else None, state)
+    def _axes(self, treedef, shapes, place: int) -> Tree:
+        """The `Plan.axes` of a group's state: what depends on a leaf is its own."""
 
-    def _program(self, treedef, shapes, place: int) -> str:
-        """What `inner` does to one leaf, as text: equal text means equal treatment."""
+        def init(x):
+            return self.inner.init(_only(treedef, place, x))
+
+        def update(x, state):
+            own = _only(treedef, place, x)
+            return self.inner.update(own, state, own, value=jnp.float32(1))[1]
+
+        x = shapes[place]
+        with elementwise.as_optax_expects():
+            state = jax.eval_shape(init, x)
+            leaves, structure = jax.tree.flatten(state)
+            numbers = range(len(leaves))
+            own: set[int] = set()
+            found = {k for k in numbers if leaves[k].ndim} | _mapped(init, (0,), x)
+            # A scalar that becomes a leaf's own may make others so a step later.
+            while found != own:
+                own = found
+                axes = structure.unflatten(0 if k in own else None for k in numbers)
+                found = own | _mapped(update, (0, axes), x, state)
+        return structure.unflatten(0 if k in own else None for k in numbers)
+
+    def _treatment(self, treedef, shapes, place: int) -> Hashable:
+        """What `inner` does to one leaf: of equal ones it treats the leaves alike."""
         own = _only(treedef, place, shapes[place])
         try:
-            state = jax.eval_shape(self.inner.init, own)
             with elementwise.as_optax_expects():
-                made = jax.make_jaxpr(
+                init, state = jax.make_jaxpr(self.inner.init, return_shape=True)(own)
+                update = jax.make_jaxpr(
                     lambda grads, state, params: self.inner.update(
                         grads, state, params, value=jnp.float32(1)
                     )[0]
@@ -230,8 +256,11 @@ class Leaves:
                 f"{self.option} needs to try inner on each leaf alone, and that "
                 f"failed: {error} Leave {self.option} out."
             ) from error
-        # The text may contain JAX functions with their addresses.
-        return re.sub(r"0x[0-9a-f]+", "", str(made))
+        # The text may contain JAX functions with their addresses, and shows constants
+        # by their shapes alone.
+        text = re.sub(r"0x[0-9a-f]+", "", f"{init}{update}")
+        values = map(_value, [*_constants(init), *_constants(update)])
+        return text, tuple(values)
 
     def _whole(self, treedef, shapes, groups: list[Group]) -> list[Group]:
         """The groups whose leaves must be whole, found by trial."""
@@ -243,11 +272,11 @@ class Leaves:
             )
             for x in shapes
         ]
-        kinds: dict[str, int] = {}
+        kinds: dict[Hashable, int] = {}
         kind_of = {}
         for group in groups:
             place = group.members[0]
-            kind_of[group] = self._program(treedef, small, place)
+            kind_of[group] = self._treatment(treedef, small, place)
             kinds.setdefault(kind_of[group], place)
         alone = {
             kind: Elementwise(
@@ -274,14 +303,19 @@ class Leaves:
             return treedef.unflatten(leaves)
 
         def steps(some, params, grads):
-            one = jax.vmap(functools.partial(self._steps, tree_of(some, params)))
+            one = jax.vmap(functools.partial(elementwise.steps, self.inner))
             for axis in self.axes:
                 one = elementwise.along(one, axis)
-            leaves = treedef.flatten_up_to(one(tree_of(some, grads)))
+            leaves = treedef.flatten_up_to(
+                one(tree_of(some, params), tree_of(some, grads))
+            )
             return {str(place): leaves[place] for place in some}
 
         with elementwise.eager():
             drawn = elementwise.draw({str(place): small[place] for place in places})
+            # A NaN in the first leaf must not reach the others.
+            for place in map(str, places[1:]):
+                drawn[1][place] = np.nan_to_num(drawn[1][place], nan=1.0)
             run = jax.jit(
                 lambda drawn: [
                     steps(some, *drawn) for some in (places, *([p] for p in places))
@@ -291,23 +325,17 @@ class Leaves:
             together, *alone = run(drawn)
         for place, own in zip(places, alone, strict=True):
             one, two = together[str(place)], own[str(place)]
-            # A NaN in one leaf must not reach the others either.
-            if not np.allclose(one, two, rtol=1e-3, atol=1e-5, equal_nan=True):
+            # By the size of a leaf's update: it may be a millionth of the leaf.
+            size = np.abs(np.nan_to_num(two))
+            size = size.max(axis=tuple(range(2, two.ndim)), keepdims=True)
+            if not np.allclose(one, two, rtol=1e-3, atol=1e-5 * size, equal_nan=True):
                 raise ValueError(
                     f"{self.option} gives inner each leaf where it is owned, but with "
                     "this inner the update of a leaf depends on the others, as with "
-                    f"clip_by_global_norm. Leave {self.option} out, or put what needs "
-                    f"all leaves into a chain around it: {self._around}."
+                    "clip_by_global_norm, or with rates that are estimated from all "
+                    f"leaves (Prodigy, DoG). Leave {self.option} out, or put what "
+                    f"needs all leaves into a chain around it: {self._around}."
                 )
-
-    def _steps(self, params: Tree, grads: Tree) -> Tree:
-        """The updates of some steps, [steps, ...], at the same parameters."""
-
-        def step(state, grads):
-            new, now = self.inner.update(grads, state, params, value=jnp.float32(1))
-            return cast_like(now, state), new
-
-        return jax.lax.scan(step, self.inner.init(params), grads)[1]
 
 
 def padded(stack: Any, replicas: int) -> Any:
@@ -332,6 +360,57 @@ def _stack(leaves: list[Any]) -> Any:
         shape = len(leaves), *leaves[0].shape
         return jax.ShapeDtypeStruct(shape, leaves[0].dtype)
     return jnp.stack(leaves)
+
+
+def _mapped(function: Callable[..., Tree], axes: Tree, *given: Any) -> set[int]:
+    """The numbers of the results that depend on any argument of axis 0."""
+    found: set[int] = set()
+
+    def watch(number, result):
+        same = jax.custom_batching.custom_vmap(lambda x: x)
+
+        @same.def_vmap
+        def _(size, mapped, x):  # it is called for what depends on the axis alone
+            del size
+            found.add(number)
+            return x, *mapped
+
+        same(result)
+
+    def run(*given):
+        for number, result in enumerate(jax.tree.leaves(function(*given))):
+            watch(number, result)
+
+    def of_one(*given):
+        rows = jax.tree.map(
+            lambda axis, x: x if axis is None else x[None],
+            axes,
+            given,
+            is_leaf=lambda axis: axis is None,
+        )
+        jax.vmap(run, in_axes=axes, axis_size=1)(*rows)
+
+    jax.eval_shape(of_one, *given)
+    return found
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """The values that a program holds, also in the functions that it calls."""
+    yield from getattr(closed, "consts", ())
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        for x in jax.tree.leaves([*equation.params.values()]):
+            if hasattr(getattr(x, "jaxpr", x), "eqns"):
+                yield from _constants(x)
+
+
+def _value(x: Any) -> Hashable:
+    """Equal for equal arrays, where they can be read; else the array's identity."""
+    if isinstance(x, jax.core.Tracer) or is_key(x):
+        return id(x)
+    if isinstance(x, jax.Array) and not x.is_fully_replicated:
+        return id(x)
+    x = np.asarray(x)
+    return x.shape, x.dtype.str, x.tobytes()
 
 
 def _only(treedef, place: int, x: Any) -> Tree:

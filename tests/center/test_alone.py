@@ -86,6 +86,66 @@ def check_by_hand(history, grads, momentum):
             np.testing.assert_allclose(history[name][t], x, rtol=0, atol=3e-6)
 
 
+def of_replicas(inner, **options):
+    return oxs.cross_shard(inner, "data", **options)
+
+
+def snoo(inner):
+    outer = optax.sgd(RATE, MOMENTUM, nesterov=True)
+    return oxs.diloco(inner, None, outer=outer, communication_period=2)
+
+
+# Around data parallel replicas, which all keep the same center, and inside of them.
+REPLICAS: Any = {
+    "around": lambda tx: snoo(of_replicas(tx)),
+    "inside": lambda tx: of_replicas(snoo(tx)),
+    "inside of a wrapper with a state": lambda tx: of_replicas(snoo(tx), measure=True),
+    "chain": lambda tx: optax.chain(oxs.all_reduce_grads("data"), snoo(tx)),
+    "pieces": lambda tx: snoo(of_replicas(tx, shard_state=True)),
+    "guard": lambda tx: optax.apply_if_finite(snoo(of_replicas(tx)), 3),
+}
+
+
+@pytest.mark.parametrize(
+    "form, mesh",
+    [*[(form, None) for form in REPLICAS], ("around", True), ("inside", True)],
+)
+def test_data_parallel_replicas_make_its_steps(form, mesh):
+    """The weight is that of gradients: a replica of weight 0 makes the outer step."""
+    params = {"w": jnp.arange(3.0), "b": jnp.ones(1)}
+    numbers = np.random.default_rng(0)
+    batches = numbers.normal(size=(4, 4, 3)).astype(np.float32)
+    weights = jnp.array([1.0, 2.0, 0.0 if form.startswith("inside") else 4.0, 3.0])
+
+    def loss(params, x):
+        return jnp.sum((x @ params["w"] + params["b"] - 1) ** 2)
+
+    one = snoo(SGD)
+    expected, state = params, one.init(params)
+    for batch in batches:
+        own = jax.vmap(jax.grad(loss), in_axes=(None, 0))(expected, batch)
+        mean = jax.tree.map(lambda x: jnp.average(x, 0, weights), own)
+        expected, state = oxs.apply_gradients(one, mean, state, expected)
+    center = oxs.center_params(state, expected)
+
+    tx, workers = REPLICAS[form](SGD), oxs.Workers(4, "data", mesh=mesh)
+
+    @workers.step(state=2)
+    def step(params, state, batch, weight):
+        grads = jax.grad(loss)(params, batch[0])
+        return oxs.apply_gradients(tx, grads, state, params, weight=weight[0])
+
+    held = workers.start((params, tx.init(params)))
+    for batch in batches[:3]:
+        held = step(*held, batch, weights)
+    # In the middle of a round: nobody loses what it has learned since.
+    for again in (held, workers.resize(oxs.Workers(3, "data").resize(held))):
+        trained = step(*again, batches[3], weights)
+        contexts.assert_close(workers.center(trained), center)
+        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), expected)
+        contexts.assert_close(trained[0], every)
+
+
 def test_what_it_cannot_be():
     wrong: Any = oxs
     for call in (
@@ -95,6 +155,8 @@ def test_what_it_cannot_be():
     ):
         with pytest.raises(TypeError, match="axis_name must be the name of a mapped"):
             call()
+    with pytest.raises(ValueError, match="Put the center rule around"):
+        of_replicas(snoo(SGD), shard_state=True).init(jnp.ones(2))
     tx = oxs.elastic_average(SGD, None, num_workers=4, moving_rate=0.1, rho=0.0)
     with pytest.raises(ValueError, match="num_workers=4, but axis_name=None stands"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))

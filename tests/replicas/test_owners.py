@@ -1,7 +1,7 @@
 """`cross_shard(..., shard_state="leaves")`: whole leaves on owners, numbers of all."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +245,11 @@ def test_a_partition_of_whole_matrices_and_numbers():
     [
         optax.chain(optax.clip_by_global_norm(1.0), inner()),
         optax.normalize_by_update_norm(),
+        optax.contrib.dog(),
+        optax.contrib.prodigy(),
+        # It tells by the third step, where it passes no NaN on.
+        optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw()),
+        optax.apply_if_finite(inner(), 3),
     ],
 )
 def test_what_mixes_leaves_is_refused(bad):
@@ -264,3 +269,92 @@ def test_leaves_that_differ_by_name_alone_are_no_group():
     )
     state = tx.init({"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))})
     assert set(state.own.tree.leaves) == {"['a']", "['b']"}
+
+
+def by_name(transformation):
+    """The transformation of each of two leaves."""
+    rules: Any = {name: transformation(name) for name in "ab"}
+    return optax.multi_transform(rules, lambda tree: {name: name for name in tree})
+
+
+class Factor(NamedTuple):
+    by: dict[str, Any]
+
+
+def from_the_state():
+    """It scales by what `init` knows of a leaf's name."""
+    factors = {"a": 1.0, "b": 0.5}
+
+    def init(params):
+        of = jax.tree_util.tree_map_with_path(
+            lambda path, _: jnp.float32(factors[path[0].key]), params
+        )
+        return Factor(of)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.multiply, updates, state.by), state
+
+    return optax.GradientTransformation(init, update)
+
+
+# Of an array in a program only its shape is shown.
+WIDTHS = {"a": jnp.float32(1), "b": jnp.float32(10_000)}
+SCALED: Any = {
+    "array": lambda: by_name(lambda name: optax.scale(1 / jnp.sqrt(WIDTHS[name]))),
+    "array in jit": lambda: by_name(
+        lambda name: optax.stateless_with_tree_map(
+            lambda x, _: jax.jit(lambda x: x / WIDTHS[name])(x)
+        )
+    ),
+    "state": from_the_state,
+}
+
+
+@pytest.mark.parametrize(
+    "name, wrapper",
+    [
+        *[(name, "owners") for name in (*SCALED, "own scalars")],
+        ("array", "stacked"),
+        ("own scalars", "stacked"),
+    ],
+)
+def test_leaves_are_alike_only_if_their_constants_are(name, wrapper):
+    """And scalars that `inner` keeps for each leaf are that leaf's own."""
+    params = {"a": drawn(3, 2), "b": drawn(3, 2)}
+    grads = [{"a": drawn(3, 2), "b": drawn(3, 2)} for _ in range(2)]
+    inner = optax.novograd(0.1)
+    if name in SCALED:
+        inner = optax.chain(optax.scale_by_trust_ratio(), SCALED[name]())
+
+    def run(tx):
+        state, every = tx.init(params), []
+        for own in grads:
+            updates, state = tx.update(own, state, params)
+            every.append(updates)
+        return every
+
+    if wrapper == "stacked":
+        with jax.set_mesh(jax.make_mesh((2,), ("fsdp",))):
+            ours = jax.jit(lambda: run(oxs.stacked(inner, jax.P("fsdp"))))()
+    else:
+        tx = cross_shard(inner, AXIS, shard_state="leaves")
+        ours = jax.vmap(lambda _: run(tx), axis_name=AXIS)(jnp.arange(3))
+    for one, two in zip(*map(jax.tree.leaves, (ours, run(inner))), strict=True):
+        two = np.broadcast_to(two, one.shape)
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_scalars_of_each_leaf_go_on_with_another_number_of_replicas():
+    params = {"blocks": [drawn(3, 2) for _ in range(5)]}
+    tx = cross_shard(optax.novograd(0.1), AXIS, shard_state="leaves")
+    axes = oxs.state_axes(tx, params, replicated=True)
+    state = oxs.replicate(tx.init(params), 4, axes)
+    [group] = state.own.tree.leaves.values()
+    assert group[0].nu["blocks"][0].shape == (4, 2)
+    numbered = jax.tree.map(
+        lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state
+    )
+    _, three = oxs.resize(tx, params, numbered, 3, replicated=True)
+    [group] = three.own.tree.leaves.values()
+    nu = np.ravel(group[0].nu["blocks"][0])
+    assert nu.tolist()[:5] == [0, 1, 2, 3, 4] and nu.shape == (6,)

@@ -309,6 +309,11 @@ REFUSED = {
     "clip": (lambda: started(optax.clip_by_global_norm(1.0)), "each number alone"),
     "lamb": (lambda: started(optax.lamb(0.1)), "Leave shard_state=True out"),
     "guard": (lambda: started(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
+    "a rate of all": (
+        # It tells by the third step, where it passes no NaN on.
+        lambda: started(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())),
+        "alone",
+    ),
     "factors of what is large": (
         lambda: started(optax.scale_by_factored_rms(), jnp.zeros((128, 128))),
         "other sizes",
