@@ -13,23 +13,16 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from optx_sync.fingerprints import fingerprint
-from optx_sync.trees import names_of
+from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
 
 # The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"
-# The key of the arrays' fingerprints in these notes.
-WORDS = "fingerprints"
 # The suffix of a damaged checkpoint's folder.
 DAMAGED = ".damaged"
 
 
 # How long to wait for a lock; that of a killed process is free at once.
 LOCK_SECONDS = 5.0
-
-
-class Damaged(Exception):
-    """A checkpoint that cannot be read, or holds other arrays than were saved."""
 
 
 class Lock:
@@ -126,7 +119,7 @@ class Checkpoints:
         if path.exists():  # The server died before it could note this one.
             path.rmtree()
         arrays = {name: part for name, part in arrays.items() if part}
-        notes = {**notes, WORDS: _words(arrays)}
+        notes = sealed(notes, by_name(arrays))
         text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         self._checkpointer.save(path, {**arrays, NOTES: text})
         return path
@@ -135,7 +128,7 @@ class Checkpoints:
         """Read a checkpoint: its arrays and its notes.
 
         Raises:
-            Damaged: It cannot be read, or an array is not the one that was saved.
+            Damaged: It cannot be read, or holds something else than was saved.
         """
         path = self.folder / str(number)
         try:
@@ -144,13 +137,13 @@ class Checkpoints:
             restored = self._checkpointer.restore(
                 path, restore_args=jax.tree.map(lambda _: as_numpy, tree)
             )
-            notes = json.loads(np.asarray(restored.pop(NOTES)).tobytes().decode())
+            text = np.asarray(restored.pop(NOTES)).tobytes().decode()
+            notes, words = unsealed(path, json.loads(text))
+            compare(path, words, by_name(restored))
+        except Damaged:
+            raise
         except Exception as error:  # Orbax raises various errors for broken files.
             raise Damaged(f"{path} cannot be read: {error}"[:500]) from error
-        saved = notes.pop(WORDS, {})  # older checkpoints have none
-        for name, words in _words(restored).items():
-            if words != saved.get(name, words):
-                raise Damaged(f"{path} holds another {name} than was saved")
         return restored, notes
 
     def delete(self, number: int) -> None:
@@ -167,19 +160,6 @@ class Checkpoints:
             path.rename(self.folder / f"{number}{DAMAGED}")
         except OSError:
             pass
-
-
-def _words(arrays: dict[str, Any]) -> dict[str, list[int]]:
-    """The fingerprint of each array by its name."""
-    pairs = jax.tree_util.tree_leaves_with_path(arrays)
-    names = [".".join(names_of(path)) for path, _ in pairs]
-    found = _fingerprints([x for _, x in pairs])
-    return dict(zip(names, np.asarray(found).tolist(), strict=True))
-
-
-@jax.jit
-def _fingerprints(arrays: list[Any]) -> jax.Array:
-    return fingerprint(arrays, None).words
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:

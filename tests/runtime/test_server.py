@@ -738,7 +738,7 @@ def test_two_workers_who_ask_after_a_damaged_checkpoint_go_on(tmp_path):
     np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 4)
 
 
-def test_a_checkpoint_of_another_array_than_was_saved_is_damaged(tmp_path):
+def test_a_checkpoint_of_another_array_or_note_than_was_saved_is_damaged(tmp_path):
     """One bit of one number, where Orbax reads all as it stands."""
     arrays = {"part_0": {"w": np.arange(5, dtype=np.float32), "b": np.ones(3)}}
     checkpoints = Checkpoints(tmp_path)
@@ -752,6 +752,13 @@ def test_a_checkpoint_of_another_array_than_was_saved_is_damaged(tmp_path):
     tree["part_0"]["w"] = bits.view(np.float32)
     checkpoints._checkpointer.save(path, tree, force=True)
     with pytest.raises(Damaged, match=r"holds another part_0\.w than was saved"):
+        checkpoints.load(1)
+    tree["part_0"]["w"] = arrays["part_0"]["w"]
+    tree["notes"] = np.frombuffer(
+        bytes(tree["notes"]).replace(b'"steps": 2', b'"steps": 3'), np.uint8
+    )
+    checkpoints._checkpointer.save(path, tree, force=True)
+    with pytest.raises(Damaged, match="holds other notes than were saved"):
         checkpoints.load(1)
 
 
