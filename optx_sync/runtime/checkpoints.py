@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's checkpoints: numbered folders that Orbax writes and reads."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,8 +20,8 @@ from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
 NOTES = "notes"
 # The suffix of a damaged checkpoint's folder.
 DAMAGED = ".damaged"
-
-
+# What the name of a folder has in which Orbax has not finished.
+UNFINISHED = ".orbax-checkpoint-tmp"
 # How long to wait for a lock; that of a killed process is free at once.
 LOCK_SECONDS = 5.0
 
@@ -33,8 +34,15 @@ class Lock:
     )
 
     def __init__(self, folder: pathlib.Path):
-        # The holder rewrites the text; the file itself stays.
-        self._file: int = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        # The holder rewrites the text; the file itself stays. A link is not followed:
+        # what it leads to would be emptied.
+        if (folder / "lock").is_symlink():
+            raise ValueError(
+                f"{folder / 'lock'} is a symbolic link and would be written to. Delete "
+                "it, or pass another checkpoint_dir."
+            )
+        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._file: int = os.open(folder / "lock", how, 0o666)
         end = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -50,11 +58,11 @@ class Lock:
                         "another checkpoint_dir."
                     ) from None
                 time.sleep(0.1)
-        os.ftruncate(self._file, 0)
-        os.write(
-            self._file, f"process {os.getpid()} on {socket.gethostname()}".encode()
-        )
         weakref.finalize(self, os.close, self._file)
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        with contextlib.suppress(OSError):  # The disk is full: it is held all the same.
+            os.ftruncate(self._file, 0)
+            os.write(self._file, who.encode())
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> "Lock":
@@ -74,7 +82,8 @@ class Checkpoints:
     """Checkpoints in a local folder or wherever Orbax writes: `gs://bucket/run`.
 
     A checkpoint is written aside and then renamed, so that an unfinished one has
-    another name. A local folder is locked: two runs cannot save to it.
+    another name. A local folder is locked: two runs cannot save to it. One that cannot
+    be written is read all the same, and each save tries again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -85,10 +94,12 @@ class Checkpoints:
                 "checkpoint_dir needs Orbax: pip install 'optx-sync[ray]'."
             ) from error
         self.folder: Any = self.path_of(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._lock: Lock | None = None
-        if "://" not in str(folder):
-            self._lock = Lock.of(pathlib.Path(str(self.folder)))
+        try:
+            self._hold()
+        except OSError:
+            if not self.folder.exists():
+                self.check_writable()
         self._module = orbax.checkpoint
         self._checkpointer = self._module.Checkpointer(
             self._module.PyTreeCheckpointHandler()
@@ -101,6 +112,27 @@ class Checkpoints:
 
         path = epath.Path(folder)
         return path if "://" in str(folder) else path.absolute()
+
+    def _hold(self) -> None:
+        """Make the folder and lock it, where that is not done."""
+        if self._lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if "://" not in str(self.folder):
+                self._lock = Lock.of(pathlib.Path(str(self.folder)))
+
+    def check_writable(self) -> None:
+        """Refuse to begin a run that cannot save.
+
+        Raises:
+            ValueError: The folder cannot be made or locked.
+        """
+        try:
+            self._hold()
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint_dir={str(self.folder)!r} cannot be written: {error}. Pass "
+                "a folder that can, or mend this one."
+            ) from error
 
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the finished checkpoints."""
@@ -115,14 +147,25 @@ class Checkpoints:
 
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Any:
         """Write a checkpoint and return its path."""
+        self._hold()
         path = self.folder / str(number)
         if path.exists():  # The server died before it could note this one.
             path.rmtree()
         arrays = {name: part for name, part in arrays.items() if part}
         notes = sealed(notes, by_name(arrays))
         text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-        self._checkpointer.save(path, {**arrays, NOTES: text})
+        try:
+            self._checkpointer.save(path, {**arrays, NOTES: text})
+        finally:
+            self._sweep()
         return path
+
+    def _sweep(self) -> None:
+        """Delete what unfinished saves have left, on a full disk or by a death."""
+        for path in self.folder.iterdir() if self._lock else ():
+            if UNFINISHED in path.name:
+                with contextlib.suppress(OSError):
+                    path.rmtree()
 
     def load(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint: its arrays and its notes.
@@ -148,18 +191,14 @@ class Checkpoints:
 
     def delete(self, number: int) -> None:
         """Delete a checkpoint; a failure to delete is ignored."""
-        try:
+        with contextlib.suppress(OSError):
             (self.folder / str(number)).rmtree()
-        except OSError:
-            pass
 
     def put_aside(self, number: int) -> None:
         """Rename a damaged checkpoint, so that it is not read again."""
         path = self.folder / str(number)
-        try:
+        with contextlib.suppress(OSError):
             path.rename(self.folder / f"{number}{DAMAGED}")
-        except OSError:
-            pass
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
@@ -179,9 +218,14 @@ def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
 
 def set_aside(path: Any) -> None:
     """Rename the folder of an earlier run that has ended."""
-    lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
     number = 1
     while (there := path.parent / f"{path.name}.before_{number}").exists():
         number += 1
-    path.rename(there)
-    del lock
+    try:
+        lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
+        path.rename(there)
+        del lock
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be put aside: {error}. Pass another checkpoint_dir."
+        ) from error

@@ -837,6 +837,38 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
     assert center_server(checkpoint_dir=folder).global_step == 0
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(ValueError, match="lock is a symbolic link"):
+        center_server(checkpoint_dir=tmp_path)
+    assert (tmp_path / "other").read_text() == "mine"
+
+
+def test_a_server_whose_disk_can_only_be_read_goes_on_and_no_run_begins_there(
+    tmp_path, monkeypatch
+):
+    shapes, told = jax.eval_shape(lambda: PARAMS), {0: PARAMS}
+    settings: Any = {"num_workers": 1, "checkpoint_every": 1}
+    settings["checkpoint_dir"] = tmp_path
+    Server(PARAMS, oxs.local_sgd_rule(), **settings).push(Push(0, 1, moves()))
+    with monkeypatch.context() as patch:
+
+        def of(folder):
+            raise OSError(30, "Read-only file system", str(folder))
+
+        patch.setattr(checkpoints.Lock, "of", of)
+        again = Server(shapes, oxs.local_sgd_rule(), **settings)
+        again.push(Push(0, 2, moves()))
+        assert [e.kind for e in again.events()[1]] == ["restored", "push", "unsaved"]
+        with pytest.raises(ValueError, match="cannot be written: "):
+            again.begin(told)
+        with pytest.raises(ValueError, match="cannot be put aside: "):
+            Server(shapes, oxs.local_sgd_rule(), **settings, resume=False)
+    again.push(Push(0, 3, moves()))  # The disk can be written again.
+    assert Server(shapes, oxs.local_sgd_rule(), **settings).global_step == 3
+
+
 def test_stale_gradients_are_not_told_as_lost(tmp_path):
     """With `SyncReplicas` one that was dropped has left nothing that could be lost."""
 
@@ -862,13 +894,15 @@ def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
     server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
     with monkeypatch.context() as patch:
 
-        def full(*_):
+        def full(path, _):
+            (tmp_path / f"{path.name}.orbax-checkpoint-tmp").mkdir()
             raise OSError(28, "No space left on device")
 
-        patch.setattr(Checkpoints, "save", full)
+        patch.setattr(server._checkpoints._checkpointer, "save", full)
         for number in (1, 2):
             server.push(Push(0, number, moves()))
     assert [e.kind for e in server.events()[1]][-4:] == ["push", "unsaved"] * 2
+    assert not [*tmp_path.glob("*tmp*")]
     assert center_server(checkpoint_dir=tmp_path).global_step == 0
     server.push(Push(0, 3, moves()))
     assert center_server(checkpoint_dir=tmp_path).global_step == 3
