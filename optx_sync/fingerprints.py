@@ -14,6 +14,7 @@ compared with what was saved.
 
 import functools
 import json
+import operator
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -157,7 +158,9 @@ def sealed(notes: Mapping[str, Any], arrays: Mapping[Names, Any]) -> dict[str, A
         arrays: By name. All processes that hold parts of them call it together.
     """
     words = [[name, *rest] for name, rest in _described(arrays).items()]
+    # As JSON gives them back: without tuples, every key a text, NumPy's integers plain.
     noted = {**notes, _WORDS: words}
+    noted = json.loads(json.dumps(noted, default=operator.index))
     return {**noted, _SUM: _sum_of(noted)}
 
 
@@ -256,9 +259,7 @@ def _on_host(x: Any, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
 
 
 def _sum_of(notes: Mapping[str, Any]) -> int:
-    # As JSON gives them back, where every key is a text.
-    again = json.loads(json.dumps(notes))
-    return zlib.crc32(json.dumps(again, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
 
 
 def _words(

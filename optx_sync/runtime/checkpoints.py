@@ -3,6 +3,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
+from optx_sync.trees import names_of
 
 # The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"
@@ -153,6 +155,8 @@ class Checkpoints:
             path.rmtree()
         arrays = {name: part for name, part in arrays.items() if part}
         notes = sealed(notes, by_name(arrays))
+        # Orbax saves nothing that has no elements; the notes have its shape.
+        arrays = jax.tree.map(lambda x: x if x.size else np.zeros(1, x.dtype), arrays)
         text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         try:
             self._checkpointer.save(path, {**arrays, NOTES: text})
@@ -182,6 +186,9 @@ class Checkpoints:
             )
             text = np.asarray(restored.pop(NOTES)).tobytes().decode()
             notes, words = unsealed(path, json.loads(text))
+            restored = jax.tree_util.tree_map_with_path(
+                functools.partial(_as_saved, words), restored
+            )
             compare(path, words, by_name(restored))
         except Damaged:
             raise
@@ -199,6 +206,12 @@ class Checkpoints:
         path = self.folder / str(number)
         with contextlib.suppress(OSError):
             path.rename(self.folder / f"{number}{DAMAGED}")
+
+
+def _as_saved(words: dict[tuple[str, ...], Any], path: Any, x: Any) -> Any:
+    """An array without elements where that was saved, else what was read."""
+    shape, dtype, *_ = words.get(names_of(path), [x.shape, x.dtype])
+    return x if all(shape) else np.zeros(shape, dtype)
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:

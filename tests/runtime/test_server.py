@@ -170,6 +170,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tokens": float("nan")}, "tokens must be 0 or more, and finite"),
     ({"incarnation": None}, "incarnation must be an integer"),
     ({"lost": True}, "lost must be an integer; got True"),
+    # With these no later checkpoint could be saved.
+    ({"state": {"0": np.array(["a"])}}, "arrays of numbers; '0' is <U1"),
+    ({"state": {"0": np.longdouble(1)}}, "arrays of numbers; '0' is float128"),
     ({"part": 1}, "part 1 does not live here, but (0,)"),
 ]
 
@@ -762,6 +765,21 @@ def test_a_checkpoint_of_another_array_or_note_than_was_saved_is_damaged(tmp_pat
         checkpoints.load(1)
 
 
+def test_a_checkpoint_holds_what_has_no_elements_and_numpys_integers(tmp_path):
+    params = {"w": PARAMS["w"], "none": np.zeros((0, 2), np.float32)}
+
+    def start():
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+        return Server(params, oxs.local_sgd_rule(), num_workers=1, **saves)
+
+    moved = {"['w']": np.ones((2, 3), np.float32), "['none']": params["none"]}
+    server = start()
+    server.push(Push(0, np.int64(1), {"contribution": moved}))  # pyright: ignore
+    again = start()
+    assert again.global_step == 1
+    assert bits(again.center()) == bits(server.center())
+
+
 def test_nothing_is_begun_afresh_without_a_word(tmp_path):
     server = center_server(checkpoint_dir=tmp_path / "run", checkpoint_every=1)
     server.push(Push(0, 1, moves()))
@@ -898,7 +916,8 @@ def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
             (tmp_path / f"{path.name}.orbax-checkpoint-tmp").mkdir()
             raise OSError(28, "No space left on device")
 
-        patch.setattr(server._checkpoints._checkpointer, "save", full)
+        to: Any = server._checkpoints
+        patch.setattr(to._checkpointer, "save", full)
         for number in (1, 2):
             server.push(Push(0, number, moves()))
     assert [e.kind for e in server.events()[1]][-4:] == ["push", "unsaved"] * 2
