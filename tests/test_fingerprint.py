@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import fingerprints
 from optx_sync.placement.memory import HOST
 from tests import contexts
 from tests.meshes import mesh_of
@@ -304,6 +305,30 @@ def test_a_checkpoint_in_which_a_replica_differs_is_refused(tmp_path):
         for some in (workers, fewer):
             with pytest.raises(ValueError, match=r"\{1: \"\[0\]\['w'\]\"\}"):
                 some.restore(manager, compare=True)
+
+
+@pytest.mark.parametrize("small", (0, 2**16))
+def test_what_is_saved_has_the_words_of_its_replica_however_it_is_split(
+    small, monkeypatch
+):
+    monkeypatch.setattr(fingerprints, "_SMALL", small)
+    square = jax.random.normal(jax.random.key(0), (8, 4))
+    mesh = mesh_of({"a": 4, "b": 2})
+    places = {name: NamedSharding(mesh, P(*name)) for name in ("", "a", "ab", "ba")}
+    tree = {
+        **TREE,
+        **{f"split {k}": jax.device_put(square, x) for k, x in places.items()},
+        "keys": jax.random.split(jax.random.key(0), 3),
+    }
+    words = fingerprints.sealed({}, fingerprints.by_name(tree))["fingerprints"]
+    expected = oxs.fingerprint(tree, None).words.tolist()
+    assert [two for _, _, _, *two in words] == expected
+    wide = {("wide",): np.arange(3) * 2.0**-40 + 1}  # more than JAX keeps of it
+    sealed = fingerprints.sealed({"notes": {1: np.int64(2)}}, wide)
+    assert fingerprints.unsealed("", sealed)[0] == {"notes": {"1": 2}}
+    wide["wide",][1] += 2.0**-50
+    with pytest.raises(fingerprints.Damaged, match="another wide than"):
+        fingerprints.compare("", fingerprints.unsealed("", sealed)[1], wide)
 
 
 def test_one_pass_over_the_data():
