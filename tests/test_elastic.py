@@ -165,6 +165,22 @@ def test_a_save_that_is_not_what_was_saved_falls_back_to_the_one_before(
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_a_save_that_another_process_cannot_read_is_taken_by_none(
+    tmp_path, monkeypatch, caplog
+):
+    with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+        state = group.restore_or_start(ONE)
+        for group.position in (1, 2):
+            group.save(state)
+    others = iter((True, False))  # its notes, but not its arrays
+    monkeypatch.setattr(
+        oxs.elastic, "_everyone", lambda fine: next(others, True) and fine
+    )
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
+    group.restore_or_start(ONE)
+    assert group.position == 1 and "another process cannot read" in caplog.text
+
+
 def test_each_example_comes_once_in_an_epoch(tmp_path):
     taken, position = [], 0
     for n, steps in ((3, 2), (2, 3), (5, 1), (1, 3)):
