@@ -29,7 +29,7 @@ from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.placement import axes, memory
 from optx_sync.shapes import Array, Bool, Int32, UInt32
-from optx_sync.trees import Tree, names_of, path_name, pure
+from optx_sync.trees import Tree, check_arrays, names_of, path_name, pure
 
 _MIX = 0x9E3779B9
 # The keys, among saved notes, of the arrays' words and of the notes' own sum.
@@ -119,6 +119,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         {2: "['w']"}
     """
     tree = pure(tree)
+    check_arrays(tree, "What fingerprint compares")
     leaves = jax.tree.leaves(tree)
     nothing = jnp.zeros(2, jnp.uint32)
     words = [

@@ -77,10 +77,9 @@ class Form(NamedTuple):
         )
         return [path for path, i in marked for _ in range(_count(self.leaves[i]))]
 
-    def not_in_variables(self) -> list[tuple[Any, ...]]:
-        """The paths to arrays that no variable holds."""
-        pairs = _leaves_of(self)
-        return [path for path, leaf in pairs if leaf is _ARRAY]
+    def in_variables(self) -> list[bool]:
+        """Whether a variable holds each array."""
+        return [leaf is not _ARRAY for leaf in self.leaves for _ in range(_count(leaf))]
 
     def update(self, tree: Tree, arrays: Any) -> Tree:
         """The tree with these arrays; variables of the tree are set in place."""

@@ -212,7 +212,12 @@ WRAPPED: Any = {
     "center": oxs.diloco(ADAM, AXIS, center_memory="pinned_host"),
     "pods": oxs.diloco(oxs.cross_shard(ADAM, "chips", measure=True), AXIS),
     "gossip": oxs.gossip(ADAM, AXIS),
+    "plain": oxs.cross_shard(ADAM, AXIS),
+    "chain": optax.chain(optax.trace(0.9), oxs.all_reduce_grads(AXIS), ADAM),
+    "steps": optax.MultiSteps(oxs.cross_shard(ADAM, AXIS), 2).gradient_transformation(),
+    "pieces": oxs.cross_shard(ADAM, AXIS, shard_state=True),
 }
+ADAMS = ("count", "mu['w']", "nu['w']")
 
 
 def workers_of(where):
@@ -228,6 +233,7 @@ def workers_of(where):
     ("name", "where"),
     [
         *itertools.product(["replicas", "center", "gossip"], ["simulated", "mesh"]),
+        *itertools.product(["plain", "chain", "steps", "pieces"], ["simulated"]),
         ("replicas", "sharded"),
     ],
 )
@@ -250,20 +256,22 @@ def test_workers_are_compared_in_what_is_to_be_equal(name, where):
         path = jax.tree_util.keystr(path)
         assert found in ({}, {2: path}), path
         named |= {path} if found else set()
-    # Each worker's own: of a center rule and of gossip all that is stacked.
+    measured = "agreement contribution_norm update_norm contributors noise signal"
+    # Each worker's own: of a center rule and of gossip all that is stacked; what stands
+    # before the mean in a chain, or waits for it.
     expected = {
-        "[0]['w']",
-        "[1].info.measured.agreement",
-        "[1].info.measured.contribution_norm",
-        "[1].info.measured.update_norm",
-        "[1].info.measured.contributors",
-        "[1].info.measured.noise",
-        "[1].info.measured.signal",
-        "[1].inner[0].count",
-        "[1].inner[0].mu['w']",
-        "[1].inner[0].nu['w']",
+        "replicas": {f"[1].info.measured.{x}" for x in measured.split()}
+        | {f"[1].inner[0].{x}" for x in ADAMS},
+        "plain": {f"[1][0].{x}" for x in ADAMS},
+        "chain": {f"[1][2][0].{x}" for x in ADAMS},
+        "steps": {"[1].mini_step", "[1].gradient_step"}
+        | {f"[1].inner_opt_state[0].{x}" for x in ADAMS},
+        "pieces": set(),
     }
-    assert named == (expected if name == "replicas" else set())
+    if name in expected:
+        assert named == expected[name] | {"[0]['w']"}
+    else:
+        assert not named
 
 
 def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():

@@ -140,6 +140,12 @@ def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
     return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])
 
 
+def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
+    """The same along the last axis, whatever axes of workers are in front of it."""
+    cut = in_rows(jnp.moveaxis(x, -1, 0), n)
+    return jnp.moveaxis(cut, 1, -1)
+
+
 def one_behind_the_other(
     arrays: Sequence[jax.Array], size: int, dtype: DTypeLike
 ) -> Shaped[Array, " {size}"]:
