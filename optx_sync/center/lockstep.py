@@ -143,8 +143,8 @@ def center_variable(
         inner: The worker's own optimizer.
         rule: What workers and center give each other.
         axis_name: The mapped axis along which the workers lie, or a tuple of them.
-            `None`: one worker with a center of its own. No axis is mapped, nothing
-            is stacked and nothing is sent.
+            `None`: one worker with a center of its own. No axis is mapped and nothing
+            is sent. Around or inside of `cross_shard` the replicas are that worker.
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step (0-based), read at the step in which a period begins. 1 during
             a warm-up gives post-local SGD.

@@ -241,7 +241,8 @@ class Owned(NamedTuple):
     """The tree in an `InPieces` where workers own whole leaves.
 
     Leaves that are alike are stacked, `[K, ...]`: N workers have ceil(K / N) of them
-    each, the last ones padding. Scalars are on all workers.
+    each, the last ones padding. Scalars are on all workers, but for those that depend
+    on a leaf: they are `[K]`.
     """
 
     pieces: Any  # of leaves whose numbers are updated one by one
