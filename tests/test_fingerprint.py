@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -281,6 +282,13 @@ def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
     assert workers.fingerprint((params, state)) == {}
     wrong = params | {"w": params["w"].at[1, 2, 0, 0].set(7)}
     assert workers.fingerprint((wrong, state)) == {(1, 2): "[0]['w']"}
+    plain = oxs.diloco(oxs.cross_shard(ADAM, "chips"), AXIS)
+    one = {"w": jnp.arange(6.0).reshape(2, 3)}
+    params, state = workers.start((one, plain.init(one)))
+    moments = state.inner[0]
+    moments = moments._replace(count=moments.count.at[1, 2].add(1))
+    wrong = state._replace(inner=(moments, state.inner[1]))
+    assert workers.fingerprint((params, wrong)) == {(1, 2): "[1].inner[0].count"}
     workers = oxs.Workers(REPLICAS, AXIS, mesh=contexts.mesh())
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     params, state = workers.start((params, WRAPPED["center"].init(params)))
@@ -296,6 +304,18 @@ def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
     )
     state = state._replace(center={"w": wrong})
     assert workers.fingerprint((params, state)) == {3: "[1].center['w']"}
+
+
+def test_statistics_of_an_nnx_model_are_each_replicas_own():
+    with jax.numpy_dtype_promotion("standard"):
+        model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        workers = oxs.Workers(REPLICAS, AXIS)
+        optimizer = nnx.Optimizer(model, WRAPPED["plain"], wrt=nnx.Param)
+        state = model, optimizer = workers.start((model, optimizer))
+    model.mean[...] = model.mean[...].at[2].add(1)
+    assert workers.fingerprint(state) == {}
+    model.scale[...] = model.scale[...].at[2].add(1)
+    assert workers.fingerprint(state) == {2: "[0].scale"}
 
 
 def test_a_checkpoint_in_which_a_replica_differs_is_refused(tmp_path):

@@ -134,7 +134,7 @@ def shaped(x: jax.Array, like: Like) -> jax.Array:
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
+def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     """Cut axis 0 into n equal pieces, padded with zeros: `[n, ceil(rows / n), ...]`."""
     spare = [(0, -x.shape[0] % n)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from optx_sync.fingerprints import fingerprint
-from optx_sync.forms import Form
+from optx_sync.forms import Form, is_trained
 from optx_sync.front.held import Names, is_of_optimizer
 from optx_sync.front.layout import Layout
 from optx_sync.placement import fields
@@ -76,9 +76,10 @@ def _equal(
         )
     )
     lies = layout.marks(form, arrays)
-    chosen = []
+    chosen, variables = [], form.variables()
     for k, (path, x) in enumerate(zip(form.paths(), arrays, strict=True)):
         is_param = names_of(path)[: len(start)] == start and not is_key(x)
+        is_param = is_param and is_trained(variables[k])
         equal = not has_center and (is_param or optimizers[k])
         if inside[k] and not optimizers[k]:
             equal = marks[k] is None

@@ -188,9 +188,9 @@ def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
 def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
     """The names under which a checkpoint holds the arrays of a form."""
     names = []
-    for path, in_variable in zip(form.paths(), form.in_variables(), strict=True):
+    for path, variable in zip(form.paths(), form.variables(), strict=True):
         name = names_of(path)
         # The array of a Flax NNX variable may be saved as its `value`.
         inside = (*name, "value")
-        names.append(inside if in_variable and inside in saved else name)
+        names.append(inside if variable and inside in saved else name)
     return names

@@ -283,8 +283,8 @@ class Step:
             ("in place", given, results),
         )
         objects = all(map(forms.is_object, given))
-        pairs = zip(form.paths(), form.in_variables(), strict=True)
-        if objects and (lost := [path for path, inside in pairs if not inside]):
+        pairs = zip(form.paths(), form.variables(), strict=True)
+        if objects and (lost := [path for path, kind in pairs if kind is None]):
             raise ValueError(
                 f"{self.name} cannot change {path_name(lost[0])} in place: it is an "
                 "array of an NNX object, but no nnx.Variable. Make it one: "
