@@ -36,7 +36,7 @@ from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
-from optx_sync.center.state import CenterState, state_class
+from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.comm import varying
@@ -46,7 +46,7 @@ from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces, map_but_counters
+from optx_sync.placement.fields import InPieces, fact, map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -251,7 +251,6 @@ def center_variable(
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period) or (sharded is not None and sharded.coded),
         nests=True,
-        state=state_class(rule, on_host, axis_name is ALONE),
         sharded=sharded,
         on_host=on_host,
     )
@@ -282,7 +281,6 @@ class Lockstep(NamedTuple):
     dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
     nests: bool  # whether `inner` may be a center rule, to be told of every round
-    state: type[CenterState]
     round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
     sharded: Pieces | None = None  # the phases, if the center lies in pieces
     on_host: bool = False  # whether center and outer state live in host memory
@@ -362,7 +360,7 @@ class Lockstep(NamedTuple):
         )
         if self.on_host:
             held = memory.on_host(held)
-        return self.state(
+        return CenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -383,6 +381,12 @@ class Lockstep(NamedTuple):
                 measured=start(exchange.exact, False) if meeting.measure else (),
             ),
             inner=own(inner),
+            how=How(
+                sums=fact(rule.mean_over is None),
+                takes=fact(rule.take is not None),
+                on_host=fact(self.on_host),
+                alone=fact(meeting.axis_name is ALONE),
+            ),
         )
 
     def apply(

@@ -227,12 +227,11 @@ def gossip(
         dtype=dtype,
         keeps_taken=False,
         nests=False,
-        state=OwnCenterState,
         round=Mixing(meeting, graph, check_seed(seed)),
     )
 
     def init(params):
-        state = lockstep.init(params)
+        state = OwnCenterState(*lockstep.init(params))
         # A worker's own fields vary over the axis from the start.
         own = localize_where_mapped((state.center, state.outer), axis_name)
         return state._replace(center=own[0], outer=own[1])
