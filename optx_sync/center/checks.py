@@ -18,7 +18,6 @@ from optx_sync.checks import (
     check_grads,
     check_one_worker,
     integer,
-    interval,
     one_of,
 )
 from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
@@ -51,15 +50,6 @@ def check_delay(delay: int | None) -> int:
     if delay is None:
         return 0
     return integer("delay", delay, "It is static, in steps: pass 1, say.", least=0)
-
-
-def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
-    """`keep_local=` of a center rule, 0 for `None`; a traced value passes."""
-    if keep_local is None:
-        return 0
-    mend = "It is the worker's own share; leave it out for 0."
-    interval("keep_local", keep_local, mend, 0, 1)
-    return keep_local
 
 
 def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:

@@ -225,7 +225,6 @@ def center_variable(
     inner_moved = getattr(inner, "moved", None)
     checks.check_nested(inner_moved, drop_nonfinite, inner_state)
     fragments, delay = check_fragments(fragments), checks.check_delay(delay)
-    keep_local = checks.check_keep_local(keep_local)
     streams = fragments != 1 or delay > 0
     checks.check_streams(streams, inner_state, inner_moved)
     exchange = exchanges.check_exchange(exchange, all_reduce())
@@ -234,13 +233,12 @@ def center_variable(
     on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
-        rule,
+        work.keeping(rule, keep_local),
         axis_name,
         exchange,
         inner_state,
         drop_nonfinite,
         measure,
-        keep_local,
     )
     sharded = pieces(meeting, period, delay) if shard_center else None
     lockstep = Lockstep(
@@ -383,7 +381,7 @@ class Lockstep(NamedTuple):
             inner=own(inner),
             how=How(
                 sums=fact(rule.mean_over is None),
-                takes=fact(rule.take is not None),
+                takes=fact(not work.takes_center(rule)),
                 on_host=fact(self.on_host),
                 alone=fact(meeting.axis_name is ALONE),
             ),

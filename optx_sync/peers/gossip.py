@@ -217,7 +217,7 @@ def gossip(
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
     meeting = Meeting(
-        inner, rule, axis_name, all_reduce(), "keep", drop_nonfinite, False, 0
+        inner, rule, axis_name, all_reduce(), "keep", drop_nonfinite, False
     )
     lockstep = Lockstep(
         meeting,

@@ -150,7 +150,6 @@ class Meeting(NamedTuple):
     inner_state: InnerState
     drop_nonfinite: bool
     measure: bool
-    keep_local: float | jax.Array
 
     def start_center(self, parts: Whole, center: Tree) -> Center:
         """The center as workers hold it, and an outer state for each part."""
@@ -224,9 +223,7 @@ class Meeting(NamedTuple):
             change = jax.tree.map(jnp.subtract, after.value, before.value)
             norm = norm_of(change, like=info.measured.update_norm)
             info = info._replace(measured=info.measured._replace(update_norm=norm))
-        worker = work.take(
-            self.rule, now.worker, before.value, after.value, at, self.keep_local
-        )
+        worker = work.take(self.rule, now.worker, before.value, after.value, at)
         return now._replace(worker=worker, center=after, info=info)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
