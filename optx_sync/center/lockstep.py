@@ -404,7 +404,7 @@ class Lockstep(NamedTuple):
         plan = self.plan(center)
         if self.sharded is not None:
             self.sharded.check(plan.parts, state.center, center)
-        self.check_stream(plan, state, center, meet, extra_args)
+        self.check_stream(plan, state, meet, extra_args)
         if self.on_host:
             checks.check_meet(meet)
         steps = state.steps_since_round + 1
@@ -539,21 +539,15 @@ class Lockstep(NamedTuple):
         self,
         plan: _Plan,
         state: CenterState,
-        center: Tree,
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
-        """Refuse a state of other parts, and what rounds of parts cannot take."""
+        """Refuse what rounds of parts cannot take."""
         if self.fragments == 1 and not self.delay:
             return
         if self.meeting.rule.outer is self.meeting.inner:
             checks.check_delayed_inner(self.delay, extra_args)
-        checks.check_streaming_step(
-            state,
-            jax.eval_shape(self.start, center),
-            meet,
-            isinstance(plan.round, InLine),
-        )
+        checks.check_streaming_step(state, meet, isinstance(plan.round, InLine))
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state after a rule around this one has moved the workers' parameters."""

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.checks import holds_center
 from optx_sync.center.fragments import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields, memory
@@ -223,7 +222,7 @@ class CenterState(NamedTuple):
         if self.how.alone:
             return []  # Other workers are none of its own.
         steps = int(jnp.ravel(self.steps_since_round)[0])
-        if steps and holds_center(self.inner):
+        if steps and fields.holds_center(self.inner):
             raise ValueError(
                 "There is a center rule inside of this one, and workers are not at "
                 f"its center: {steps} step(s) since the last round. Resize right after "

@@ -215,6 +215,11 @@ def center_of(state: Declares) -> tuple[Kind, Any] | None:
     return None
 
 
+def holds_center(tree: Any) -> bool:
+    """Whether a tree holds the state of a center rule or of gossip anywhere."""
+    return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))
+
+
 def stands_last(state: Any) -> bool:
     """Whether it must be last in a chain, since it holds the updated parameters."""
     return declares(state) and any(
