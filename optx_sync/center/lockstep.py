@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Outgoing
 from optx_sync.center.contract import (
     CenterMemory,
     CenterRule,
@@ -24,7 +25,6 @@ from optx_sync.center.contract import (
 )
 from optx_sync.center.fragments import (
     Fragments,
-    Outgoing,
     Whole,
     check_fragments,
     number_of_parts,
@@ -35,7 +35,8 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
+from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params

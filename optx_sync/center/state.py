@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.fragments import Outgoing
+from optx_sync.center.buffers import Outgoing
 from optx_sync.metrics import SharedInfo, square_sum, told
 from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32

@@ -40,7 +40,8 @@ from optx_sync.center.fragments import (
 )
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Now, Step
+from optx_sync.center.rounds.meeting import Step
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange

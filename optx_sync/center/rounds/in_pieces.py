@@ -39,7 +39,8 @@ from optx_sync.center.contract import (
     static_period,
 )
 from optx_sync.center.fragments import Partition, Whole
-from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.rounds.meeting import Meeting, Step
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import check_axis_name
 from optx_sync.comm.reduce import reduce
