@@ -81,6 +81,7 @@ GROUND = {
         "peers/graphs",
         "peers/stability",
         "peers/mixing",
+        "center/checks",
         "center/contract",
         "center/worker",
         "center/fragments",

@@ -168,9 +168,9 @@ def _require_within(tree: Tree, pending: Tree) -> None:
     if missing:
         raise ValueError(
             f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
-            "is cut in shards by hand; what is pending with delay is no array of "
-            "theirs, and the state holds it as equal there. Leave these axes to the "
-            "compiler, oxs.map_workers, or pass delay=0."
+            "is cut in shards by hand; the pending sum, with delay, is stored as equal "
+            "over them, but would vary. Leave these axes to the compiler, "
+            "oxs.map_workers, or pass delay=0."
         )
 
 

@@ -2,6 +2,7 @@
 """`center_variable`: workers that meet at a center every few steps, in lockstep."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -245,13 +246,13 @@ def center_variable(
     lockstep = Lockstep(
         meeting,
         period,
-        fragments,
-        delay,
+        functools.partial(_rounds, sharded or meeting, delay),
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule, period) or (sharded is not None and sharded.coded),
-        nests=True,
-        sharded=sharded,
-        on_host=on_host,
+        fragments,
+        delay,
+        sharded,
+        on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -260,6 +261,17 @@ def center_variable(
         between,
         lockstep.moved,
     )
+
+
+def _rounds(phases: Meeting | Pieces, delay: int, between: Period) -> Rounds:
+    """How parts meet that do so every `between` steps."""
+    if not delay:
+        return AtOnce(phases)
+    # One exchange in each step, of what set out in the step before.
+    every_step = delay == 1 and not callable(between) and between == 1
+    if every_step and isinstance(phases, Meeting):
+        return InLine(phases)
+    return Later(phases, delay)
 
 
 class _Plan(NamedTuple):
@@ -275,12 +287,11 @@ class Lockstep(NamedTuple):
 
     meeting: Meeting
     period: Period
-    fragments: Fragments
-    delay: int
-    dtype: DTypeLike | None
-    keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, to be told of every round
-    round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
+    rounds: Callable[[Period], Rounds]  # given the steps from one exchange to the next
+    dtype: DTypeLike | None = None
+    keeps_taken: bool = False  # whether a worker keeps the center before its last round
+    fragments: Fragments = 1
+    delay: int = 0
     sharded: Pieces | None = None  # the phases, if the center lies in pieces
     on_host: bool = False  # whether center and outer state live in host memory
 
@@ -288,16 +299,7 @@ class Lockstep(NamedTuple):
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
-        if self.round is not None:
-            return _Plan(parts, between, self.round)
-        phases = self.phases
-        if not self.delay:
-            return _Plan(parts, between, AtOnce(phases))
-        # One exchange in each step, of what set out in the step before.
-        every_step = self.delay == 1 and not callable(between) and between == 1
-        if every_step and isinstance(phases, Meeting):
-            return _Plan(parts, between, InLine(phases))
-        return _Plan(parts, between, Later(phases, self.delay))
+        return _Plan(parts, between, self.rounds(between))
 
     @property
     def phases(self) -> Meeting | Pieces:
@@ -347,7 +349,7 @@ class Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, self.dtype)
         inner = meeting.inner.init(params)
-        if not self.nests or getattr(meeting.inner, "moved", None) is None:
+        if getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
         if self.sharded is not None and not trees.is_placeholder(center):
             self.sharded.try_on(center)

@@ -71,7 +71,7 @@ def _kind_of_center(state: "CenterState") -> fields.Kind:
     if _is_decoded(state):
         kind = fields.SHARED
     elif state.how.takes or _has_parts(state):
-        # At any time most of several parts are between two rounds; they go on.
+        # Most parts are between two rounds, so workers keep their parameters.
         kind = fields.CENTER
     return kind.on_host if state.how.on_host else kind
 
