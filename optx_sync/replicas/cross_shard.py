@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync import checks, trees
-from optx_sync.comm import buffers, by_type, reduce, varying
+from optx_sync.comm import buffers, reduce, varying
 from optx_sync.comm.collectives import (
     AxisName,
     GroupAssignment,
@@ -39,7 +39,7 @@ from optx_sync.replicas import owners
 from optx_sync.step import take_weight
 from optx_sync.trees import Tree
 
-Grads = Literal["local", "summed", "averaged", "unreduced"]
+Grads = Literal["local", "summed", "averaged"]
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
@@ -195,11 +195,6 @@ def cross_shard(
             `jax.grad` of a replicated parameter does in
             `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
             `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
-            `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
-            gradient's type says that it is still to be summed over the axis. It is
-            summed here, once, after all loops that add it up, and is the gradient
-            of the loss as written, a mean over the whole batch. Differentiate with
-            respect to `jax.reshard(params, jax.P(reduced={"data"}))`.
         exchange: How the gradients become their mean; `None`:
             `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
             how often a replica was an outlier. Not for gradients that are already
@@ -207,11 +202,9 @@ def cross_shard(
         shard_state: `True`: keep `inner`'s state in pieces, one on each
             replica. `inner` must act on each number alone, as `optax.adam`
             does; this is tested by a trial. An `inner` that needs a norm may
-            sum it over `axis_name` itself. With `grads="unreduced"` any `inner`
-            works: it sees whole arrays that lie in pieces, cut where a
-            dimension divides. `"leaves"`: whole leaves on their owners. `inner`
-            must act on each leaf alone, as `optax.contrib.muon` does; this is
-            tested, too.
+            sum it over `axis_name` itself. `"leaves"`: whole leaves on their
+            owners. `inner` must act on each leaf alone, as `optax.contrib.muon`
+            does; this is tested, too.
         reduce_extra_args: The names of extra arguments (scalars, trees of arrays)
             of which `inner` gets the mean; `()` switches it off. All others reach
             `inner` as they are: pass them equal on all replicas. Inside
@@ -260,7 +253,6 @@ def cross_shard(
     check_axis_name(axis_name)
     reduce.check_reduction(reduction)
     checks.one_of("grads", grads, Grads)
-    _check_unreduced(grads, reduction, shard_state)
     if exchange is not None:
         _require_own(grads, "An exchange")
     exchange = contract.check_exchange(exchange, all_reduce())
@@ -306,9 +298,6 @@ def cross_shard(
             owners.Leaves(inner, check_axis_name(axis_name)),
         )
         return optax.GradientTransformationExtraArgs(owned.init, owned.update)
-    if grads == "unreduced":
-        typed = _CutByType(replicas)
-        return optax.GradientTransformationExtraArgs(typed.init, typed.update)
     elementwise = Elementwise(inner, check_axis_name(axis_name), "shard_state=True")
     _check_pieces(replicas, "True", exchange.halves is not None)
     pieces = _InPieces(replicas, elementwise)
@@ -417,8 +406,6 @@ class _CrossShard(NamedTuple):
         before = CrossShardState((), Info(), state) if self.state_of is None else state
         if self.grads == "local":
             mean, now = self.meet(updates, before, weight, batch_size)
-        elif self.grads == "unreduced":
-            mean, now = by_type.summed(updates, self.axis_name), before
         else:
             mean, now = self.as_asked(updates, axis_size(self.axis_name)), before
         with checks.explains_inner(mean):
@@ -449,9 +436,6 @@ class _CrossShard(NamedTuple):
                     "weight= makes a weighted mean and has no meaning with "
                     "reduction='sum'; leave weight out, or pass reduction='mean'."
                 )
-        if self.grads == "unreduced":
-            contract.require_dense(grads, "grads='unreduced'")
-            return extra_args
         if self.grads != "local":
             varying.require_reduced(grads, self.axis_name, self.grads)
         return reduce.mean_extra_args(
@@ -582,30 +566,6 @@ class _InPieces(NamedTuple):
         return pieces, state._replace(info=state.info._replace(measured=measured))
 
 
-class _CutByType(NamedTuple):
-    """The same under plain `jax.jit`, where `inner` sees whole arrays, sharded."""
-
-    whole: _CrossShard
-
-    def init(self, params):
-        """The state of `inner`, sharded as the parameters would be."""
-        checks.check_params(params)
-        if not trees.is_placeholder(params):
-            params = by_type.cut(params, self.whole.axis_name)
-        return self.whole.inner.init(params)
-
-    def update(self, updates, state, params=None, **extra_args):
-        """The updates, sharded like the parameters, and the state."""
-        axis_name = self.whole.axis_name
-        extra_args = self.whole.check(updates, params, None, extra_args)
-        by_type.require_unreduced(updates, axis_name)
-        own = None if params is None else by_type.cut(params, axis_name)
-        mean = by_type.cut(updates, axis_name)
-        with checks.explains_inner(mean):
-            new, state = self.whole.inner.update(mean, state, own, **extra_args)
-        return checks.fill_missing(by_type.whole(new, axis_name), params), state
-
-
 class _InLeaves(NamedTuple):
     """`init` and `update` of `cross_shard(..., shard_state="leaves")`."""
 
@@ -693,22 +653,6 @@ class _InLeaves(NamedTuple):
             for x, whole in zip(stacks, full[1], strict=True)
         ]
         return rest, rows
-
-
-def _check_unreduced(grads: Grads, reduction: Reduction, shard_state: object) -> None:
-    """Refuse options that do not work with `grads="unreduced"`."""
-    if grads != "unreduced":
-        return
-    if reduction == "sum":
-        raise ValueError(
-            "reduction='sum' has no meaning with grads='unreduced', where the gradient "
-            "is that of the loss as written. Leave it out, and sum in the loss."
-        )
-    if shard_state == "leaves":
-        raise ValueError(
-            "shard_state='leaves' needs a mapped axis, and with grads='unreduced' "
-            "there is none. Use shard_state=True: matrices are whole to `inner` there."
-        )
 
 
 def _require_own(grads: Grads, what: str) -> None:
