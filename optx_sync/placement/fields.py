@@ -77,6 +77,7 @@ class Kind(NamedTuple):
 
 
 COUNTER = Kind("all levels").told
+FACT = Kind("all levels").told  # a `Fact`
 SHARED = Kind("level")
 SHARED_ANEW = Kind("level", "anew")
 LIKE_PARAMS = Kind("params")
@@ -95,6 +96,29 @@ COPIES = Kind("params", lands="nobody")
 OWN_CENTER = Kind("params", lands="joiners")
 CENTER = Kind("level", lands="joiners")
 TAKEN_CENTER = Kind("level", lands="everyone")
+
+
+class Yes(NamedTuple):
+    """A fact about a state that holds: it has no leaf, the structure carries it.
+
+    So do all that carry a state: conditionals and loops, axes, checkpoints, Flax.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class No(NamedTuple):
+    """A fact about a state that does not hold."""
+
+
+Fact: TypeAlias = Yes | No
+
+
+def fact(holds: bool) -> Fact:
+    """A fact for a field of a state, of which the kinds of other fields may depend."""
+    return Yes() if holds else No()
+
 
 # A kind, or a function that returns it for a state.
 Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
@@ -134,13 +158,13 @@ def declares(x: Any) -> bool:
 
 def is_level(x: Any) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
-    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(type(x))
+    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(x)
 
 
-def _lies_as_params(state: type) -> bool:
+def _lies_as_params(state: Declares) -> bool:
     """Whether each field of a state is equal where the parameters are."""
-    kinds: Any = getattr(state, "field_kinds", {}).values()
-    return all(isinstance(kind, Kind) and kind.whose == "params" for kind in kinds)
+    kinds = [kind_of(state, name) for name in state.field_kinds]
+    return all(kind.whose == "params" for kind in kinds if kind is not FACT)
 
 
 def kind_of(state: Declares, name: str) -> Kind:
@@ -238,15 +262,6 @@ class Owned(NamedTuple):
 
     pieces: Any  # of leaves whose numbers are updated one by one
     leaves: dict[str, Any]  # the stack of each group, by its first leaf's path
-
-
-@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS, numbers=LIKE_PARAMS.told)
-class OwnedState(NamedTuple):
-    """State of `cross_shard(..., shard_state="leaves")`."""
-
-    own: InPieces  # of an `Owned`
-    constants: list[Any]  # arrays in the state of `inner` that are not cut
-    numbers: dict[str, Any]  # int32[] each, K of each group
 
 
 @functools.partial(

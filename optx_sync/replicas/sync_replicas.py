@@ -21,19 +21,19 @@ from optx_sync.comm.reduce import (
     reduce,
 )
 from optx_sync.exchange import contract
+from optx_sync.exchange.agree import agree, square_within, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
-from optx_sync.metrics import (
-    Info,
+from optx_sync.exchange.landing import Whole
+from optx_sync.exchange.measures import (
     check_batch_size,
     like_params,
     measure_of,
     measures,
-    square_sum,
     start,
     to_sum,
-    told,
 )
+from optx_sync.metrics import Info, told
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
     Accumulator,
@@ -548,7 +548,7 @@ class _SyncReplicas(NamedTuple):
             state = state._replace(contributed=state.contributed + own)
         if self.measure:
             now = to_sum(
-                self.square(grads, state),
+                square_within(state.info.measured, self.axis_name, grads),
                 self.axis_name,
                 weight=own,
                 batch_size=jnp.asarray(batch_size),
@@ -558,14 +558,9 @@ class _SyncReplicas(NamedTuple):
             state = state._replace(info=state.info._replace(gathered=gathered))
         return state
 
-    def square(self, tree, state: SyncReplicasState) -> jax.Array:
-        """The squared norm, summed over the shards on other axes of the gradients."""
-        like = varying.localize(state.info.measured.update_norm, self.axis_name)
-        return square_sum(tree, like)
-
     def move(self, step: _Step, state: SyncReplicasState):
         """(updates, new parameters, state): the mean goes through `inner`."""
-        mean, sums, state = self.agree(step, state)
+        mean, state = self.agree(step, state)
         extra = mean_extra_args(
             step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
         )
@@ -576,54 +571,56 @@ class _SyncReplicas(NamedTuple):
         averages = advance_averages(
             state.averages, params, self.decay, state.global_step
         )
-        if self.measure:
-            contributors = state.accumulated.astype(jnp.float32)
-            measured = measure_of(
-                state.info.measured,
-                {**sums, "contributors": contributors},
-                state.total_weight,
-                self.square(mean, state),
-            )
-            norm = jnp.sqrt(self.square(moved, state))
-            measured = measured._replace(update_norm=norm)
-            state = state._replace(info=state.info._replace(measured=measured))
+        info = with_update(state.info, moved, self.axis_name)
         state = state._replace(
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
             accumulator=clear(state.accumulator, mean, state.accumulated),
             contributed=trees.zeros_like(state.contributed),
-            info=state.info._replace(gathered=trees.zeros_like(state.info.gathered)),
+            info=info._replace(gathered=trees.zeros_like(info.gathered)),
             inner=trees.cast_like(inner, state.inner),
             averages=averages,
         )
         return moved, params, state
 
     def agree(self, step: _Step, state: SyncReplicasState):
-        """(the mean of all that was accumulated, sums for measures, state)."""
+        """(the mean of all that was accumulated, the state, which measured it)."""
         exchange, axis_name = self.exchange, self.axis_name
         sums, rows = sums_of(state.accumulator, step.grads)
-        weight = votes = also = None
+        weight = None
         if not exchange.linear:
             # Each replica has one vote: the mean of its own gradients.
-            some, votes = or_one(state.contributed), state.contributed > 0
+            weight, some = state.contributed, or_one(state.contributed)
             sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
-            weight = state.contributed if exchange.takes_weights else votes
-        if self.measure:
-            also = state.info.gathered._asdict()
-        met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
-        outliers = contract.count_outlier(
-            exchange, sums, met.mean, axis_name, votes, state.info.outliers
+            weight = weight if exchange.takes_weights else weight > 0
+        agreed = agree(
+            exchange,
+            Whole(axis_name),
+            sums,
+            state.exchange,
+            state.info,
+            weight=weight,
+            own=state.info.gathered._asdict() if self.measure else None,
         )
         count = jnp.ones((), jnp.int32)
         if exchange.linear:
             # The sum is the mean times the number of replicas.
-            replicas = jnp.asarray(met.weight, state.total_weight.dtype)
+            replicas = jnp.asarray(agreed.weight, state.total_weight.dtype)
             count = state.total_weight / replicas
             rows = reduce(rows, axis_name, reduction="sum")
             rows = [weights / replicas for weights in rows]
-        mean = mean_of(met.mean, rows, step.grads, count, step.tokens)
-        info = state.info._replace(outliers=outliers)
-        return mean, met.also, state._replace(exchange=met.state, info=info)
+        mean = mean_of(agreed.mean, rows, step.grads, count, step.tokens)
+        info = agreed.info
+        if self.measure:
+            contributors = state.accumulated.astype(jnp.float32)
+            measured = measure_of(
+                info.measured,
+                {**agreed.sums, "contributors": contributors},
+                state.total_weight,
+                square_within(info.measured, axis_name, mean),
+            )
+            info = info._replace(measured=measured)
+        return mean, state._replace(exchange=agreed.memory, info=info)
 
 
 def check_replicas(
