@@ -56,6 +56,8 @@ GROUND = {
         "exchange/contract",
         "exchange/all_reduce",
         "exchange/pieces",
+        "exchange/measures",
+        "exchange/landing",
         "exchange/robust/norms",
         "exchange/robust/transposed",
     },
@@ -95,7 +97,12 @@ GROUND = {
         "center/rules/local_sgd",
         "center/rules/diloco",
     },
-    "replicas": {"replicas/accumulator", "replicas/averages", "replicas/owners"},
+    "replicas": {
+        "replicas/accumulator",
+        "replicas/averages",
+        "replicas/owners",
+        "replicas/landing",
+    },
     "front": {"front/held", "front/layout", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},
     "runtime": {

@@ -6,16 +6,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from optx_sync.center import fragments
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round
-from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import vary_with
-from optx_sync.exchange.contract import Exchange, Met, Scalars
-from optx_sync.metrics import square_sum
+from optx_sync.exchange.landing import Whole
 from optx_sync.trees import Tree
 
 
@@ -25,7 +24,6 @@ class Landing:
 
     rule: CenterRule
     axis_name: AxisName
-    exchange: Exchange
 
     @property
     def coded(self) -> bool:
@@ -35,10 +33,10 @@ class Landing:
     def try_on(self, center: Tree) -> None:
         """Refuse a rule or an outer optimizer that needs another landing."""
 
-    def fit(self, parts: Whole, held: Tree, like: Tree) -> None:
+    def fit(self, parts: fragments.Whole, held: Tree, like: Tree) -> None:
         """Refuse a center that was made for another number of workers."""
 
-    def start(self, parts: Whole, center: Tree) -> Center:
+    def start(self, parts: fragments.Whole, center: Tree) -> Center:
         """What a worker holds of a whole center, and an outer state for each part."""
         outer = self.rule.outer
         state = () if outer is None else parts.each(outer.init, center)
@@ -56,18 +54,16 @@ class Landing:
         """(the worker with its sums reset, what it sends)."""
         return work.bring(self.rule, now.worker, seen, at)
 
-    def meet(self, sent: Tree, now: Now, at: Round, also: Scalars | None = None) -> Met:
-        """A meeting of all workers, whose mean is this worker's share.
+    def of(self, now: Now, at: Round) -> "Landing":
+        """The landing for one meeting."""
+        return self
 
-        With `also["squares"]` the squared norm of all shares is its `also["mean"]`.
-        """
-        met = self.exchange.meet(
-            sent, now.exchange, self.axis_name, weight=now.weight, also=also
+    def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
+        """A meeting of all workers, whose mean is this worker's share."""
+        whole = Whole(self.axis_name)
+        return whole.meet(
+            exchange, tree, memory, weight=weight, also=also, square=square
         )
-        if also is None or "squares" not in also:
-            return met
-        square = square_sum(met.mean, now.info.measured.update_norm)
-        return met._replace(also={**met.also, "mean": square})
 
     def open(self, center: Center) -> Center:
         """The arrays of this worker's share, which its formulas get."""

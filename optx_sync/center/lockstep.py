@@ -47,7 +47,8 @@ from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.metrics import SharedInfo, start
+from optx_sync.exchange.measures import start
+from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
 from optx_sync.placement.fields import fact, map_but_counters
 from optx_sync.step import (
@@ -235,7 +236,7 @@ def center_variable(
     between = None if known is None else steps_between(period, known, delay)
     on_host = checks.check_memory(center_memory, rule, delay)
     kept = work.keeping(rule, keep_local)
-    landing = Landing(kept, axis_name, exchange)
+    landing = Landing(kept, axis_name)
     if shard_center:
         landing = pieces(kept, axis_name, exchange, measure, period, delay)
     meeting = Meeting(

@@ -218,16 +218,15 @@ def gossip(
     if outer is not None:
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
-    exchange = all_reduce()
     meeting = Meeting(
         inner,
         rule,
         axis_name,
-        exchange,
+        all_reduce(),
         "keep",
         drop_nonfinite,
         measure=False,
-        landing=Landing(rule, axis_name, exchange),
+        landing=Landing(rule, axis_name),
     )
     mixing = Mixing(meeting, graph, check_seed(seed))
     lockstep = Lockstep(meeting, period, lambda _: mixing, dtype)

@@ -43,13 +43,14 @@ from optx_sync.center.fragments import Partition, Whole
 from optx_sync.center.landing import Landing
 from optx_sync.center.rounds.turns import Now
 from optx_sync.center.worker import Center, Worker
-from optx_sync.comm.collectives import AxisName, axis_size, check_axis_name
+from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
-from optx_sync.exchange.contract import Exchange, Met, Scalars
+from optx_sync.exchange.contract import Exchange
+from optx_sync.exchange.landing import meet_half_way
+from optx_sync.exchange.measures import square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.metrics import square_sum
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InParts, InPieces, is_in_pieces
 from optx_sync.trees import Tree, where, zeros_like
@@ -61,11 +62,15 @@ _OPTION = "shard_center=True"
 class Pieces(Landing):
     """1/N of the center on each worker; `pieces` makes one."""
 
+    exchange: Exchange
     measure: bool
     period: Period
     takes: bool  # whether a worker that is not broken has the whole center at hand
     read: Reads
     elementwise: Elementwise | None  # the check of the outer optimizer
+    # Of one meeting:
+    piece: Tree = None  # this worker's, of the center before it
+    at: Any = None  # its `Round`
 
     @property
     def coded(self) -> bool:
@@ -139,26 +144,25 @@ class Pieces(Landing):
         sums = zeros_like(now.worker.accumulated)
         return now.worker._replace(accumulated=sums), self._sent(now, at)
 
-    def meet(self, sent: Tree, now: Now, at: Round, also: Scalars | None = None) -> Met:
-        """The first half of the exchange, and one sum of all scalars."""
-        weight, axis_name, state = now.weight, self.axis_name, now.exchange
-        exchange = self.exchange
-        if exchange.halves is not None:
-            met = exchange.halves.up(sent, state, axis_name, weight=weight)
-            mean, state = met.mean, met.state
-        else:
-            scatter: Any = exchange.scatter  # `pieces` has made sure that there is one
-            mean = scatter(sent, axis_name, weight=weight)
-        scalars = {} if also is None else dict(also)
-        if "squares" in scalars:
-            scalars["mean"] = self._square(mean, now.info.measured.update_norm)
-        if weight is not None:
-            scalars["weight"] = weight.astype(jnp.float32)
-        sums = reduce(scalars, axis_name, reduction="sum") if scalars else {}
-        total = sums.get("weight", axis_size(axis_name))
+    def of(self, now: Now, at: Round) -> "Pieces":
+        """The landing for one meeting, with the piece of the center that it is for."""
+        return dataclasses.replace(self, piece=now.center.value.tree, at=at)
+
+    def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
+        """The first half of the exchange; the weights are always added up."""
+        met = meet_half_way(
+            exchange,
+            tree,
+            memory,
+            self.axis_name,
+            weight=weight,
+            also=also if weight is None else also or {},
+            square=square,
+        )
+        mean = met.mean
         if self.blind and not self.alone:
-            mean = self._of_means(now, mean, at, total)
-        return Met(InPieces(mean), total, state=state, also=sums)
+            mean = self._of_means(mean, met.weight, weight is not None)
+        return met._replace(mean=InPieces(mean))
 
     def open(self, center: Center) -> Center:
         """The arrays in the pieces."""
@@ -214,9 +218,9 @@ class Pieces(Landing):
             accumulated if self.read.accumulated else (),
         )
 
-    def _of_means(self, now: Now, means: Tree, at: Round, total: Any) -> Tree:
+    def _of_means(self, means: Tree, total: Any, weighted: bool) -> Tree:
         """The contribution to this worker's piece, from the means of all workers."""
-        piece, (params, accumulated) = now.center.value.tree, means
+        piece, (params, accumulated) = self.piece, means
         # The formula does not read the center, so the piece of it is a placeholder.
         mean = work.contribute(
             self.rule,
@@ -224,9 +228,9 @@ class Pieces(Landing):
             piece,
             accumulated if self.read.accumulated else piece,
             piece,
-            at,
+            self.at,
         )
-        if now.weight is None:
+        if not weighted:
             return mean
         # Without contributors the mean of parameters is 0: so be the contribution.
         return where(total > 0, mean, zeros_like(mean))

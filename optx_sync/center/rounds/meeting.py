@@ -23,8 +23,8 @@ from optx_sync.center.worker import Center
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like
-from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.metrics import measure_of, square_sum, to_sum
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.contract import Exchange
 from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
@@ -159,26 +159,18 @@ class Meeting(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, the sum or mean for the center, the sum of weights or ())."""
-        weight, also = now.weight, None
-        if self.measure:
-            square = square_sum(contribution, now.info.distance)
-            also = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
-        elif self.rule.mean_over is None and not step.alike:
-            also = {"contributors": (weight > 0).astype(jnp.float32)}
-        met = self.landing.meet(contribution, now, step.at(0), also)
-        mean, measured = met.mean, now.info.measured
-        if self.measure:
-            measured = measure_of(measured, met.also, met.weight, met.also["mean"])
-        outliers = count_outlier(
-            self.exchange, contribution, mean, self.axis_name, weight, now.info.outliers
+        agreed = agree(
+            self.exchange,
+            self.landing.of(now, step.at(0)),
+            contribution,
+            now.exchange,
+            now.info,
+            weight=now.weight,
+            alike=step.alike,
+            summed=self.rule.mean_over is None,
         )
-        info = now.info._replace(outliers=outliers, measured=measured)
-        now = now._replace(exchange=met.state, info=info)
-        if self.rule.mean_over is None:
-            # A sum: the mean times the number of workers with a weight above 0.
-            count = (met.also or {}).get("contributors", met.weight)
-            mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
-        return now, mean, met.weight if self.drop_nonfinite else ()
+        now = now._replace(exchange=agreed.memory, info=agreed.info)
+        return now, agreed.mean, agreed.weight if self.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contributions, and this worker takes from it."""
