@@ -31,10 +31,10 @@ def changed(before, after):
 
 
 def applied(lines, block):
-    """A program after what a page's block changes in it, between " ..." in one place."""
+    """A program after what a block changes in it; " ..." is between two places."""
     for hunk in re.split(r"^ \.\.\.\n", block, flags=re.MULTILINE):
         old, new = (
-            [x[1:] for x in hunk.splitlines() if x[0] in signs] for signs in (" -", " +")
+            [x[1:] for x in hunk.splitlines() if x[0] in " " + sign] for sign in "-+"
         )
         (at,) = (i for i in range(len(lines)) if lines[i : i + len(old)] == old)
         lines = [*lines[:at], *new, *lines[at + len(old) :]]
