@@ -209,7 +209,7 @@ class Lockstep(NamedTuple):
     delay: int
     dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, to be told of every round
+    nests: bool  # whether `inner` may be a center rule, whose center each round moves
     state: type[CenterState]
     round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
     sharded: Pieces | None = None  # the phases, if the center lies in pieces
@@ -246,7 +246,7 @@ class Lockstep(NamedTuple):
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same for the tree without leaves of `optax.tree.map_params`."""
-        some = jnp.zeros(())  # stands for all that only a tree with leaves tells
+        some = jnp.zeros(())  # stands for all that depends on a tree with leaves
         known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
             known = split(self.fragments, shapes).number

@@ -77,7 +77,7 @@ class OwnCenterState(CenterState):
             is_leaf=is_masked,
         )
 
-    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it tells other things
+    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it has other fields
         self, params: Tree | None
     ) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""

@@ -34,8 +34,8 @@ from jax.sharding import PartitionSpec
 class Kind(NamedTuple):
     """Which workers share a field, and what `resize` makes of it."""
 
-    # Among which workers it is equal: those of all levels, those of its own level,
-    # those whose parameters are equal, or none ("own").
+    # Shared by: every worker, the workers of this axis, replicas with equal parameters,
+    # or nobody ("own").
     whose: Literal["all levels", "level", "params", "own"]
     # What `resize` does. "kept": a shared field stays; of others survivors keep theirs,
     # and joiners get what `resize` was asked for (a field that is equal where the
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
 
     @property
     def told(self) -> "Kind":
-        """The same kind for numbers that are no slots."""
+        """The same kind for a field that `slot` and `slot_names` do not show."""
         return self._replace(slots=False)
 
     @property

@@ -82,7 +82,7 @@ def map_workers(
             one worker's parameters, or like its first levels, of their `PartitionSpec`.
             Each device then sends other workers its own shards (see `oxs.Workers`).
             With `None` the compiler decides, and each device sends the codes of whole
-            arrays; along axes of type `Explicit` the types tell. Inside of another
+            arrays; along axes of type `Explicit` the types say it. Inside of another
             `map_workers`, `None` takes that one's.
 
     Returns:
@@ -273,9 +273,9 @@ def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
     Worker i gets `jax.random.fold_in(key, i)` of a random key (`jax.random.key`, also
     inside of `nnx.Rngs`), so that dropout masks differ. Keys in an optimizer's state
     are folded only where workers have parameters of their own, in `inner` of a center
-    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Only
-    `start_workers` recognises a transformation of your own, for replicas, whose state
-    holds a key.)
+    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Keys
+    in the state of a transformation that is not of this package stay equal on replicas
+    only via `start_workers`.)
     Raw keys (`jax.random.PRNGKey`, an array of uint32) look like data and are copied.
     With n = 1 nothing is folded: it puts back the axis that `first` took off.
 

@@ -244,7 +244,7 @@ def _supervised(
 
 @contextlib.contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
-    """Treat SIGTERM as SIGINT, so that a job that is told to end saves the center."""
+    """Treat SIGTERM as SIGINT, so that a job that is asked to end saves the center."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread.
         return
@@ -287,7 +287,7 @@ def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> Non
     events = supervisor.events
     center, history = None, events.seen.history(None)
     try:
-        supervisor.stop()  # What is saved is then all that they were told of.
+        supervisor.stop()  # Then all pushes that workers were answered are saved.
         center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
@@ -476,7 +476,7 @@ class _Supervisor:
                 self.ray.kill(self.actors[index])
 
     def _tell_who_left(self) -> None:
-        """Tell all servers who has left, including those that have been restarted."""
+        """Report to all servers, also to restarted ones, who has left."""
         for number, (boot, _) in enumerate(self.events.places):
             for index in self.returned:
                 if boot and (boot, index) not in self.told:
