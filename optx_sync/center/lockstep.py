@@ -96,7 +96,7 @@ def center_variable(
         inner: The worker's own optimizer, or a center rule over another axis.
         rule: What workers and center give each other.
         axis_name: The mapped axis of the workers, or a tuple of them. `None`: one
-            worker with a center of its own (Lookahead); nothing is sent.
+            worker with a center of its own (with `cross_shard`, all replicas).
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read where a period begins.
         inner_state: In a round, `"keep"` the state of `inner`, `"average"` it over the

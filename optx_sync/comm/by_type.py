@@ -25,7 +25,10 @@ def require_unreduced(tree: Tree, axis_name: AxisName) -> None:
     axes = set(check_axis_name(axis_name))
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         kind = jax.typeof(x)
-        if not axes <= set(kind.sharding.spec.unreduced):
+        spec = kind.sharding.spec
+        # JAX 0.12 also has arrays of which a maximum or minimum is still to be taken.
+        what = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
+        if not axes <= set(spec.unreduced) or what != "sum":
             raise ValueError(
                 f"grads='unreduced' says that gradients are still to be summed over "
                 f"{sorted(axes)}, but the type of the one at {path_name(path)} is "

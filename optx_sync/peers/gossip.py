@@ -64,11 +64,12 @@ class OwnCenterState(CenterState):
 
     __slots__ = ()
 
-    def center_params(self, params: Tree) -> Tree:
+    def center_params(self, params: Tree, of_all: bool | None = None) -> Tree:
         """The mean of the workers' centers, in the structure and dtypes of `params`.
 
         In a state of one worker, without a worker axis, it is that worker's own center.
         """
+        del of_all  # only pieces need it
         stacked = tuple(range(jnp.ndim(self.info.dropped)))
         return jax.tree.map(
             lambda c, p: p if is_masked(c) else _mean(c, stacked).astype(p.dtype),

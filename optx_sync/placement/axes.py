@@ -212,23 +212,45 @@ def map_marked(
     return treedef.unflatten(map(placed, leaves, marks, cut))
 
 
-def in_pieces(tree: Tree, level: int = 0) -> Tree:
-    """The `fields.Cut` of each leaf over the workers of a level, 0 the outermost."""
+def in_pieces(tree: Tree, level: int = 0, stacked: int = 0) -> Tree:
+    """The `fields.Cut` of each leaf over the workers of a level, 0 the outermost.
+
+    `stacked`: how many worker axes the state that holds the tree has.
+    """
 
     def visit(node):
         if fields.is_level(node):
+            now = stacked_axes(node)
             return fields.map_fields(
-                lambda _, kind, x: in_pieces(x, level - (not kind.is_shared)), node
+                lambda _, kind, x: in_pieces(x, level - (not kind.is_shared), now),
+                node,
             )
         if level or not fields.is_in_pieces(node):
             return jax.tree.map(lambda _: fields.Cut.NOT, node)
-        marks = jax.tree.map(lambda _: fields.Cut.NUMBERS, node)
+        numbers, no = fields.Cut.NUMBERS, fields.Cut.NOT
+        marks = jax.tree.map(lambda x: numbers if _ndim(x) > stacked else no, node)
         if not isinstance(node.tree, fields.Owned):
             return marks
         whole = jax.tree.map(lambda _: fields.Cut.LEAVES, node.tree.leaves)
         return fields.InPieces(marks.tree._replace(leaves=whole))
 
-    return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
+    return jax.tree.map(visit, tree, is_leaf=is_level_or_pieces)
+
+
+def stacked_axes(state: Any) -> int:
+    """How many worker axes the arrays of a state have that are each worker's own."""
+    counts = [
+        _ndim(x)
+        for _, kind, value in fields.fields_of(state)
+        if kind == fields.OWN_COUNT
+        for x in jax.tree.leaves(value)
+    ]
+    return max(counts, default=0)
+
+
+def _ndim(x: Any) -> int:
+    """Of an array, of its shape, or of what Orbax says of it."""
+    return len(getattr(x, "shape", ()))
 
 
 def stack_specs(tree: Tree) -> Tree:
@@ -269,7 +291,7 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     def visit(node):
         if fields.is_level(node):
             return fields.map_fields(field, node)
-        if _is_optax(node):
+        if is_optax(node):
             # In a chain beside `all_reduce_grads` it must stay equal on all.
             return type(node)(*(own_keys(x, own and ours, ours) for x in node))
         # Row numbers have a key's dtype, so that arithmetic refuses them.
@@ -278,15 +300,17 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     return jax.tree.map(
         visit,
         tree,
-        is_leaf=lambda x: fields.is_level(x) or _is_optax(x) or is_slices(x),
+        is_leaf=lambda x: fields.is_level(x) or is_optax(x) or is_slices(x),
     )
 
 
-def _is_optax(x: Any) -> bool:
+def is_optax(x: Any) -> bool:
+    """Whether this is a state of one of Optax's own transformations."""
     return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
-def _is_level_or_pieces(x: Any) -> bool:
+def is_level_or_pieces(x: Any) -> bool:
+    """Whether this is a level of workers or an `InPieces`; for `is_leaf=`."""
     return fields.is_level(x) or fields.is_in_pieces(x)
 
 
@@ -312,7 +336,7 @@ def _refuse_around_center(state: Tree) -> None:
     """Refuse a wrapper that decides for each worker whether a center rule steps."""
 
     def sometimes(x):
-        return _is_optax(x) and type(x).__name__ in _SOMETIMES
+        return is_optax(x) and type(x).__name__ in _SOMETIMES
 
     def is_center(x):
         return hasattr(type(x), "center_params") and fields.is_level(x)
@@ -339,7 +363,7 @@ def _check_levels(state: Tree, levels: int) -> None:
         return [x for _, kind, x in fields.fields_of(node) if not kind.is_shared]
 
     def depth(tree: Tree) -> int:
-        nodes = fields.nodes_of(tree, _is_level_or_pieces)
+        nodes = fields.nodes_of(tree, is_level_or_pieces)
         return max((1 + depth(inside(node)) for node in nodes), default=0)
 
     found = max(depth(state), 1)
@@ -351,23 +375,32 @@ def _check_levels(state: Tree, levels: int) -> None:
         )
 
 
-def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) -> Tree:
+def _axes(
+    tree: Tree,
+    replicated: bool,
+    level: int,
+    around: bool | None = None,
+    stacked: int = 0,
+) -> Tree:
     """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around`: whether the field that holds the tree is shared; `None` if no state of
-    this package holds it. `level`: how many levels are still to descend.
+    this package holds it. `level`: how many levels are still to descend. `stacked` is
+    as for `in_pieces`.
     """
     shared = replicated if around is None else around
     equal = {"all levels"}
     if level == 0:
         equal |= {"level", "params"} if replicated else {"level"}
 
-    def field(_, kind, value):
-        inside = bool(around) or kind.whose in equal
-        return _axes(value, replicated, level - 1, inside)
-
     def visit(node):
         if fields.is_level(node):
+            now = stacked_axes(node)
+
+            def field(_, kind, value):
+                inside = bool(around) or kind.whose in equal
+                return _axes(value, replicated, level - 1, inside, now)
+
             return fields.map_fields(field, node)
         if _is_injected(node):
             # What acts at the center is shared.
@@ -377,9 +410,10 @@ def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) 
             return numbers._replace(inner_state=inside)
         cut = fields.is_in_pieces(node) and level == (-1 if around else 0)
         return jax.tree.map(
-            lambda x: None if shared and not (cut and jnp.ndim(x)) else 0, node
+            lambda x: None if shared and not (cut and _ndim(x) > stacked) else 0,
+            node,
         )
 
     return jax.tree.map(
-        visit, tree, is_leaf=lambda x: _is_level_or_pieces(x) or _is_injected(x)
+        visit, tree, is_leaf=lambda x: is_level_or_pieces(x) or _is_injected(x)
     )

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from optx_sync.checks import check_function, check_no_train_state, integer
 from optx_sync.comm import shards
-from optx_sync.comm.buffers import in_rows
+from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.comm.collectives import (
     AxisName,
     VaryingTypeError,
@@ -260,6 +260,8 @@ def state_shardings(
     def place(spec, x, kind):
         missing = len(x.shape) - len(spec) if in_full else 0
         spec = PartitionSpec(*spec, *[None] * missing)
+        if not in_full and 0 in x.shape:  # as a step returns it
+            spec = PartitionSpec()
         return NamedSharding(mesh, spec, memory_kind=kind or None)
 
     shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
@@ -309,10 +311,8 @@ def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
         return jnp.broadcast_to(x, (n, *jnp.shape(x)))
 
     def cut(x, how):
-        if (
-            jnp.ndim(x) > 1 and how == Cut.NUMBERS
-        ):  # it is stacked on levels inside of this one
-            return jnp.moveaxis(jax.vmap(lambda row: in_rows(row, n))(x), 0, 1)
+        if how == Cut.NUMBERS:
+            return cut_numbers(x, n)
         return in_rows(x, n) if jnp.ndim(x) else repeat(x)
 
     stacked = map_marked(

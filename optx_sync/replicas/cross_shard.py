@@ -266,7 +266,8 @@ def all_reduce_grads(
         **options: The keywords of `cross_shard`, except `reduce_extra_args`.
 
     Returns:
-        The transformation; its state is empty where the exchange remembers nothing.
+        The transformation; its state has no arrays where the exchange remembers
+        nothing.
 
     Raises:
         TypeError: A missing or bad axis name.
@@ -281,7 +282,8 @@ def all_reduce_grads(
         >>> jax.vmap(clipped_mean, axis_name="data")(jnp.array([0.5, 7.0]))
         Array([0.75, 0.75], dtype=float32)
     """
-    tx = cross_shard(optax.identity(), axis_name, reduce_extra_args=(), **options)
+    as_it_is = optax.identity()._replace(init=lambda params: fields.Reduced())
+    tx = cross_shard(as_it_is, axis_name, reduce_extra_args=(), **options)
 
     def update(updates, state, params=None, **extra_args):
         reduced, state = tx.update(updates, state, params, **extra_args)

@@ -19,6 +19,7 @@ from optx_sync.comm.reduce import (
     or_one,
     own_weight,
     reduce,
+    weight_divisor,
 )
 from optx_sync.exchange import contract
 from optx_sync.exchange.all_reduce import all_reduce
@@ -571,7 +572,7 @@ class _SyncReplicas(NamedTuple):
         if exchange.linear:
             # The sum is the mean times the number of replicas.
             replicas = jnp.asarray(met.weight, state.total_weight.dtype)
-            count = state.total_weight / replicas
+            count = weight_divisor(state.total_weight) / replicas
             rows = reduce(rows, axis_name, reduction="sum")
             rows = [weights / replicas for weights in rows]
         mean = mean_of(met.mean, rows, step.grads, count, step.tokens)

@@ -155,6 +155,17 @@ def test_a_gradient_that_is_reduced_already_is_refused(mesh):
         params = jax.device_put(PARAMS, jax.P())
         with pytest.raises(ValueError, match=r"still to be summed .* type of the one"):
             tx.update(params, tx.init(params), params)
+        newest: Any = jax
+        if hasattr(newest.sharding, "UnreducedKind"):  # JAX 0.12
+
+            def largest(x):
+                kind = newest.sharding.UnreducedKind.max
+                spec = newest.P(None, unreduced={AXIS}, unreduced_kind=kind)
+                found = newest.lax.reduce_max(x, (0,), out_sharding=spec)
+                return tx.update(found, ())
+
+            with pytest.raises(ValueError, match="U_max:data"):
+                jax.eval_shape(largest, jax.device_put(BATCHES[0], jax.P(AXIS)))
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

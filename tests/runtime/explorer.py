@@ -102,6 +102,9 @@ class Disk:
     def damaged(self):
         return ()
 
+    def check_writable(self):
+        pass
+
     def save(self, number, arrays, notes):
         found = [part["center"]["['x']"] for part in arrays.values()]
         centers = tuple(center.tobytes() for center in found)
