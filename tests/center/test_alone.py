@@ -161,3 +161,15 @@ def test_what_it_cannot_be():
     tx = oxs.elastic_average(SGD, None, num_workers=4, moving_rate=0.1, rho=0.0)
     with pytest.raises(ValueError, match="num_workers=4, but axis_name=None stands"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_what_a_replica_adds_up_between_rounds_is_its_own():
+    workers = oxs.Workers(2, "data")
+    tx = oxs.agn(oxs.cross_shard(SGD, "data"), None, communication_period=4)
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        return oxs.apply_gradients(tx, params - x.mean(), state, params)
+
+    held = step(*workers.start((jnp.ones(3), tx.init(jnp.ones(3)))), np.arange(2.0))
+    assert workers.fingerprint(held) == {}
