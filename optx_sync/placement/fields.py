@@ -12,8 +12,8 @@ The table decides the worker axes (`state_axes`, `state_specs`, `replicate`), wh
 state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. A wrapper whose fields all are as the
-parameters are, that of one worker alone, is no level: it lies where they lie. Other
+wrappers are nested levels; 0 is the outermost. A wrapper whose fields all follow the
+parameters (a center of one worker, `axis_name=None`) is no level. Other
 states with a table are fields of such a state: those of exchanges, and `info`, numbers
 to report that no step needs. The fields of an `Info` count as the state's own, with the
 kinds of the `Info`'s table.
