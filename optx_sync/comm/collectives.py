@@ -30,9 +30,9 @@ _AUTO_MESH = (
 
 
 class VaryingTypeError(ValueError):
-    """By its type an array varies over a mesh axis where it must not, or not at all.
+    """An array varies over an axis where it must not, or does not where it must.
 
-    Only types show this, those of `jax.shard_map(check_vma=True)`.
+    Types show this, those of `jax.shard_map(check_vma=True)` and of `jax.vmap`.
     """
 
 
