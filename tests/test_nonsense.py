@@ -109,7 +109,6 @@ GIVEN: dict[Any, dict[str, Any]] = {
         **{"grads": PARAMS, "params": PARAMS},
     },
     oxs.simulate.asynchronous: {**SIMULATED, "rule": RULE, "num_workers": 1},
-    oxs.simulate.gossip: {**SIMULATED, "num_workers": 2},
     oxs.simulate.sync_replicas: {
         **SIMULATED,
         **{"replicas_to_aggregate": 1, "total_num_replicas": 1},
