@@ -200,6 +200,7 @@ ALONE = {"total_num_replicas": 1}
         ("ValueError: num_tokens must be -1 or more", {"num_tokens": -5}),
         ("TypeError: num_tokens must be", {"num_tokens": 1.0}),
         ("ValueError: must be 1 or more", {"replicas_to_aggregate": 0}),
+        ("ValueError: must be 0 or more, .* -1", {"initial_global_step": -1}),
         ("ValueError: names worker 3, but there are 3", {"schedule": [0, 3]}),
         ("ValueError: names worker -1", {"schedule": [0, -1]}),
         ("TypeError: must hold integers", {"schedule": [1.0]}),
