@@ -227,6 +227,7 @@ def test_meshes_and_parameters_that_do_not_fit():
         (lambda: oxs.map_workers(same, "pods", mesh=mesh), "no axis 'pods'; its axes"),
         (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
         (lambda: oxs.map_workers(same, AXIS)({}), "nothing tells how many workers"),
+        (lambda: oxs.state_axes(tx, PARAMS, level=-1), "from 0; got level -1"),
         (
             lambda: oxs.start_workers(tx, PARAMS, 3, mesh=mesh, axis_name=AXIS),
             "3 workers, but the mesh has 2 positions",
