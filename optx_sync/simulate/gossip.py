@@ -37,7 +37,7 @@ from optx_sync.simulate.replay import (
 from optx_sync.trees import Tree, row_of, where, with_row
 
 # A worker's own steps are those of a rule that accumulates nothing.
-_ALONE = CenterRule(contribute=lambda own, center, at: own.params)
+_ALONE = CenterRule(lambda own, center, at: own.params, reads=("params",))
 
 
 class GossipWorkers(NamedTuple):
