@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optx_sync.center.contract import CenterRule
-from optx_sync.exchange.contract import Code, Exchange, check_exchange, remembers
+from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, is_floating, leaves_with_names
 
 
@@ -37,7 +37,7 @@ def check_pull_code(exchange: Exchange | None) -> Exchange | None:
     if exchange is None:
         return None
     check_exchange(exchange)
-    if exchange.code is None or remembers(exchange):
+    if exchange.code is None or exchange.remembers:
         raise ValueError(
             "pull_exchange= codes what a worker lacks of the center, one array alone. "
             "What a code loses is lacking the next time, so nothing is remembered. "
