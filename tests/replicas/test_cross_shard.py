@@ -535,7 +535,7 @@ def test_refused_at_the_call(said, arguments):
         lanes(tx, oxs.replicate(TREE, N), TREE, weight=jnp.ones(N))
 
 
-OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree))
+OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)
 
 
 @pytest.mark.parametrize(
