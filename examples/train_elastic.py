@@ -36,6 +36,7 @@ ROUNDS, PERIOD, BATCH, SEED = 200, 20, 16, 0  # rounds of four workers
 MOST, LEAST, A_NODE = 4, 2, 2  # processes
 # After which part of the examples what happens.
 EVENTS = {"a process killed": 0.2, "a node lost": 0.4, "a node back": 0.65}
+SILENT = 10  # seconds without a round
 COLOURS = {"a process killed": "#c8323c", "a node lost": "#4a4e69"}
 
 
@@ -54,6 +55,7 @@ def loop(config):
         with open(config["log"], "a") as log:
             log.write(json.dumps(line) + "\n")
 
+    say(pid=os.getpid(), processes=jax.process_count())
     images, labels = load_digits(return_X_y=True)
     images = np.asarray(images / 16, np.float32)
     order = np.random.default_rng(SEED).permutation(len(labels))
@@ -72,7 +74,7 @@ def loop(config):
 
     with oxs.elastic.Group(config["folder"], "workers") as group:
         params, state = group.restore_or_start(begin)
-        say(pid=os.getpid(), position=group.position)
+        say(position=group.position)
 
         @group.workers.step(state=2)
         def step(params, state, images, labels):
@@ -132,19 +134,45 @@ def said(log):
     ]
 
 
+def now(lines, happened):
+    """(who trains, or what the run waits for, numbers that go with it)."""
+    group = []  # what the processes said that came since the last round
+    for line in lines:
+        group = [] if "loss" in line else [*group, line]
+    came = [line for line in group if "pid" in line]
+    if came:
+        everyone, ready = came[-1]["processes"], len(group) - len(came)
+        text = f"{min(len(came), everyone)} of {everyone} processes have started"
+        return "a new group starts", f"{text}, {min(ready, everyone)} have the state"
+    rounds = [line for line in lines if "loss" in line]
+    if not rounds:
+        return "Ray starts processes", ""
+    last = rounds[-1]
+    silent = time.time() - last["time"]
+    died = happened and happened[-1][1] in COLOURS and happened[-1][0] > last["time"]
+    if died:
+        return "nobody trains: Ray starts a new group", f"{silent:.0f} s"
+    text = f"no round for {silent:.0f} s" if silent > SILENT else ""
+    return f"{last['workers']} workers", text or f"loss {last['loss']:.3f}"
+
+
 def follow(log, examples, machines, undisturbed, done, happened):
     """Until the run is done: a progress bar, and events when it is time for them."""
-    todo = {} if undisturbed else dict(EVENTS)
+    todo, before = {} if undisturbed else dict(EVENTS), ""
     with Progress() as progress:
-        bar = progress.add_task("starting", total=examples)
+        bar = progress.add_task("", total=examples)
         while not done.wait(0.1):
             lines = said(log)
             rounds = [line for line in lines if "loss" in line]
+            what, numbers = now(lines, happened)
+            progress.update(bar, description=f"{what}, {numbers}".strip(", "))
+            if what != before:
+                progress.console.print(what)
+                before = what
             if not rounds:
                 continue
             last = rounds[-1]
-            text = f"{last['workers']} workers, loss {last['loss']:.3f}"
-            progress.update(bar, completed=last["position"], description=text)
+            progress.update(bar, completed=last["position"])
             event = next(iter(todo), None)
             if event and last["position"] >= todo[event] * examples:
                 del todo[event]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic training: a run whose processes come and go, saved, restored and resized.
+"""Fault tolerant, elastic training: a run whose processes come and go.
 
 A lockstep run ends when one of its processes dies, since all others wait for it. So
 whatever starts processes (Ray Train, SLURM, a loop in a shell) starts them again, as
@@ -8,7 +8,7 @@ needs: it continues from the last save, with the workers that there are now.
 
     def train():  # in each process, after jax.distributed.initialize
         with oxs.elastic.Group("/shared/run", "workers") as group:
-            # `begin` returns (params, tx.init(params)), and is called only once.
+            # `begin` returns (params, tx.init(params)).
             state = group.restore_or_start(begin)
             step = group.workers.step(one_step, state=2)
             while group.position < examples:
@@ -18,24 +18,31 @@ needs: it continues from the last save, with the workers that there are now.
                     group.save(tuple(state))
 
 Orbax writes the saves, makes all processes agree on which are complete, and discards a
-save that was cut short.
+save that was cut short. Each save carries fingerprints of its arrays and a sum of its
+notes; one that is not what was saved is put aside, and the one before is taken.
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync import forms
 from optx_sync.checks import check_seed, integer
 from optx_sync.comm.collectives import AxisName, check_axis_name
+from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
 from optx_sync.front import held
 from optx_sync.front.workers import Workers
+from optx_sync.placement.axes import is_key
 from optx_sync.trees import Tree
+
+log: logging.Logger = logging.getLogger("optx_sync.elastic")
 
 # The name under which Orbax keeps our own notes, beside the arrays.
 _NOTES = "optx_sync"
@@ -113,6 +120,7 @@ class Group:
         self._saved: int = -1
         self.manager: Any = ocp.CheckpointManager(
             path if "://" in str(folder) else path.absolute(),
+            item_handlers=ocp.StandardCheckpointHandler(),
             options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
         )
 
@@ -135,26 +143,62 @@ class Group:
         continue, and joiners begin as it says. Every process reads what all workers
         saved if their number has changed, and only its own workers' part if it has not.
 
+        A save that cannot be read, or is not what was saved, is put aside as
+        `<position>.damaged` once an earlier one has been restored. A warning says so;
+        another one, where there is no save at all, in which folder the run begins.
+
         Args:
             state: One worker's, as for `Workers.start`: how a run begins. Or a function
-                without arguments that returns it, and is called only at the start: a
-                group that restores initialises no model, which takes seconds of
-                compilation in every process but the first.
+                without arguments that returns it. It is run only at the start; a group
+                that restores traces it for its shapes, and initialises no model, which
+                takes seconds of compilation in every process but the first.
 
         Returns:
             The state of all workers, placed. NNX objects are new ones.
 
         Raises:
-            ValueError: The save is of another model or optimizer.
+            ValueError: The save is of another model or optimizer; there are saves,
+                and all of them are damaged.
         """
-        step = self.manager.latest_step()
-        if step is None:
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        if not steps:
+            if not jax.process_index():
+                where = self.manager.directory
+                log.warning("There is no save in %s: the run begins afresh.", where)
             return self.workers.start(state() if forms.is_function(state) else state)
         self.workers.expect(state)
-        restored = self.workers.restore(self.manager, step)
-        notes = self.manager.metadata(step).custom_metadata[_NOTES]
-        self._saved, self.position, self.notes = step, step, notes
-        return restored
+        damaged: dict[int, Damaged] = {}
+        for step in steps:
+            save = _Save(self.manager, step)
+            try:
+                noted, save.words = _agreed(save.path, save.notes)
+                restored = self.workers.restore(save, step)
+            except Damaged as error:
+                damaged[step] = error
+                continue
+            self._put_aside(damaged, step)
+            self._saved, self.position, self.notes = step, step, noted[_NOTES]
+            return restored
+        errors = "; ".join(str(error) for error in damaged.values())
+        raise ValueError(
+            f"No save in {self.manager.directory} can be read: {errors}. Pass another "
+            "folder to start afresh."
+        )
+
+    def _put_aside(self, damaged: dict[int, Damaged], taken: int) -> None:
+        """Rename damaged saves: their positions will be saved again."""
+        if not damaged:
+            return
+        if not jax.process_index():
+            for step, error in damaged.items():
+                there = self.manager.directory / f"{step}.damaged"
+                if there.exists():
+                    there.rmtree()
+                (self.manager.directory / str(step)).rename(there)
+                say = "%s. It is now %s, and the run goes on from position %d."
+                log.warning(say, error, there.name, taken)
+        _everyone(True)
+        self.manager.reload()
 
     def save(self, state: Tree, *, notes: Any = None) -> None:
         """Save what the next group continues from; training goes on during the writing.
@@ -191,7 +235,7 @@ class Group:
         self.manager.save(
             self.position,
             args=ocp.args.StandardSave(tree),
-            custom_metadata={_NOTES: notes},
+            custom_metadata=sealed({_NOTES: notes}, by_name(tree)),
             force=True,
         )
         self._saved = self.position
@@ -270,6 +314,81 @@ class Group:
             return None
         names = [name for axis in self.workers.axes for name in check_axis_name(axis)]
         return NamedSharding(mesh, PartitionSpec(tuple(names)))
+
+
+class _Save:
+    """A save as `Workers.restore` reads it: by all processes, or by none of them.
+
+    (Orbax's manager would leave the others waiting for a process whose part is
+    damaged.)
+    """
+
+    def __init__(self, manager: Any, step: int):
+        self.directory: Any = manager.directory
+        self.path: Any = manager.directory / str(step)
+        self.words: dict[tuple[str, ...], list[Any]] = {}
+        self._manager, self._step = manager, step
+
+    def notes(self) -> tuple[dict[str, Any], dict[tuple[str, ...], list[Any]]]:
+        """The notes and the words of this save, which names the arrays alike."""
+        metadata = self._manager.metadata(self._step)
+        noted, words = unsealed(self.path, metadata.custom_metadata)
+        there = by_name(metadata.item_metadata.tree)
+        for name in {**words, **there}:
+            shape = words[name][0] if name in words else None
+            # Orbax counts the data of random keys among the dimensions.
+            if shape is None or [*there[name].shape[: len(shape)]] != shape:
+                what = ".".join(name)
+                raise Damaged(f"{self.path} holds another {what} than was saved")
+        return noted, words
+
+    def restore(self, step: int, args: Any) -> Tree:
+        """The arrays, compared as they were saved, and then in the dtypes asked for."""
+        import orbax.checkpoint as ocp
+
+        template = by_name(args.item)
+        # What the state asks for; a save may hold more.
+        shape = jax.ShapeDtypeStruct
+        asked = {name: x for name, x in template.items() if isinstance(x, shape)}
+        words = {name: self.words[name] for name in asked}
+        for name, x in asked.items():
+            dtype = words[name][1]
+            if not (is_key(x) or dtype.startswith("key")):
+                template[name] = x.update(dtype=dtype)
+        tree = jax.tree.structure(args.item).unflatten(template.values())
+        as_saved = ocp.args.StandardRestore(tree)
+        read = ocp.StandardCheckpointHandler().restore
+        found = _agreed(
+            self.path, lambda: by_name(read(self.path / "default", args=as_saved))
+        )
+        mine = {name: found[name] for name in asked}
+        _agreed(self.path, lambda: compare(self.path, words, mine))
+        for name, x in asked.items():
+            if found[name].dtype != x.dtype:
+                found[name] = found[name].astype(x.dtype)
+        return [*found.values()]
+
+
+def _agreed(path: Any, read: Callable[[], Any]) -> Any:
+    """What `read` returns, if it can be read in all processes."""
+    found, error = None, None
+    try:
+        found = read()
+    except Exception as raised:  # Orbax raises various errors for broken files.
+        error = raised
+    if _everyone(error is None):
+        return found
+    if isinstance(error, Damaged):
+        raise error
+    why = error or "another process cannot read its part"
+    raise Damaged(f"{path} cannot be read: {why}"[:500]) from error
+
+
+def _everyone(fine: bool) -> bool:
+    """Whether all is fine in all processes."""
+    if jax.process_count() == 1:
+        return fine
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(fine))))
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -7,22 +7,40 @@ With w_k the bits of number k of a leaf, all modulo 2^32:
 
 All multipliers are odd, so a leaf in which one number differs always has another h_1,
 and another h_2.
+
+What is saved carries such words, and a sum of its notes, so that what is read can be
+compared with what was saved.
 """
 
-from typing import NamedTuple
+import functools
+import json
+import operator
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
 from optx_sync.placement import axes, memory
 from optx_sync.shapes import Array, Bool, Int32, UInt32
-from optx_sync.trees import Tree, path_name, pure
+from optx_sync.trees import Tree, check_arrays, names_of, path_name, pure
 
 _MIX = 0x9E3779B9
+# The keys, among saved notes, of the arrays' words and of the notes' own sum.
+_WORDS, _SUM = "fingerprints", "sum"
+_SMALL = 2**16  # up to so many numbers NumPy is quicker than a compiler
+
+Names = tuple[str, ...]  # of a path
+
+
+class Damaged(Exception):
+    """A save that cannot be read, or holds something else than was saved."""
 
 
 class Fingerprint(NamedTuple):
@@ -101,6 +119,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
         {2: "['w']"}
     """
     tree = pure(tree)
+    check_arrays(tree, "What fingerprint compares")
     leaves = jax.tree.leaves(tree)
     nothing = jnp.zeros(2, jnp.uint32)
     words = [
@@ -126,16 +145,143 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
 
 
-def _words(x: jax.Array) -> UInt32[Array, " 2"]:
-    """The two words of an array, in one pass over it."""
+def by_name(tree: Tree) -> dict[Names, Any]:
+    """The arrays of a tree by the names of their paths."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {names_of(path): x for path, x in pairs}
+
+
+def sealed(notes: Mapping[str, Any], arrays: Mapping[Names, Any]) -> dict[str, Any]:
+    """Notes to save beside arrays: with the arrays' words and a sum of all of it.
+
+    Args:
+        notes: What JSON can hold.
+        arrays: By name. All processes that hold parts of them call it together.
+    """
+    words = [[name, *rest] for name, rest in _described(arrays).items()]
+    # As JSON gives them back: without tuples, every key a text, NumPy's integers plain.
+    noted = {**notes, _WORDS: words}
+    noted = json.loads(json.dumps(noted, default=operator.index))
+    return {**noted, _SUM: _sum_of(noted)}
+
+
+def unsealed(
+    path: object, notes: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[Names, list[Any]]]:
+    """What `sealed` was given, and of each array its shape, dtype and two words.
+
+    Raises:
+        Damaged: Other notes than those that were saved.
+    """
+    noted = dict(notes)
+    if _SUM not in noted:
+        raise Damaged(f"{path} has no sum: it is damaged, or of an earlier version")
+    if noted.pop(_SUM) != _sum_of(noted):
+        raise Damaged(f"{path} holds other notes than were saved")
+    words = {tuple(name): rest for name, *rest in noted.pop(_WORDS)}
+    return noted, words
+
+
+def compare(
+    path: object, words: Mapping[Names, list[Any]], arrays: Mapping[Names, Any]
+) -> None:
+    """Compare arrays that were read with the words of those that were saved.
+
+    Raises:
+        Damaged: They are not the same.
+    """
+    found = _described(arrays)
+    for name in {**words, **found}:
+        if words.get(name) != found.get(name):
+            raise Damaged(f"{path} holds another {'.'.join(name)} than was saved")
+
+
+def _described(arrays: Mapping[Names, Any]) -> dict[Names, list[Any]]:
+    """Of each array its shape, its dtype and its two words."""
+    words = [_words_here(x) for x in arrays.values()]  # None is waited for yet
+    words = [np.sum(jax.device_get(of_one), 0, np.uint32) for of_one in words]
+    own = np.stack(words) if words else np.zeros((0, 2), np.uint32)
+    if jax.process_count() > 1:
+        everyones = np.asarray(multihost_utils.process_allgather(own))
+        total = np.asarray(np.sum(everyones, 0, np.uint32))
+        split = [not _is_whole(x) for x in arrays.values()]
+        own[split] = total[split]
+    return {
+        name: [list(x.shape), str(x.dtype), *two]
+        for (name, x), two in zip(arrays.items(), own.tolist(), strict=True)
+    }
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether this process has all of an array."""
+    is_array = isinstance(x, jax.Array)
+    return not is_array or x.is_fully_addressable or x.is_fully_replicated
+
+
+def _words_here(x: Any) -> list[Any]:
+    """The words of this process's parts of an array, to be added up."""
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        if x.dtype.itemsize == 8:  # JAX would shorten it.
+            x = np.asarray(x, order="C")[..., None].view(np.uint32)
+        parts = [(x, [0] * x.ndim)]
+    else:
+        x = jax.random.key_data(x) if axes.is_key(x) else x
+        one, shards = x.is_fully_replicated, x.addressable_shards
+        used = shards[:1] if one else [s for s in shards if s.replica_id == 0]
+        parts = [(s.data, [here.start or 0 for here in s.index]) for s in used]
+    # A program for each shape of the large ones, none of which communicates: one for
+    # all arrays takes seconds to compile, before each group's first save.
+    words = _on_host if x.size <= _SMALL else _on_device
+    return [words(part, x.shape, np.array(start, np.uint32)) for part, start in parts]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _on_device(x: jax.Array, shape: tuple[int, ...], start: jax.Array) -> jax.Array:
+    return _words(memory.on_device(jnp.asarray(x)), shape, start)
+
+
+def _on_host(x: Any, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
+    """`_words` without a program to compile."""
+    x = np.asarray(x)
+    if x.dtype.itemsize == 1:
+        x = x.astype(np.int8) if "int" in x.dtype.name else x
+    kind = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
+    bits = np.asarray(x, order="C")[..., None].view(kind).astype(np.uint32)
+    place, stride = np.zeros(1, np.uint32), 1
+    sizes, starts = (*shape, bits.shape[-1]), (*start.tolist(), 0)
+    for axis in reversed(range(bits.ndim)):
+        along = np.arange(bits.shape[axis]) + starts[axis]
+        along = (along * stride % 2**32).astype(np.uint32)
+        place = place + along.reshape(-1, *[1] * (bits.ndim - axis - 1))
+        stride *= sizes[axis]
+    both = bits * (2 * place + 1), (bits ^ np.uint32(_MIX)) * (4 * place + 3)
+    return np.array([np.sum(one, dtype=np.uint32) for one in both])
+
+
+def _sum_of(notes: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
+
+
+def _words(
+    x: jax.Array, shape: tuple[int, ...] | None = None, start: jax.Array | None = None
+) -> UInt32[Array, " 2"]:
+    """The two words of an array, in one pass over it.
+
+    Of a shard, what it adds to those of its array, which has this shape and in which
+    the shard starts there.
+    """
     bits = _bits(x)
+    sizes = (*(shape or x.shape), *bits.shape[x.ndim :])
     # Numbered along all axes, since flattening would gather a sharded array.
     place = jnp.zeros(bits.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(bits.ndim)):
         along = lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        if start is not None and axis < x.ndim:
+            along = along + start[axis]
         place = place + along * jnp.uint32(stride % 2**32)
-        stride *= bits.shape[axis]
+        stride *= sizes[axis]
     both = (
         bits * (2 * place + 1),
         (bits ^ jnp.uint32(_MIX)) * (4 * place + 3),

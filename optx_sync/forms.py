@@ -77,10 +77,14 @@ class Form(NamedTuple):
         )
         return [path for path, i in marked for _ in range(_count(self.leaves[i]))]
 
-    def not_in_variables(self) -> list[tuple[Any, ...]]:
-        """The paths to arrays that no variable holds."""
-        pairs = _leaves_of(self)
-        return [path for path, leaf in pairs if leaf is _ARRAY]
+    def variables(self) -> list[type | None]:
+        """The class of the variable that holds each array, `None` without one."""
+        kinds = [getattr(x, "node_data", lambda: [None])()[0] for x in self.leaves]
+        return [
+            kind
+            for kind, leaf in zip(kinds, self.leaves, strict=True)
+            for _ in range(_count(leaf))
+        ]
 
     def update(self, tree: Tree, arrays: Any) -> Tree:
         """The tree with these arrays; variables of the tree are set in place."""
@@ -158,7 +162,7 @@ def difference(form: Form, other: Form) -> str:
         if name not in names:
             return f"{name} is new"
         if names[name] != others[name]:
-            return f"{name} is another thing"
+            return f"{name} has changed in kind or value"
     return "the containers differ"
 
 
@@ -170,6 +174,11 @@ def is_number(x: Any) -> bool:
 def is_variable(x: Any) -> bool:
     """Whether this is a variable of Flax NNX; does not import NNX."""
     return _is_of_nnx(type(x), "Variable")
+
+
+def is_trained(variable: type | None) -> bool:
+    """Whether an array in a variable of this class, or in none, may be a parameter."""
+    return variable is None or _is_of_nnx(variable, "Param")
 
 
 def is_object(x: Any) -> bool:

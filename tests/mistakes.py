@@ -140,6 +140,11 @@ CODE = {
         + "center = workers.center((params, opt_state))\n"
         'assert (center["w"] == params["w"]).all()'
     ),
+    "The center asked before the workers have met": (
+        'tx = oxs.diloco(optax.sgd(0.1), "workers")\n'
+        + WITH
+        + "workers.center((params, opt_state))"
+    ),
     "The center of a state that was not started": (
         "workers.center((params, opt_state))"
     ),
@@ -216,6 +221,10 @@ CODE = {
         BEGIN
         + "step = workers.step(train_step, state=2, split=False)\n"
         + RUN.replace("inputs", "inputs[:60]")
+    ),
+    "A list of numbers for a batch": (
+        "step = workers.step(lambda total, x: total + jnp.sum(jnp.asarray(x)))\n"
+        "step(workers.start(0.0), [1.0, 2.0, 3.0, 4.0])"
     ),
     "The state that was handed to a step used again": (
         BEGIN + STEP + "step(params, opt_state, inputs, targets)\n" * 2

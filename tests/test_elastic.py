@@ -115,6 +115,72 @@ def test_a_joiner_is_as_resize_makes_it(tmp_path, monkeypatch):
     three.save(restored)  # and now it is another
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_a_bit(save):
+    flip(max(save.rglob("*"), key=lambda path: path.stat().st_size))
+
+
+def damage_a_note(save):
+    (path,) = save.glob("_CHECKPOINT_METADATA")
+    path.write_text(path.read_text().replace('"second"', '"secone"'))
+
+
+def damage_all(save):
+    for path in filter(Path.is_file, save.rglob("*")):
+        path.write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize("damage", (damage_a_bit, damage_a_note, damage_all))
+def test_a_save_that_is_not_what_was_saved_falls_back_to_the_one_before(
+    damage, tmp_path, caplog
+):
+    start = jax.random.normal(jax.random.key(0), (2**14,))
+    first = {"w": start, "key": jax.random.key(1)}
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS, mesh=True))
+    state = group.restore_or_start(first)
+    assert f"no save in {tmp_path}: the run begins afresh" in caplog.text
+    for group.position, notes in ((1, "first"), (2, "second")):
+        group.save(state, notes=notes)
+    group.close()
+    damage(tmp_path / "2")
+    for n in (3, 2):
+        group = oxs.elastic.Group(tmp_path, oxs.Workers(n, AXIS, mesh=True))
+        restored = group.restore_or_start(first)
+        assert (group.position, group.notes) == (1, "first")
+        equal(restored["w"][:2], state["w"])
+    group.position = 2  # which is free again
+    group.save(restored)
+    group.close()
+    names = {"1", "2", "2.damaged"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    damage_all(tmp_path / "1")
+    damage_all(tmp_path / "2")
+    with pytest.raises(ValueError, match=r"No save .*/2 .*/1 .*Pass another"):
+        oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)).restore_or_start(first)
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_save_that_another_process_cannot_read_is_taken_by_none(
+    tmp_path, monkeypatch, caplog
+):
+    with oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS)) as group:
+        state = group.restore_or_start(ONE)
+        for group.position in (1, 2):
+            group.save(state)
+    others = iter((True, False))  # its notes, but not its arrays
+    monkeypatch.setattr(
+        oxs.elastic, "_everyone", lambda fine: next(others, True) and fine
+    )
+    group = oxs.elastic.Group(tmp_path, oxs.Workers(2, AXIS))
+    group.restore_or_start(ONE)
+    assert group.position == 1 and "another process cannot read" in caplog.text
+
+
 def test_each_example_comes_once_in_an_epoch(tmp_path):
     taken, position = [], 0
     for n, steps in ((3, 2), (2, 3), (5, 1), (1, 3)):

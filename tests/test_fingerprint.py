@@ -11,10 +11,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import fingerprints
 from optx_sync.placement.memory import HOST
 from tests import contexts
 from tests.meshes import mesh_of
@@ -211,7 +213,12 @@ WRAPPED: Any = {
     "center": oxs.diloco(ADAM, AXIS, center_memory="pinned_host"),
     "pods": oxs.diloco(oxs.cross_shard(ADAM, "chips", measure=True), AXIS),
     "gossip": oxs.gossip(ADAM, AXIS),
+    "plain": oxs.cross_shard(ADAM, AXIS),
+    "chain": optax.chain(optax.trace(0.9), oxs.all_reduce_grads(AXIS), ADAM),
+    "steps": optax.MultiSteps(oxs.cross_shard(ADAM, AXIS), 2).gradient_transformation(),
+    "pieces": oxs.cross_shard(ADAM, AXIS, shard_state=True),
 }
+ADAMS = ("count", "mu['w']", "nu['w']")
 
 
 def workers_of(where):
@@ -227,6 +234,7 @@ def workers_of(where):
     ("name", "where"),
     [
         *itertools.product(["replicas", "center", "gossip"], ["simulated", "mesh"]),
+        *itertools.product(["plain", "chain", "steps", "pieces"], ["simulated"]),
         ("replicas", "sharded"),
     ],
 )
@@ -249,20 +257,22 @@ def test_workers_are_compared_in_what_is_to_be_equal(name, where):
         path = jax.tree_util.keystr(path)
         assert found in ({}, {2: path}), path
         named |= {path} if found else set()
-    # Each worker's own: of a center rule and of gossip all that is stacked.
+    measured = "agreement contribution_norm update_norm contributors noise signal"
+    # Each worker's own: of a center rule and of gossip all that is stacked; what stands
+    # before the mean in a chain, or waits for it.
     expected = {
-        "[0]['w']",
-        "[1].info.measured.agreement",
-        "[1].info.measured.contribution_norm",
-        "[1].info.measured.update_norm",
-        "[1].info.measured.contributors",
-        "[1].info.measured.noise",
-        "[1].info.measured.signal",
-        "[1].inner[0].count",
-        "[1].inner[0].mu['w']",
-        "[1].inner[0].nu['w']",
+        "replicas": {f"[1].info.measured.{x}" for x in measured.split()}
+        | {f"[1].inner[0].{x}" for x in ADAMS},
+        "plain": {f"[1][0].{x}" for x in ADAMS},
+        "chain": {f"[1][2][0].{x}" for x in ADAMS},
+        "steps": {"[1].mini_step", "[1].gradient_step"}
+        | {f"[1].inner_opt_state[0].{x}" for x in ADAMS},
+        "pieces": set(),
     }
-    assert named == (expected if name == "replicas" else set())
+    if name in expected:
+        assert named == expected[name] | {"[0]['w']"}
+    else:
+        assert not named
 
 
 def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
@@ -272,6 +282,13 @@ def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
     assert workers.fingerprint((params, state)) == {}
     wrong = params | {"w": params["w"].at[1, 2, 0, 0].set(7)}
     assert workers.fingerprint((wrong, state)) == {(1, 2): "[0]['w']"}
+    plain = oxs.diloco(oxs.cross_shard(ADAM, "chips"), AXIS)
+    one = {"w": jnp.arange(6.0).reshape(2, 3)}
+    params, state = workers.start((one, plain.init(one)))
+    moments = state.inner[0]
+    moments = moments._replace(count=moments.count.at[1, 2].add(1))
+    wrong = state._replace(inner=(moments, state.inner[1]))
+    assert workers.fingerprint((params, wrong)) == {(1, 2): "[1].inner[0].count"}
     workers = oxs.Workers(REPLICAS, AXIS, mesh=contexts.mesh())
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     params, state = workers.start((params, WRAPPED["center"].init(params)))
@@ -289,6 +306,18 @@ def test_a_center_that_one_device_holds_otherwise_and_replicas_of_pods():
     assert workers.fingerprint((params, state)) == {3: "[1].center['w']"}
 
 
+def test_statistics_of_an_nnx_model_are_each_replicas_own():
+    with jax.numpy_dtype_promotion("standard"):
+        model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        workers = oxs.Workers(REPLICAS, AXIS)
+        optimizer = nnx.Optimizer(model, WRAPPED["plain"], wrt=nnx.Param)
+        state = model, optimizer = workers.start((model, optimizer))
+    model.mean[...] = model.mean[...].at[2].add(1)
+    assert workers.fingerprint(state) == {}
+    model.scale[...] = model.scale[...].at[2].add(1)
+    assert workers.fingerprint(state) == {2: "[0].scale"}
+
+
 def test_a_checkpoint_in_which_a_replica_differs_is_refused(tmp_path):
     workers = oxs.Workers(REPLICAS, AXIS)
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
@@ -304,6 +333,30 @@ def test_a_checkpoint_in_which_a_replica_differs_is_refused(tmp_path):
         for some in (workers, fewer):
             with pytest.raises(ValueError, match=r"\{1: \"\[0\]\['w'\]\"\}"):
                 some.restore(manager, compare=True)
+
+
+@pytest.mark.parametrize("small", (0, 2**16))
+def test_what_is_saved_has_the_words_of_its_replica_however_it_is_split(
+    small, monkeypatch
+):
+    monkeypatch.setattr(fingerprints, "_SMALL", small)
+    square = jax.random.normal(jax.random.key(0), (8, 4))
+    mesh = mesh_of({"a": 4, "b": 2})
+    places = {name: NamedSharding(mesh, P(*name)) for name in ("", "a", "ab", "ba")}
+    tree = {
+        **TREE,
+        **{f"split {k}": jax.device_put(square, x) for k, x in places.items()},
+        "keys": jax.random.split(jax.random.key(0), 3),
+    }
+    words = fingerprints.sealed({}, fingerprints.by_name(tree))["fingerprints"]
+    expected = oxs.fingerprint(tree, None).words.tolist()
+    assert [two for _, _, _, *two in words] == expected
+    wide = {("wide",): np.arange(3) * 2.0**-40 + 1}  # more than JAX keeps of it
+    sealed = fingerprints.sealed({"notes": {1: np.int64(2)}}, wide)
+    assert fingerprints.unsealed("", sealed)[0] == {"notes": {"1": 2}}
+    wide["wide",][1] += 2.0**-50
+    with pytest.raises(fingerprints.Damaged, match="another wide than"):
+        fingerprints.compare("", fingerprints.unsealed("", sealed)[1], wide)
 
 
 def test_one_pass_over_the_data():

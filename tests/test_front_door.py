@@ -11,12 +11,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
+from tests import contexts
 from tests.meshes import mesh_of
+from tests.refusals import refused
 
 AXIS = "workers"
 rng = np.random.default_rng(0)
@@ -41,6 +43,7 @@ RULES = {
 }
 # (`sync_replicas` agrees on numbers in every step.)
 QUIET = [name for name in RULES if name not in ("cross_shard", "sync_replicas")]
+QUANTIZED = oxs.exchange.quantized(bits=8)
 MESHES = {"simulated": None, "auto": True, "explicit": jax.make_mesh((8,), (AXIS,))}
 where = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 
@@ -396,29 +399,40 @@ def test_pods_of_chips(mesh):
 
 
 def test_pieces_on_the_level_that_they_are_for():
-    """A state in pieces inside of a pod, a center in pieces among pods."""
-    inner = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True)
-    txs = {
-        "inside": oxs.diloco(inner, "pods", communication_period=2),
-        "center": oxs.diloco(
-            oxs.cross_shard(optax.adam(0.1), "chips"),
-            "pods",
-            communication_period=2,
-            shard_center=True,
-        ),
-    }
-    for tx in txs.values():
-        results = []
-        for mesh in (None, True):
-            workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
-            step = workers.step(step_of(tx), state=2)
-            params, state = workers.start((PARAMS, tx.init(PARAMS)))
-            for _ in range(4):
-                params, state, _ = step(params, state, INPUTS, TARGETS)
-            results.append(workers.center((params, state)))
-        simulated, on_mesh = results
-        np.testing.assert_allclose(simulated["w"], on_mesh["w"], rtol=1e-5)
-        assert float(loss_of(simulated, INPUTS, TARGETS)) < 5.0
+    """A state in pieces inside of a pod; a center in pieces among pods, or farms."""
+    inner = oxs.cross_shard(optax.sgd(0.1, 0.9), "chips")
+    cut = oxs.cross_shard(optax.adam(0.1), "chips", shard_state=True)
+    pods = oxs.local_sgd(inner, "pods", communication_period=2)
+    rule = oxs.CenterRule(
+        contribute=lambda own, center, at: own.params - own.taken,
+        mean_over="workers",
+        affine=True,
+        outer=optax.adam(0.5),  # whose count is a number that is not cut
+    )
+
+    def around(inner, axis, **options):
+        return oxs.center_variable(inner, rule, axis, communication_period=2, **options)
+
+    def run(tx, sizes, names, mesh=None):
+        workers = oxs.Workers(sizes, names, mesh=mesh)
+        step = workers.step(step_of(tx), state=2)
+        state = workers.start((PARAMS, tx.init(PARAMS)))
+        for _ in range(4):
+            *state, _ = step(*state, INPUTS, TARGETS)
+        state = tuple(state)
+        fewer = () if mesh else workers.resize(state, 1)[0]
+        return workers.center(state), workers.metrics(state).distance, fewer
+
+    two, three = ((2, 4), ("pods", "chips")), ((2, 2, 2), ("farms", "pods", "chips"))
+    simulated, on_mesh = (run(around(cut, "pods"), *two, mesh) for mesh in (None, True))
+    contexts.assert_close(on_mesh[:2], simulated[:2], 1e-5)
+    for inside, levels, meshes in ((inner, two, (None, True)), (pods, three, (None,))):
+        expected = run(around(inside, levels[1][0]), *levels)
+        for mesh in meshes:
+            tx = around(inside, levels[1][0], shard_center=True)
+            found = run(tx, *levels, mesh)
+            kept = 2 if mesh else 3
+            contexts.assert_close(found[:kept], expected[:kept], 1e-5)
 
 
 class Drawn(NamedTuple):
@@ -637,13 +651,151 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
     jax.tree.map(lambda x, y: x.shape == y.shape or 1 / 0, opt_state, fresh)
 
 
-def test_parts_in_pieces_are_cut_anew_by_the_transformation_alone():
-    tx = oxs.diloco(optax.adam(0.1), AXIS, shard_center=True, fragments=2)
+@pytest.mark.parametrize("more", [{"delay": 1}, {"exchange": QUANTIZED}])
+def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
+    """As `oxs.resize` cuts them anew, which has the transformation."""
+    tx = oxs.diloco(
+        optax.adam(0.1),
+        AXIS,
+        communication_period=4,
+        shard_center=True,
+        fragments=2,
+        **more,
+    )
+    params = {"w": np.arange(33.0, dtype=np.float32).reshape(11, 3), "value": INPUTS[0]}
     workers = oxs.Workers(8, AXIS)
-    begun = workers.start((PARAMS, tx.init(PARAMS)))
-    same_bits(workers.center(begun), PARAMS)
-    with pytest.raises(ValueError, match="parts that lie in pieces"):
-        workers.resize(begun, 3)
-    with pytest.warns(UserWarning, match="since their parts met"):
-        params, state = oxs.resize(tx, begun[0], begun[1], 3)
-    same_bits(oxs.Workers(3, AXIS).center((params, state)), PARAMS)
+    step = workers.step(
+        lambda params, state, x: oxs.apply_gradients(
+            tx, jax.tree.map(lambda p: p * x.mean(), params), state, params
+        ),
+        state=2,
+    )
+    state = workers.start((params, tx.init(params)))
+    for _ in range(3):
+        state = step(*state, INPUTS)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        same_bits(workers.restore(manager), state)
+        three = oxs.Workers(3, AXIS)
+        three.expect((params, tx.init(params)))
+        with pytest.warns(UserWarning, match="since their parts met"):
+            expected = oxs.resize(tx, state[0], state[1], 3)
+            same_bits(three.restore(manager), expected)
+
+
+def test_a_center_in_parts_of_nnx_and_in_bytes_of_flax():
+    tx = oxs.diloco(
+        optax.adam(0.1), AXIS, communication_period=2, shard_center=True, fragments=2
+    )
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model))
+    workers = oxs.Workers(4, AXIS)
+    of_nnx = workers.start((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+    state = workers.start((params, tx.init(params)))
+
+    @workers.step(state=2)
+    def in_place(model, optimizer, x):
+        grads = nnx.grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, grads)
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        def output(params):
+            return (x @ params["kernel"] + params["bias"]).sum()
+
+        return oxs.apply_gradients(tx, jax.grad(output)(params), state, params)
+
+    for _ in range(3):
+        in_place(*of_nnx, INPUTS)
+        state = step(*state, INPUTS)
+    found = nnx.to_pure_dict(nnx.state(workers.center(of_nnx)))
+    contexts.assert_close(found, workers.center(state), 1e-6)
+    again = serialization.from_bytes(state[1], serialization.to_bytes(state[1]))
+    assert jax.tree.structure(again) == jax.tree.structure(state[1])
+    same_bits(again, state[1])
+
+
+LAYERS = [
+    (np.ones((3, 4), np.float32), np.zeros(4, np.float32)),
+    (np.ones((4, 1), np.float32), np.zeros(1, np.float32)),
+]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_parameters_may_be_layers_in_a_list_or_a_tuple(kind):
+    layers, workers = kind(LAYERS), oxs.Workers(8, AXIS)
+    pieces = oxs.cross_shard(optax.adam(0.1), AXIS, shard_state=True)
+    for tx in (RULES["chain"], oxs.gossip(optax.sgd(0.1), AXIS), pieces):
+        begun = layers, tx.init(layers)
+        started, fewer = workers.start(begun), oxs.Workers(3, AXIS)
+        same_bits(workers.center(started), layers)
+        pairs = workers.resize(started, 3), fewer.start(begun)
+        assert jax.tree.map(jnp.shape, pairs[0]) == jax.tree.map(jnp.shape, pairs[1])
+    (one, (w, b)), state = workers.start((layers, RULES["cross_shard"].init(layers)))
+    wrong = kind([one, (w, b.at[2].add(1))])
+    assert workers.fingerprint((wrong, state)) == {2: "[0][1][1]"}
+    assert kind is tuple or type(workers.center(workers.start(layers))) is list
+
+
+def test_a_center_that_no_round_has_made_is_told():
+    """A center that workers have trained away from; at the start it is theirs."""
+    for parts in (1, 2):
+        tx = oxs.diloco(optax.sgd(0.1), AXIS, communication_period=4, fragments=parts)
+        workers = oxs.Workers(8, AXIS)
+        step = workers.step(step_of(tx), state=2)
+        state = workers.start((PARAMS, tx.init(PARAMS)))
+        same_bits(workers.center(state), PARAMS)
+        for number in range(1, 5):
+            *state, _ = step(*state, INPUTS, TARGETS)
+            if number in (1, 3):
+                with pytest.warns(UserWarning, match="not all of the center has met"):
+                    workers.center(tuple(state))
+        workers.center(tuple(state))
+
+
+def test_a_step_is_compiled_once_for_arrays_without_elements_and_after_a_resize():
+    tx, params = RULES["chain"], PARAMS | {"empty": np.zeros((0, 3), np.float32)}
+    for mesh in (None, True):
+        workers = oxs.Workers(8, AXIS, mesh=mesh)
+        step = workers.step(step_of(tx), state=2)
+        state = workers.start((params, tx.init(params)))
+        for _ in range(4):
+            *state, _ = step(*state, INPUTS, TARGETS)
+        assert step.program._cache_size() == 1
+        if mesh is None:
+            more = oxs.Workers(16, AXIS)
+            step = more.step(step_of(tx), state=2)
+            step(*more.start((params, tx.init(params))), INPUTS, TARGETS)
+            step(*more.resize(tuple(state)), INPUTS, TARGETS)
+            assert step.program._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda w: w.resize(()), "ValueError: workers.resize needs a state"),
+        (lambda w: w.resize(w.start(PARAMS), 2.5), "TypeError: n must be an integer"),
+        (lambda w: w.center(()), "ValueError: workers.center needs a state"),
+        (lambda w: w.step(print, split="yes"), "TypeError: split is .* got 'yes'"),
+        (lambda w: w.step("x"), "TypeError: What workers.step .* got one of type str"),
+        (
+            lambda w: oxs.fingerprint({"a": "x"}, None),
+            r"TypeError: .* at \['a'\] is no",
+        ),
+        (
+            lambda w: w.step(
+                lambda p, x: RULES["chain"].update(
+                    p, RULES["chain"].init(p), p, weight=[x.sum()]
+                )[0]
+            )(w.start(PARAMS), INPUTS),
+            r"TypeError: weight must be a number, or None; got \[",
+        ),
+    ],
+)
+def test_odd_arguments_are_told(call, said):
+    workers = oxs.Workers(4, AXIS)
+    numbers: Any = np.int64(2)
+    assert workers.resize(workers.start(PARAMS), numbers)["b"].shape == (2, 1)
+    with refused(said):
+        call(workers)

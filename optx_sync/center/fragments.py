@@ -26,7 +26,7 @@ from optx_sync.comm.varying import vary_like, vary_with
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InParts, InPieces
 from optx_sync.shapes import Array, Int32
-from optx_sync.trees import Tree, is_masked, is_nothing, path_name, zeros_like
+from optx_sync.trees import Tree, is_masked, is_nothing, path_name, pure, zeros_like
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
@@ -160,7 +160,7 @@ def steps_between(period: Period, number: int, delay: int) -> Period:
 
 
 def number_of_parts(fragments: Fragments) -> int | None:
-    """The number of parts; `None` where only the parameters tell it."""
+    """The number of parts; `None` where it depends on the parameters."""
     return getattr(fragments, "number", None) if callable(fragments) else fragments
 
 
@@ -211,6 +211,8 @@ class Partition(Whole):
 
     def __init__(self, fragments: Fragments, tree: Tree):
         """Cut a tree of arrays or of `jax.ShapeDtypeStruct`."""
+        # A state is made of NNX variables, and stepped without them.
+        tree = pure(tree)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         owners = (
             [_asked(fragments, path, leaf) for path, leaf in leaves]
@@ -267,7 +269,9 @@ class Partition(Whole):
             return tree.parts[part]
         leaves = self._treedef.flatten_up_to(tree)
         return self._treedef.unflatten(
-            optax.MaskedNode() if rows is None else _take_rows(x, rows)
+            optax.MaskedNode()
+            if rows is None
+            else jax.tree.map(functools.partial(_take_rows, rows=rows), x)
             for x, rows in zip(leaves, self._rows[part], strict=True)
         )
 

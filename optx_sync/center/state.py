@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a center rule: its fields, and the metrics read from it."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optx_sync.center.checks import holds_center
@@ -59,7 +60,7 @@ def _is_decoded(state: "CenterState") -> bool:
 def _kind_of_center(state: "CenterState") -> fields.Kind:
     if _is_decoded(state):
         return fields.SHARED
-    # At any time most of several parts are between two rounds; they go on.
+    # Most parts are mid-round, so `resize` keeps the workers' parameters.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
 
 
@@ -115,11 +116,14 @@ class CenterState(NamedTuple):
     info: SharedInfo
     inner: optax.OptState
 
-    def center_params(self, params: Tree) -> Tree:
-        """The center in the structure and dtypes of `params`: `oxs.center_params`."""
+    def center_params(self, params: Tree, of_all: bool | None = None) -> Tree:
+        """The center in the structure and dtypes of `params`: `oxs.center_params`.
+
+        `of_all` says whether they are all workers', where the caller knows.
+        """
         center: Tree = memory.on_device(self.center)
         if lies_in_pieces(center):
-            center = whole_center(center, params)
+            center = whole_center(center, params, of_all)
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
                 center = jax.tree.map(first_worker, center)
@@ -129,6 +133,14 @@ class CenterState(NamedTuple):
             params,
             is_leaf=is_masked,
         )
+
+    def is_older_than_training(self) -> bool:
+        """Whether steps were made, and any part of the center has never met."""
+        parts = self.ages.shape[-1] if _has_parts(self) else 1
+        rounds, steps = (
+            int(jnp.ravel(x)[0]) for x in (self.global_step, self.local_step)
+        )
+        return steps > 0 and rounds < parts
 
     def metrics(self, params: Tree | None) -> CenterMetrics:
         """A worker's counters, and with `params` its distance from the center."""
@@ -145,7 +157,7 @@ class CenterState(NamedTuple):
 
             center: Tree = memory.on_device(self.center)
             if lies_in_pieces(center):
-                center = whole_center(center, params)
+                center = _whole_of_levels(center, params, stacked)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
             )
@@ -294,7 +306,7 @@ _CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
 def state_class(
     rule: CenterRule, on_host: bool = False, alone: bool = False
 ) -> type[CenterState]:
-    """The state class for a rule: `resize` needs it, and no field tells the rule."""
+    """The state class for a rule, by which `resize` knows what the rule does."""
     if alone:
         return HostLoneCenterState if on_host else LoneCenterState
     return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
@@ -310,7 +322,25 @@ def lies_in_pieces(center: Tree) -> bool:
     return isinstance(center, fields.InPieces | fields.InParts)
 
 
-def whole_center(center: Tree, params: Tree) -> Tree:
+def _whole_of_levels(center: Tree, params: Tree, stacked: int) -> Tree:
+    """The whole center, with so many worker axes in front of the parameters.
+
+    Without its own level, which is the first: each place inside has its own center.
+    """
+    if not stacked:
+        return whole_center(center, params, None)
+    whole = functools.partial(whole_center, of_all=True)
+    for _ in range(stacked - 1):
+        whole = jax.vmap(whole)
+
+    def last(x):
+        # (A number that is not cut lies along the inner levels alone.)
+        return jnp.moveaxis(x, 0, stacked - 1) if x.ndim >= stacked else x
+
+    return whole(*jax.tree.map(last, (center, params)))
+
+
+def whole_center(center: Tree, params: Tree, of_all: bool | None) -> Tree:
     """The whole center, from the pieces of all workers or as `init` makes it.
 
     `params` are those of one worker, or of all workers with a worker axis in front.
@@ -326,26 +356,35 @@ def whole_center(center: Tree, params: Tree) -> Tree:
         )
         if not is_masked(c)
     ]
-    stacked = any(c.ndim > 1 for c, _ in pairs)
-    workers = pairs[0][0].shape[0] if stacked else 0
+    workers = max((c.shape[0] for c, _ in pairs if c.ndim > 1), default=0)
 
     def fits(shape, c):
-        size = int(np.prod(shape))
-        return c.size == size or (stacked and c.shape[1] == -(-size // workers))
+        size = math.prod(shape)
+        return c.size == size or (c.ndim > 1 and c.shape[1] == -(-size // workers))
 
-    # With the worker axis first: stacked states come with stacked parameters.
-    for axes in (1, 0) if stacked else (0, 1):
+    def may_have(axes):
         counts = {p.shape[:axes] for _, p in pairs if p.ndim >= axes}
-        same = len(counts) <= 1 and (not axes or not stacked or counts == {(workers,)})
-        if same and all(p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs):
-            break
-    else:
+        same = len(counts) <= 1 and (not axes or not workers or counts == {(workers,)})
+        return same and all(
+            p.ndim >= axes and fits(p.shape[axes:], c) for c, p in pairs
+        )
+
+    known = ((1, 0) if workers else (0, 1)) if of_all is None else (int(of_all),)
+    found = [axes for axes in known if may_have(axes)]
+    if not found:
         raise ValueError(fields.ONE_PIECE)
+    if workers > 1 and len(found) > 1:
+        raise ValueError(
+            f"The parameters' shapes do not tell whether they are one worker's or all "
+            f"{workers} workers'. Pass oxs.first(params) if they are all workers', and "
+            f"oxs.replicate(params, {workers}) if they are one's; or take the center "
+            "by oxs.Workers."
+        )
 
     def join(c, p):
         if is_masked(c):
             return c
-        shape = p.shape[axes:]
-        return c.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+        shape = p.shape[found[0] :]
+        return c.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     return jax.tree.map(join, center.tree, params, is_leaf=is_masked)

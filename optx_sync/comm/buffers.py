@@ -31,8 +31,8 @@ BUCKET_BYTES = 2**25
 def alike(x: Like) -> Any:
     """The dtype and varying mesh axes of an array: joined arrays are equal in both.
 
-    A joined array has one type: an array that is equal on all shards of a worker would
-    come out of it as one that varies over them.
+    A joined array has one type: one that is equal on all shards of a worker, joined
+    with one that is not, would vary over them.
     """
     return jnp.dtype(x.dtype), varying_axes(x)
 
@@ -134,10 +134,16 @@ def shaped(x: jax.Array, like: Like) -> jax.Array:
     return x.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} _"]:
+def in_rows(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
     """Cut axis 0 into n equal pieces, padded with zeros: `[n, ceil(rows / n), ...]`."""
     spare = [(0, -x.shape[0] % n)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, spare).reshape(n, -(-x.shape[0] // n), *x.shape[1:])
+
+
+def cut_numbers(x: jax.Array | np.ndarray, n: int) -> Shaped[Array, "{n} ..."]:
+    """The same along the last axis, whatever axes of workers are in front of it."""
+    cut = in_rows(jnp.moveaxis(x, -1, 0), n)
+    return jnp.moveaxis(cut, 1, -1)
 
 
 def one_behind_the_other(

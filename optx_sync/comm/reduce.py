@@ -183,15 +183,20 @@ def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
-def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
-    """This replica's weight as a checked float that varies over the axis, or `None`."""
-    if weight is None:
-        return None
+def require_number(weight: object) -> None:
+    """Refuse a weight that is no number at all."""
     if not (hasattr(weight, "dtype") or isinstance(weight, bool | int | float)):
         raise TypeError(
             f"weight must be a number, or None; got {weight!r}. Pass for example this "
             "replica's number of tokens."
         )
+
+
+def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
+    """This replica's weight as a checked float that varies over the axis, or `None`."""
+    if weight is None:
+        return None
+    require_number(weight)
     if jnp.shape(weight) != ():
         raise ValueError(
             "weight must be a scalar per replica; got an array of shape "

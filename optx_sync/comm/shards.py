@@ -12,7 +12,7 @@ say it.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -28,8 +28,9 @@ from optx_sync.comm.collectives import (
 )
 from optx_sync.trees import Tree, names_of, path_name
 
+Names: TypeAlias = tuple[str, ...]  # in a path
 # The specs of one worker's parameters by the names in their paths.
-Specs: TypeAlias = tuple[tuple[tuple[str, ...], PartitionSpec], ...]
+Specs: TypeAlias = tuple[tuple[Names, PartitionSpec], ...]
 
 
 class _Told(NamedTuple):
@@ -137,8 +138,10 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
         for (path, x), spec in zip(leaves, shards.specs, strict=True)
     }
 
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: spec_like(names_of(path), x, named), memory
+    found, treedef = jax.tree_util.tree_flatten_with_path(memory)
+    owners = parameters_of([names_of(path) for path, _ in found], named)
+    return treedef.unflatten(
+        spec_like(owner, x, named) for owner, (_, x) in zip(owners, found, strict=True)
     )
 
 
@@ -189,7 +192,7 @@ def axes_inside() -> tuple[str, ...]:
 def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
     """The spec of a leaf whose axes are some of its parameter's, in the same order.
 
-    Axis 0 may have another size; it is then whole. If the shapes do not tell which axes
+    Axis 0 may have another size; it is then whole. If the shapes do not say which axes
     the leaf has, the leaf is whole.
     """
     shape = jnp.shape(param)
@@ -208,7 +211,7 @@ def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSp
 
 def spec_of(
     specs: Specs,
-    names: tuple[str, ...],
+    names: Names,
     shape: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> PartitionSpec | None:
@@ -236,21 +239,43 @@ def spec_of(
     return PartitionSpec(*map(fits, found, shape))
 
 
+def parameters_of(
+    names: Sequence[Names], params: Collection[Names], masked: Sequence[Names] = ()
+) -> list[Names | None]:
+    """The parameter to which each array of a state belongs, by their paths.
+
+    A tree in a state is like the parameters if all its paths are theirs: that is so of
+    Adam's `mu`, not of the state around it. `masked` are the paths that have no array.
+    """
+    around = {
+        name[:start]
+        for name in (*names, *masked)
+        for start in range(len(name) + 1)
+        if name[start:] not in params
+    }
+    return [
+        next(
+            (name[k:] for k in range(len(name) + 1) if name[:k] not in around),
+            None,
+        )
+        for name in names
+    ]
+
+
 def spec_like(
-    names: tuple[str, ...],
+    owner: Names | None,
     leaf: Any,
-    params: Mapping[tuple[str, ...], tuple[Any, PartitionSpec]],
+    params: Mapping[Names, tuple[Any, PartitionSpec]],
 ) -> PartitionSpec:
-    """The spec of a state's array: that of the parameter whose path its path ends with.
+    """The spec of a state's array: that of the parameter to which it belongs.
 
     An array without such a parameter, such as one on its way, has the spec that all
     parameters share whose shape is equal but for the number of rows. So has a stack of
     such arrays. If these specs differ, it is whole.
     """
-    ends = (names[start:] for start in range(len(names) + 1))
-    found = next((params[end] for end in ends if end in params), None)
-    if found is not None:
-        return spec_of_kept_axes(leaf, found[1], found[0])
+    if owner is not None and owner in params:
+        param, spec = params[owner]
+        return spec_of_kept_axes(leaf, spec, param)
     for rows in (0, 1):
         row = jax.ShapeDtypeStruct(leaf.shape[rows:], leaf.dtype)
         like = {

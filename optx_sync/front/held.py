@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the parameters of a center in a state, and the arrays of a checkpoint."""
 
+import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
+from optx_sync.comm.shards import Names, parameters_of
 from optx_sync.forms import Form, is_variable
 from optx_sync.placement import fields
+from optx_sync.placement.axes import is_level_or_pieces, is_optax
 from optx_sync.trees import Tree, is_masked, names_of, path_name
 
-Names = tuple[str, ...]  # of a path; the same for attributes, keys and indices
+_PACKAGE = __name__.split(".")[0]
 
 
 class Held(NamedTuple):
@@ -77,26 +81,88 @@ def held(state: Tree, form: Form) -> list[Held]:
     return found
 
 
+def masked(tree: Tree) -> list[Names]:
+    """The paths at which Optax has taken a leaf out of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    return [names_of(path) for path, x in leaves if is_masked(x)]
+
+
+def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
+    """How many numbers the whole of each array in pieces has; `None` if unknown.
+
+    `params` are the parameters' sizes. Parts in pieces tell their own.
+    """
+
+    def of_pieces(pieces, params):
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(pieces)
+        names = [names_of(path) for path, _ in leaves]
+        owners = parameters_of(names, params, masked(pieces))
+        return treedef.unflatten(params.get(owner) for owner in owners)
+
+    def visit(node):
+        if fields.is_in_pieces(node):
+            return of_pieces(node, params)
+        if not fields.is_level(node):
+            return None
+        values = [value for _, _, value in fields.fields_of(node)]
+        found = [x for x in values if isinstance(x, fields.InParts)]
+        parts = map(_sizes_of, found[0].shapes) if found else [params]
+        # Of a field in parts each has its own, in their order.
+        each = itertools.cycle(parts)
+        return jax.tree.map(
+            lambda x: of_pieces(x, next(each)) if fields.is_in_pieces(x) else None,
+            node,
+            is_leaf=fields.is_in_pieces,
+        )
+
+    return jax.tree.map(visit, tree, is_leaf=is_level_or_pieces)
+
+
+def _sizes_of(tree: Tree) -> dict[Names, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    return {
+        names_of(path): 0 if is_masked(x) else math.prod(x.shape) for path, x in leaves
+    }
+
+
 def is_state(tree: Tree) -> bool:
     """Whether a tree holds what a step changes: optimizer state or NNX variables."""
+    return _holds(tree, lambda x: is_of_optimizer(x) or is_variable(x))
 
-    def is_one(x):
-        of_optax = hasattr(x, "_fields") and type(x).__module__.startswith("optax.")
-        return of_optax or fields.declares(x) or is_variable(x)
 
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+def part(state: Tree) -> tuple[Names, Tree]:
+    """(the path to, the part of a state) with the parameters: of a tuple its first.
+
+    Only optimizers' states tell a tuple of a state's parts from one of layers.
+    """
+    names: Names = ()
+    if type(state) is tuple and state and not _holds(state, is_of_optimizer):
+        return ("0",), state[0]
+    while type(state) in (tuple, list) and _holds(state, is_of_optimizer):
+        names, state = (*names, "0"), state[0]
+    return names, state
 
 
 def prefix(state: Tree) -> Names:
     """The path to the parameters or the model in the state of a step."""
-    names: Names = ()
-    while type(state) in (tuple, list) and state:
-        names, state = (*names, "0"), state[0]
+    names, state = part(state)
     if isinstance(state, Mapping):
-        state = {} if names else state  # a tuple begins with the parameters themselves
+        # In a tuple it is the parameters themselves, whatever their names.
+        known = state if not names or _holds(state, is_of_optimizer) else {}
     else:
-        state = vars(state) if hasattr(state, "opt_state") else {}
-    return (*names, *[name for name in ("params", "model") if name in state][:1])
+        known = [x for x in ("params", "model") if hasattr(state, x)]
+        known = known if hasattr(state, "opt_state") else []
+    return (*names, *[name for name in ("params", "model") if name in known][:1])
+
+
+def is_of_optimizer(x: Any) -> bool:
+    """Whether this is the state of a transformation of Optax or of this package."""
+    ours = hasattr(x, "_fields") and type(x).__module__.startswith(f"{_PACKAGE}.")
+    return ours or (is_optax(x) and not is_masked(x)) or fields.declares(x)
+
+
+def _holds(tree: Tree, is_one: Callable[[Any], bool]) -> bool:
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
@@ -116,7 +182,15 @@ def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
         )
     tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    # The array of a Flax NNX variable is saved under the name `value`.
-    names = (names_of(path) for path, _ in leaves)
-    names = [x[:-1] if x[-1:] == ("value",) else x for x in names]
-    return dict(zip(names, (x for _, x in leaves), strict=True)), treedef
+    return {names_of(path): x for path, x in leaves}, treedef
+
+
+def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
+    """The names under which a checkpoint holds the arrays of a form."""
+    names = []
+    for path, variable in zip(form.paths(), form.variables(), strict=True):
+        name = names_of(path)
+        # The array of a Flax NNX variable may be saved as its `value`.
+        inside = (*name, "value")
+        names.append(inside if variable and inside in saved else name)
+    return names

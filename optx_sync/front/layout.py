@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of all workers, from those of one and back, and where they lie.
 
-An array has an axis in front for each of the workers' axes on which workers differ. For
-each of these axes it has a mark: 0 where it lies along it, `None` where workers share
-it. The marks follow from the states' classes.
+An array has one leading axis per worker axis along which it differs. Its marks, one per
+worker axis, say which: 0 where it lies along the axis, `None` where the axis's workers
+share it. The states' classes decide the marks.
 """
 
 import functools
@@ -20,7 +20,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
 from optx_sync.front import held
-from optx_sync.placement import fields, memory
+from optx_sync.placement import memory
 from optx_sync.placement import workers as placing
 from optx_sync.placement.axes import in_pieces, is_key, stack_specs, tree_axes
 from optx_sync.placement.fields import Cut
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]
     axes: tuple[AxisName, ...]  # the outermost first
     mesh: Mesh | None
-    specs: shards.Specs | None = None  # of one worker's parameters, where they are told
+    specs: shards.Specs | None = None  # of one worker's parameters, where known
 
     @property
     def number(self) -> int:
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
         return list(zip(*of_levels, strict=True))
 
     def numbers(self, form: Form, arrays: Sequence[Any]) -> tuple[int, ...]:
-        """Of how many workers along each axis arrays are; as here where none tells."""
+        """Of how many workers along each axis arrays are; as here where none lies."""
         found = list(self.sizes)
         for x, marked in zip(arrays, self.marks(form, arrays), strict=True):
             lies = [level for level, mark in enumerate(marked) if mark is not None]
@@ -131,34 +131,37 @@ class Layout(NamedTuple):
             front = [axis for axis, mark in pairs if mark is not None]
             in_full = placing.are_explicit(mesh, used)
             missing = jnp.ndim(x) - len(own) if in_full else 0
+            if not in_full and 0 in jnp.shape(x):  # as a step returns it
+                front, own = [], ()
             places.append(self.place(*front, *own, *[None] * missing, kind=kind))
         return places
 
     def specs_of(self, form: Form, arrays: Sequence[Any]) -> list[PartitionSpec] | None:
-        """The specs of one worker's arrays, where they are told."""
+        """The specs of one worker's arrays, where they are known."""
         if self.specs is None or self.mesh is None:
             return None
         tree = form.bare(arrays)
         start, cut = held.prefix(tree), form.pick(in_pieces(tree))
         stacks = form.pick(stack_specs(tree))
-        paths, sizes = list(form.paths()), self.mesh.shape
+        names, sizes = [names_of(path) for path in form.paths()], self.mesh.shape
         params = {}
-        for path, x in zip(paths, arrays, strict=True):
-            names, many = names_of(path), len(start)
-            spec = shards.spec_of(self.specs, names[many:], jnp.shape(x), sizes)
-            if names[:many] == start and spec is not None:
-                params[names[many:]] = x, spec
+        for name, x in zip(names, arrays, strict=True):
+            if name[: len(start)] == start:
+                own = name[len(start) :]
+                params[own] = x, shards.spec_of(self.specs, own, jnp.shape(x), sizes)
+        owners = shards.parameters_of(names, params, held.masked(tree))
+        told = {own: (x, spec) for own, (x, spec) in params.items() if spec is not None}
         found = []
-        for path, x, flag, own in zip(paths, arrays, cut, stacks, strict=True):
+        for owner, x, flag, own in zip(owners, arrays, cut, stacks, strict=True):
             if own is None and not flag:
-                own = shards.spec_like(names_of(path), x, params)
+                own = shards.spec_like(owner, x, told)
             found.append(own or PartitionSpec())
         return found
 
     def pinned(
         self, form: Form, arrays: list[jax.Array], marks: Marks
     ) -> list[jax.Array]:
-        """All workers' arrays, where they belong if it is told how they are sharded.
+        """All workers' arrays, where they belong if their specs are known.
 
         The compiler would choose, and compile once more for what it chose.
         """
@@ -192,21 +195,20 @@ class Layout(NamedTuple):
             if name[: len(prefix)] == prefix
         }
         tree = form.bare(arrays)
-        cut = form.pick(in_pieces(tree))
-        if fields.nodes_of(tree, lambda x: isinstance(x, fields.InParts)):
-            raise ValueError(
-                "This state has parts that lie in pieces (shard_center with fragments),"
-                " of which only the transformation knows how many numbers they have. "
-                "Cut it anew with oxs.resize(tx, params, state, n)."
-            )
+        cut, whole = form.pick(in_pieces(tree)), form.pick(held.sizes(tree, sizes))
         by_name = dict(zip(names, arrays, strict=True))
         for place, name in enumerate(names):
             if cut[place] == Cut.LEAVES and shapes[place]:
                 leaves = _first_number(by_name[_name_of_number(name)])
                 shapes[place] = (leaves, *shapes[place][1:])
             elif cut[place] and shapes[place]:
-                ends = (name[start:] for start in range(len(name) + 1))
-                shapes[place] = (next(sizes[end] for end in ends if end in sizes),)
+                if whole[place] is None:
+                    raise ValueError(
+                        f"The state {'.'.join(name)} lies in pieces, and no parameter "
+                        "tells how many numbers it has. Cut it anew with "
+                        "oxs.resize(tx, params, state, n)."
+                    )
+                shapes[place] = (whole[place],)
         return [
             jax.ShapeDtypeStruct(shape, x.dtype)
             for shape, x in zip(shapes, arrays, strict=True)

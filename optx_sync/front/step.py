@@ -11,9 +11,10 @@ import jax.core
 import jax.numpy as jnp
 
 from optx_sync import forms
+from optx_sync.checks import check_function
 from optx_sync.front import held
 from optx_sync.front.layout import Layout, strong
-from optx_sync.placement import memory
+from optx_sync.placement import fields, memory
 from optx_sync.placement.axes import is_key
 from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
@@ -52,6 +53,7 @@ class Step:
                 f"{fun.name} is a step of all workers already; give workers.step the "
                 "function of one worker."
             )
+        check_function("What workers.step compiles", fun, "Pass one worker's step.")
         functools.update_wrapper(self, fun)
         self.layout: Callable[[], Layout] = layout
         self.fun: Callable[..., Any] = fun
@@ -149,6 +151,7 @@ class Step:
         layout = self.layout()
         marks = layout.marks(call.state, arrays)
         layout.check(call.state, arrays, marks, f"{self.name} with state={self.state}")
+        self._check_lists(call, batches)
         laid = [
             [
                 self._lay(
@@ -183,7 +186,29 @@ class Step:
                 "for an optimizer as oxs.diloco(oxs.cross_shard(tx, "
                 f"{layout.axes[-1]!r}), {layout.axes[0]!r})."
             ) from error
-        return layout.pinned(call.state, new, marks), results
+        form = call.state
+        if self.state == 1:  # its one argument, in a tuple
+            form = form._replace(treedef=form.treedef.children()[0])
+        return layout.pinned(form, new, marks), results
+
+    def _check_lists(self, call: _Call, batches: list) -> None:
+        """Refuse to give each worker all of a list of numbers, which is a batch."""
+
+        def is_list(x):
+            return type(x) is list and bool(x) and all(map(is_number, x))
+
+        def is_number(x):
+            return getattr(x, "ndim", None) == 0 and not is_key(x)
+
+        pairs = zip(call.batches, batches, self._splits(call), strict=True)
+        for number, (form, batch, split) in enumerate(pairs, self.state):
+            if split is not None and fields.nodes_of(form.bare(batch), is_list):
+                raise ValueError(
+                    f"Argument {number} of {self.name} holds a list of numbers, each "
+                    "of which would be the same for all workers. Pass an array to "
+                    "split it, jnp.asarray(batch). For the whole list on each worker "
+                    "pass split=None, or a tuple."
+                )
 
     def _splits(self, call: _Call) -> tuple[Any, ...]:
         """`split` for each batch."""
@@ -258,7 +283,8 @@ class Step:
             ("in place", given, results),
         )
         objects = all(map(forms.is_object, given))
-        if objects and (lost := form.not_in_variables()):
+        pairs = zip(form.paths(), form.variables(), strict=True)
+        if objects and (lost := [path for path, kind in pairs if kind is None]):
             raise ValueError(
                 f"{self.name} cannot change {path_name(lost[0])} in place: it is an "
                 "array of an NNX object, but no nnx.Variable. Make it one: "

@@ -38,6 +38,9 @@ class Workers:
 
     A state is any tree: `(params, opt_state)`, a `TrainState`, a dict, Equinox modules,
     or the modules and optimizers of Flax NNX, which a step may change in place.
+    Parameters may themselves be a list or a tuple of layers: a tuple with an
+    optimizer's state in it is one of a state's parts. Parameters that are a tuple, with
+    no optimizer's state beside them, stand in one: `(params,)`.
 
     Args:
         n: The number of workers; for several axes a tuple, the outermost first.
@@ -87,11 +90,7 @@ class Workers:
         specs: Tree = None,
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
-        mend = "Pass the number of workers; a tuple with one for each of several axes."
-        numbers = n if isinstance(n, Sequence) else (n,)
-        self.sizes: tuple[int, ...] = tuple(
-            integer("n", number, mend) for number in numbers
-        )
+        self.sizes: tuple[int, ...] = _sizes(n if isinstance(n, Sequence) else (n,))
         # An axis is one name, or several names along which one number of workers lies.
         one: AxisName = placing.entry_of(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
@@ -199,7 +198,7 @@ class Workers:
         return form.merge(arrays)
 
     def expect(self, state: Tree | Callable[[], Tree]) -> None:
-        """Tell `restore` what a checkpoint holds, without starting the run from it.
+        """Declare what a checkpoint holds, for `restore`, without starting from it.
 
         Like `start`, but on shapes alone: nothing is computed, placed or communicated,
         and it needs no memory beside that of the restored state.
@@ -268,7 +267,8 @@ class Workers:
             state: How many arguments are state.
             split: `True` splits along axis 0; `False`: the batch is split already,
                 `[n, ...]`; `None` gives the whole batch to each worker. A tuple has
-                one entry for each batch; keywords are then split.
+                one entry for each batch; keywords are then split. A list of numbers is
+                refused: in JAX each of them is a scalar, the same for all.
             average: `False` keeps each worker's own results, `[n, ...]`, and sends
                 nothing for them: for example for predictions.
             donate: Whether the new state reuses the old state's buffers.
@@ -279,7 +279,7 @@ class Workers:
         Raises:
             ValueError: A batch that cannot be split evenly; a state that comes back
                 in another form; for the reasons of `tx`.
-            TypeError: Too few arguments; results that have no mean.
+            TypeError: Too few arguments; results that have no mean; another `split`.
 
         Example:
             >>> import jax.numpy as jnp
@@ -298,6 +298,12 @@ class Workers:
             )
         mend = "Pass how many of the first arguments are state."
         state = integer("state", state, mend)
+        for entry in split if isinstance(split, tuple) else (split,):
+            if not (entry is None or isinstance(entry, bool)):
+                raise TypeError(
+                    "split is True, False or None, or a tuple of them with one for "
+                    f"each batch; got {entry!r}."
+                )
         return Step(self._layout, fun, state, split, average, donate)
 
     def first(self, state: Tree) -> Tree:
@@ -310,7 +316,7 @@ class Workers:
             >>> workers.first(workers.start(jnp.ones(2)))
             Array([1., 1.], dtype=float32)
         """
-        form, arrays = forms.split(state)
+        form, arrays = _split(state, "workers.first")
         layout = self._layout()
         layout.check(form, arrays, layout.marks(form, arrays), "workers.first")
         return form.merge(_first(layout, form, arrays))
@@ -322,6 +328,9 @@ class Workers:
         (replicas, `gossip`) they are the workers' mean; the mean of equal parameters
         equals them to the bit. Other arrays of each worker, such as BatchNorm's
         statistics, are averaged as well; integers and keys are the first worker's.
+
+        Warns where workers have made steps and a part of the center has met in none: it
+        is then as they began. Right after `start` that is what it should be.
 
         Args:
             state: A state of all workers.
@@ -343,15 +352,22 @@ class Workers:
             {'w': Array([1., 1.], dtype=float32)}
         """
         one_of("statistics", statistics, One)
-        form, arrays = forms.split(state)
+        form, arrays = _split(state, "workers.center")
         layout = self._layout()
         layout.check(form, arrays, layout.marks(form, arrays), "workers.center")
-        if not any(map(fields.is_level, held.centers(form.bare(arrays)))):
+        centers = held.centers(form.bare(arrays))
+        if not any(map(fields.is_level, centers)):
             _warn_of_differences(state, form, arrays)
+        if any(node.is_older_than_training() for node in centers):
+            warnings.warn(
+                "The workers have made steps, and not all of the center has met yet: "
+                "it is, or a part of it, as the workers began. They meet for the first "
+                "time after communication_period steps; pass a shorter one, or ask for "
+                "the center later.",
+                stacklevel=2,
+            )
         # The tree to return, with the numbers of the arrays that it needs.
-        tree = form.merge(np.arange(len(arrays)))
-        while type(tree) in (tuple, list):
-            tree = tree[0]
+        _, tree = held.part(form.merge(np.arange(len(arrays))))
         part, places = forms.split(tree)
         places = tuple(map(int, places))
         return part.merge(_center(layout, form, statistics, places, arrays))
@@ -379,7 +395,11 @@ class Workers:
         is right, the data is read once, and 8 bytes per array and worker are sent.
         Compared are a center with its outer state and counters, which on a mesh lie on
         every device; and, along the axis of `cross_shard` and other replicas, the
-        parameters and their state. Run it every few hundred steps, and after `restore`.
+        parameters and the state of Optax's and this package's optimizers. Not compared
+        is what follows from a replica's own gradient: sums of `optax.MultiSteps`, and
+        in a chain the links before `all_reduce_grads`. (Of a link with a state before
+        `cross_shard` nothing tells that; use `all_reduce_grads`.) Run it every few
+        hundred steps, and after `restore`.
 
         Args:
             state: A state of all workers.
@@ -398,7 +418,7 @@ class Workers:
             >>> workers.fingerprint((params.at[2, 1].set(1.5), state))
             {2: '[0]'}
         """
-        form, arrays = forms.split(state)
+        form, arrays = _split(state, "workers.fingerprint")
         layout = self._layout()
         marks = layout.marks(form, arrays)
         layout.check(form, arrays, marks, "workers.fingerprint")
@@ -432,6 +452,7 @@ class Workers:
             The state of `n` workers, placed.
 
         Raises:
+            TypeError: A number that is no integer.
             ValueError: More workers than the mesh has positions; with `strict` a state
                 in the middle of a round.
 
@@ -447,7 +468,7 @@ class Workers:
         """
         one_of("joiners", joiners, Literal["mean", "first"])
         to = self if n is None else self._of(n)
-        form, arrays = forms.split(state)
+        form, arrays = _split(state, "workers.resize")
         tree, found = form.bare(arrays), held.held(state, form)
         one = self._layout().shapes_of_one(form, arrays, held.prefix(state))
         inside = to._layout().numbers(form, arrays)[1:]
@@ -473,14 +494,19 @@ class Workers:
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
         if places:
-            return form.merge(jax.device_put(arrays, places))
+            # Put where it lies already, an array would be of another type to a step.
+            pairs = zip(arrays, places, strict=True)
+            return form.merge(
+                x if getattr(x, "sharding", None) == place else jax.device_put(x, place)
+                for x, place in pairs
+            )
         kinds = form.pick(memory.kinds(form.bare(arrays)))
         pairs = zip(arrays, kinds, strict=True)
         return form.merge(memory.on_host(x) if kind else x for x, kind in pairs)
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
-        sizes = (n, *self.sizes[1:]) if isinstance(n, int) else tuple(n)
+        sizes = _sizes(n if isinstance(n, Sequence) else (n, *self.sizes[1:]))
         if sizes[1:] != self.sizes[1:]:
             raise ValueError(_one_number_only(self.sizes, sizes))
         names = [axis for axis in self.axes if isinstance(axis, str)]
@@ -515,7 +541,7 @@ class Workers:
             manager: An Orbax `CheckpointManager`.
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
-                the one that `expect` was told.
+                the one given to `expect`.
             compare: Whether to refuse a checkpoint in which `fingerprint` finds
                 workers that differ from most where they should be equal.
 
@@ -554,7 +580,7 @@ class Workers:
             )
         form, arrays = started
         saved, treedef = held.saved(manager, step)
-        names = [names_of(path) for path in form.paths()]
+        names = held.saved_names(form, saved)
         for name in names:
             if name not in saved:
                 raise ValueError(
@@ -641,8 +667,24 @@ def _center(
     # That of one worker alone, `axis_name=None`, lies with each worker.
     centers = (node if fields.is_level(node) else own for node, own in pairs)
     for node, params in zip(centers, held.held(state, form), strict=True):
-        params.put(one, node.center_params(params.tree(one)))
+        params.put(one, node.center_params(params.tree(one), False))
     return [one[place] for place in places]
+
+
+def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
+    mend = "Pass the number of workers; a tuple with one for each of several axes."
+    return tuple(integer("n", number, mend) for number in numbers)
+
+
+def _split(state: Tree, where: str) -> tuple[forms.Form, list[Any]]:
+    """The form and the arrays of a state that has some."""
+    form, arrays = forms.split(state)
+    if not arrays:
+        raise ValueError(
+            f"{where} needs a state of all workers; in this {type(state).__name__} "
+            "there is no array. Pass what start or a step has returned."
+        )
+    return form, arrays
 
 
 def _one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:

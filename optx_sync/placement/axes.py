@@ -2,8 +2,8 @@
 """Worker axes and PartitionSpecs of a state, from its fields and the parameters' specs.
 
 When the states of several workers are held together, what is equal on all of them
-(counters, the center) has no worker axis, and all else has one in front. What is equal
-wherever the parameters are has none where the parameters are replicated.
+(counters, the center) has no worker axis, and all else has one in front. Fields that
+follow the parameters have a worker axis only if the parameters do.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
 def equal_on_replicas(tree: Tree) -> list[bool]:
     """Whether each leaf of a tree with states in it is equal on all replicas.
 
-    Leaves outside of states are; a state's table tells for its fields.
+    Leaves outside of states are; a state's table says it of its fields.
     """
     marks = jax.tree.structure(tree).flatten_up_to(_axes(tree, True, 0))
     return [mark is None for mark in marks]
@@ -103,7 +103,7 @@ def state_specs(
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
     replicated. In a leaf with fewer axes than its parameter (Adafactor's rows and
     columns) each axis takes the spec of the parameter's axis that it kept; where the
-    shapes do not tell which one that is, the leaf is replicated. Leaves that are per
+    shapes do not say which one that is, the leaf is replicated. Leaves that are per
     worker have the worker axis in front, where `replicate` puts it; those that are
     equal on all workers have none.
 
@@ -137,7 +137,7 @@ def state_specs(
             "a PartitionSpec for each of them, or one for all: jax.P()."
         ) from None
     placed = optax.tree.map_params(
-        # Optax's own tree, without leaves, does not tell which parts there are.
+        # Optax's own tree, without leaves, does not show which parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
             leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
@@ -148,7 +148,7 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
-    # A state whose form only the parameters tell has one spec for all of it.
+    # A state whose form depends on the parameters alone has one spec for all of it.
     placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
     # Stacks carry their specs. A piece is flat: it has none of its parameter's axes.
     placed = jax.tree.map(
@@ -212,23 +212,45 @@ def map_marked(
     return treedef.unflatten(map(placed, leaves, marks, cut))
 
 
-def in_pieces(tree: Tree, level: int = 0) -> Tree:
-    """The `fields.Cut` of each leaf over the workers of a level, 0 the outermost."""
+def in_pieces(tree: Tree, level: int = 0, stacked: int = 0) -> Tree:
+    """The `fields.Cut` of each leaf over the workers of a level, 0 the outermost.
+
+    `stacked`: how many worker axes the state that holds the tree has.
+    """
 
     def visit(node):
         if fields.is_level(node):
+            now = stacked_axes(node)
             return fields.map_fields(
-                lambda _, kind, x: in_pieces(x, level - (not kind.is_shared)), node
+                lambda _, kind, x: in_pieces(x, level - (not kind.is_shared), now),
+                node,
             )
         if level or not fields.is_in_pieces(node):
             return jax.tree.map(lambda _: fields.Cut.NOT, node)
-        marks = jax.tree.map(lambda _: fields.Cut.NUMBERS, node)
+        numbers, no = fields.Cut.NUMBERS, fields.Cut.NOT
+        marks = jax.tree.map(lambda x: numbers if _ndim(x) > stacked else no, node)
         if not isinstance(node.tree, fields.Owned):
             return marks
         whole = jax.tree.map(lambda _: fields.Cut.LEAVES, node.tree.leaves)
         return fields.InPieces(marks.tree._replace(leaves=whole))
 
-    return jax.tree.map(visit, tree, is_leaf=_is_level_or_pieces)
+    return jax.tree.map(visit, tree, is_leaf=is_level_or_pieces)
+
+
+def stacked_axes(state: Any) -> int:
+    """How many worker axes the arrays of a state have that are each worker's own."""
+    counts = [
+        _ndim(x)
+        for _, kind, value in fields.fields_of(state)
+        if kind == fields.OWN_COUNT
+        for x in jax.tree.leaves(value)
+    ]
+    return max(counts, default=0)
+
+
+def _ndim(x: Any) -> int:
+    """Of an array, of its shape, or of what Orbax says of it."""
+    return len(getattr(x, "shape", ()))
 
 
 def stack_specs(tree: Tree) -> Tree:
@@ -256,7 +278,7 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     """Whether each leaf is a random key of which each worker of a level gets its own.
 
     `own`: whether keys in the tree differ between workers. `ours`: whether a state of
-    this package holds the tree. A state of an outer level tells nothing about the level
+    this package holds the tree. A state of an outer level says nothing about the level
     that is asked for.
     """
     differ = own or not ours
@@ -269,7 +291,7 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     def visit(node):
         if fields.is_level(node):
             return fields.map_fields(field, node)
-        if _is_optax(node):
+        if is_optax(node):
             # In a chain beside `all_reduce_grads` it must stay equal on all.
             return type(node)(*(own_keys(x, own and ours, ours) for x in node))
         # Row numbers have a key's dtype, so that arithmetic refuses them.
@@ -278,15 +300,17 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     return jax.tree.map(
         visit,
         tree,
-        is_leaf=lambda x: fields.is_level(x) or _is_optax(x) or is_slices(x),
+        is_leaf=lambda x: fields.is_level(x) or is_optax(x) or is_slices(x),
     )
 
 
-def _is_optax(x: Any) -> bool:
+def is_optax(x: Any) -> bool:
+    """Whether this is a state of one of Optax's own transformations."""
     return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
 
 
-def _is_level_or_pieces(x: Any) -> bool:
+def is_level_or_pieces(x: Any) -> bool:
+    """Whether this is a level of workers or an `InPieces`; for `is_leaf=`."""
     return fields.is_level(x) or fields.is_in_pieces(x)
 
 
@@ -312,7 +336,7 @@ def _refuse_around_center(state: Tree) -> None:
     """Refuse a wrapper that decides for each worker whether a center rule steps."""
 
     def sometimes(x):
-        return _is_optax(x) and type(x).__name__ in _SOMETIMES
+        return is_optax(x) and type(x).__name__ in _SOMETIMES
 
     def is_center(x):
         return hasattr(type(x), "center_params") and fields.is_level(x)
@@ -339,7 +363,7 @@ def _check_levels(state: Tree, levels: int) -> None:
         return [x for _, kind, x in fields.fields_of(node) if not kind.is_shared]
 
     def depth(tree: Tree) -> int:
-        nodes = fields.nodes_of(tree, _is_level_or_pieces)
+        nodes = fields.nodes_of(tree, is_level_or_pieces)
         return max((1 + depth(inside(node)) for node in nodes), default=0)
 
     found = max(depth(state), 1)
@@ -351,23 +375,32 @@ def _check_levels(state: Tree, levels: int) -> None:
         )
 
 
-def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) -> Tree:
+def _axes(
+    tree: Tree,
+    replicated: bool,
+    level: int,
+    around: bool | None = None,
+    stacked: int = 0,
+) -> Tree:
     """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around`: whether the field that holds the tree is shared; `None` if no state of
-    this package holds it. `level` counts down to the one that is asked for.
+    this package holds it. `level`: how many levels are still to descend. `stacked` is
+    as for `in_pieces`.
     """
     shared = replicated if around is None else around
     equal = {"all levels"}
     if level == 0:
         equal |= {"level", "params"} if replicated else {"level"}
 
-    def field(_, kind, value):
-        inside = bool(around) or kind.whose in equal
-        return _axes(value, replicated, level - 1, inside)
-
     def visit(node):
         if fields.is_level(node):
+            now = stacked_axes(node)
+
+            def field(_, kind, value):
+                inside = bool(around) or kind.whose in equal
+                return _axes(value, replicated, level - 1, inside, now)
+
             return fields.map_fields(field, node)
         if _is_injected(node):
             # What acts at the center is shared.
@@ -377,9 +410,10 @@ def _axes(tree: Tree, replicated: bool, level: int, around: bool | None = None) 
             return numbers._replace(inner_state=inside)
         cut = fields.is_in_pieces(node) and level == (-1 if around else 0)
         return jax.tree.map(
-            lambda x: None if shared and not (cut and jnp.ndim(x)) else 0, node
+            lambda x: None if shared and not (cut and _ndim(x) > stacked) else 0,
+            node,
         )
 
     return jax.tree.map(
-        visit, tree, is_leaf=lambda x: _is_level_or_pieces(x) or _is_injected(x)
+        visit, tree, is_leaf=lambda x: is_level_or_pieces(x) or _is_injected(x)
     )

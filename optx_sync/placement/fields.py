@@ -12,8 +12,8 @@ The table decides the worker axes (`state_axes`, `state_specs`, `replicate`), wh
 state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. A wrapper whose fields all are as the
-parameters are, that of one worker alone, is no level: it lies where they lie. Other
+wrappers are nested levels; 0 is the outermost. A wrapper whose fields all follow the
+parameters (a center of one worker, `axis_name=None`) is no level. Other
 states with a table are fields of such a state: those of exchanges, and `info`, numbers
 to report that no step needs. The fields of an `Info` count as the state's own, with the
 kinds of the `Info`'s table.
@@ -23,6 +23,7 @@ import dataclasses
 import enum
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -34,8 +35,8 @@ from jax.sharding import PartitionSpec
 class Kind(NamedTuple):
     """Which workers share a field, and what `resize` makes of it."""
 
-    # Among which workers it is equal: those of all levels, those of its own level,
-    # those whose parameters are equal, or none ("own").
+    # Shared by: every worker, the workers of this axis, replicas with equal parameters,
+    # or nobody ("own").
     whose: Literal["all levels", "level", "params", "own"]
     # What `resize` does. "kept": a shared field stays; of others survivors keep theirs,
     # and joiners get what `resize` was asked for (a field that is equal where the
@@ -67,7 +68,7 @@ class Kind(NamedTuple):
 
     @property
     def told(self) -> "Kind":
-        """The same kind for numbers that are no slots."""
+        """The same kind for a field that `slot` and `slot_names` do not show."""
         return self._replace(slots=False)
 
     @property
@@ -234,6 +235,13 @@ def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
     )
 
 
+class Reduced(NamedTuple):
+    """State of a link that makes one gradient of all replicas', and keeps nothing.
+
+    What stands before it in a chain is each replica's own, and behind it equal.
+    """
+
+
 class Cut(enum.IntEnum):
     """How an array is divided among the workers of a level."""
 
@@ -257,7 +265,8 @@ class Owned(NamedTuple):
     """The tree in an `InPieces` where workers own whole leaves.
 
     Leaves that are alike are stacked, `[K, ...]`: N workers have ceil(K / N) of them
-    each, the last ones padding. Scalars are on all workers.
+    each, the last ones padding. Scalars are on all workers, but for those that depend
+    on a leaf: they are `[K]`.
     """
 
     pieces: Any  # of leaves whose numbers are updated one by one
@@ -273,6 +282,9 @@ class InStacks:
 
     tree: dict[str, Any]  # the stack of each group, by its first leaf's path
     axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _tell_flax(InStacks, "tree")
 
     def specs(self) -> "InStacks":
         """The `PartitionSpec` of each array; scalars are on all devices."""
@@ -295,15 +307,40 @@ class InParts:
     parts: tuple[InPieces, ...]
     partition: Any
 
+    def __post_init__(self) -> None:
+        _tell_flax(InParts, "parts")
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """The shapes and dtypes of each part, as a tree."""
+        return self.partition.each(lambda part: part, self.partition.shapes)
+
     def whole(self) -> Any:
         """The whole tree, of all workers' pieces or of what `init` returns."""
-        shapes = self.partition.each(lambda part: part, self.partition.shapes)
         return self.partition.join(
             [
                 jax.tree.map(_joined, part.tree, shape)
-                for part, shape in zip(self.parts, shapes, strict=True)
+                for part, shape in zip(self.parts, self.shapes, strict=True)
             ]
         )
+
+
+def _tell_flax(kind: type, name: str) -> None:
+    """Let Flax, once it is imported, save objects of a class by one of their fields."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _tell(serialization, kind, name)
+
+
+@functools.cache
+def _tell(serialization: Any, kind: type, name: str) -> None:
+    def restored(x, state):
+        value = serialization.from_state_dict(getattr(x, name), state[name], name)
+        return dataclasses.replace(x, **{name: value})
+
+    serialization.register_serialization_state(
+        kind, lambda x: {name: serialization.to_state_dict(getattr(x, name))}, restored
+    )
 
 
 def _joined(pieces: Any, like: Any) -> Any:

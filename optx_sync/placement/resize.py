@@ -15,12 +15,13 @@ import numpy as np
 import optax
 
 from optx_sync.checks import integer, one_of
-from optx_sync.comm.buffers import in_rows
+from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
 from optx_sync.placement.axes import (
     fold_keys,
     in_pieces,
     own_keys,
+    stacked_axes,
     state_axes,
     state_shapes,
 )
@@ -199,14 +200,19 @@ def _new_state(
         resized,
         own_keys(state, own=own),
     )
+    cuts = {
+        fields.Cut.NOT: lambda x, leaf: x if leaf.own else x[0],
+        fields.Cut.NUMBERS: lambda x, _: cut_numbers(x[0], how.after),
+        fields.Cut.LEAVES: lambda x, _: in_rows(x[0], how.after),
+    }
     return jax.tree.structure(state).unflatten(
-        in_rows(x[0], how.after) if leaf.cut else x if leaf.own else x[0]
+        cuts[leaf.cut](x, leaf)
         for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
     )
 
 
 def _begun(tree: Tree, number: int = 0) -> Tree:
-    """The starting values of a state's arrays, where their kind tells them."""
+    """The starting values of a state's arrays, by their fields' kinds."""
 
     def visit(node):
         if fields.declares(node):
@@ -223,9 +229,9 @@ class _Resizing(NamedTuple):
     after: int
     joiners: Joiners
     lost: list[str]
-    # Whether what is owed is a share of a sum; and whether the tree is in one worker's
-    # state, where levels keep their size.
+    # Whether contributions are added up, so that what is owed keeps its scale.
     added: bool = False
+    # Whether the tree lies below `inner`, whose levels keep their size.
     inside: bool = False
 
     def tree(self, tree: Tree, fresh: Tree) -> Tree:
@@ -345,14 +351,7 @@ def _first_of(x: Any) -> Any:
 
 def _worker_axes(state: Tree) -> int:
     """How many worker axes the parameters have: one for each nested rule."""
-    counts = [
-        x.ndim
-        for node in fields.nodes_of(state, fields.is_level)
-        for _, kind, value in fields.fields_of(node)
-        if kind == fields.OWN_COUNT
-        for x in jax.tree.leaves(value)
-    ]
-    return max(1, *counts, 1)
+    return max(1, *map(stacked_axes, fields.nodes_of(state, fields.is_level)), 1)
 
 
 class _Leaf(NamedTuple):
@@ -361,12 +360,16 @@ class _Leaf(NamedTuple):
     x: Any
     one: jax.ShapeDtypeStruct  # its shape for one worker
     own: bool  # whether it has the worker axis
-    cut: bool  # whether it lies in pieces
+    cut: fields.Cut
 
     def of_all(self, workers: int) -> np.ndarray:
         """`[workers, ...]`; an array in pieces is put together and shared."""
         x = _on_host(self.x)
-        x = x.reshape(-1, *x.shape[2:])[: self.one.shape[0]] if self.cut else x
+        if self.cut == fields.Cut.NUMBERS:  # with the axes of levels inside
+            x = np.moveaxis(x, 0, -2)
+            x = x.reshape(*x.shape[:-2], -1)[..., : self.one.shape[0]]
+        elif self.cut:
+            x = x.reshape(-1, *x.shape[2:])[: self.one.shape[0]]
         return x if self.own else _repeat(x, workers)
 
 
@@ -384,13 +387,15 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
         jax.tree.leaves(in_pieces(like)),
         strict=True,
     ):
-        shape, cut = jnp.shape(x), bool(pieces) and one.ndim > 0
+        shape, cut = jnp.shape(x), pieces if one.ndim else fields.Cut.NOT
         own = not cut and (stacked or mark is not None)
         more = len(shape) - one.ndim
         fits = own <= more < own + most and shape[more:] == one.shape
         if cut:
             own_rows = -(-one.shape[0] // shape[0]) if shape else 0
-            fits = shape[1:] == (own_rows, *one.shape[1:])
+            piece = own_rows, *one.shape[1:]
+            inside = len(shape) - 1 - len(piece)  # levels
+            fits = 0 <= inside < most and shape[1 + inside :] == piece
         if not fits:
             what = "it has no worker axis" if more < own else "it is of another run"
             raise ValueError(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's checkpoints: numbered folders that Orbax writes and reads."""
 
+import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -13,23 +15,17 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from optx_sync.fingerprints import fingerprint
+from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
 from optx_sync.trees import names_of
 
 # The item of a checkpoint that holds what is no array, as JSON.
 NOTES = "notes"
-# The key of the arrays' fingerprints in these notes.
-WORDS = "fingerprints"
 # The suffix of a damaged checkpoint's folder.
 DAMAGED = ".damaged"
-
-
+# What the name of a folder has in which Orbax has not finished.
+UNFINISHED = ".orbax-checkpoint-tmp"
 # How long to wait for a lock; that of a killed process is free at once.
 LOCK_SECONDS = 5.0
-
-
-class Damaged(Exception):
-    """A checkpoint that cannot be read, or holds other arrays than were saved."""
 
 
 class Lock:
@@ -40,8 +36,15 @@ class Lock:
     )
 
     def __init__(self, folder: pathlib.Path):
-        # The holder rewrites the text; the file itself stays.
-        self._file: int = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        # The holder rewrites the text; the file itself stays. A link is not followed:
+        # what it leads to would be emptied.
+        if (folder / "lock").is_symlink():
+            raise ValueError(
+                f"{folder / 'lock'} is a symbolic link and would be written to. Delete "
+                "it, or pass another checkpoint_dir."
+            )
+        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        self._file: int = os.open(folder / "lock", how, 0o666)
         end = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -57,11 +60,11 @@ class Lock:
                         "another checkpoint_dir."
                     ) from None
                 time.sleep(0.1)
-        os.ftruncate(self._file, 0)
-        os.write(
-            self._file, f"process {os.getpid()} on {socket.gethostname()}".encode()
-        )
         weakref.finalize(self, os.close, self._file)
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        with contextlib.suppress(OSError):  # The disk is full: it is held all the same.
+            os.ftruncate(self._file, 0)
+            os.write(self._file, who.encode())
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> "Lock":
@@ -81,7 +84,8 @@ class Checkpoints:
     """Checkpoints in a local folder or wherever Orbax writes: `gs://bucket/run`.
 
     A checkpoint is written aside and then renamed, so that an unfinished one has
-    another name. A local folder is locked: two runs cannot save to it.
+    another name. A local folder is locked: two runs cannot save to it. One that cannot
+    be written is read all the same, and each save tries again.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -92,10 +96,12 @@ class Checkpoints:
                 "checkpoint_dir needs Orbax: pip install 'optx-sync[ray]'."
             ) from error
         self.folder: Any = self.path_of(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._lock: Lock | None = None
-        if "://" not in str(folder):
-            self._lock = Lock.of(pathlib.Path(str(self.folder)))
+        try:
+            self._hold()
+        except OSError:
+            if not self.folder.exists():
+                self.check_writable()
         self._module = orbax.checkpoint
         self._checkpointer = self._module.Checkpointer(
             self._module.PyTreeCheckpointHandler()
@@ -108,6 +114,27 @@ class Checkpoints:
 
         path = epath.Path(folder)
         return path if "://" in str(folder) else path.absolute()
+
+    def _hold(self) -> None:
+        """Make the folder and lock it, where that is not done."""
+        if self._lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if "://" not in str(self.folder):
+                self._lock = Lock.of(pathlib.Path(str(self.folder)))
+
+    def check_writable(self) -> None:
+        """Refuse to begin a run that cannot save.
+
+        Raises:
+            ValueError: The folder cannot be made or locked.
+        """
+        try:
+            self._hold()
+        except OSError as error:
+            raise ValueError(
+                f"checkpoint_dir={str(self.folder)!r} cannot be written: {error}. Pass "
+                "a folder that can, or mend this one."
+            ) from error
 
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the finished checkpoints."""
@@ -122,20 +149,33 @@ class Checkpoints:
 
     def save(self, number: int, arrays: dict[str, Any], notes: dict[str, Any]) -> Any:
         """Write a checkpoint and return its path."""
+        self._hold()
         path = self.folder / str(number)
         if path.exists():  # The server died before it could note this one.
             path.rmtree()
         arrays = {name: part for name, part in arrays.items() if part}
-        notes = {**notes, WORDS: _words(arrays)}
+        notes = sealed(notes, by_name(arrays))
+        # Orbax saves nothing that has no elements; the notes have its shape.
+        arrays = jax.tree.map(lambda x: x if x.size else np.zeros(1, x.dtype), arrays)
         text = np.frombuffer(json.dumps(notes).encode(), np.uint8)
-        self._checkpointer.save(path, {**arrays, NOTES: text})
+        try:
+            self._checkpointer.save(path, {**arrays, NOTES: text})
+        finally:
+            self._sweep()
         return path
+
+    def _sweep(self) -> None:
+        """Delete what unfinished saves have left, on a full disk or by a death."""
+        for path in self.folder.iterdir() if self._lock else ():
+            if UNFINISHED in path.name:
+                with contextlib.suppress(OSError):
+                    path.rmtree()
 
     def load(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a checkpoint: its arrays and its notes.
 
         Raises:
-            Damaged: It cannot be read, or an array is not the one that was saved.
+            Damaged: It cannot be read, or holds something else than was saved.
         """
         path = self.folder / str(number)
         try:
@@ -144,42 +184,34 @@ class Checkpoints:
             restored = self._checkpointer.restore(
                 path, restore_args=jax.tree.map(lambda _: as_numpy, tree)
             )
-            notes = json.loads(np.asarray(restored.pop(NOTES)).tobytes().decode())
+            text = np.asarray(restored.pop(NOTES)).tobytes().decode()
+            notes, words = unsealed(path, json.loads(text))
+            restored = jax.tree_util.tree_map_with_path(
+                functools.partial(_as_saved, words), restored
+            )
+            compare(path, words, by_name(restored))
+        except Damaged:
+            raise
         except Exception as error:  # Orbax raises various errors for broken files.
             raise Damaged(f"{path} cannot be read: {error}"[:500]) from error
-        saved = notes.pop(WORDS, {})  # older checkpoints have none
-        for name, words in _words(restored).items():
-            if words != saved.get(name, words):
-                raise Damaged(f"{path} holds another {name} than was saved")
         return restored, notes
 
     def delete(self, number: int) -> None:
         """Delete a checkpoint; a failure to delete is ignored."""
-        try:
+        with contextlib.suppress(OSError):
             (self.folder / str(number)).rmtree()
-        except OSError:
-            pass
 
     def put_aside(self, number: int) -> None:
         """Rename a damaged checkpoint, so that it is not read again."""
         path = self.folder / str(number)
-        try:
+        with contextlib.suppress(OSError):
             path.rename(self.folder / f"{number}{DAMAGED}")
-        except OSError:
-            pass
 
 
-def _words(arrays: dict[str, Any]) -> dict[str, list[int]]:
-    """The fingerprint of each array by its name."""
-    pairs = jax.tree_util.tree_leaves_with_path(arrays)
-    names = [".".join(names_of(path)) for path, _ in pairs]
-    found = _fingerprints([x for _, x in pairs])
-    return dict(zip(names, np.asarray(found).tolist(), strict=True))
-
-
-@jax.jit
-def _fingerprints(arrays: list[Any]) -> jax.Array:
-    return fingerprint(arrays, None).words
+def _as_saved(words: dict[tuple[str, ...], Any], path: Any, x: Any) -> Any:
+    """An array without elements where that was saved, else what was read."""
+    shape, dtype, *_ = words.get(names_of(path), [x.shape, x.dtype])
+    return x if all(shape) else np.zeros(shape, dtype)
 
 
 def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
@@ -199,9 +231,14 @@ def folders_of_servers(folder: str | os.PathLike[str]) -> dict[int, Any]:
 
 def set_aside(path: Any) -> None:
     """Rename the folder of an earlier run that has ended."""
-    lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
     number = 1
     while (there := path.parent / f"{path.name}.before_{number}").exists():
         number += 1
-    path.rename(there)
-    del lock
+    try:
+        lock = None if "://" in str(path) else Lock.of(pathlib.Path(str(path)))
+        path.rename(there)
+        del lock
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be put aside: {error}. Pass another checkpoint_dir."
+        ) from error

@@ -4,6 +4,7 @@
 import math
 from typing import NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 from optx_sync.trees import Tree
@@ -53,11 +54,12 @@ class Push(NamedTuple):
                 return f"{name} must be {least} or more; got {number}."
         if not isinstance(self.shown, dict):
             return f"shown must be a dict of numbers; got {self.shown!r}."
-        arrays = (np.ndarray, np.generic)
-        if not isinstance(self.state, dict) or not all(
-            isinstance(x, arrays) for x in self.state.values()
-        ):
-            return f"state must be a dict of NumPy arrays; got {type(self.state)}."
+        if not isinstance(self.state, dict):
+            return f"state must be a dict of arrays; got {type(self.state)}."
+        for name, x in self.state.items():
+            if not _can_be_saved(x):
+                kind = getattr(x, "dtype", type(x).__name__)
+                return f"state must hold NumPy arrays of numbers; {name!r} is {kind}."
         if not isinstance(self.place, str):
             return f"place must be a text; got {self.place!r}."
         numbers = {"seconds": self.seconds, "tokens": self.tokens}
@@ -67,6 +69,13 @@ class Push(NamedTuple):
         if not (self.tokens >= 0 and math.isfinite(self.tokens)):
             return f"tokens must be 0 or more, and finite; got {self.tokens}."
         return ""
+
+
+def _can_be_saved(x: object) -> bool:
+    """Whether a checkpoint can hold it: NumPy's numbers, but none of its long ones."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.char in "gG":
+        return False
+    return any(jnp.issubdtype(x.dtype, kind) for kind in (np.number, np.bool_))
 
 
 # The numbers of a push and the least value of each; the server checks the others.

@@ -165,8 +165,15 @@ class Server:
             self.begin(picked)
 
     def begin(self, parts: dict[int, Tree]) -> None:
-        """Set the parameters to start from, for a server that was made without them."""
+        """Set the parameters to start from, for a server that was made without them.
+
+        Raises:
+            ValueError: It cannot save to `checkpoint_dir`. (One that comes back in the
+                middle of a run goes on without.)
+        """
         with self._changed:
+            if self._checkpoints is not None:
+                self._checkpoints.check_writable()
             if self._held:
                 return
             self._held = [self._serve(parts[part]) for part in self.parts]

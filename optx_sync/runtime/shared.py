@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two processes of a machine, by shared memory and pipes."""
 
+import fcntl
 import mmap
 import os
 import pickle
@@ -26,13 +27,15 @@ class Memory:
     """Shared memory that other processes of the same user can map.
 
     It has no name in the file system, and is freed when no process maps it any more.
+    Nobody can make it shorter, which would kill whoever reads it.
     """
 
     def __init__(self, size: int):
         name = f"optx_sync_{uuid.uuid4().hex}"
-        file = os.memfd_create(name)
+        file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, size)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self.address: Address = (os.getpid(), file, name)
         self.view: memoryview = memoryview(mmap.mmap(file, size))
 

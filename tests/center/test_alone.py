@@ -92,7 +92,7 @@ def of_replicas(inner, **options):
 
 def snoo(inner):
     outer = optax.sgd(RATE, MOMENTUM, nesterov=True)
-    return oxs.diloco(inner, None, outer=outer, communication_period=2)
+    return oxs.diloco(inner, None, outer=outer, communication_period=3)
 
 
 # Around data parallel replicas, which all keep the same center, and inside of them.
@@ -136,11 +136,12 @@ def test_data_parallel_replicas_make_its_steps(form, mesh):
         return oxs.apply_gradients(tx, grads, state, params, weight=weight[0])
 
     held = workers.start((params, tx.init(params)))
-    for batch in batches[:3]:
+    for batch in batches[:2]:
         held = step(*held, batch, weights)
     # In the middle of a round: nobody loses what it has learned since.
-    for again in (held, workers.resize(oxs.Workers(3, "data").resize(held))):
-        trained = step(*again, batches[3], weights)
+    for trained in (held, workers.resize(oxs.Workers(3, "data").resize(held))):
+        for batch in batches[2:]:
+            trained = step(*trained, batch, weights)
         contexts.assert_close(workers.center(trained), center)
         every = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), expected)
         contexts.assert_close(trained[0], every)
@@ -160,3 +161,15 @@ def test_what_it_cannot_be():
     tx = oxs.elastic_average(SGD, None, num_workers=4, moving_rate=0.1, rho=0.0)
     with pytest.raises(ValueError, match="num_workers=4, but axis_name=None stands"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_what_a_replica_adds_up_between_rounds_is_its_own():
+    workers = oxs.Workers(2, "data")
+    tx = oxs.agn(oxs.cross_shard(SGD, "data"), None, communication_period=4)
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        return oxs.apply_gradients(tx, params - x.mean(), state, params)
+
+    held = step(*workers.start((jnp.ones(3), tx.init(jnp.ones(3)))), np.arange(2.0))
+    assert workers.fingerprint(held) == {}

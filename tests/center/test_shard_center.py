@@ -432,6 +432,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 1)])
+def test_one_number_for_each_worker_is_a_parameter(shape):
+    """Of the shape that stacked numbers have; parameters of all are told apart."""
+    params, workers = jnp.arange(8.0).reshape(shape), oxs.Workers(8, AXIS)
+    tx = oxs.local_sgd(optax.sgd(0.1), AXIS, shard_center=True)
+    stacked, state = workers.start((params, tx.init(params)))
+    assert np.array_equal(workers.center((stacked, state)), params)
+    assert np.array_equal(oxs.center_params(state, stacked), params)
+    assert not workers.metrics((stacked, state)).distance.any()
+    with refused("ValueError: one worker's or all 8 workers'"):
+        oxs.center_params(state, params)
+
+
 @pytest.mark.parametrize(("call", "said"), REFUSED)
 def test_refused(call, said):
     with refused(said):

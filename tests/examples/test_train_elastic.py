@@ -24,9 +24,12 @@ with log.open("a") as file:
     file.write('{"time": 1, "process": 0, "lo')  # one is writing now
 lines = example["said"](log)
 rounds = [line for line in lines if "loss" in line]
-print([line["position"] for line in lines if "pid" in line])
+print([line["position"] for line in lines if "position" in line and "loss" not in line])
 print([line["rounds"] for line in rounds], rounds[-1]["workers"])
 print(rounds[0]["accuracy"], rounds[-1]["accuracy"])
+told = [example["now"](lines[:k], []) for k in (0, 1, 2, 3, 9)]
+lost = [(time.time() + 1, "a node lost")]
+print([what for what, _ in told], told[1][1], example["now"](lines[:3], lost)[0])
 happened = [(began + 1, event) for event in example["EVENTS"]]
 example["draw"](rounds, happened, began, folder / "elastic.png")
 """
@@ -34,9 +37,15 @@ example["draw"](rounds, happened, began, folder / "elastic.png")
 
 def test_the_loop_goes_on_where_it_was_saved(tmp_path):
     printed = scripts.run(TWICE, EXAMPLE, tmp_path)
-    began, rounds, accuracy = printed.splitlines()
+    began, rounds, accuracy, told = printed.splitlines()
     assert began == f"[0, {5 * 20 * 16 * 2}]"
     assert rounds == f"{list(range(1, 21))} 2"
     first, last = map(float, re.findall(r"[\d.]+", accuracy))
     assert last > 0.9 > first
+    starts, trains = "'a new group starts'", "'2 workers'"
+    assert told == (
+        f"['Ray starts processes', {starts}, {starts}, {trains}, {starts}] 1 of 1 "
+        "processes have started, 0 have the state "
+        "nobody trains: Ray starts a new group"
+    )
     assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")

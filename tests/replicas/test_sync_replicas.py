@@ -357,6 +357,11 @@ def test_a_weight_may_be_a_bool_and_must_be_finite():
     assert np.array_equal(oxs.metrics(state).not_contributed, ~there)
     _, state = step(grads, weight=jnp.array([1, jnp.inf, 2, jnp.nan]))
     assert oxs.metrics(state).nonfinite.tolist() == [False, True, False, True]
+    # A sum of weights that overflows gives no mean of 0.
+    step = lanes(sync_replicas(optax.sgd(1.0), AXIS, 2 * N), jnp.zeros(2))
+    _, state = step(grads, weight=jnp.full(N, 1.0))
+    updates, _ = step(1e-3 * grads, state, weight=jnp.full(N, 2e38))
+    assert not np.isfinite(updates).any()
 
 
 @pytest.mark.parametrize(

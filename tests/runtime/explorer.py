@@ -102,6 +102,9 @@ class Disk:
     def damaged(self):
         return ()
 
+    def check_writable(self):
+        pass
+
     def save(self, number, arrays, notes):
         found = [part["center"]["['x']"] for part in arrays.values()]
         centers = tuple(center.tobytes() for center in found)
@@ -133,7 +136,9 @@ class InMemory:
         return cls.disk
 
 
-RULE = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+RULE = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 
 
 class Explorer:

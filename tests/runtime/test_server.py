@@ -27,7 +27,7 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
-from optx_sync.runtime.agreements.center import round_of, traffic
+from optx_sync.runtime.agreements.center import traffic
 from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged
@@ -109,8 +109,7 @@ def test_server_and_workers_in_order_are_the_replay(name):
 
 
 def test_only_what_the_formulas_read_travels():
-    at = round_of(2, 3, 1)
-    found = {name: traffic(rule, at) for name, rule in RULES.items()}
+    found = {name: traffic(rule) for name, rule in RULES.items()}
     assert found == {
         "elastic": (("params",), ("before",)),
         "elastic without penalty": (("params",), ("before",)),
@@ -169,6 +168,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tokens": float("nan")}, "tokens must be 0 or more, and finite"),
     ({"incarnation": None}, "incarnation must be an integer"),
     ({"lost": True}, "lost must be an integer; got True"),
+    # With these no later checkpoint could be saved.
+    ({"state": {"0": np.array(["a"])}}, "arrays of numbers; '0' is <U1"),
+    ({"state": {"0": np.longdouble(1)}}, "arrays of numbers; '0' is float128"),
     ({"part": 1}, "part 1 does not live here, but (0,)"),
 ]
 
@@ -610,7 +612,7 @@ def end_of(required, workers, seed):
         agreement = SyncReplicas(required)
         updates = Updates(PARAMS, agreement, optax.sgd(1.0), workers)
         updates._add = lambda accumulator, grads: accumulator
-        updates._update = lambda *now: (now[:4], True)
+        updates._update = lambda held, *now: (held, True)
         return updates
 
     updates = start()
@@ -689,6 +691,7 @@ def test_push_that_overflows_the_center_is_refused(name):
     rule = oxs.CenterRule(  # The center has a part in it.
         contribute=lambda own, center, at: 4.0 * (own.params - center),
         take=lambda x, before, after, at: before,
+        reads=("params", "center", "before"),
     )
     server = Server(huge, rule if name == "elastic" else RULES[name], num_workers=1)
     sends = "params" if name == "elastic" else "contribution"
@@ -746,7 +749,7 @@ def test_two_workers_who_ask_after_a_damaged_checkpoint_go_on(tmp_path):
     np.testing.assert_array_equal(again.center()["w"], PARAMS["w"] + 4)
 
 
-def test_a_checkpoint_of_another_array_than_was_saved_is_damaged(tmp_path):
+def test_a_checkpoint_of_another_array_or_note_than_was_saved_is_damaged(tmp_path):
     """One bit of one number, where Orbax reads all as it stands."""
     arrays = {"part_0": {"w": np.arange(5, dtype=np.float32), "b": np.ones(3)}}
     checkpoints = Checkpoints(tmp_path)
@@ -761,6 +764,28 @@ def test_a_checkpoint_of_another_array_than_was_saved_is_damaged(tmp_path):
     checkpoints._checkpointer.save(path, tree, force=True)
     with pytest.raises(Damaged, match=r"holds another part_0\.w than was saved"):
         checkpoints.load(1)
+    tree["part_0"]["w"] = arrays["part_0"]["w"]
+    tree["notes"] = np.frombuffer(
+        bytes(tree["notes"]).replace(b'"steps": 2', b'"steps": 3'), np.uint8
+    )
+    checkpoints._checkpointer.save(path, tree, force=True)
+    with pytest.raises(Damaged, match="holds other notes than were saved"):
+        checkpoints.load(1)
+
+
+def test_a_checkpoint_holds_what_has_no_elements_and_numpys_integers(tmp_path):
+    params = {"w": PARAMS["w"], "none": np.zeros((0, 2), np.float32)}
+
+    def start():
+        saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+        return Server(params, oxs.local_sgd_rule(), num_workers=1, **saves)
+
+    moved = {"['w']": np.ones((2, 3), np.float32), "['none']": params["none"]}
+    server = start()
+    server.push(Push(0, np.int64(1), {"contribution": moved}))  # pyright: ignore
+    again = start()
+    assert again.global_step == 1
+    assert bits(again.center()) == bits(server.center())
 
 
 def test_nothing_is_begun_afresh_without_a_word(tmp_path):
@@ -838,6 +863,38 @@ def test_two_runs_do_not_save_to_one_folder(tmp_path, monkeypatch):
     assert center_server(checkpoint_dir=folder).global_step == 0
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / "lock").symlink_to("other")
+    with pytest.raises(ValueError, match="lock is a symbolic link"):
+        center_server(checkpoint_dir=tmp_path)
+    assert (tmp_path / "other").read_text() == "mine"
+
+
+def test_a_server_whose_disk_can_only_be_read_goes_on_and_no_run_begins_there(
+    tmp_path, monkeypatch
+):
+    shapes, told = jax.eval_shape(lambda: PARAMS), {0: PARAMS}
+    settings: Any = {"num_workers": 1, "checkpoint_every": 1}
+    settings["checkpoint_dir"] = tmp_path
+    Server(PARAMS, oxs.local_sgd_rule(), **settings).push(Push(0, 1, moves()))
+    with monkeypatch.context() as patch:
+
+        def of(folder):
+            raise OSError(30, "Read-only file system", str(folder))
+
+        patch.setattr(checkpoints.Lock, "of", of)
+        again = Server(shapes, oxs.local_sgd_rule(), **settings)
+        again.push(Push(0, 2, moves()))
+        assert [e.kind for e in again.events()[1]] == ["restored", "push", "unsaved"]
+        with pytest.raises(ValueError, match="cannot be written: "):
+            again.begin(told)
+        with pytest.raises(ValueError, match="cannot be put aside: "):
+            Server(shapes, oxs.local_sgd_rule(), **settings, resume=False)
+    again.push(Push(0, 3, moves()))  # The disk can be written again.
+    assert Server(shapes, oxs.local_sgd_rule(), **settings).global_step == 3
+
+
 def test_stale_gradients_are_not_told_as_lost(tmp_path):
     """With `SyncReplicas` one that was dropped has left nothing that could be lost."""
 
@@ -863,13 +920,16 @@ def test_full_disk_is_noted_and_training_goes_on(tmp_path, monkeypatch):
     server = center_server(checkpoint_dir=tmp_path, checkpoint_every=1)
     with monkeypatch.context() as patch:
 
-        def full(*_):
+        def full(path, _):
+            (tmp_path / f"{path.name}.orbax-checkpoint-tmp").mkdir()
             raise OSError(28, "No space left on device")
 
-        patch.setattr(Checkpoints, "save", full)
+        to: Any = server._checkpoints
+        patch.setattr(to._checkpointer, "save", full)
         for number in (1, 2):
             server.push(Push(0, number, moves()))
     assert [e.kind for e in server.events()[1]][-4:] == ["push", "unsaved"] * 2
+    assert not [*tmp_path.glob("*tmp*")]
     assert center_server(checkpoint_dir=tmp_path).global_step == 0
     server.push(Push(0, 3, moves()))
     assert center_server(checkpoint_dir=tmp_path).global_step == 3

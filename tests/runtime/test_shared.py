@@ -41,6 +41,14 @@ def test_large_arrays_lie_in_memory_and_short_messages_do_not():
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_memory_cannot_be_made_shorter_than_its_reader_believes():
+    memory = shared.Memory(2**16)
+    with open(f"/proc/{os.getpid()}/fd/{memory.address[1]}", "r+b") as file:
+        with pytest.raises(PermissionError):
+            file.truncate(0)
+    assert len(shared.seen(memory.address)) == 2**16
+
+
 def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     """Another machine has another process of that number, or none."""
     actor = ServerActor(
