@@ -102,6 +102,7 @@ GROUND = {
         "replicas/averages",
         "replicas/owners",
         "replicas/landing",
+        "replicas/tokens",
     },
     "front": {"front/held", "front/layout", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync.center.contract import CenterRule, Own, Period, Round
+from optx_sync.center.contract import CenterRule, Own, Period, Round, declared
 from optx_sync.checks import explains_inner, fill_missing, interval
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
@@ -120,13 +120,16 @@ def contribute(
     """The rule's `contribute` of each array, in the center's dtypes."""
     if rule.accumulate is None:
         accumulated = jax.tree.map(lambda c: None, center)
-    return jax.tree.map(
-        lambda c, x, s, a: rule.contribute(Own(x, s, a), c, at),
-        center,
-        params,
-        taken,
-        accumulated,
-    )
+
+    def one(c, x, s, a):
+        own = Own(
+            declared(rule, "params", x),
+            declared(rule, "taken", s),
+            declared(rule, "accumulated", a),
+        )
+        return rule.contribute(own, declared(rule, "center", c), at)
+
+    return jax.tree.map(one, center, params, taken, accumulated)
 
 
 def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
@@ -194,7 +197,7 @@ def keeping(rule: CenterRule, keep_local: float | jax.Array | None) -> CenterRul
     nothing = isinstance(keep_local, int | float) and keep_local == 0
     if nothing or rule.take is not None:
         return rule
-    return rule._replace(take=Keep(keep_local))
+    return rule._replace(take=Keep(keep_local), reads=(*rule.reads, "after"))
 
 
 def takes_center(rule: CenterRule) -> bool:
@@ -208,8 +211,12 @@ def take(
     """The worker after a round that has moved the center from `before` to `after`."""
     x, formula = after, rule.take
     if formula is not None:
-        own = as_center(worker.params, after)
-        x = jax.tree.map(lambda x, b, a: formula(x, b, a, at), own, before, after)
+
+        def one(x, b, a):
+            around = declared(rule, "before", b), declared(rule, "after", a)
+            return formula(x, *around, at)
+
+        x = jax.tree.map(one, as_center(worker.params, after), before, after)
     taken = worker.taken
     if not is_nothing(taken):
         taken = after if takes_center(rule) else before

@@ -30,7 +30,7 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
-    r"""PowerSGD: the mean of matrices at low rank; two factors of each travel.
+    r"""PowerSGD, low-rank gradient compression: two factors of each matrix travel.
 
     A leaf of shape (n, ...) is a matrix X of n rows and m columns. With Q from the last
     call, its columns made orthonormal, w_i the weights and W their sum:
@@ -160,7 +160,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         product = left.reshape(rows, used) @ right.reshape(columns, used).T
         return product.reshape(like.shape)
 
-    return Exchange(init, meet, code=Code(encode, decode))
+    code = Code(encode, decode)
+    return Exchange(init, meet, linear=True, takes_weights=True, code=code)
 
 
 def _orthonormal(matrix: Float[Array, "n m"]) -> Float[Array, "n _"]:

@@ -34,7 +34,13 @@ from optx_sync.placement.axes import (
     state_specs,
 )
 from optx_sync.placement.fields import Cut
-from optx_sync.trees import Tree, check_arrays, first_worker, path_name
+from optx_sync.trees import (
+    Tree,
+    check_arrays,
+    first_worker,
+    is_inexact,
+    path_name,
+)
 
 
 def map_workers(
@@ -82,7 +88,7 @@ def map_workers(
             one worker's parameters, or like its first levels, of their `PartitionSpec`.
             Each device then sends other workers its own shards (see `oxs.Workers`).
             With `None` the compiler decides, and each device sends the codes of whole
-            arrays; along axes of type `Explicit` the types tell. Inside of another
+            arrays; along axes of type `Explicit` the types say it. Inside of another
             `map_workers`, `None` takes that one's.
 
     Returns:
@@ -275,9 +281,9 @@ def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
     Worker i gets `jax.random.fold_in(key, i)` of a random key (`jax.random.key`, also
     inside of `nnx.Rngs`), so that dropout masks differ. Keys in an optimizer's state
     are folded only where workers have parameters of their own, in `inner` of a center
-    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Only
-    `start_workers` recognises a transformation of your own, for replicas, whose state
-    holds a key.)
+    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Keys
+    in the state of a transformation that is not of this package stay equal on replicas
+    only via `start_workers`.)
     Raw keys (`jax.random.PRNGKey`, an array of uint32) look like data and are copied.
     With n = 1 nothing is folded: it puts back the axis that `first` took off.
 
@@ -397,7 +403,7 @@ def _simulated(
             # Only `jax.vmap` finds this out; the words are from its message.
             if "mapped output" not in str(error):
                 raise
-            raise ValueError(_unequal("A result", axes)) from error
+            raise VaryingTypeError(_unequal("A result", axes)) from error
 
     return simulated
 
@@ -455,13 +461,56 @@ def _run_on_mesh(
     # With types JAX differentiates `lax.pmean` of a loss otherwise than `jax.vmap` and
     # `jax.pmap` do, which give each worker the gradient of its own loss. So they only
     # show what is not equal on all workers, where they can follow the program.
+    _look_for_unequal(mapped(check_vma=True), *leaves)
+    whole = zip(_entries(in_axes, args), args, strict=True)
+    if any(mark is None and _holds_numbers(argument) for mark, argument in whole):
+        # Types take a gradient of these to be summed: then workers are simulated, too.
+        one_by_one, shapes = _lanes(fun, mesh, axes, in_axes, out_axes, args, kwargs)
+        _look_for_unequal(one_by_one, *shapes)
+    return mapped(check_vma=False)(*leaves)
+
+
+def _look_for_unequal(fun: Callable[..., Any], *args: Any) -> None:
+    """Trace a function for what it shows to be unequal, and for nothing else."""
     try:
-        jax.eval_shape(mapped(check_vma=True), *leaves)
+        jax.eval_shape(fun, *args)
     except VaryingTypeError:
         raise
-    except Exception:  # raised again below, if it was not of the types alone
+    except Exception:  # raised again where it runs, if it has any other cause
         pass
-    return mapped(check_vma=False)(*leaves)
+
+
+def _entries(in_axes: Tree, args: tuple) -> tuple:
+    """The entry of `in_axes` for each positional argument."""
+    return in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+
+
+def _holds_numbers(tree: Tree) -> bool:
+    return any(is_inexact(jnp.result_type(x)) for x in jax.tree.leaves(tree))
+
+
+def _lanes(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    in_axes: Tree,
+    out_axes: Tree,
+    args: tuple,
+    kwargs: dict,
+) -> tuple[Callable[..., Any], tuple]:
+    """(all workers simulated along the mesh's axes, the shapes of its arguments)."""
+    for axis in reversed(axes):
+        fun = _simulated(fun, (axis,), in_axes, out_axes)
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+
+    def shape(x, mark):
+        rest = jnp.shape(x) if mark is None else (*sizes, *jnp.shape(x)[1:])
+        return jax.ShapeDtypeStruct(rest, jnp.asarray(x).dtype)
+
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
+    shapes = treedef.unflatten(map(shape, leaves, marks))
+    return lambda args, kwargs: fun(*args, **kwargs), shapes
 
 
 def _is_none(mark: Any) -> bool:

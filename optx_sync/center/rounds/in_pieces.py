@@ -24,21 +24,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optx_sync.center import worker as work
-from optx_sync.center.contract import (
-    CenterRule,
-    Own,
-    Period,
-    Reads,
-    Round,
-    reads,
-    static_period,
-)
+from optx_sync.center.contract import CenterRule, Round
 from optx_sync.center.fragments import Partition, Whole
 from optx_sync.center.landing import Landing
 from optx_sync.center.rounds.turns import Now
@@ -64,9 +54,7 @@ class Pieces(Landing):
 
     exchange: Exchange
     measure: bool
-    period: Period
     takes: bool  # whether a worker that is not broken has the whole center at hand
-    read: Reads
     elementwise: Elementwise | None  # the check of the outer optimizer
     # Of one meeting:
     piece: Tree = None  # this worker's, of the center before it
@@ -85,16 +73,10 @@ class Pieces(Landing):
     @property
     def alone(self) -> bool:
         """Whether `contribute` reads neither `taken` nor the center."""
-        return not (self.read.taken or self.read.center)
+        return not {"taken", "center"} & {*self.rule.reads}
 
     def try_on(self, center: Tree) -> None:
-        """Refuse a rule that is not affine, or an outer optimizer not elementwise."""
-        if self.blind and not self.alone and not _is_affine(self.rule, self.period):
-            raise ValueError(
-                f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
-                "which is the mean of the contributions only where the formula is "
-                f"affine in them; this rule's is not. Leave {_OPTION} out."
-            )
+        """Refuse an outer optimizer that is not elementwise."""
         if self.elementwise is not None:
             self.elementwise.check(center)
 
@@ -214,19 +196,19 @@ class Pieces(Landing):
         if self.alone:
             return work.contribute(self.rule, wide, wide, accumulated, wide, at)
         return (
-            wide if self.read.params else (),
-            accumulated if self.read.accumulated else (),
+            wide if "params" in self.rule.reads else (),
+            accumulated if "accumulated" in self.rule.reads else (),
         )
 
     def _of_means(self, means: Tree, total: Any, weighted: bool) -> Tree:
         """The contribution to this worker's piece, from the means of all workers."""
         piece, (params, accumulated) = self.piece, means
-        # The formula does not read the center, so the piece of it is a placeholder.
+        # The piece stands in for arrays that the formula does not read.
         mean = work.contribute(
             self.rule,
-            params if self.read.params else piece,
+            params if "params" in self.rule.reads else piece,
             piece,
-            accumulated if self.read.accumulated else piece,
+            accumulated if "accumulated" in self.rule.reads else piece,
             piece,
             self.at,
         )
@@ -270,12 +252,7 @@ class Pieces(Landing):
 
 
 def pieces(
-    rule: CenterRule,
-    axis_name: AxisName,
-    exchange: Exchange,
-    measure: bool,
-    period: Period,
-    delay: int,
+    rule: CenterRule, axis_name: AxisName, exchange: Exchange, measure: bool, delay: int
 ) -> Pieces:
     """A center in pieces; refuse a rule or exchange that needs it whole."""
     if not axis_name:
@@ -307,26 +284,12 @@ def pieces(
             "the outer optimizer",
         )
     takes = rule.take is None and not delay
-    read = reads(rule, period)
-    return Pieces(rule, axis_name, exchange, measure, period, takes, read, elementwise)
-
-
-def _is_affine(rule: CenterRule, period: Period) -> bool:
-    """Whether the contribution of the means is the mean of the contributions."""
-    numbers = np.random.default_rng(0)
-    x, a = (numbers.normal(size=(2, 2, 3)).astype(np.float32) for _ in range(2))
-    s = numbers.normal(size=(2, 3)).astype(np.float32)
-    at = Round(rule.num_workers or 2, static_period(period), np.int32(2))
-
-    def contribute(x, a):
-        accumulated = None if rule.accumulate is None else jnp.asarray(a)
-        own = Own(jnp.asarray(x), jnp.asarray(s), accumulated)
-        return rule.contribute(own, jnp.asarray(s), at)
-
-    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
-        try:
-            each = [contribute(x[i], a[i]) for i in range(2)]
-            of_means = contribute(x.mean(0), a.mean(0))
-            return np.allclose(of_means, (each[0] + each[1]) / 2, 1e-4, 1e-5)
-        except jax.errors.UnexpectedTracerError:
-            return True  # It closes over a tracer and cannot be evaluated: trust it.
+    landing = Pieces(rule, axis_name, exchange, measure, takes, elementwise)
+    if landing.blind and not landing.alone and not rule.affine:
+        raise ValueError(
+            f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
+            "which is the mean of the contributions only where the formula is affine "
+            "in them, and this rule does not declare that it is. Declare affine=True "
+            f"(oxs.testing.check_rule holds the rule to it), or leave {_OPTION} out."
+        )
+    return landing
