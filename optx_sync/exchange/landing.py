@@ -132,7 +132,7 @@ class Pieces(NamedTuple):
     """A piece of every array on each replica; `inner` acts on each number alone."""
 
     axis_name: AxisName
-    elementwise: Elementwise
+    elementwise: Elementwise | None = None  # the check of `inner`
     bucket_bytes: int = BUCKET_BYTES
     like: Tree = None  # the whole arrays; their shapes and dtypes matter
 
@@ -140,7 +140,8 @@ class Pieces(NamedTuple):
         """The state of this replica's pieces."""
         if trees.is_placeholder(params):
             return InPieces(inner.init(params))
-        self.elementwise.check(params)
+        if self.elementwise is not None:
+            self.elementwise.check(params)
         return own_pieces(inner.init, params, self.axis_name)
 
     def fit(self, inner, grads, like, state):
@@ -158,17 +159,15 @@ class Pieces(NamedTuple):
             met = exchange.halves.up(tree, memory, axis_name, weight=weight)
         else:
             met = Met(exchange.scatter(tree, axis_name, weight=weight), state=memory)
+        scalars = {} if also is None else dict(also)
+        if square is not None:
+            scalars["mean"] = localize(square(met.mean), axis_name)
         own = own_weight(weight, axis_name)
-        # Nobody asks for the sum of the weights where nothing is measured.
-        total = axis_size(axis_name) if own is None else met.weight
-        if also is not None:
-            if square is not None:
-                also = also | localize({"mean": square(met.mean)}, axis_name)
-            if own is not None:
-                also = also | {"weight": own.astype(jnp.float32)}
-            also = reduce(also, axis_name, reduction="sum")
-            total = also.get("weight", total)
-        return met._replace(weight=total, also=also)
+        if own is not None:
+            scalars["weight"] = own.astype(jnp.float32)
+        sums = reduce(scalars, axis_name, reduction="sum")
+        total = sums.get("weight", axis_size(axis_name))
+        return met._replace(weight=total, also=sums)
 
     def share(self, tree):
         """This replica's pieces."""

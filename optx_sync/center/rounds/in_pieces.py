@@ -20,6 +20,7 @@ With codes all workers keep s, the center as they have decoded it. With C the co
 What coding loses on the way down stays in the next gap c_j - s_j and is sent with it.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,11 +32,13 @@ from optx_sync.center.contract import CenterRule, Round
 from optx_sync.center.fragments import Partition, Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step
 from optx_sync.center.worker import Center, Worker
-from optx_sync.comm.collectives import check_axis_name
+from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
-from optx_sync.exchange.measures import measure_in_pieces, square_sum
+from optx_sync.exchange import landing
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.measures import square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InParts, InPieces, is_in_pieces
@@ -127,19 +130,27 @@ class Pieces(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, this worker's pieces of the sum or mean, the sum of weights or ())."""
-        meeting, weight = self.meeting, now.weight
-        pushed: int | jax.Array = step.num_workers
-        if weight is not None:
-            counts = weight if step.alike else (weight > 0)
-            pushed = reduce(
-                counts.astype(jnp.float32), meeting.axis_name, reduction="sum"
-            )
-        now, mean = self._mean(now, step, contribution, pushed)
-        if meeting.measure:
-            now = self._measured(now, step, contribution, mean)
-        if self.rule.mean_over is None:
-            mean = jax.tree.map(lambda x: x * jnp.asarray(pushed, x.dtype), mean)
-        return now, InPieces(mean), pushed if meeting.drop_nonfinite else ()
+        meeting, weight, exchange = self.meeting, now.weight, self.meeting.exchange
+        of_means = self.blind and not self.alone
+        if of_means:
+            scatter = functools.partial(self._contributed, now, step)
+            exchange = exchange._replace(scatter=scatter)
+        agreed = agree(
+            exchange,
+            landing.Pieces(meeting.axis_name),
+            contribution,
+            now.exchange,
+            now.info,
+            weight=weight,
+            alike=step.alike,
+            summed=self.rule.mean_over is None,
+        )
+        mean = agreed.mean
+        if of_means and weight is not None:
+            # Without contributors the mean of parameters is 0: so be the contribution.
+            mean = where(agreed.weight > 0, mean, zeros_like(mean))
+        now = now._replace(exchange=agreed.memory, info=agreed.info)
+        return now, InPieces(mean), agreed.weight if meeting.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The owners absorb their pieces, and this worker takes the gathered center.
@@ -207,22 +218,15 @@ class Pieces(NamedTuple):
             accumulated if "accumulated" in self.rule.reads else (),
         )
 
-    def _mean(
-        self, now: Now, step: Step, sent: Tree, pushed: int | jax.Array
-    ) -> tuple[Now, Tree]:
-        """(now, the mean contribution of all workers to this worker's piece)."""
-        exchange, axis_name = self.meeting.exchange, self.meeting.axis_name
-        weight, piece = now.weight, now.center.value.tree
-        if exchange.halves is not None:
-            met = exchange.halves.up(sent, now.exchange, axis_name, weight=weight)
-            return now._replace(exchange=met.state), met.mean
-        scatter: Any = exchange.scatter  # `pieces` has made sure that there is one
-        mean = scatter(sent, axis_name, weight=weight)
-        if self.alone or not self.blind:
-            return now, mean
-        params, accumulated = mean
+    def _contributed(
+        self, now: Now, step: Step, sent: Tree, axis_name: AxisName, *, weight: Any
+    ) -> Tree:
+        """The piece of the mean contribution, from what all workers have sent of it."""
+        scatter: Any = self.meeting.exchange.scatter
+        params, accumulated = scatter(sent, axis_name, weight=weight)
         # The piece stands in for arrays that the formula does not read.
-        mean = work.contribute(
+        piece = now.center.value.tree
+        return work.contribute(
             self.rule,
             params if "params" in self.rule.reads else piece,
             piece,
@@ -230,22 +234,6 @@ class Pieces(NamedTuple):
             piece,
             step.at(0),
         )
-        if weight is not None:
-            # Without contributors the mean of parameters is 0: so be the contribution.
-            mean = where(pushed > 0, mean, zeros_like(mean))
-        return now, mean
-
-    def _measured(self, now: Now, step: Step, contribution: Tree, mean: Tree) -> Now:
-        """The measures of the contributions, from the scalars of workers and owners."""
-        info = now.info
-        measured = measure_in_pieces(
-            info.measured,
-            (square_sum(contribution, info.distance), self._square(now, mean)),
-            self.meeting.axis_name,
-            weight=now.weight,
-            alike=step.alike,
-        )
-        return now._replace(info=info._replace(measured=measured))
 
     def _square(self, now: Now, piece: Tree) -> jax.Array:
         """The squared norm of a piece, summed over its shards on other mesh axes."""

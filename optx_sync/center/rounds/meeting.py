@@ -30,8 +30,9 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
-from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.exchange.measures import measure_of, square_sum, to_sum
+from optx_sync.exchange import landing
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
@@ -189,29 +190,18 @@ class Meeting(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, the sum or mean for the center, the sum of weights or ())."""
-        weight, also = now.weight, None
-        if self.measure:
-            square = square_sum(contribution, now.info.distance)
-            also = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
-        elif self.rule.mean_over is None and not step.alike:
-            also = {"contributors": (weight > 0).astype(jnp.float32)}
-        met = self.exchange.meet(
-            contribution, now.exchange, self.axis_name, weight=weight, also=also
+        agreed = agree(
+            self.exchange,
+            landing.Whole(self.axis_name),
+            contribution,
+            now.exchange,
+            now.info,
+            weight=now.weight,
+            alike=step.alike,
+            summed=self.rule.mean_over is None,
         )
-        mean, measured = met.mean, now.info.measured
-        if self.measure:
-            square = square_sum(mean, measured.update_norm)
-            measured = measure_of(measured, met.also, met.weight, square)
-        outliers = count_outlier(
-            self.exchange, contribution, mean, self.axis_name, weight, now.info.outliers
-        )
-        info = now.info._replace(outliers=outliers, measured=measured)
-        now = now._replace(exchange=met.state, info=info)
-        if self.rule.mean_over is None:
-            # A sum: the mean times the number of workers with a weight above 0.
-            count = (met.also or {}).get("contributors", met.weight)
-            mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
-        return now, mean, met.weight if self.drop_nonfinite else ()
+        now = now._replace(exchange=agreed.memory, info=agreed.info)
+        return now, agreed.mean, agreed.weight if self.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contributions, and this worker takes from it."""
