@@ -2,6 +2,7 @@
 """`center_variable`: workers that meet at a center every few steps, in lockstep."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Outgoing
 from optx_sync.center.contract import (
     CenterMemory,
     CenterRule,
@@ -24,7 +26,6 @@ from optx_sync.center.contract import (
 )
 from optx_sync.center.fragments import (
     Fragments,
-    Outgoing,
     Whole,
     check_fragments,
     number_of_parts,
@@ -35,8 +36,9 @@ from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
-from optx_sync.center.state import CenterState, state_class
+from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
+from optx_sync.center.rounds.turns import Now
+from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params
 from optx_sync.comm import varying
@@ -46,7 +48,7 @@ from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces, map_but_counters
+from optx_sync.placement.fields import InPieces, fact, map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -153,7 +155,6 @@ def center_variable(
     inner_moved = getattr(inner, "moved", None)
     checks.check_nested(inner_moved, drop_nonfinite, inner_state)
     fragments, delay = check_fragments(fragments), checks.check_delay(delay)
-    keep_local = checks.check_keep_local(keep_local)
     streams = fragments != 1 or delay > 0
     checks.check_streams(streams, inner_state, inner_moved)
     exchange = exchanges.check_exchange(exchange, all_reduce())
@@ -162,26 +163,24 @@ def center_variable(
     on_host = checks.check_memory(center_memory, rule, delay)
     meeting = Meeting(
         inner,
-        rule,
+        work.keeping(rule, keep_local),
         axis_name,
         exchange,
         inner_state,
         drop_nonfinite,
         measure,
-        keep_local,
     )
     sharded = pieces(meeting, delay) if shard_center else None
     lockstep = Lockstep(
         meeting,
         period,
-        fragments,
-        delay,
+        functools.partial(_rounds, sharded or meeting, delay),
         trees.check_accumulator_dtype(accumulator_dtype),
         keeps_before(rule) or (sharded is not None and sharded.coded),
-        nests=True,
-        state=state_class(rule, on_host, axis_name is ALONE),
-        sharded=sharded,
-        on_host=on_host,
+        fragments,
+        delay,
+        sharded,
+        on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -190,6 +189,17 @@ def center_variable(
         between,
         lockstep.moved,
     )
+
+
+def _rounds(phases: Meeting | Pieces, delay: int, between: Period) -> Rounds:
+    """How parts meet that do so every `between` steps."""
+    if not delay:
+        return AtOnce(phases)
+    # One exchange in each step, of what set out in the step before.
+    every_step = delay == 1 and not callable(between) and between == 1
+    if every_step and isinstance(phases, Meeting):
+        return InLine(phases)
+    return Later(phases, delay)
 
 
 class _Plan(NamedTuple):
@@ -205,13 +215,11 @@ class Lockstep(NamedTuple):
 
     meeting: Meeting
     period: Period
-    fragments: Fragments
-    delay: int
-    dtype: DTypeLike | None
-    keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, whose center each round moves
-    state: type[CenterState]
-    round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
+    rounds: Callable[[Period], Rounds]  # given the steps from one exchange to the next
+    dtype: DTypeLike | None = None
+    keeps_taken: bool = False  # whether a worker keeps the center before its last round
+    fragments: Fragments = 1
+    delay: int = 0
     sharded: Pieces | None = None  # the phases, if the center lies in pieces
     on_host: bool = False  # whether center and outer state live in host memory
 
@@ -219,16 +227,7 @@ class Lockstep(NamedTuple):
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
-        if self.round is not None:
-            return _Plan(parts, between, self.round)
-        phases = self.phases
-        if not self.delay:
-            return _Plan(parts, between, AtOnce(phases))
-        # One exchange in each step, of what set out in the step before.
-        every_step = self.delay == 1 and not callable(between) and between == 1
-        if every_step and isinstance(phases, Meeting):
-            return _Plan(parts, between, InLine(phases))
-        return _Plan(parts, between, Later(phases, self.delay))
+        return _Plan(parts, between, self.rounds(between))
 
     @property
     def phases(self) -> Meeting | Pieces:
@@ -278,7 +277,7 @@ class Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, self.dtype)
         inner = meeting.inner.init(params)
-        if not self.nests or getattr(meeting.inner, "moved", None) is None:
+        if getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
         if self.sharded is not None and not trees.is_placeholder(center):
             self.sharded.try_on(center)
@@ -290,7 +289,7 @@ class Lockstep(NamedTuple):
         )
         if self.on_host:
             held = memory.on_host(held)
-        return self.state(
+        return CenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -311,6 +310,12 @@ class Lockstep(NamedTuple):
                 measured=start(exchange.exact, False) if meeting.measure else (),
             ),
             inner=own(inner),
+            how=How(
+                sums=fact(rule.mean_over is None),
+                takes=fact(not work.takes_center(rule)),
+                on_host=fact(self.on_host),
+                alone=fact(meeting.axis_name is ALONE),
+            ),
         )
 
     def apply(
@@ -330,7 +335,7 @@ class Lockstep(NamedTuple):
         plan = self.plan(center)
         if self.sharded is not None:
             self.sharded.check(plan.parts, state.center, center)
-        self.check_stream(plan, state, center, meet, extra_args)
+        self.check_stream(plan, state, meet, extra_args)
         if self.on_host:
             checks.check_meet(meet)
         steps = state.steps_since_round + 1
@@ -465,21 +470,15 @@ class Lockstep(NamedTuple):
         self,
         plan: _Plan,
         state: CenterState,
-        center: Tree,
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
-        """Refuse a state of other parts, and what rounds of parts cannot take."""
+        """Refuse what rounds of parts cannot take."""
         if self.fragments == 1 and not self.delay:
             return
         if self.meeting.rule.outer is self.meeting.inner:
             checks.check_delayed_inner(self.delay, extra_args)
-        checks.check_streaming_step(
-            state,
-            jax.eval_shape(self.start, center),
-            meet,
-            isinstance(plan.round, InLine),
-        )
+        checks.check_streaming_step(state, meet, isinstance(plan.round, InLine))
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state after a rule around this one has moved the workers' parameters."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.center.state import HostLoneCenterState, LoneCenterState
+from optx_sync.center.state import CenterState
 from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
 from optx_sync.front.held import Names, is_of_optimizer
@@ -92,8 +92,7 @@ def _equal(
 
 # Fields of states that follow from a gradient before it is reduced.
 _BEFORE: dict[type, tuple[str, ...]] = {
-    LoneCenterState: ("accumulated",),
-    HostLoneCenterState: ("accumulated",),
+    CenterState: ("accumulated",),  # of one worker alone, which is no level
     optax.ApplyEvery: ("grad_acc",),
     optax.ApplyIfFiniteState: ("notfinite_count", "last_finite", "total_notfinite"),
     optax.MultiStepsState: ("acc_grads", "skip_state"),

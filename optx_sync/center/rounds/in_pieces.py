@@ -29,7 +29,8 @@ import optax
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round
 from optx_sync.center.fragments import Partition, Whole
-from optx_sync.center.rounds.meeting import Meeting, Now, Step
+from optx_sync.center.rounds.meeting import Meeting, Step
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import check_axis_name
 from optx_sync.comm.reduce import reduce
@@ -70,12 +71,6 @@ class Pieces(NamedTuple):
     def alone(self) -> bool:
         """Whether `contribute` reads neither `taken` nor the center."""
         return not {"taken", "center"} & {*self.rule.reads}
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether a worker keeps nothing of its own parameters in a round."""
-        kept = self.meeting.keep_local
-        return isinstance(kept, int | float) and kept == 0
 
     def try_on(self, center: Tree) -> None:
         """Refuse an outer optimizer that is not elementwise."""
@@ -168,7 +163,7 @@ class Pieces(NamedTuple):
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """The other effects of a round; a broken worker takes the whole center."""
         whole = now.worker.params
-        takes = self.takes_all and not self.delay and is_in_pieces(center)
+        takes = self.rule.take is None and not self.delay and is_in_pieces(center)
         if self.coded:
             whole = now.worker.taken
         elif self.drop_nonfinite and not takes:
@@ -279,10 +274,10 @@ class Pieces(NamedTuple):
         else:
             # Gathered in the parameters' dtypes where nothing needs more.
             like = worker.params
-            if not self.takes_all:
+            if self.rule.take is not None:
                 like = work.as_center(like, now.center.value.tree)
             after = self._gathered(now.center.value, like)
-        return work.take(self.rule, worker, after, after, at, meeting.keep_local)
+        return work.take(self.rule, worker, after, after, at)
 
 
 def pieces(meeting: Meeting, delay: int) -> Pieces:
@@ -293,7 +288,7 @@ def pieces(meeting: Meeting, delay: int) -> Pieces:
             f"{_OPTION} shares a center out among workers, and with axis_name=None "
             f"there is one. Leave {_OPTION} out."
         )
-    if rule.penalty is not None or rule.take is not None:
+    if rule.penalty is not None or not work.takes_center(rule):
         formula = "penalty" if rule.penalty is not None else "take"
         raise ValueError(
             f"{_OPTION}: between rounds nobody holds the whole center, which this "

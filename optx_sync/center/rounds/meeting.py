@@ -6,7 +6,6 @@ round (`at_once`, `later`, `in_line`, `in_pieces`) says which phases stand toget
 in which conditional.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -14,43 +13,22 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Outgoing, Pending
 from optx_sync.center.contract import CenterRule, InnerState, Round
-from optx_sync.center.fragments import (
-    LANDS,
-    MENDS,
-    SETS_OUT,
-    Outgoing,
-    Pending,
-    Whole,
-    fields_of,
-    with_fields,
-)
+from optx_sync.center.fragments import Whole
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import norm_of
-from optx_sync.center.worker import Center, Worker
+from optx_sync.center.worker import Center
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
 from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
+from optx_sync.metrics import measure_of, square_sum, to_sum
 from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
 
 OnItsWay: TypeAlias = Pending | Outgoing | tuple[()]
-
-
-class Now(NamedTuple):
-    """What a round may change: the operands and results of its conditionals."""
-
-    worker: Worker
-    center: Center
-    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    exchange: Tree  # what the exchange remembers, for each part
-    info: SharedInfo
-    # Of this round alone. `None` where all contributions count the same.
-    weight: Any  # float[], this worker's
-    # `None` without `drop_nonfinite`.
-    well: Any  # bool[], whether this worker is finite
 
 
 class Step(NamedTuple):
@@ -150,7 +128,6 @@ class Meeting(NamedTuple):
     inner_state: InnerState
     drop_nonfinite: bool
     measure: bool
-    keep_local: float | jax.Array
 
     def start_center(self, parts: Whole, center: Tree) -> Center:
         """The center as workers hold it, and an outer state for each part."""
@@ -224,9 +201,7 @@ class Meeting(NamedTuple):
             change = jax.tree.map(jnp.subtract, after.value, before.value)
             norm = norm_of(change, like=info.measured.update_norm)
             info = info._replace(measured=info.measured._replace(update_norm=norm))
-        worker = work.take(
-            self.rule, now.worker, before.value, after.value, at, self.keep_local
-        )
+        worker = work.take(self.rule, now.worker, before.value, after.value, at)
         return now._replace(worker=worker, center=after, info=info)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
@@ -276,34 +251,6 @@ class Meeting(NamedTuple):
         # `batch_size` is for a `cross_shard(measure=True)` inside.
         given = {k: v for k, v in step.extra_args.items() if k != "batch_size"}
         return {name: mean(name, value) for name, value in given.items()}
-
-
-def either(
-    due: bool | jax.Array,
-    change: Callable[[Now], Now],
-    now: Now,
-    changes: frozenset[str] = SETS_OUT | LANDS | MENDS,
-) -> Now:
-    """`change(now)` if due, else `now`; `changes` names the fields it may change.
-
-    If `due` is a Python bool there is no conditional. A conditional carries only the
-    fields that may change: each operand takes as long to trace as a step of the round.
-    """
-    fields = fields_of(now)
-    kept = {name: x for name, x in fields.items() if name not in changes}
-    nothing: dict[str, Tree] = dict.fromkeys(kept, ())
-
-    def changed(given):
-        after = change(with_fields(given, fields_of(given) | kept))
-        after = with_fields(after, fields_of(after) | nothing)
-        return vary_like(after._replace(weight=given.weight, well=given.well), given)
-
-    given = with_fields(now, fields | nothing)
-    if isinstance(due, bool):
-        after = changed(given) if due else given
-    else:
-        after = jax.lax.cond(due, changed, lambda same: same, given)
-    return with_fields(after, fields_of(after) | kept)
 
 
 def _average(
