@@ -46,7 +46,8 @@ from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.metrics import SharedInfo, start
+from optx_sync.exchange.measures import start
+from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InPieces, fact, map_but_counters
 from optx_sync.step import (

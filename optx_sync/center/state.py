@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center.buffers import Outgoing
-from optx_sync.metrics import SharedInfo, square_sum, told
+from optx_sync.exchange.measures import square_sum
+from optx_sync.metrics import SharedInfo, told
 from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked, is_nothing

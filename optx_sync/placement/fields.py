@@ -282,15 +282,6 @@ class Owned(NamedTuple):
     leaves: dict[str, Any]  # the stack of each group, by its first leaf's path
 
 
-@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS, numbers=LIKE_PARAMS.told)
-class OwnedState(NamedTuple):
-    """State of `cross_shard(..., shard_state="leaves")`."""
-
-    own: InPieces  # of an `Owned`
-    constants: list[Any]  # arrays in the state of `inner` that are not cut
-    numbers: dict[str, Any]  # int32[] each, K of each group
-
-
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["axes"]
 )

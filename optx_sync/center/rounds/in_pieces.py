@@ -36,8 +36,8 @@ from optx_sync.comm.collectives import check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
+from optx_sync.exchange.measures import measure_in_pieces, square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.metrics import measure_in_pieces, square_sum
 from optx_sync.placement import memory
 from optx_sync.placement.fields import InParts, InPieces, is_in_pieces
 from optx_sync.trees import Tree, where, zeros_like

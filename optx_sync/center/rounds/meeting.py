@@ -23,7 +23,7 @@ from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
 from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.metrics import measure_of, square_sum, to_sum
+from optx_sync.exchange.measures import measure_of, square_sum, to_sum
 from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
