@@ -14,7 +14,7 @@ import numpy as np
 from optx_sync.center.fragments import Whole
 from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
 from optx_sync.comm.varying import vary_like, vary_with
-from optx_sync.placement.fields import InParts, InPieces
+from optx_sync.placement.fields import lies_in_pieces
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_masked, zeros_like
 
@@ -130,8 +130,8 @@ class BufferOfPieces(Buffer):
 
 def buffer_of(partition: Whole, center: Tree) -> Buffer:
     """A buffer for the parts of a center: `BufferOfPieces` where it lies in pieces."""
-    cut = isinstance(center, InPieces | InParts)
-    return (BufferOfPieces if cut else Buffer)(partition, center)
+    kind = BufferOfPieces if lies_in_pieces(center) else Buffer
+    return kind(partition, center)
 
 
 def _sizes_of(tree: Tree) -> Counter[np.dtype]:

@@ -21,7 +21,7 @@ from optx_sync.checks import (
 )
 from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
 from optx_sync.comm.varying import require_local, require_varying
-from optx_sync.placement.fields import holds_center
+from optx_sync.placement.fields import holds_center, lies_in_pieces
 from optx_sync.trees import Tree
 
 
@@ -180,8 +180,6 @@ def check_step(
     params: Tree,
     axis_name: AxisName,
     rule: CenterRule,
-    *,
-    in_pieces: bool,
 ) -> int:
     """Refuse arguments that do not fit a worker's step; returns the number of workers.
 
@@ -197,7 +195,7 @@ def check_step(
         "oxs.start_workers and map the step with oxs.map_workers.",
     )
     require_varying(state.center, params, axis_name, "center")
-    center = () if in_pieces else state.center
+    center = () if lies_in_pieces(state.center) else state.center
     check_one_worker(state.local_step, center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):

@@ -32,6 +32,7 @@ from optx_sync.center.fragments import (
     split,
     steps_between,
 )
+from optx_sync.center.landing import Landing
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, pieces
@@ -49,7 +50,7 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces, fact, map_but_counters
+from optx_sync.placement.fields import fact, map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -162,25 +163,28 @@ def center_variable(
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
     on_host = checks.check_memory(center_memory, rule, delay)
+    kept = work.keeping(rule, keep_local)
+    landing = Landing(kept, axis_name)
+    if shard_center:
+        landing = pieces(kept, axis_name, exchange, measure, delay)
     meeting = Meeting(
         inner,
-        work.keeping(rule, keep_local),
+        kept,
         axis_name,
         exchange,
         inner_state,
         drop_nonfinite,
         measure,
+        landing,
     )
-    sharded = pieces(meeting, delay) if shard_center else None
     lockstep = Lockstep(
         meeting,
         period,
-        functools.partial(_rounds, sharded or meeting, delay),
+        functools.partial(_rounds, meeting, delay),
         trees.check_accumulator_dtype(accumulator_dtype),
-        keeps_before(rule) or (sharded is not None and sharded.coded),
+        keeps_before(rule) or landing.coded,
         fragments,
         delay,
-        sharded,
         on_host,
     )
     return direct_transformation(
@@ -192,15 +196,15 @@ def center_variable(
     )
 
 
-def _rounds(phases: Meeting | Pieces, delay: int, between: Period) -> Rounds:
+def _rounds(meeting: Meeting, delay: int, between: Period) -> Rounds:
     """How parts meet that do so every `between` steps."""
     if not delay:
-        return AtOnce(phases)
+        return AtOnce(meeting)
     # One exchange in each step, of what set out in the step before.
     every_step = delay == 1 and not callable(between) and between == 1
-    if every_step and isinstance(phases, Meeting):
-        return InLine(phases)
-    return Later(phases, delay)
+    if every_step and not isinstance(meeting.landing, Pieces):
+        return InLine(meeting)
+    return Later(meeting, delay)
 
 
 class _Plan(NamedTuple):
@@ -221,7 +225,6 @@ class Lockstep(NamedTuple):
     keeps_taken: bool = False  # whether a worker keeps the center before its last round
     fragments: Fragments = 1
     delay: int = 0
-    sharded: Pieces | None = None  # the phases, if the center lies in pieces
     on_host: bool = False  # whether center and outer state live in host memory
 
     def plan(self, center: Tree) -> _Plan:
@@ -230,18 +233,13 @@ class Lockstep(NamedTuple):
         between = steps_between(self.period, parts.number, self.delay)
         return _Plan(parts, between, self.rounds(between))
 
-    @property
-    def phases(self) -> Meeting | Pieces:
-        """What a worker does in a round."""
-        return self.meeting if self.sharded is None else self.sharded
-
     def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) before the first step."""
         if trees.is_placeholder(center):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
-        held = self.phases.start_center(parts, center)
+        held = self.meeting.landing.start(parts, center)
         return ages, held, *round_.start(parts, center, held.value)
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
@@ -256,14 +254,11 @@ class Lockstep(NamedTuple):
                 return start(center)
             return (start(center),) * known if known else some
 
-        rule = self.meeting.rule
-        held = Center(center, () if rule.outer is None else each(rule.outer.init))
-        if self.sharded is not None and known == 1:
-            outer = () if rule.outer is None else InPieces(held.outer)
-            held = Center(InPieces(center), outer)
-        elif self.sharded is not None:
-            held = Center(some, () if rule.outer is None else some)
-        in_line = self.delay == 1 and known == self.period and self.sharded is None
+        rule, landing = self.meeting.rule, self.meeting.landing
+        outer = () if rule.outer is None else each(rule.outer.init)
+        held = landing.start_placeholder(Center(center, outer), known)
+        in_line = self.delay == 1 and known == self.period
+        in_line = in_line and not isinstance(landing, Pieces)
         return (
             some if known != 1 else (),
             held,
@@ -280,8 +275,8 @@ class Lockstep(NamedTuple):
         inner = meeting.inner.init(params)
         if getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
-        if self.sharded is not None and not trees.is_placeholder(center):
-            self.sharded.try_on(center)
+        if not trees.is_placeholder(center):
+            meeting.landing.try_on(center)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields have the varying type from the start.
         own = functools.partial(
@@ -332,10 +327,9 @@ class Lockstep(NamedTuple):
         """One step that returns parameters: what every center rule runs."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
-        center = self.whole_center(state, params)
+        center = self.shapes(params)
         plan = self.plan(center)
-        if self.sharded is not None:
-            self.sharded.check(plan.parts, state.center, center)
+        meeting.landing.fit(plan.parts, state.center, center)
         self.check_stream(plan, state, meet, extra_args)
         if self.on_host:
             checks.check_meet(meet)
@@ -449,22 +443,17 @@ class Lockstep(NamedTuple):
         alike = jnp.result_type(weight) == jnp.bool_
         return own_weight(weight, meeting.axis_name), alike
 
-    def whole_center(self, state: CenterState, params: Tree) -> Tree:
-        """The center, or only its shapes where it lies in pieces."""
-        if self.sharded is None:
-            return state.center
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    def shapes(self, params: Tree) -> Tree:
+        """The shapes and dtypes of the whole center."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
+        )
         return work.start_center(shapes, self.dtype)
 
     def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a worker's step; returns the number of workers."""
         return checks.check_step(
-            grads,
-            state,
-            params,
-            self.meeting.axis_name,
-            self.meeting.rule,
-            in_pieces=self.sharded is not None,
+            grads, state, params, self.meeting.axis_name, self.meeting.rule
         )
 
     def check_stream(
@@ -483,18 +472,14 @@ class Lockstep(NamedTuple):
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state after a rule around this one has moved the workers' parameters."""
-        sharded, axis_name = self.sharded, self.meeting.axis_name
-        center = self.whole_center(state, after)
+        axis_name, center = self.meeting.axis_name, self.shapes(after)
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),
             work.as_center(before, center),
         )
         change = reduce(varying.localize(change, axis_name), axis_name)
-        if sharded is not None:
-            center = sharded.moved(state.center, change)
-        else:
-            center = jax.tree.map(jnp.add, center, change)
+        center = self.meeting.landing.moved(state.center, change)
         taken = state.taken
         if jax.tree.leaves(taken):
             taken = jax.tree.map(jnp.add, taken, change)

@@ -64,7 +64,7 @@ def _has_parts(state: "CenterState") -> bool:
 
 def _is_decoded(state: "CenterState") -> bool:
     """Whether workers hold the decoded center, and owners the exact pieces."""
-    return lies_in_pieces(state.center) and not is_nothing(state.taken)
+    return fields.lies_in_pieces(state.center) and not is_nothing(state.taken)
 
 
 def _kind_of_center(state: "CenterState") -> fields.Kind:
@@ -157,7 +157,7 @@ class CenterState(NamedTuple):
         `of_all` says whether they are all workers', where the caller knows.
         """
         center: Tree = memory.on_device(self.center)
-        if lies_in_pieces(center):
+        if fields.lies_in_pieces(center):
             center = whole_center(center, params, of_all)
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
@@ -191,7 +191,7 @@ class CenterState(NamedTuple):
                 return p.astype(c.dtype) - c
 
             center: Tree = memory.on_device(self.center)
-            if lies_in_pieces(center):
+            if fields.lies_in_pieces(center):
                 center = _whole_of_levels(center, params, stacked)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
@@ -246,11 +246,6 @@ class CenterState(NamedTuple):
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     """float32, the norm over all leaves, one for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
-
-
-def lies_in_pieces(center: Tree) -> bool:
-    """Whether each worker holds only pieces of the center."""
-    return isinstance(center, fields.InPieces | fields.InParts)
 
 
 def _whole_of_levels(center: Tree, params: Tree, stacked: int) -> Tree:

@@ -197,8 +197,7 @@ def keeping(rule: CenterRule, keep_local: float | jax.Array | None) -> CenterRul
     nothing = isinstance(keep_local, int | float) and keep_local == 0
     if nothing or rule.take is not None:
         return rule
-    reads = rule.reads if "after" in rule.reads else (*rule.reads, "after")
-    return rule._replace(take=Keep(keep_local), reads=reads)
+    return rule._replace(take=Keep(keep_local), reads=(*rule.reads, "after"))
 
 
 def takes_center(rule: CenterRule) -> bool:
@@ -212,13 +211,12 @@ def take(
     """The worker after a round that has moved the center from `before` to `after`."""
     x, formula = after, rule.take
     if formula is not None:
-        own = as_center(worker.params, after)
 
         def one(x, b, a):
             around = declared(rule, "before", b), declared(rule, "after", a)
             return formula(x, *around, at)
 
-        x = jax.tree.map(one, own, before, after)
+        x = jax.tree.map(one, as_center(worker.params, after), before, after)
     taken = worker.taken
     if not is_nothing(taken):
         taken = after if takes_center(rule) else before

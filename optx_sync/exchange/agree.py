@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import localize
 from optx_sync.exchange.contract import Exchange, Scalars, count_outlier
-from optx_sync.exchange.landing import Landing, Square
+from optx_sync.exchange.landing import Lands, Square
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
 from optx_sync.trees import Tree, is_slices
 
@@ -28,7 +28,7 @@ class Agreed(NamedTuple):
 
 def agree(
     exchange: Exchange,
-    landing: Landing,
+    landing: Lands,
     tree: Tree,
     memory: Tree,
     info: Any,

@@ -27,26 +27,12 @@ from optx_sync.trees import Tree
 Square = Callable[[Tree], jax.Array]
 
 
-class Landing(Protocol):
-    """Where a mean lands. A step calls `fit`, `meet`, `share`, `step`, `whole`."""
+class Lands(Protocol):
+    """What an agreement asks of the place where its mean lands."""
 
     @property
     def axis_name(self) -> AxisName:
         """The mapped axis of the replicas."""
-        ...
-
-    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
-        """The state of `inner` for this replica's share."""
-        ...
-
-    def fit(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        like: Tree,
-        state: Tree,
-    ) -> "Landing":
-        """The landing for trees like this one; refuses what does not fit it."""
         ...
 
     def meet(
@@ -63,6 +49,24 @@ class Landing(Protocol):
 
         `square` of all shares of the mean comes back as `also["mean"]`.
         """
+        ...
+
+
+class Landing(Lands, Protocol):
+    """Where a mean lands. A step calls `fit`, `meet`, `share`, `step`, `whole`."""
+
+    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
+        """The state of `inner` for this replica's share."""
+        ...
+
+    def fit(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        like: Tree,
+        state: Tree,
+    ) -> "Landing":
+        """The landing for trees like this one; refuses what does not fit it."""
         ...
 
     def share(self, tree: Tree) -> Tree:
@@ -153,22 +157,15 @@ class Pieces(NamedTuple):
         self, exchange, tree, memory, *, weight=None, also=None, square=None
     ) -> Met:
         """The first half of the exchange, and one sum of scalars."""
-        axis_name = self.axis_name
-        if exchange.halves is not None:
-            met = exchange.halves.up(tree, memory, axis_name, weight=weight)
-        else:
-            met = Met(exchange.scatter(tree, axis_name, weight=weight), state=memory)
-        own = own_weight(weight, axis_name)
-        # Nobody asks for the sum of the weights where nothing is measured.
-        total = axis_size(axis_name) if own is None else met.weight
-        if also is not None:
-            if square is not None:
-                also = also | localize({"mean": square(met.mean)}, axis_name)
-            if own is not None:
-                also = also | {"weight": own.astype(jnp.float32)}
-            also = reduce(also, axis_name, reduction="sum")
-            total = also.get("weight", total)
-        return met._replace(weight=total, also=also)
+        return meet_half_way(
+            exchange,
+            tree,
+            memory,
+            self.axis_name,
+            weight=weight,
+            also=also,
+            square=square,
+        )
 
     def share(self, tree):
         """This replica's pieces."""
@@ -183,6 +180,38 @@ class Pieces(NamedTuple):
         """The updates, gathered from all pieces."""
         own = localize(updates, self.axis_name)
         return gather(own, self.like, self.axis_name, self.bucket_bytes)
+
+
+def meet_half_way(
+    exchange: Exchange,
+    tree: Tree,
+    memory: Tree,
+    axis_name: AxisName,
+    *,
+    weight: ArrayLike | None = None,
+    also: Scalars | None = None,
+    square: Square | None = None,
+) -> Met:
+    """The first half of an exchange: the mean is this replica's piece of every array.
+
+    All scalars travel in one sum; with `also`, an empty one as well, the weights do.
+    """
+    scatter: Any = exchange.scatter
+    if exchange.halves is not None:
+        met = exchange.halves.up(tree, memory, axis_name, weight=weight)
+    else:
+        met = Met(scatter(tree, axis_name, weight=weight), state=memory)
+    own = own_weight(weight, axis_name)
+    # Nobody asks for the sum of the weights where nothing is measured.
+    total = axis_size(axis_name) if own is None else met.weight
+    if also is not None:
+        if square is not None:
+            also = also | localize({"mean": square(met.mean)}, axis_name)
+        if own is not None:
+            also = also | {"weight": own.astype(jnp.float32)}
+        also = reduce(also, axis_name, reduction="sum")
+        total = also.get("weight", total)
+    return met._replace(weight=total, also=also)
 
 
 def require_cuttable(grads: Tree, like: Tree, who: str) -> None:

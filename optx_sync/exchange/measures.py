@@ -24,8 +24,8 @@ import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optx_sync.comm.collectives import AxisName, axis_size, varying_axes
-from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
+from optx_sync.comm.collectives import AxisName, varying_axes
+from optx_sync.comm.reduce import or_one, own_weight, weigh
 from optx_sync.comm.varying import localize, sum_shards
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.shapes import Array, Float
@@ -169,36 +169,6 @@ def measure_of(
         )
     norm = jnp.sqrt(squares)
     return Measured(agreement, norm, before.update_norm, contributors, noise, signal)
-
-
-def measure_in_pieces(
-    before: Measured,
-    squares: tuple[jax.Array, jax.Array],
-    axis_name: AxisName,
-    *,
-    weight: ArrayLike | None = None,
-    alike: bool = False,
-    batch_size: float | jax.Array = 1,
-) -> Measured:
-    """`measure_of` where each replica holds a piece of the mean; one sum of scalars.
-
-    Args:
-        before: The measures so far.
-        squares: The squared norms of a replica's contribution, and of its piece.
-        axis_name: The mapped axis.
-        weight: Its weight, or `None`.
-        alike: Whether all weights are 0 or 1.
-        batch_size: As for `to_sum`.
-    """
-    own, piece = squares
-    scalars = to_sum(own, axis_name, weight=weight, alike=alike, batch_size=batch_size)
-    scalars |= localize({"mean": piece}, axis_name)
-    counted = own_weight(weight, axis_name)
-    if counted is not None:
-        scalars["weight"] = counted.astype(jnp.float32)
-    sums = reduce(scalars, axis_name, reduction="sum")
-    total = sums.get("weight", axis_size(axis_name))
-    return measure_of(before, sums, total, sums["mean"], batch_size)
 
 
 def check_batch_size(

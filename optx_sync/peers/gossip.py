@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from optx_sync.center.checks import refuse_hidden_center
 from optx_sync.center.contract import Period, check_period
+from optx_sync.center.landing import Landing
 from optx_sync.center.lockstep import Lockstep
 from optx_sync.center.rounds.meeting import Meeting
 from optx_sync.center.rules.diloco import diloco_rule
@@ -197,7 +198,14 @@ def gossip(
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
     meeting = Meeting(
-        inner, rule, axis_name, all_reduce(), "keep", drop_nonfinite, False
+        inner,
+        rule,
+        axis_name,
+        all_reduce(),
+        "keep",
+        drop_nonfinite,
+        measure=False,
+        landing=Landing(rule, axis_name),
     )
     mixing = Mixing(meeting, graph, check_seed(seed))
     lockstep = Lockstep(meeting, period, lambda _: mixing, dtype)

@@ -366,6 +366,11 @@ ONE_PIECE = (
 )
 
 
+def lies_in_pieces(center: Any) -> bool:
+    """Whether each worker holds only pieces of a center."""
+    return isinstance(center, InPieces | InParts)
+
+
 def is_in_stacks(x: Any) -> bool:
     """Whether this is an `InStacks`; for `is_leaf=`."""
     return isinstance(x, InStacks)
