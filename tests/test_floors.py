@@ -37,6 +37,7 @@ FLOORS = {
     "simulate": 7,
     "runtime": 7,
     "flax": 8,
+    "testing": 8,
     "front": 8,
     "elastic": 9,
     "__init__": 10,
