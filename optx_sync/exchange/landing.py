@@ -21,7 +21,7 @@ from optx_sync.comm.varying import localize
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange.contract import Exchange, Met, Scalars, require_dense
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
-from optx_sync.placement.fields import InPieces
+from optx_sync.placement.fields import InPieces, holds_center
 from optx_sync.trees import Tree
 
 Square = Callable[[Tree], jax.Array]
@@ -143,10 +143,13 @@ class Pieces(NamedTuple):
     def init(self, inner, params):
         """The state of this replica's pieces."""
         if trees.is_placeholder(params):
-            return InPieces(inner.init(params))
-        if self.elementwise is not None:
-            self.elementwise.check(params)
-        return own_pieces(inner.init, params, self.axis_name)
+            pieces = InPieces(inner.init(params))
+        else:
+            if self.elementwise is not None:
+                self.elementwise.check(params)
+            pieces = own_pieces(inner.init, params, self.axis_name)
+        refuse_center(pieces, "True")
+        return pieces
 
     def fit(self, inner, grads, like, state):
         """Refuse gradients that have no pieces, and pieces of other replicas."""
@@ -186,6 +189,16 @@ class Pieces(NamedTuple):
         """The updates, gathered from all pieces."""
         own = localize(updates, self.axis_name)
         return gather(own, self.like, self.axis_name, self.bucket_bytes)
+
+
+def refuse_center(state: Tree, option: str) -> None:
+    """Refuse a center of one worker, `axis_name=None`, of which each owns a piece."""
+    if holds_center(state):
+        raise ValueError(
+            f"shard_state={option} cuts the state of inner, which holds a center: "
+            "nothing puts that together again. Put the center rule around: "
+            f"oxs.diloco(oxs.cross_shard(tx, 'data', shard_state={option}), None)."
+        )
 
 
 def require_cuttable(grads: Tree, like: Tree, who: str) -> None:

@@ -10,13 +10,11 @@ from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
 from optx_sync.exchange.contract import Met
-from optx_sync.exchange.landing import require_cuttable
+from optx_sync.exchange.landing import refuse_center, require_cuttable
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.trees import Tree
-
-_OPTION = "shard_state='leaves'"
 
 
 @fields.declare(
@@ -52,7 +50,7 @@ class Leaves(NamedTuple):
         own = own_pieces(
             lambda own: self.leaves.init(plan, *own), tree, self.axis_name, self._cut
         )
-        _refuse_center(own)
+        refuse_center(own, "'leaves'")
         constants = self.leaves.constants(cut(tree[0], None))
         return OwnedState(own, constants, plan.numbers())
 
@@ -119,13 +117,3 @@ class Leaves(NamedTuple):
             for x, whole in zip(stacks, full[1], strict=True)
         ]
         return rest, rows
-
-
-def _refuse_center(state: Tree) -> None:
-    """Refuse a center of one worker, `axis_name=None`, of which each owns a piece."""
-    if fields.nodes_of(state, lambda x: hasattr(type(x), "center_params")):
-        raise ValueError(
-            f"{_OPTION} cuts the state of inner, which holds a center: nothing puts "
-            "that together again. Put the center rule around: "
-            f"oxs.diloco(oxs.cross_shard(tx, 'data', {_OPTION}), None)."
-        )
