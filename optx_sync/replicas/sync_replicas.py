@@ -103,7 +103,7 @@ class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
     With w the weight of a gradient, |g| its norm, b the number of examples behind it.
-    The names are those of `optx_sync.metrics.to_sum`.
+    The names are those of `optx_sync.exchange.measures.to_sum`.
     """
 
     squares: Float[Array, ""]  # w |g|^2
