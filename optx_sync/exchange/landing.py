@@ -136,7 +136,7 @@ class Pieces(NamedTuple):
     """A piece of every array on each replica; `inner` acts on each number alone."""
 
     axis_name: AxisName
-    elementwise: Elementwise
+    elementwise: Elementwise | None = None  # the check of `inner`
     bucket_bytes: int = BUCKET_BYTES
     like: Tree = None  # the whole arrays; their shapes and dtypes matter
 
@@ -144,7 +144,8 @@ class Pieces(NamedTuple):
         """The state of this replica's pieces."""
         if trees.is_placeholder(params):
             return InPieces(inner.init(params))
-        self.elementwise.check(params)
+        if self.elementwise is not None:
+            self.elementwise.check(params)
         return own_pieces(inner.init, params, self.axis_name)
 
     def fit(self, inner, grads, like, state):
@@ -157,15 +158,20 @@ class Pieces(NamedTuple):
         self, exchange, tree, memory, *, weight=None, also=None, square=None
     ) -> Met:
         """The first half of the exchange, and one sum of scalars."""
-        return meet_half_way(
-            exchange,
-            tree,
-            memory,
-            self.axis_name,
-            weight=weight,
-            also=also,
-            square=square,
-        )
+        axis_name = self.axis_name
+        if exchange.halves is not None:
+            met = exchange.halves.up(tree, memory, axis_name, weight=weight)
+        else:
+            met = Met(exchange.scatter(tree, axis_name, weight=weight), state=memory)
+        scalars = {} if also is None else dict(also)
+        if square is not None:
+            scalars["mean"] = localize(square(met.mean), axis_name)
+        own = own_weight(weight, axis_name)
+        if own is not None:
+            scalars["weight"] = own.astype(jnp.float32)
+        sums = reduce(scalars, axis_name, reduction="sum")
+        total = sums.get("weight", axis_size(axis_name))
+        return met._replace(weight=total, also=sums)
 
     def share(self, tree):
         """This replica's pieces."""
@@ -180,38 +186,6 @@ class Pieces(NamedTuple):
         """The updates, gathered from all pieces."""
         own = localize(updates, self.axis_name)
         return gather(own, self.like, self.axis_name, self.bucket_bytes)
-
-
-def meet_half_way(
-    exchange: Exchange,
-    tree: Tree,
-    memory: Tree,
-    axis_name: AxisName,
-    *,
-    weight: ArrayLike | None = None,
-    also: Scalars | None = None,
-    square: Square | None = None,
-) -> Met:
-    """The first half of an exchange: the mean is this replica's piece of every array.
-
-    All scalars travel in one sum; with `also`, an empty one as well, the weights do.
-    """
-    scatter: Any = exchange.scatter
-    if exchange.halves is not None:
-        met = exchange.halves.up(tree, memory, axis_name, weight=weight)
-    else:
-        met = Met(scatter(tree, axis_name, weight=weight), state=memory)
-    own = own_weight(weight, axis_name)
-    # Nobody asks for the sum of the weights where nothing is measured.
-    total = axis_size(axis_name) if own is None else met.weight
-    if also is not None:
-        if square is not None:
-            also = also | localize({"mean": square(met.mean)}, axis_name)
-        if own is not None:
-            also = also | {"weight": own.astype(jnp.float32)}
-        also = reduce(also, axis_name, reduction="sum")
-        total = also.get("weight", total)
-    return met._replace(weight=total, also=also)
 
 
 def require_cuttable(grads: Tree, like: Tree, who: str) -> None:

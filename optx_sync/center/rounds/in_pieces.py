@@ -37,8 +37,8 @@ from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
+from optx_sync.exchange import landing
 from optx_sync.exchange.contract import Exchange
-from optx_sync.exchange.landing import meet_half_way
 from optx_sync.exchange.measures import square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import memory
@@ -131,15 +131,9 @@ class Pieces(Landing):
         return dataclasses.replace(self, piece=now.center.value.tree, at=at)
 
     def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
-        """The first half of the exchange; the weights are always added up."""
-        met = meet_half_way(
-            exchange,
-            tree,
-            memory,
-            self.axis_name,
-            weight=weight,
-            also=also if weight is None else also or {},
-            square=square,
+        """The first half of the exchange, and what the rule makes of it."""
+        met = landing.Pieces(self.axis_name).meet(
+            exchange, tree, memory, weight=weight, also=also, square=square
         )
         mean = met.mean
         if self.blind and not self.alone:
@@ -284,12 +278,12 @@ def pieces(
             "the outer optimizer",
         )
     takes = rule.take is None and not delay
-    landing = Pieces(rule, axis_name, exchange, measure, takes, elementwise)
-    if landing.blind and not landing.alone and not rule.affine:
+    made = Pieces(rule, axis_name, exchange, measure, takes, elementwise)
+    if made.blind and not made.alone and not rule.affine:
         raise ValueError(
             f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
             "which is the mean of the contributions only where the formula is affine "
             "in them, and this rule does not declare that it is. Declare affine=True "
             f"(oxs.testing.check_rule holds the rule to it), or leave {_OPTION} out."
         )
-    return landing
+    return made
