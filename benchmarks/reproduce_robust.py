@@ -13,7 +13,7 @@ import optax
 from by_hand import update
 from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
 from report import Line, Panel, percent, reproduce
-from training import AXIS, workers_step
+from training import AXIS, begun, workers_step
 
 import optx_sync as oxs
 
@@ -46,7 +46,7 @@ def train(name):
 
     def run(test, rows, params, lies):
         step = workers_step(tx, params, grad_of, update)
-        carry = oxs.start_workers(tx, params, WORKERS)[:2]
+        carry = begun(tx, params, WORKERS)
         (params, state), _ = jax.lax.scan(
             lambda carry, rows: (step(*carry, (rows, lies)), None), carry, rows
         )

@@ -42,8 +42,6 @@ from optx_sync.center.rules.diloco import diloco_rule as diloco_rule
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
 from optx_sync.placement.workers import map_workers as map_workers
-from optx_sync.placement.workers import start_workers as start_workers
-from optx_sync.placement.workers import state_shardings as state_shardings
 
 # Read a state, and place it.
 from optx_sync.metrics import averaged_params as averaged_params
@@ -133,9 +131,7 @@ __all__ = [
     "slot",
     "slot_names",
     "stacked",
-    "start_workers",
     "state_axes",
-    "state_shardings",
     "state_specs",
     "strided",
     "sync_replicas",

@@ -16,7 +16,6 @@ FLOORS = {
     "hlo": 1,
     "trees": 1,
     "forms": 2,
-    "in_place": 2,
     "rows": 2,
     "shapes": 0,
     "audit": 2,

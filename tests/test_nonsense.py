@@ -28,7 +28,7 @@ LEFT_OUT = {
 AXIS, SGD, N = "workers", optax.sgd(0.1), 4
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
 TX = oxs.local_sgd(SGD, AXIS)
-BEGUN = oxs.start_workers(TX, PARAMS, N)[:2]
+BEGUN = oxs.replicate((PARAMS, TX.init(PARAMS)), N)
 MESH = jax.make_mesh((8,), (AXIS,))
 ROW = oxs.audit.Collective("all-reduce", 10, 1, ((0, 1),), False)
 RULE = oxs.local_sgd_rule()
@@ -86,14 +86,12 @@ GIVEN: dict[Any, dict[str, Any]] = {
     oxs.reduce: {},
     oxs.localize: {},
     oxs.Workers: {"n": N, "axis_name": AXIS},
-    oxs.start_workers: {"tx": TX, "params": PARAMS, "n": N},
     oxs.map_workers: {"fun": len, "axis_name": AXIS},
     oxs.state_axes: {"tx": TX, "params": PARAMS},
     oxs.state_specs: {
         **{"tx": TX, "params": PARAMS},
         **{"param_specs": jax.P(), "worker_axis": AXIS},
     },
-    oxs.state_shardings: {"tx": TX, "params": PARAMS, "mesh": MESH, "axis_name": AXIS},
     oxs.replicate: {"tree": PARAMS, "n": N},
     oxs.first: {"tree": BEGUN[0]},
     oxs.resize: {"tx": TX, "params": BEGUN[0], "state": BEGUN[1], "n": 3},

@@ -85,14 +85,13 @@ class Layout(NamedTuple):
         tree = form.bare(arrays)
         for level in reversed(range(len(self.sizes))):
             axes = tree_axes(tree, level)
-            tree = placing.stack(tree, self.sizes[level], axes, True, level)
+            tree = placing.stack(tree, self.sizes[level], axes, level)
         return list(map(strong, form.pick(tree)))
 
     def start(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
         places = self.places(form, arrays)
         if self.mesh is not None:
-            placing.check_threads(self.mesh)
             arrays = [placing.onto(self.mesh, x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))

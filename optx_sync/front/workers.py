@@ -187,6 +187,8 @@ class Workers:
             ((4, 3), (4,), 'mine')
         """
         form, arrays = self._one(state)
+        if self.mesh is not None:
+            placing.check_threads(self.mesh)
         arrays = self._layout().start(form, arrays)
         self._started = (
             form,
@@ -197,7 +199,7 @@ class Workers:
         )
         return form.merge(arrays)
 
-    def expect(self, state: Tree | Callable[[], Tree]) -> None:
+    def expect(self, state: Tree | Callable[[], Tree]) -> Tree:
         """Tell `restore` what a checkpoint holds, without starting the run from it.
 
         Like `start`, but on shapes alone: nothing is computed, placed or communicated,
@@ -206,6 +208,10 @@ class Workers:
         Args:
             state: One worker's, as for `start`, or a function without arguments that
                 returns it: `jax.eval_shape` traces it, and nothing is initialised.
+
+        Returns:
+            What `start` would return, with a `jax.ShapeDtypeStruct` for each array:
+            its `sharding` is where the array belongs.
 
         Raises:
             ValueError: As `start`.
@@ -219,14 +225,16 @@ class Workers:
             ...     _ = manager.save(1, args=saved)
             ...     manager.wait_until_finished()
             ...     again = oxs.Workers(4, "workers")
-            ...     again.expect(lambda: {"w": jnp.ones(3)})
+            ...     _ = again.expect(lambda: {"w": jnp.ones(3)})
             ...     again.restore(manager)["w"].shape
             (4, 3)
         """
         if forms.is_function(state):
             state = forms.shapes_of(state)
         form, arrays = self._one(state)
-        self._started = form, self._layout().shapes(form, arrays)
+        shapes = self._layout().shapes(form, arrays)
+        self._started = form, shapes
+        return form.merge(shapes)
 
     def _one(self, state: Tree) -> tuple[forms.Form, list[Any]]:
         """(the form, the arrays) of one worker's state that was not started before."""

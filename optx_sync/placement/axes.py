@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optx_sync.checks import integer
+from optx_sync.checks import check_no_train_state, integer
 from optx_sync.comm.shards import is_spec, spec_of_kept_axes
 from optx_sync.placement import fields
 from optx_sync.trees import (
@@ -68,6 +68,7 @@ def state_axes(
 def state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
     """The shapes of `tx.init(params)`, of one worker."""
     check_transformation(tx, "tx", "optax.adam(1e-3)")
+    check_no_train_state(params)
     check_arrays(params, "The parameter")
     return jax.eval_shape(tx.init, params)
 

@@ -65,7 +65,7 @@ def resize(
     With `fragments` most parts are in the middle of a round at any time: survivors keep
     what they have, and only what leavers have learned since is dropped.
 
-    It works on the host, on whole arrays. Place the result with `oxs.state_shardings`.
+    It works on the host, on whole arrays; `Workers.resize` also places the result.
     If `moving_rate` or `num_workers` in the transformation was computed from the number
     of workers, pass as `tx` one that is made for `n`.
 
@@ -93,7 +93,9 @@ def resize(
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> tx = oxs.diloco(optax.adam(0.1), "workers")
-        >>> params, state, axes = oxs.start_workers(tx, jnp.ones(3), 8)
+        >>> one = jnp.ones(3)
+        >>> params = oxs.replicate(one, 8)
+        >>> state = oxs.replicate(tx.init(one), 8, oxs.state_axes(tx, one))
         >>> params, state = oxs.resize(tx, params, state, 5)
         >>> params.shape, state.inner[0].mu.shape, state.center.shape
         ((5, 3), (5, 3), (3,))
@@ -122,7 +124,7 @@ def resize(
     if len(sizes) > 1:
         raise ValueError(
             f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
-            "workers, of one run, as oxs.start_workers stacks them."
+            "workers, of one run, as oxs.replicate stacks them."
         )
     before = sizes.pop() if sizes else n
     if n == before:
@@ -401,7 +403,7 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
             raise ValueError(
                 f"The state at {path_name(path)} has shape {shape}, of one worker "
                 f"{one.shape}: {what}. Pass the parameters and state of all workers, "
-                "as oxs.start_workers gives them; with replicas whose parameters have "
+                "as oxs.replicate stacks them; with replicas whose parameters have "
                 "no worker axis pass replicated=True."
             )
         found.append(_Leaf(x, one, own, cut))

@@ -165,7 +165,7 @@ def cross_shard(
     Numbers and slots are those of `inner` on whole arrays, in float32 for half
     precision. The state is an `InPieces`: stacked, it is `[N, k]` for an array of N k
     numbers. Where the axis is mapped, `init` gives a replica its piece; outside it
-    gives whole arrays, flat, which `oxs.replicate` and `oxs.start_workers` cut.
+    gives whole arrays, flat, which `Workers.start` and `oxs.replicate` cut.
 
     With `shard_state="leaves"` whole leaves are divided among owners, for an `inner`
     that needs whole matrices, such as `optax.contrib.muon`. Leaves of one shape and

@@ -327,7 +327,7 @@ def test_the_caller_may_say_when_a_part_meets():
     """`meet` in place of the counter: as often, and early."""
     grads = jax.tree.map(lambda x: x[0], gradients(2, 1))
     tx, _ = case("diloco", 3, 6, 2, 0.5)
-    params, state, axes = oxs.start_workers(tx, PARAMS, 2)
+    params, state, axes = contexts.begun(tx, PARAMS, 2)
 
     def step(params, state, grads, meet):
         return oxs.apply_gradients(tx, grads, state, params, meet=meet)
