@@ -1,4 +1,4 @@
-"""Log what an exchange tells about the replicas: noise scale, agreement, norms.
+"""Log what an exchange shows about the replicas: noise scale, agreement, norms.
 
     python examples/log_measures.py
     python examples/log_measures.py --steps 40 --logs runs/short
@@ -88,7 +88,7 @@ def main(steps, logs):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Log what an exchange tells.")
+    parser = argparse.ArgumentParser(description="Log what an exchange shows.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--logs", default="runs", help="where TensorBoard files go")
     main(**vars(parser.parse_args()))

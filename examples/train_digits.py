@@ -125,7 +125,7 @@ def run(name, progress):
         return oxs.apply_gradients(tx, grads, state, params, meet=meet)
 
     # Two programs, since this loop knows when the workers meet: one communicates,
-    # the other does not. The compiled ones tell what a worker hands to collectives.
+    # the other does not. The compiled ones show what a worker hands to collectives.
     bytes_of = {}
     for meet in (True, False)[: min(period, 2)]:
         rows = oxs.audit.collectives(step, params, state, *batch(), meet)

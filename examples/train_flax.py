@@ -39,7 +39,7 @@ network: Any = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
 
 # Links of a chain run in order: before cross_shard each replica's own gradient is
 # seen, after it the mean. One replica with a bad batch is tamed before the others
-# hear of it; the norm of the mean would tell too late.
+# hear of it; the norm of the mean would show it too late.
 transformation = optax.chain(
     optax.clip_by_global_norm(CLIP),
     oxs.all_reduce_grads("data"),

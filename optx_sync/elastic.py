@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic training: a run whose processes come and go, saved, restored and resized.
+"""Fault tolerant, elastic training: a run whose processes come and go.
 
 A lockstep run ends when one of its processes dies, since all others wait for it. So
 whatever starts processes (Ray Train, SLURM, a loop in a shell) starts them again, as

@@ -162,7 +162,7 @@ def difference(form: Form, other: Form) -> str:
         if name not in names:
             return f"{name} is new"
         if names[name] != others[name]:
-            return f"{name} is another thing"
+            return f"{name} has changed in kind or value"
     return "the containers differ"
 
 

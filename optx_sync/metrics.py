@@ -6,7 +6,7 @@
 
 A replica adds a few scalars to a sum that runs anyway: the squared norm of its own
 gradient, w_i |g_i|^2, and, where weights or batch sizes differ, further sums of these.
-Together with the norm of the mean they tell how alike the replicas are. With w_i the
+Together with the norm of the mean they say how alike the replicas are. With w_i the
 weights, which sum to 1, b_i the examples behind g_i, A = |sum_i w_i g_i|^2 and B =
 sum_i w_i |g_i|^2:
 

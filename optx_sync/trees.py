@@ -52,7 +52,7 @@ def is_placeholder(tree: Tree) -> bool:
 
 
 def with_shapes(placeholder: Tree, params: Tree) -> Tree:
-    """Optax's tree without leaves, which also tells the shapes of the parameters."""
+    """Optax's tree without leaves, with the shapes of the parameters beside it."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     return _shaped(type(placeholder))(treedef, shapes)

@@ -104,7 +104,7 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     return jax.tree.map(lambda x: np.swapaxes(_numpy(x), 0, 1), history), state
 
 
-def begun(tx, params, workers=REPLICAS, axis=AXIS, over=None):
+def begun(tx, params, workers=REPLICAS, axis: Any = AXIS, over=None):
     """Parameters and state of all workers, which lie on a mesh; the state's axes."""
     state, axes = tx.init(params), oxs.state_axes(tx, params)
     if over is not None:

@@ -160,7 +160,7 @@ def steps_between(period: Period, number: int, delay: int) -> Period:
 
 
 def number_of_parts(fragments: Fragments) -> int | None:
-    """The number of parts; `None` where only the parameters tell it."""
+    """The number of parts; `None` where it depends on the parameters."""
     return getattr(fragments, "number", None) if callable(fragments) else fragments
 
 

@@ -74,144 +74,72 @@ def center_variable(
     keep_local: float | jax.Array | None = None,
     center_memory: CenterMemory = "device",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Workers that train on their own and meet at a center every few steps.
+    """Parameter averaging: workers train alone and meet at a center every few steps.
 
-    In every step `inner` turns the worker's own gradient into its update. When the
-    steps since the last round reach `communication_period`, the workers meet as `rule`
-    says. A round is one exchange of the size of the parameters, inside a conditional,
-    so that the other steps communicate nothing.
-    `oxs.apply_gradients(tx, grads, state, params)` is a step that returns parameters.
-    It compiles to the program that one would write by hand, and a float32 worker that
-    takes the center gets it to the bit. `update` gives `new parameters - params`, for
-    `optax.apply_updates`: half precision parameters land to the bit, float32 ones
-    within one ulp of the larger of the two values. That error does not add up over
-    rounds.
+    What local SGD, DiLoCo, elastic averaging, AGN and federated averaging share. In
+    every step `inner` turns the worker's own gradient into its update. Every
+    `communication_period` steps the workers meet as `rule` says: one exchange of the
+    parameters' size, inside a conditional; other steps send nothing.
 
-    It computes `params + updates`, so it stands last in a chain, and `update` needs
-    `params`. The gradients must be each worker's own. Inside
-    `jax.shard_map(check_vma=True)`, `jax.grad` gives such gradients for parameters that
-    lie along the worker axis.
+    `oxs.apply_gradients(tx, grads, state, params)` returns parameters, and a float32
+    worker that takes the center gets it to the bit. `update` gives
+    `new parameters - params`: float32 lands within one ulp, which does not add up. It
+    needs `params`, stands last in a chain, and takes each worker's own gradients. All
+    workers start equal (`oxs.Workers`).
 
-    All workers start from equal parameters: `oxs.replicate(params, n)`, and
-    `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))` for the state. Under
-    `jax.vmap`, stacking the counters as well gives the same numbers, but then every
-    step communicates.
-
-    `inner` may be a center rule itself, over another axis: workers meet often at the
-    center of their pod, and pods seldom at one of their own,
-
-        oxs.diloco(oxs.local_sgd(inner, "data", communication_period=8), "pods")
-
-    A round of the outer rule moves the center of the inner one by as much as the
-    parameters moved, in the mean over the inner axis. Give `state_axes` and
-    `state_specs` the level. A chain or mask around the inner rule belongs inside the
-    innermost rule instead.
-
-    Row-sparse gradients are accepted, and `inner` sees them as they are. Updates are
-    dense, since workers exchange whole tables.
-
-    With `fragments`, P of them, one part of the parameters meets every
-    `communication_period / P` steps, part k mod P in exchange k: the same bytes on
-    average, a P-th at a time. Each part has an outer state of its own. With `delay` the
-    sum of a part is taken in step t. In step t + delay the center absorbs it, and the
-    workers, which have trained on meanwhile, take what `rule` says of the center c.
-    Where they take the center itself,
-
-    .. math::
-
-        x_i \leftarrow k\, x_i + (1 - k)\, c, \qquad k = \text{keep\_local}
-
-    and their next contribution starts from c. (Checks of a worker, such as whether it
-    is broken, happen in step t.) With one exchange in each step and `delay=1` the sum
-    stands outside of all conditionals and depends on the state alone, so that the
-    compiler may overlap it with the step.
-
-    `update` and `apply_gradients` take an extra argument `meet`. `None`: the counter
-    decides, inside the program. A Python bool: the caller decides (`oxs.due`); of the
-    two programs, one has no collective and the other no conditional. A traced bool: the
-    same inside the program; the caller promises that it is equal on all workers.
-
-    They also take `weight`, that of this worker's contribution in this step's meeting:
-    a number that is not negative, such as its number of examples, or a bool. The mean
-    becomes a weighted mean. Where a rule sums contributions, the sum is that mean times
-    the number of workers with a weight above 0. A worker of weight 0 leaves no trace,
-    and takes what all take. If all weights are 0 the mean is 0, and with
-    `drop_nonfinite` the center stays. Where `inner` is or contains a wrapper of this
-    package that takes weights, such as `cross_shard`, the weight goes there, not here.
+    Both take `weight`, how much this worker's contribution counts in this step's
+    meeting: a number or a bool. And `meet`: `None`, the counter decides; a bool, equal
+    on all workers, the caller does; a Python bool (`oxs.due`) leaves the conditional
+    out of the program.
 
     Args:
-        inner: The worker's own optimizer.
+        inner: The worker's own optimizer, or a center rule over another axis.
         rule: What workers and center give each other.
-        axis_name: The mapped axis along which the workers lie, or a tuple of them.
-            `None`: one worker with a center of its own. No axis is mapped and nothing
-            is sent. Around or inside of `cross_shard` the replicas are that worker.
+        axis_name: The mapped axis of the workers, or a tuple of them. `None`: one
+            worker with a center of its own (with `cross_shard`, all replicas).
         communication_period: Steps between rounds: an int, or a schedule of the
-            worker's step (0-based), read at the step in which a period begins. 1 during
-            a warm-up gives post-local SGD.
-        inner_state: What happens to `inner`'s state in a round: `"keep"` it,
-            `"average"` its floating leaves over the workers, or `"reset"` it to that of
-            a first step (which restarts schedules too).
-        drop_nonfinite: A worker whose step would put a NaN or infinity into its
-            parameters skips that step. It stands still until the next round, is
-            left out of it, and takes the center and a fresh inner state (it could
-            not recover otherwise: what is added to a NaN is NaN). If no worker is
-            left the center stays. A worker that is sharded over other axes of
-            `jax.shard_map` is broken as a whole: its shards agree, by one scalar
-            reduction in each step.
-        accumulator_dtype: The dtype of the center and of accumulators. `None`: float32
-            for half precision parameters, else their own. Complex parameters keep
-            theirs.
-        exchange: How contributions become their mean; `None`:
-            `oxs.exchange.all_reduce()`.
-        measure: Keep measures of the last round for `oxs.metrics`: each worker's
-            distance from the center before it, the size of the contributions and
-            how well they agreed (where the exchange is an all-reduce), how far the
-            center moved and how many workers contributed. One more scalar travels.
-            (For a worker that is sharded over other axes of `jax.shard_map` with
-            `check_vma=False`, the measures are those of each shard.) With fragments
-            they are those of the part that met.
-        shard_center: Keep 1/N of the center and of the outer state on each worker,
-            instead of all of both. A round reduces the workers' arrays to their
-            owners and gathers the new center: as many bytes as the all-reduce, and
-            fewer for half precision parameters. For rules whose workers take the
-            center, an `outer` that acts on each number alone, and the exchanges
-            `all_reduce`, `quantized` and `error_feedback(quantized(...))`. With
-            codes workers keep the center as they decoded it, equal to the bit on
-            all of them; the owners code next by how much their pieces are ahead of
-            it. With `measure` and without codes the old center is gathered, too:
-            half as many bytes again in a round. Center and outer state are
-            `InPieces`, as in `cross_shard(..., shard_state=True)`, one for each
-            part where there are `fragments`; `oxs.center_params` of all workers'
-            state is whole.
-        fragments: P, the number of parts: of about equal bytes, leaves in order, cut
-            between rows along axis 0. Or a function `(path, leaf) -> part`, an int for
-            the leaf or a sequence of ints for its rows along axis 0, such as
-            `oxs.strided(P)`; P is the largest number plus 1. P divides the period.
-            `None`: 1.
-        delay: Steps from a sum until it lands, at most `communication_period / P`.
-            The state then holds one part more. `None`: 0.
-        keep_local: The share of its own parameters that a worker keeps where `rule`
-            takes the center, in [0, 1]; other rules follow their own formula. Above
-            0 the workers never agree: evaluate the center. `None`: 0.
-        center_memory: Where center and outer state live between rounds: `"device"`,
-            or `"pinned_host"`, the memory of the device's host. The program that
-            meets copies them to the device, so there are two programs:
-            `meet=oxs.due(tx, step)`, a Python bool. For rules whose workers do not
-            look at the center between rounds, without `delay`. JAX's CPU device has
-            only one memory, where this changes nothing but the arrays' memory kind.
+            worker's step, read where a period begins.
+        inner_state: In a round, `"keep"` the state of `inner`, `"average"` it over the
+            workers, or `"reset"` it to that of a first step.
+        drop_nonfinite: A worker that would become NaN or infinite stands still until
+            the next round, is left out of it, and takes the center and a fresh inner
+            state.
+        accumulator_dtype: The dtype of center and accumulators. `None`: float32 for
+            half precision parameters, else their own.
+        exchange: How contributions become their mean, also compressed or robust.
+            `None`: `oxs.exchange.all_reduce()`.
+        measure: Keep measures of the last round for `oxs.metrics`.
+        shard_center: Keep 1/N of center and outer state on each worker (ZeRO's idea).
+        fragments: P parts of the parameters, one of which meets every
+            `communication_period / P` steps; or a function of path and leaf, such as
+            `oxs.strided(P)`. `None`: 1.
+        delay: Steps from a part's sum until it lands, at most
+            `communication_period / P`. `None`: 0.
+        keep_local: The share of its own parameters, in [0, 1], that a worker keeps
+            where it takes the center. `None`: 0.
+        center_memory: Where center and outer state live between rounds: `"device"`, or
+            `"pinned_host"`, the host's memory, which needs a Python bool `meet`.
 
     Returns:
-        A transformation with a `CenterState`. Updates of half precision parameters are
-        float32: `optax.apply_updates` then lands exactly on the center.
+        A transformation with a `CenterState`.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a `rule` that is no
-            `CenterRule`, a bad axis name, parameters that are not floating.
-        ValueError: A bad period or keyword; `shard_center` with a rule, an `outer`,
-            an exchange or a keyword that needs the whole center; at the call,
-            missing `params`, gradients that autodiff has already summed or that do
-            not match the parameters, an axis that is not mapped or whose size is
-            not the rule's `num_workers`.
+        TypeError: Arguments of a wrong type, parameters that are not floating.
+        ValueError: A bad keyword, options that exclude each other; gradients that
+            autodiff has summed or that do not match the parameters, an axis that is not
+            mapped or of another size.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import optx_sync as oxs
+        >>> tx = oxs.center_variable(
+        ...     optax.sgd(0.5), oxs.local_sgd_rule(), "workers", communication_period=1
+        ... )
+        >>> params = jnp.zeros(())
+        >>> def step(target):
+        ...     return oxs.apply_gradients(tx, -target, tx.init(params), params)[0]
+        >>> jax.vmap(step, axis_name="workers")(jnp.array([1.0, 3.0])).tolist()
+        [1.0, 1.0]
     """
     call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
     inner = check_inner(inner, call)
@@ -281,7 +209,7 @@ class Lockstep(NamedTuple):
     delay: int
     dtype: DTypeLike | None
     keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, to be told of every round
+    nests: bool  # whether `inner` may be a center rule, whose center each round moves
     state: type[CenterState]
     round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
     sharded: Pieces | None = None  # the phases, if the center lies in pieces
@@ -318,7 +246,7 @@ class Lockstep(NamedTuple):
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same for the tree without leaves of `optax.tree.map_params`."""
-        some = jnp.zeros(())  # stands for all that only a tree with leaves tells
+        some = jnp.zeros(())  # stands for all that depends on a tree with leaves
         known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
         if known is None and shapes is not None:
             known = split(self.fragments, shapes).number

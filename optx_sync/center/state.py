@@ -59,7 +59,7 @@ def _is_decoded(state: "CenterState") -> bool:
 def _kind_of_center(state: "CenterState") -> fields.Kind:
     if _is_decoded(state):
         return fields.SHARED
-    # At any time most of several parts are between two rounds; they go on.
+    # Most parts are mid-round, so `resize` keeps the workers' parameters.
     return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
 
 
@@ -305,7 +305,7 @@ _CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
 def state_class(
     rule: CenterRule, on_host: bool = False, alone: bool = False
 ) -> type[CenterState]:
-    """The state class for a rule: `resize` needs it, and no field tells the rule."""
+    """The state class for a rule, by which `resize` knows what the rule does."""
     if alone:
         return HostLoneCenterState if on_host else LoneCenterState
     return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]

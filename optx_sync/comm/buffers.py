@@ -31,8 +31,8 @@ BUCKET_BYTES = 2**25
 def alike(x: Like) -> Any:
     """The dtype and varying mesh axes of an array: joined arrays are equal in both.
 
-    A joined array has one type: an array that is equal on all shards of a worker would
-    come out of it as one that varies over them.
+    A joined array has one type: one that is equal on all shards of a worker, joined
+    with one that is not, would vary over them.
     """
     return jnp.dtype(x.dtype), varying_axes(x)
 

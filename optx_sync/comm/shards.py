@@ -192,7 +192,7 @@ def axes_inside() -> tuple[str, ...]:
 def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSpec:
     """The spec of a leaf whose axes are some of its parameter's, in the same order.
 
-    Axis 0 may have another size; it is then whole. If the shapes do not tell which axes
+    Axis 0 may have another size; it is then whole. If the shapes do not say which axes
     the leaf has, the leaf is whole.
     """
     shape = jnp.shape(param)

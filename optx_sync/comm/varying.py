@@ -30,7 +30,7 @@ SameTree = TypeVar("SameTree")
 
 
 def localize(tree: SameTree, axis_name: AxisName) -> SameTree:
-    """Mark parameters as varying over an axis, so that their gradients stay local.
+    """Mark parameters as varying (`pcast`), so that their gradients stay local.
 
     In `jax.shard_map(check_vma=True)`, the default, autodiff by itself sums the
     gradient of a replicated parameter over the mesh. With respect to the result of

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges, the value of `exchange=`: how the arrays of all replicas become one."""
+"""Exchanges, the value of `exchange=`: how the arrays of all replicas become one.
+
+Exactly, by gradient compression, or robust to Byzantine replicas.
+"""
 
 from optx_sync.exchange.all_reduce import all_reduce as all_reduce
 from optx_sync.exchange.contract import Exchange as Exchange

@@ -30,7 +30,7 @@ class PowerSGDState(NamedTuple):
 
 
 def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
-    r"""PowerSGD: the mean of matrices at low rank; two factors of each travel.
+    r"""PowerSGD, low-rank gradient compression: two factors of each matrix travel.
 
     A leaf of shape (n, ...) is a matrix X of n rows and m columns. With Q from the last
     call, its columns made orthonormal, w_i the weights and W their sum:

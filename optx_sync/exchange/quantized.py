@@ -33,7 +33,7 @@ Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 def quantized(
     bits: int = 8, block: int = 256, *, bucket_bytes: int = BUCKET_BYTES
 ) -> Exchange:
-    r"""Quantized mean: codes of 8 or 4 bits travel, in two hops.
+    r"""Gradient compression to codes of 8 or 4 bits, which travel in two hops.
 
     A buffer x of D numbers is cut into a piece for each of the N replicas. Each piece
     is coded in blocks of B numbers, with b bits each:

@@ -23,7 +23,7 @@ Chosen: TypeAlias = Float[Array, "chunks k"]  # the k largest numbers of each ch
 
 
 def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
-    r"""Top-k compression: the mean of the k largest numbers of each chunk.
+    r"""Sparse gradient compression: the mean of the k largest numbers of each chunk.
 
     With x_i the tree of replica i as one buffer in chunks of C numbers, and w_i its
     weight:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker differs from the others in what is to be equal, and where.
+"""Which worker differs from the others where all must be equal, and in which array.
 
-What is to be equal the states' classes say: a center, its outer state and counters; of
-replicas all of their state and their parameters. What else stands beside an optimizer's
-state, and random keys there, is each worker's own.
+A state's class declares which fields must be equal: a center, its outer state and
+counters; of replicas all of their state and their parameters. What else stands beside
+an optimizer's state, and random keys there, is each worker's own.
 """
 
 import functools
@@ -59,13 +59,13 @@ def differing(
 def _equal(
     layout: Layout, form: Form, arrays: Sequence[Any], level: int, start: Names
 ) -> list[int]:
-    """The numbers of the arrays that are to be equal along an axis."""
+    """The numbers of the arrays that must be equal along an axis."""
     tree = form.bare(arrays)
     nodes = fields.nodes_of(tree, fields.is_level)
     for _ in range(level):
         inner: Tree = [node.inner for node in nodes]
         nodes = fields.nodes_of(inner, fields.is_level)
-    # An axis of which no state tells is one of replicas.
+    # An axis without a state of its own is one of replicas.
     has_center = any(hasattr(type(node), "center_params") for node in nodes)
     marks = form.pick(tree_axes(tree, level, replicated=not has_center))
     optimizers = form.pick(_of_optimizers(tree, level))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of all workers, from those of one and back, and where they lie.
 
-An array has an axis in front for each of the workers' axes on which workers differ. For
-each of these axes it has a mark: 0 where it lies along it, `None` where workers share
-it. The marks follow from the states' classes.
+An array has one leading axis per worker axis along which it differs. Its marks, one per
+worker axis, say which: 0 where it lies along the axis, `None` where the axis's workers
+share it. The states' classes decide the marks.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]
     axes: tuple[AxisName, ...]  # the outermost first
     mesh: Mesh | None
-    specs: shards.Specs | None = None  # of one worker's parameters, where they are told
+    specs: shards.Specs | None = None  # of one worker's parameters, where known
 
     @property
     def number(self) -> int:
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
         return list(zip(*of_levels, strict=True))
 
     def numbers(self, form: Form, arrays: Sequence[Any]) -> tuple[int, ...]:
-        """Of how many workers along each axis arrays are; as here where none tells."""
+        """Of how many workers along each axis arrays are; as here where none lies."""
         found = list(self.sizes)
         for x, marked in zip(arrays, self.marks(form, arrays), strict=True):
             lies = [level for level, mark in enumerate(marked) if mark is not None]
@@ -136,7 +136,7 @@ class Layout(NamedTuple):
         return places
 
     def specs_of(self, form: Form, arrays: Sequence[Any]) -> list[PartitionSpec] | None:
-        """The specs of one worker's arrays, where they are told."""
+        """The specs of one worker's arrays, where they are known."""
         if self.specs is None or self.mesh is None:
             return None
         tree = form.bare(arrays)
@@ -160,7 +160,7 @@ class Layout(NamedTuple):
     def pinned(
         self, form: Form, arrays: list[jax.Array], marks: Marks
     ) -> list[jax.Array]:
-        """All workers' arrays, where they belong if it is told how they are sharded.
+        """All workers' arrays, where they belong if their specs are known.
 
         The compiler would choose, and compile once more for what it chose.
         """

@@ -200,7 +200,7 @@ class Workers:
         return form.merge(arrays)
 
     def expect(self, state: Tree | Callable[[], Tree]) -> Tree:
-        """Tell `restore` what a checkpoint holds, without starting the run from it.
+        """Declare what a checkpoint holds, for `restore`, without starting from it.
 
         Like `start`, but on shapes alone: nothing is computed, placed or communicated,
         and it needs no memory beside that of the restored state.
@@ -549,7 +549,7 @@ class Workers:
             manager: An Orbax `CheckpointManager`.
             step: Which checkpoint; `None` for the latest.
             like: A started state of that form; `None`: the last one of `start`, or
-                the one that `expect` was told.
+                the one given to `expect`.
             compare: Whether to refuse a checkpoint in which `fingerprint` finds
                 workers that differ from most where they should be equal.
 

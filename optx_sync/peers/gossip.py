@@ -78,7 +78,7 @@ class OwnCenterState(CenterState):
             is_leaf=is_masked,
         )
 
-    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it tells other things
+    def metrics(  # pyright: ignore[reportIncompatibleMethodOverride] # it has other fields
         self, params: Tree | None
     ) -> GossipMetrics:
         """A worker's counters, and with stacked `params` its distance from the mean."""
@@ -112,7 +112,7 @@ def gossip(
     drop_nonfinite: bool = False,
     accumulator_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Decentralised training: every few steps a worker averages with some others.
+    r"""Decentralised model averaging: a worker averages with some others now and then.
 
     In every step `inner` turns the worker's own gradient into its update. When the
     steps since the last round reach `communication_period`, worker i averages with the
@@ -123,27 +123,16 @@ def gossip(
 
         x_i, s_i \leftarrow \text{outer}\Big(s_i,\; s_i - \sum_j W_{ij} x_j\Big)
 
-    one step of `outer` on s_i with that gradient.
+    one step of `outer` on s_i with that gradient. Without `outer` the result is
+    `sum_j W_ij x_j` itself: D-PSGD. A round preserves the mean of all workers, shrinks
+    their disagreement, and is a few `collective-permute` inside a conditional (a
+    grouped all-reduce for `grid`): other steps send nothing.
 
-    Without `outer` the result is sum_j W_ij x_j itself: D-PSGD, adapt then combine. A
-    round preserves the mean of all workers and shrinks their disagreement.
-
-    A round is one `collective-permute` of the parameters (a few for graphs with more
-    partners, a grouped all-reduce for `grid`), whole trees joined per dtype, inside a
-    conditional: other steps send nothing, and no worker waits for all others. Sharded
-    workers send their shards, leaf by leaf, if only the worker axis is manual
-    (`jax.shard_map(axis_names=...)`); `jax.vmap(spmd_axis_name=...)` turns this into an
-    all-gather, N times the bytes.
-
-    A single worker's parameters are not the model: evaluate `oxs.mean_params(params)`.
-    Where workers meet seldom or in pairs, their shards of the data should look alike;
-    on shards sorted by label a center or an all-reduce is far better.
-
-    It computes `params + updates`, so it stands last in a chain, and `update` needs
-    `params`. Start as with `center_variable`. `update` and `apply_gradients` take
-    `meet` and `weight` as those of `center_variable` do: with weights w_j the mean is
-    sum_j W_ij w_j x_j over sum_j W_ij w_j. A worker that meets only weights of 0 gets
-    no contribution: without `outer` it goes back to its own center.
+    One worker's parameters are not the model: evaluate `oxs.mean_params(params)`. It
+    computes `params + updates`, so it stands last in a chain, and `update` needs
+    `params`. `update` and `apply_gradients` take `meet` and `weight` as those of
+    `center_variable` do: with weights w_j the mean is `sum_j W_ij w_j x_j` over
+    `sum_j W_ij w_j`.
 
     Args:
         inner: The worker's own optimizer.
@@ -152,33 +141,24 @@ def gossip(
         communication_period: Steps between rounds: an int, or a schedule of the
             worker's step, read at the step in which a period begins.
         outer: The optimizer that steps the worker's own center; `None`: plain
-            averaging, as with `optax.sgd(1.0)`. A momentum under which workers
-            would drift apart without any gradient is refused.
-        seed: For random graphs: equal on all workers. A resumed run goes on
-            drawing.
-        drop_nonfinite: A worker whose step would put a NaN or infinity into its
-            parameters skips that step. It stands still until the next round, sends
-            nothing in it, takes the mean of its healthy partners, and starts again
-            with a fresh inner state. Without a healthy partner it takes its own
-            center. Two floats more travel.
-        accumulator_dtype: The dtype of the worker's own center, and so of what
-            travels. `None`: float32 for half precision parameters, else their own.
-            Half precision is refused: it would round parameters, not differences,
-            in each round.
+            averaging. A momentum under which workers would drift apart is refused.
+        seed: For random graphs: equal on all workers.
+        drop_nonfinite: A worker that would become NaN or infinite stands still until
+            the next round, sends nothing in it, takes the mean of its healthy partners
+            (its own center without one), and starts again with a fresh inner state.
+        accumulator_dtype: The dtype of the worker's own center, and so of what travels.
+            `None`: float32 for half precision parameters, else their own.
 
     Returns:
         A transformation with an `OwnCenterState`. `oxs.center_params` of a stacked
         state is the mean of the own centers.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a `graph` that is no `Graph`, a
-            bad axis name, a seed that is no integer, parameters that are not
-            floating.
-        ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or
-            at the call, an `outer` whose momentum is too high, a graph that does
-            not fit the number of workers, missing `params`, gradients that autodiff
-            has already summed or that do not match the parameters, an axis that is
-            not mapped.
+        TypeError: Arguments of a wrong type, parameters that are not floating.
+        ValueError: A bad period, a half precision `accumulator_dtype`; in `init` or at
+            the call, an `outer` whose momentum is too high, a graph that does not fit
+            the number of workers, missing `params`, gradients that autodiff has already
+            summed or that do not match the parameters, an axis that is not mapped.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -197,9 +177,8 @@ def gossip(
         Array([-2.25, -0.75], dtype=float32)
 
     References:
-        Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
-        2017, arXiv 1705.09056. Boyd, Ghosh, Prabhakar, Shah, "Randomized gossip
-        algorithms", 2006.
+        Lian et al. 2017, arXiv 1705.09056. Boyd et al., "Randomized gossip algorithms",
+        2006.
     """
     call = "oxs.gossip(optax.sgd(0.1), 'workers', graph=oxs.graphs.ring())"
     inner = check_inner(inner, call)

@@ -2,8 +2,8 @@
 """Worker axes and PartitionSpecs of a state, from its fields and the parameters' specs.
 
 When the states of several workers are held together, what is equal on all of them
-(counters, the center) has no worker axis, and all else has one in front. What is equal
-wherever the parameters are has none where the parameters are replicated.
+(counters, the center) has no worker axis, and all else has one in front. Fields that
+follow the parameters have a worker axis only if the parameters do.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
 def equal_on_replicas(tree: Tree) -> list[bool]:
     """Whether each leaf of a tree with states in it is equal on all replicas.
 
-    Leaves outside of states are; a state's table tells for its fields.
+    Leaves outside of states are; a state's table says it of its fields.
     """
     marks = jax.tree.structure(tree).flatten_up_to(_axes(tree, True, 0))
     return [mark is None for mark in marks]
@@ -104,7 +104,7 @@ def state_specs(
     A leaf of the state that belongs to a parameter takes its spec; other leaves are
     replicated. In a leaf with fewer axes than its parameter (Adafactor's rows and
     columns) each axis takes the spec of the parameter's axis that it kept; where the
-    shapes do not tell which one that is, the leaf is replicated. Leaves that are per
+    shapes do not say which one that is, the leaf is replicated. Leaves that are per
     worker have the worker axis in front, where `replicate` puts it; those that are
     equal on all workers have none.
 
@@ -138,7 +138,7 @@ def state_specs(
             "a PartitionSpec for each of them, or one for all: jax.P()."
         ) from None
     placed = optax.tree.map_params(
-        # Optax's own tree, without leaves, does not tell which parts there are.
+        # Optax's own tree, without leaves, does not show which parts there are.
         lambda placeholder: tx.init(with_shapes(placeholder, params)),
         lambda leaf, spec, param: (
             leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
@@ -149,7 +149,7 @@ def state_specs(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_masked,
     )
-    # A state whose form only the parameters tell has one spec for all of it.
+    # A state whose form depends on the parameters alone has one spec for all of it.
     placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
     # Stacks carry their specs. A piece is flat: it has none of its parameter's axes.
     placed = jax.tree.map(
@@ -279,7 +279,7 @@ def own_keys(tree: Tree, own: bool, ours: bool = False, level: int = 0) -> Tree:
     """Whether each leaf is a random key of which each worker of a level gets its own.
 
     `own`: whether keys in the tree differ between workers. `ours`: whether a state of
-    this package holds the tree. A state of an outer level tells nothing about the level
+    this package holds the tree. A state of an outer level says nothing about the level
     that is asked for.
     """
     differ = own or not ours
@@ -386,8 +386,8 @@ def _axes(
     """`None` for every leaf of a state that is shared on a level, else 0.
 
     `around`: whether the field that holds the tree is shared; `None` if no state of
-    this package holds it. `level` counts down to the one that is asked for. `stacked`
-    is as for `in_pieces`.
+    this package holds it. `level`: how many levels are still to descend. `stacked` is
+    as for `in_pieces`.
     """
     shared = replicated if around is None else around
     equal = {"all levels"}

@@ -12,8 +12,8 @@ The table decides the worker axes (`state_axes`, `state_specs`, `replicate`), wh
 state, and over which axes a field varies.
 
 A state with a field `inner` belongs to a wrapper and is a level of workers. Nested
-wrappers are nested levels; 0 is the outermost. A wrapper whose fields all are as the
-parameters are, that of one worker alone, is no level: it lies where they lie. Other
+wrappers are nested levels; 0 is the outermost. A wrapper whose fields all follow the
+parameters (a center of one worker, `axis_name=None`) is no level. Other
 states with a table are fields of such a state: those of exchanges, and `info`, numbers
 to report that no step needs. The fields of an `Info` count as the state's own, with the
 kinds of the `Info`'s table.
@@ -35,8 +35,8 @@ from jax.sharding import PartitionSpec
 class Kind(NamedTuple):
     """Which workers share a field, and what `resize` makes of it."""
 
-    # Among which workers it is equal: those of all levels, those of its own level,
-    # those whose parameters are equal, or none ("own").
+    # Shared by: every worker, the workers of this axis, replicas with equal parameters,
+    # or nobody ("own").
     whose: Literal["all levels", "level", "params", "own"]
     # What `resize` does. "kept": a shared field stays; of others survivors keep theirs,
     # and joiners get what `resize` was asked for (a field that is equal where the
@@ -68,7 +68,7 @@ class Kind(NamedTuple):
 
     @property
     def told(self) -> "Kind":
-        """The same kind for numbers that are no slots."""
+        """The same kind for a field that `slot` and `slot_names` do not show."""
         return self._replace(slots=False)
 
     @property

@@ -214,7 +214,7 @@ def _new_state(
 
 
 def _begun(tree: Tree, number: int = 0) -> Tree:
-    """The starting values of a state's arrays, where their kind tells them."""
+    """The starting values of a state's arrays, by their fields' kinds."""
 
     def visit(node):
         if fields.declares(node):
@@ -231,9 +231,9 @@ class _Resizing(NamedTuple):
     after: int
     joiners: Joiners
     lost: list[str]
-    # Whether what is owed is a share of a sum; and whether the tree is in one worker's
-    # state, where levels keep their size.
+    # Whether contributions are added up, so that what is owed keeps its scale.
     added: bool = False
+    # Whether the tree lies below `inner`, whose levels keep their size.
     inside: bool = False
 
     def tree(self, tree: Tree, fresh: Tree) -> Tree:

@@ -79,7 +79,7 @@ def map_workers(
             one worker's parameters, or like its first levels, of their `PartitionSpec`.
             Each device then sends other workers its own shards (see `oxs.Workers`).
             With `None` the compiler decides, and each device sends the codes of whole
-            arrays; along axes of type `Explicit` the types tell. Inside of another
+            arrays; along axes of type `Explicit` the types say it. Inside of another
             `map_workers`, `None` takes that one's.
 
     Returns:

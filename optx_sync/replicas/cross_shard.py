@@ -114,7 +114,7 @@ def cross_shard(
     reduce_extra_args: tuple[str, ...] = ("value",),
     measure: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""All-reduce the gradients of all replicas in every step, then apply `inner`.
+    r"""Data parallel training: all-reduce every step's gradients, then apply `inner`.
 
     With g_i the gradient of replica i, N replicas (in the group) and weights w_i:
 
@@ -124,105 +124,38 @@ def cross_shard(
         g &= \frac{\sum_i w_i g_i}{\sum_i w_i} \quad\text{(weighted mean)} \\
         g &= \sum_i g_i \quad\text{(sum)}
 
-    and the updates are those of `inner` for g.
+    and the updates are those of `inner` for g. TensorFlow's `CrossShardOptimizer`
+    scales the loss by 1/N; here the gradient is scaled. To put it into a chain, use
+    `oxs.all_reduce_grads`.
 
-    The original is TensorFlow's `CrossShardOptimizer`. For a mean it scales the *loss*
-    by 1/N. Here the gradient is scaled, so that what stands before it in a chain, such
-    as clipping per replica, sees the replica's own gradient.
+    `update` takes the extra argument `weight`, a scalar per replica such as its number
+    of tokens. A replica of weight 0 leaves no trace, NaN or not; if all are 0 so is g.
 
-    To put it into a chain, use `oxs.all_reduce_grads`.
-
-    The extra argument `weight` of `update` (a scalar per replica, for example its
-    number of tokens) makes the mean a weighted one, within each group if there are
-    groups. A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the
-    gradient is zero.
-
-    `inner` must get the same values on all replicas, or their parameters drift apart.
-    Therefore it gets the mean over the replicas, with the gradients' weights, of the
-    extra argument `value`, the loss for `optax.contrib.reduce_on_plateau` or
-    `optax.polyak_sgd`.
-
-    Row-sparse gradients (`IndexedSlices`) travel as rows, see `reduce`. A `None`
-    gradient reaches `inner` as `None`, and its update is zeros.
-
-    A guard that decides by one replica's own values, such as
-    `optax.apply_if_finite(cross_shard(...))`, hangs: one replica enters the collective
-    and waits for those that do not. Put the guard inside:
-    `cross_shard(optax.apply_if_finite(...))` sees the same gradient everywhere.
-
-    With `shard_state=True` the state of `inner` takes 1/N of the memory (ZeRO-1).
-    Replica i owns piece i of every array: the gradients are reduced to their owners,
-    `inner` works on the piece, and the updates are gathered,
-
-    .. math::
-
-        g_i &= \text{scatter}(g) \\
-        u_i, \text{state}_i &= \text{inner}(g_i,\; \text{state}_i,
-        \text{piece } i \text{ of params}) \\
-        \text{updates} &= \text{gather}(u)
-
-    which sends as much as the all-reduce of the gradients, and less for half precision.
-    Numbers and slots are those of `inner` on whole arrays, in float32 for half
-    precision. The state is an `InPieces`: stacked, it is `[N, k]` for an array of N k
-    numbers. Where the axis is mapped, `init` gives a replica its piece; outside it
-    gives whole arrays, flat, which `Workers.start` and `oxs.replicate` cut.
-
-    With `shard_state="leaves"` whole leaves are divided among owners, for an `inner`
-    that needs whole matrices, such as `optax.contrib.muon`. Leaves of one shape and
-    dtype that `inner` treats alike are a group: its K leaves are stacked, and replica i
-    works on ceil(K / N) whole ones. Leaves that `inner` treats number by number (those
-    of Adam in `optax.contrib.muon` and `optax.partition`) lie in pieces as above. As
-    much travels, in one reduce-scatter and one all-gather for each dtype of all groups.
-    Where N does not divide K, the last owners of a group hold padding, and padding
-    travels: a matrix that is alone in its group saves neither memory nor time and sends
-    N times its bytes. Give such a matrix to `optax.adam`, or `inner` whole arrays.
-
-    With `shard_state=True` the gradients may travel coded, `exchange=quantized(...)` or
-    `error_feedback(quantized(...))`. The owners add up the decoded gradients in
-    float32, and feedback remembers what each replica's own gradients lost. The updates
-    come back whole, so that all replicas apply the same ones.
+    `optax.apply_if_finite(cross_shard(...))` hangs: one replica enters the collective
+    and waits for those that do not. Write `cross_shard(optax.apply_if_finite(...))`.
 
     Args:
         inner: The transformation that gets the reduced gradient.
         axis_name: The mapped axis, or a tuple of them.
         reduction: `"mean"` or `"sum"`.
         group_assignment: A partition of `range(axis_size)` into lists of equal size,
-            for example `[[0, 1], [2, 3]]`; each group then trains on its own. Inside
-            `jax.shard_map(check_vma=True)` the groups' parameters differ: call `init`
-            there, where the axis is known, or on parameters that vary over it.
+            for example `[[0, 1], [2, 3]]`; each group then trains on its own.
         grads: What `update` is given. `"local"`: each replica's own gradient.
-            `"summed"`: gradients that autodiff has already summed over the axis, as
-            `jax.grad` of a replicated parameter does in
-            `jax.shard_map(check_vma=True)`. `"averaged"`: the mean, for example of
-            `jax.grad` of a loss under `lax.pmean`. These two communicate nothing.
-            `"unreduced"`: for plain `jax.jit` on a mesh of Explicit axes, where a
-            gradient's type says that it is still to be summed over the axis. It is
-            summed here, once, after all loops that add it up, and is the gradient
-            of the loss as written, a mean over the whole batch. Differentiate with
-            respect to `jax.reshard(params, jax.P(reduced={"data"}))`.
-        exchange: How the gradients become their mean; `None`:
-            `oxs.exchange.all_reduce()`. With a robust one `oxs.metrics(state)` counts
-            how often a replica was an outlier. Not for gradients that are already
-            reduced (`grads`).
-        shard_state: `True`: keep `inner`'s state in pieces, one on each
-            replica. `inner` must act on each number alone, as `optax.adam`
-            does; this is tested by a trial. An `inner` that needs a norm may
-            sum it over `axis_name` itself. With `grads="unreduced"` any `inner`
-            works: it sees whole arrays that lie in pieces, cut where a
-            dimension divides. `"leaves"`: whole leaves on their owners. `inner`
-            must act on each leaf alone, as `optax.contrib.muon` does; this is
-            tested, too.
-        reduce_extra_args: The names of extra arguments (scalars, trees of arrays)
-            of which `inner` gets the mean; `()` switches it off. All others reach
-            `inner` as they are: pass them equal on all replicas. Inside
-            `jax.shard_map(check_vma=True)` a scalar that differs is refused.
-        measure: Keep measures for `oxs.metrics`: the gradient noise scale, how well
-            the replicas' gradients agree, their norm, that of the update, and how many
-            contributed. Their scalars travel with the gradients. Pass the number of
-            examples behind this replica's gradient as the extra argument `batch_size`
-            of `update`: a number that is the same on all replicas, or each one's own as
-            an array; 1 if left out. With groups, the measures are those of the
-            replica's own group.
+            `"summed"`: autodiff has summed them, as `jax.grad` does in
+            `jax.shard_map(check_vma=True)` for a replicated parameter. `"averaged"`:
+            their mean. These two send nothing. `"unreduced"`: under plain `jax.jit`,
+            typed as still to be summed.
+        exchange: How gradients become their mean: gradient compression, or a
+            Byzantine-robust mean. `None`: `oxs.exchange.all_reduce()`.
+        shard_state: ZeRO-1. `True`: each replica keeps 1/N of the state of an `inner`
+            that acts on each number alone, as `optax.adam` does. `"leaves"`: whole
+            leaves on their owners, for one that acts on each leaf alone, as
+            `optax.contrib.muon` does.
+        reduce_extra_args: The names of extra arguments of which `inner` gets the mean.
+            All others must be equal on all replicas, or their parameters drift apart.
+        measure: Keep measures for `oxs.metrics`: gradient noise scale, agreement,
+            norms, contributors. Pass the number of examples behind this replica's
+            gradient as the extra argument `batch_size`; 1 if left out.
 
     Returns:
         A transformation whose `init` gives `inner`'s state (a `CrossShardState` where
@@ -232,11 +165,10 @@ def cross_shard(
     Raises:
         TypeError: A missing axis name, an `inner` that is no transformation, integer
             gradients.
-        ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that
-            the exchange does not take; `shard_state` with groups, with an exchange
-            that cannot be halved, or with an `inner` that needs whole arrays or
-            trees; at the call, a state of pieces for another number of replicas, a
-            gradient that has already been reduced, a weight where it has no
+        ValueError: A bad `reduction`, `grads` or `group_assignment`, or one that the
+            exchange does not take; `shard_state` with groups, or with an exchange or an
+            `inner` that needs whole arrays; at the call, a state for another number of
+            replicas, a gradient that is already reduced, a weight where it has no
             meaning, an axis that is not mapped, gradients that do not match the
             parameters.
 
@@ -252,9 +184,6 @@ def cross_shard(
         >>> jax.vmap(step, axis_name="data")(jnp.array([[1.0, 2.0], [3.0, 6.0]]))
         Array([[-1., -2.],
                [-1., -2.]], dtype=float32)
-
-    References:
-        TensorFlow 1.15, `tf.compat.v1.tpu.CrossShardOptimizer`.
     """
     inner = checks.check_inner(inner, _CALL)
     check_axis_name(axis_name)

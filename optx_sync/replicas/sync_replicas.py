@@ -194,71 +194,28 @@ def sync_replicas(
     measure: bool = False,
     grads: Literal["local", "unreduced"] = "local",
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply `inner` to the mean of gradients once enough of them have come in.
+    """Backup replicas: apply `inner` to the mean of gradients once enough have come in.
 
-    With R = `replicas_to_aggregate`, N replicas on the axis, and A the set of gradients
-    g_i, of weight w_i (1 if left out), accumulated since the last update:
+    Fault tolerance in lockstep: TensorFlow's `SyncReplicasOptimizer`. With R =
+    `replicas_to_aggregate`, N replicas, and A the gradients g_i, of weight w_i,
+    accumulated since the last update:
 
         |A| >= R:  updates = inner(sum w_i g_i / sum w_i);  A = {};  global_step += 1
         |A| <  R:  updates = 0; parameters, inner state and averages stay as they are
 
     A gradient is accumulated if its replica `contributes`, if it is fresh
-    (`gradient_step >= global_step`), if it is finite (with `drop_nonfinite`), and if a
-    token is left. With N > R the other N - R are backup replicas: an update needs R
-    gradients, and takes what came in with these. With N < R each replica runs several
-    batches.
+    (`gradient_step >= global_step`), if it is finite (with `drop_nonfinite`), and if
+    one of the update's max(N, R) tokens is left. A step without an update sends one
+    flag per replica; all else stands in a conditional.
 
-    An update has exactly max(N, R) tokens, and only an accumulated gradient uses one.
-    Where more gradients come in than tokens are left, the replicas with the numbers s,
-    s + 1, ... (modulo N), s = `global_step` modulo N, are served first. Every update
-    starts with another replica, so that over N updates none is preferred.
+    `update` takes scalars that may differ between replicas: `contributes` (bool),
+    `gradient_step` (the `global_step` at which the gradient was computed), and `weight`
+    (a number such as its tokens, or a bool; 0 is not counted). `meet` (bool, equal on
+    all replicas) decides in place of the counter.
 
-    The original is TensorFlow's `SyncReplicasOptimizer`, whose workers do not run in
-    lockstep: there tokens wait in a queue, and late workers waste some of them.
-    `oxs.simulate.sync_replicas` simulates that. As there, a row of a row-sparse
-    gradient is divided by the number of gradients that contained the row, not by |A|.
-    (The original merges rows correctly only if each gradient's are sorted and unique;
-    here equal rows are summed first.)
-
-    `update` takes more arguments. Three are scalars that may differ between replicas:
-
-    * `contributes` (bool): `False` leaves this replica's gradient out, whatever it
-      holds. Default: `True`.
-    * `weight` (a number that is not negative, or a bool): the weight of this gradient
-      in the mean, such as its number of tokens. A gradient of weight 0 leaves no trace
-      and is not counted, as with `contributes=False`; every other one counts as one of
-      the R. A row of a row-sparse gradient is divided by the weights of the gradients
-      that contained it. With weights that are all equal, and stay so, the result is to
-      the bit the same as without.
-    * `gradient_step` (int): the `global_step` at which the gradient was computed.
-      Default: the current one.
-
-    One says when to update, and is equal on all replicas:
-
-    * `meet` (bool): in place of the counter, whether the update is made in this step,
-      of what has been accumulated so far, fewer gradients than R or more. A bool of
-      Python's leaves the conditional out of the program (see `oxs.due`), unless this
-      step's gradients may be left out. Where nothing has been accumulated `True`
-      changes nothing, as a step without an update. Default: the counter decides.
-
-    Each replica keeps the sum of its own gradients. A step that cannot complete an
-    update sends one flag per replica and nothing else; `inner` runs, and the sums
-    are reduced, inside a conditional. All replicas' parameters stay equal, bit for bit.
-
-    With `variable_averages` it computes `params + updates`, so it stands last in a
-    chain, `update` needs `params`, and `oxs.averaged_params(state, params)` reads the
-    averages: after each update e = e - (1 - decay) (e - params).
-
-    Row-sparse gradients (`IndexedSlices` of k rows) are accumulated in a dense array,
-    which travels with the sum of the weights per row. `inner` gets row-sparse means of
-    min(rows, max(N, R) k) rows. An average moves the whole table. A `None` gradient
-    reaches `inner` as `None`, and its update is zeros.
-
-    Each replica has fields of its own in the state. So start with
-    `oxs.replicate(tx.init(params), n, oxs.state_axes(tx, params))`, or call `init`
-    where the axis is mapped. Where the parameters are not stacked but replicated (`P()`
-    in `jax.shard_map`), pass `replicated=True` to `state_axes` and `state_specs`: then
-    `inner` is replicated too.
+    Each replica's state has fields of its own (`oxs.Workers`, `oxs.state_axes`). With
+    `variable_averages` it computes `params + updates`: it stands last in a chain, and
+    `oxs.averaged_params(state, params)` reads the averages.
 
     Args:
         inner: The transformation that gets the mean gradient.
@@ -266,50 +223,30 @@ def sync_replicas(
         replicas_to_aggregate: R, the gradients that an update needs, 1 or more.
         total_num_replicas: N, checked against the axis. `None`: the axis size.
         variable_averages: The decay of a moving average of the parameters, a float or a
-            schedule that is called with the new `global_step` (1 at the first update):
-            the original's `num_updates=global_step` is
-            `lambda step: jnp.minimum(decay, (1 + step) / (10 + step))`.
+            schedule of the new `global_step`.
         variables_to_average: Which parameters to average, a tree of bools or a function
-            of the parameters that returns one, as in `optax.masked`. `None`: all.
-        drop_nonfinite: Leave out a gradient, all its leaves, if there is a NaN or
-            infinity in any. If none is left nothing changes. (Where a replica is
-            itself sharded by hand, over another axis of `jax.shard_map`, a device
-            sees only a part of the gradient: agree on `contributes` over that axis
-            instead.)
+            that returns one. `None`: all.
+        drop_nonfinite: Leave out a gradient, all its leaves, with a NaN or infinity in
+            it.
         accumulator_dtype: The dtype of sums and averages. `None`: float32 for half
             precision parameters, else their own.
-        reduce_extra_args: The names of extra arguments of which `inner` gets the
-            weighted mean over the replicas whose gradients this step used, as for
-            `cross_shard`.
-        exchange: How the replicas' sums become one; `None`: an all-reduce. The
-            weights of rows are always summed exactly, and row-sparse gradients need
-            `oxs.exchange.all_reduce`. A robust exchange gets from each replica the
-            mean of its accumulated gradients: one vote, however many they are
-            (`clipped`: by their weights, 1 each if left out), and
-            `oxs.metrics(state)` counts how often a replica was an outlier. An
-            exchange that counts all replicas alike takes only a bool as weight.
-        grads: `"local"`: each replica's own gradient. `"unreduced"`: for plain
-            `jax.jit` on a mesh of Explicit axes, as for `cross_shard`. A step's
-            gradient, of the loss as written, counts as N gradients, one of each
-            replica. Sums keep unreduced types, so steps that only accumulate send
-            nothing. R must be at most N or a multiple of it, and options that need
-            a replica's own gradient are refused.
-        measure: As for `cross_shard`, of the gradients of each update, with the extra
-            argument `batch_size`. Four scalars travel with each update. Dense gradients
-            only.
+        reduce_extra_args: As for `cross_shard`, over the replicas whose gradients are
+            used.
+        exchange: How the replicas' sums become one. A robust one gets each replica's
+            mean: one vote. `None`: an all-reduce.
+        measure: As for `cross_shard`, of the gradients of each update. Dense ones only.
+        grads: `"local"`, or `"unreduced"` as for `cross_shard`: a step's gradient then
+            counts as N.
 
     Returns:
-        A transformation with a `SyncReplicasState`, whose `update` must run where
-        `axis_name` is mapped. `oxs.metrics(state)` tells what became of gradients.
+        A transformation with a `SyncReplicasState`; `oxs.metrics(state)` says what
+        became of each gradient.
 
     Raises:
-        TypeError: An `inner` that is no transformation, a bad axis name, extra
-            arguments that are no bool or int, integer gradients.
-        ValueError: A number below 1, a decay outside of [0, 1], a mask without
-            averages; at the call, no variables, an axis that is not mapped or whose
-            size is not `total_num_replicas`, gradients that autodiff has already
-            summed or that do not match the parameters, missing `params`, a weight
-            that is negative or has no meaning.
+        TypeError: Arguments of a wrong type, integer gradients.
+        ValueError: A number below 1, a decay outside of [0, 1]; an axis that is not
+            mapped or of another size, gradients that autodiff has summed or that do not
+            match the parameters, a weight that is negative or has no meaning.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -327,10 +264,6 @@ def sync_replicas(
         >>> params, used = jax.vmap(step, axis_name="data")(gradients, in_time)
         >>> params[0].tolist(), used.tolist()
         ([-1.0, -2.0], [True, False, True])
-
-    References:
-        TensorFlow 1.15, `tf.train.SyncReplicasOptimizer`. Chen, Pan, Monga, Bengio,
-        Jozefowicz 2016, "Revisiting Distributed Synchronous SGD", arXiv:1604.00981.
     """
     inner = checks.check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     collectives.check_axis_name(axis_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous training with a parameter server: workers come and go.
+"""Asynchronous, fault tolerant training with a parameter server.
 
 `run` does it all on Ray (extra `ray`, imported only when `run` is called). `Server` and
 `Worker` are plain Python, for those who have a launcher of their own: a worker needs a

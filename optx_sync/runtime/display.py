@@ -30,7 +30,7 @@ class History(NamedTuple):
     """The history of a run as it was heard: an event for each push and each death.
 
     What a server had not handed over when it died is missing, a fraction of a second;
-    how many pushes were applied and lost, `Worker.rounds` and `Worker.lost` tell.
+    `Worker.rounds` and `Worker.lost` count every push that was applied or lost.
     """
 
     # In the order of the servers' clocks; the last `KEPT` of a long run.

@@ -80,106 +80,64 @@ def run(
     worker_timeout: float | None = None,
     total_steps: int | None = None,
 ) -> tuple[Tree, History]:
-    """Train asynchronously on Ray: workers that do not wait for each other.
+    """Asynchronous training with fault tolerance, on Ray: workers that wait for nobody.
 
-    `worker_fn(worker)` runs in a process of its own for each worker, and is any JAX
-    program: it computes a gradient at `worker.params` and calls `worker.step(grads,
-    loss=loss)`, once per batch. The run ends when all of them have returned.
+    `worker_fn(worker)`, any JAX program, runs in a process of its own for each worker.
+    It computes a gradient at `worker.params` and calls `worker.step(grads, loss=loss)`,
+    once per batch. The run ends when all have returned.
 
-    A worker whose process dies, or whose push was refused and who did not catch
-    `PushRefused`, is replaced: `worker_fn` starts again, with the center for
-    parameters, a fresh optimizer state, and `worker.local_step` as of its last round;
-    so write `while worker.local_step < steps:`. The others go on meanwhile. Any other
-    exception in `worker_fn` ends the run, unless there are `max_failures`. A server
-    that dies comes back from its own last checkpoint, if there is a `checkpoint_dir`;
-    workers try again until then. What was pushed to it since is lost, and each worker
-    is told how many pushes (`worker.lost`), unless there is `replay`.
-
-    Where Rich is installed and there is a terminal, a table shows the workers;
-    otherwise there are lines on the log `optx_sync.runtime`, which also says what the
-    run waits for. Figures go to `ray.util.metrics`. Ray is started on this machine
-    unless the program has started it, or an `address` is given or set in the
-    environment as Ray documents it; what is started here is stopped at the end. Each
-    worker gets an equal part of the CPUs, at most one, and of the GPUs, in whole
-    numbers.
+    A worker that dies, or does not catch a `PushRefused`, is replaced: `worker_fn`
+    starts again, with the center for parameters and `worker.local_step` as of its last
+    round; so write `while worker.local_step < steps:`. A server that dies comes back
+    from its last checkpoint. What was pushed since is lost, and each worker learns how
+    many pushes (`worker.lost`), unless there is `replay`.
 
     Args:
-        worker_fn: The worker's program; it must be picklable by cloudpickle.
+        worker_fn: The worker's program, for cloudpickle.
         params: The parameters to start from.
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
-        agreement: A center rule (`oxs.elastic_rule(...)`, `oxs.agn_rule(...)`,
-            `oxs.local_sgd_rule()`, `oxs.diloco_rule()`), or `SyncReplicas(...)`.
+        agreement: A center rule (`oxs.local_sgd_rule()`), or `SyncReplicas(...)`, which
+            needs one server and refuses `exchange`, `pull_exchange`, `replay`, `weigh`,
+            `fragments`, `delay` and `keep_local`.
         num_workers: How many workers.
-        num_servers: The number of processes that hold the center. A push is of one part
-            of it, and a part lives on one server: `fragments`, spread evenly by their
-            bytes, or else the variables, split by size into one part for each server,
-            which are pushed in the same round. `SyncReplicas` needs one server: a
-            gradient is accepted or dropped as a whole.
+        num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
-            its step (0-based). `SyncReplicas` does not use it. Steps since the last
-            round are not pushed when a worker ends: call `worker.flush()`.
-        exchange: How a worker codes what it pushes to a center, for example
-            `oxs.exchange.error_feedback(oxs.exchange.quantized(4))`: each array alone,
-            as bytes that the server decodes. `None`: whole arrays. What the code still
-            owes is kept by the worker, goes into no checkpoint, and is lost when the
-            worker dies or pulls. Not for `SyncReplicas`, nor for rules whose
-            contribution reads the center (elastic averaging).
-        pull_exchange: How the server codes its answers, for example
-            `oxs.exchange.quantized(4)`: the difference between the center and what
-            the worker knows of it, which the server keeps for each worker. What a code
-            loses is part of the next difference, so it needs no feedback. The first
-            answer, and one after a death or a lost answer, is whole. `None`: all
-            answers are. Not for `SyncReplicas`.
-        checkpoint_dir: Where servers save the center, and find it when they start: a
-            folder that all machines see, or an address like `gs://bucket/run`. A folder
-            is locked while a run saves to it.
+            its step. What is left when a worker ends, `worker.flush()` pushes.
+        exchange: Compresses pushes, array by array. `None`: whole arrays.
+        pull_exchange: Compresses answers, as the difference from what the worker has.
+        checkpoint_dir: Where servers save the center: a folder that all machines see,
+            or an address like `gs://bucket/run`.
         synchronous: All workers wait at the start until the last one has joined.
         address: An existing cluster, as `ray.init` takes it.
         checkpoint_every: Save at the start, after so many pushes, and at the end.
-        replay: Workers keep what they push until a checkpoint covers it, at most
-            2 `checkpoint_every` pushes each, and send it again when a server died: then
-            its death loses nothing. Only with center rules.
-        weigh: `(at: Round) -> factor`, traced at the servers: how much of a push the
-            center absorbs, from its `staleness`, its `tokens` (`Worker.step`) and how
-            many its worker has pushed (`num_pushed`), for example `lambda at: (1.0 +
-            at.staleness) ** -0.5`. Of factor 0, it is dropped. With center rules only.
-        fragments: P parts of the parameters, as in `center_variable`: in its k-th round
-            a worker exchanges part k mod P, every `communication_period` / P steps.
-            With center rules only.
-        delay: The worker continues while its push travels, and takes the answer so many
-            of its steps later. The center absorbs the push when it arrives. Only with
-            center rules.
-        keep_local: The share of its own parameters that a worker keeps where the rule
-            takes the center. With center rules only.
-        keep_state: Every so many rounds a worker sends its inner state along, to the
-            server and into its checkpoints, and its successor continues with it; 0: a
-            successor starts with a fresh state. `worker.place`, notes of the program,
-            is sent with each round.
-        resume: Continue from the checkpoints in `checkpoint_dir`; those that do not fit
-            these servers are refused. `False`: start afresh, and put aside what is
-            there. The number of workers may change, except for `SyncReplicas`.
-        max_failures: So many exceptions of `worker_fn`, over all workers, are logged,
-            and the worker is replaced; the next one ends the run.
+        replay: Workers keep what they push until a checkpoint covers it, and send it
+            again when a server died.
+        weigh: `(at: Round) -> factor`, traced: how much of a push the center absorbs:
+            `lambda at: (1.0 + at.staleness) ** -0.5`; 0 drops it.
+        fragments: Parts of the parameters that meet in turn, as in `center_variable`.
+        delay: A worker's steps from a push until it takes the answer.
+        keep_local: As in `center_variable`.
+        keep_state: Every so many rounds a worker's inner state is sent along, for its
+            successor; 0: that one starts with a fresh state.
+        resume: Continue from `checkpoint_dir`. `False`: start afresh, and put aside
+            what is there.
+        max_failures: After so many exceptions of `worker_fn`, over all workers, the
+            next one ends the run; until then the worker is replaced.
         worker_timeout: A worker that no server has heard from for so many seconds is
-            logged, killed and replaced; a server that does not answer itself may not
-            have heard it. Choose more than it takes from its start to its first round,
-            and from one round to the next. `None`: no limit.
-        total_steps: The steps that each worker will make, for the percentage and the
-            time left in the display. The run does not end by it.
+            killed and replaced. `None`: no limit.
+        total_steps: The steps of each worker, for the display.
 
     Returns:
         The center in the structure and dtypes of `params`, and the `History`. An
-        exception has them too, as its attributes `center` (`None` if it could not be
-        read) and `history`. SIGTERM raises a `KeyboardInterrupt`, as SIGINT does.
+        exception has them too, as its attributes `center` (or `None`) and `history`.
 
     Raises:
         ImportError: Ray is not installed.
-        RuntimeError: A worker dies again and again; a server died and there is no
-            checkpoint.
+        RuntimeError: A worker dies again and again; a server died without a checkpoint.
         TypeError: An argument of a wrong type.
-        ValueError: Numbers out of range; several servers for `SyncReplicas`; `replay`
-            without checkpoints; an `exchange` that does not fit; checkpoints that the
-            servers cannot go on from; another run that saves to the same folder.
+        ValueError: Numbers out of range; options that exclude each other; checkpoints
+            that the servers cannot continue from; another run that saves to the same
+            folder.
     """
     if weigh is not None:
         contract.check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
@@ -286,7 +244,7 @@ def _supervised(
 
 @contextlib.contextmanager
 def _sigterm_as_sigint() -> Iterator[None]:
-    """Treat SIGTERM as SIGINT, so that a job that is told to end saves the center."""
+    """Treat SIGTERM as SIGINT, so that a job that is asked to end saves the center."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread.
         return
@@ -329,7 +287,7 @@ def _carry(error: BaseException, supervisor: "_Supervisor", params: Tree) -> Non
     events = supervisor.events
     center, history = None, events.seen.history(None)
     try:
-        supervisor.stop()  # What is saved is then all that they were told of.
+        supervisor.stop()  # Then all pushes that workers were answered are saved.
         center, history = _saved(supervisor.connection, events, params)
     except Exception as other:
         log.warning("The center or its history cannot be had any more: %s", other)
@@ -518,7 +476,7 @@ class _Supervisor:
                 self.ray.kill(self.actors[index])
 
     def _tell_who_left(self) -> None:
-        """Tell all servers who has left, including those that have been restarted."""
+        """Report to all servers, also to restarted ones, who has left."""
         for number, (boot, _) in enumerate(self.events.places):
             for index in self.returned:
                 if boot and (boot, index) not in self.told:

@@ -118,75 +118,58 @@ def asynchronous(
 
     An event is one step of the worker w that `workers` names. `inner` turns its
     gradient into its update. When its steps since its last round reach
-    `communication_period`, it meets the center alone, as `rule` says (the table of
-    `optx_sync.center.contract` lists the rules):
+    `communication_period`, it meets the center alone, as `rule` says:
 
     .. math::
 
         c' \leftarrow \text{absorb}(c,\; \text{contribution of } w), \qquad
         x_w \leftarrow \text{take}(x_w, c, c')
 
-    The meeting is atomic: no other worker pushes between the two. The contribution of a
-    rule with `mean_over="workers"` is divided by N = `num_workers`, that of any other
-    rule is not. All workers and the center start at `params`.
+    No other worker pushes between the two. With `mean_over="workers"` the contribution
+    is divided by N. All workers and the center start at `params`.
 
-    The originals are TensorFlow's `ElasticAverageOptimizer` and `AGNOptimizer`; it
-    reproduces their recorded runs to 1e-6. In these, the optimizer's running powers (of
-    Adam's betas) belong to the worker, and advance both in its own step and in its step
-    on the center. The same holds here for `agn_rule(inner)` with the same `inner`, an
-    optimizer of this package; with another `outer`, as in lockstep, the center has its
-    own. Plain asynchronous SGD (DOWNPOUR) is `agn_rule(inner)` with a period of 1.
+    It reproduces recorded runs of TensorFlow's `ElasticAverageOptimizer` and
+    `AGNOptimizer` to 1e-6. There the running powers of Adam's betas advance both in a
+    worker's own step and in its step on the center; so they do here for
+    `agn_rule(inner)` with the same `inner`, an optimizer of this package.
+    `agn_rule(inner)` with a period of 1 is asynchronous SGD (DOWNPOUR).
 
     Args:
         inner: The workers' own optimizer.
-        rule: What workers and center exchange: `elastic_rule`, `agn_rule`,
-            `local_sgd_rule`, `diloco_rule`, or a `CenterRule` of your own.
+        rule: What workers and center exchange, for example `local_sgd_rule()`.
         params: The parameters at which all start, without a worker axis.
         grad_fn: `(worker, params, event) -> gradients`, traced; `worker` and `event`
-            are int32 scalars. Leaves may be `IndexedSlices` or `None`.
-        workers: int[T], the worker that steps at each event. If it is traced, a number
-            that names no worker cannot be refused, and its event changes nothing.
+            are int32 scalars.
+        workers: int[T], the worker of each event. Traced, a number that names no worker
+            changes nothing.
         num_workers: N.
         communication_period: A worker's steps between its rounds: an int, or a schedule
             of its own step (0-based).
-        exchange: How a worker codes its pushes: each array by itself, where the worker
-            keeps the memory of `oxs.exchange.error_feedback`. `None`: pushes are not
-            coded. The center is never coded. Not for rules whose contribution reads
-            the center, such as `elastic_rule`.
-        fragments: As in `center_variable`: in its k-th round a worker exchanges part
-            k mod P.
-        delay: As in `center_variable`, in steps of the worker: so many steps after the
-            worker has computed its contribution, the center absorbs it, wherever others
-            have moved the center meanwhile, and the worker takes the center.
+        exchange: How a worker compresses its pushes, array by array; not for rules
+            whose contribution reads the center, such as `elastic_rule`. `None`: not at
+            all.
+        fragments: As in `center_variable`: in its k-th round a worker exchanges part k
+            mod P.
+        delay: As in `center_variable`, in steps of the worker.
         keep_local: As in `center_variable`.
-        drop_nonfinite: As in `center_variable`: in its next round a worker that is not
-            finite contributes nothing, and starts again from the center.
-        record: Which history of `params` and `center` to keep. `None`: all of it if
-            that takes at most 256 MB, else every n-th event with the smallest n that
-            fits. `"all"`: 2 T copies of the parameters. An int n: every n-th event. A
-            function of (params, center): its results are `recorded` instead. The
-            counters are kept for every event.
+        drop_nonfinite: As in `center_variable`.
+        record: Which history of `params` and `center` to keep. `None`: all, or every
+            n-th event so that it takes at most 256 MB. `"all"`. An int n: every n-th. A
+            function of (params, center): its results are `recorded` instead.
         weigh: `(at: Round) -> factor`, traced: the factor of a contribution, from its
-            `staleness`, its `tokens` and the number that its worker has pushed
-            (`num_pushed`), for example `lambda at: (1.0 + at.staleness) ** -0.5`. A
-            contribution of factor 0 is dropped: the center stays, and nobody else
-            becomes stale by it. So `lambda at: at.staleness <= 2` is TensorFlow's
-            `DropStaleGradientOptimizer`. Not with `fragments` or `delay`.
-        tokens: [T], the number of tokens or examples behind each event's gradient, for
-            `weigh`. `None`: each counts 1.
+            `staleness`, `tokens` and `num_pushed`. 0 drops it:
+            `lambda at: at.staleness <= 2` is TensorFlow's `DropStaleGradientOptimizer`.
+            Not with `fragments` or `delay`.
+        tokens: [T], the tokens or examples behind each gradient, for `weigh`.
 
     Returns:
         An `AsynchronousRecord`.
 
     Raises:
-        TypeError: `inner` is not a transformation, `rule` not a `CenterRule` or
-            `exchange` not an `Exchange`; `workers` are not integers; a number or
-            `record` has the wrong type; gradients or parameters are not floating.
-        ValueError: `workers` has a number outside 0 ... N - 1 or is not
-            one-dimensional; `num_workers` or a period is below 1 or does not fit the
-            rule; `tokens` has another shape than `workers`; `weigh` comes with
-            `fragments` or `delay`; gradients do not match the parameters; `exchange`
-            has no code for a single worker, or does not fit the rule.
+        TypeError: An argument of a wrong type; gradients or parameters that are not
+            floating.
+        ValueError: A number out of range or of another shape; options that exclude each
+            other; gradients that do not match the parameters.
 
     Example:
         Two workers, the first one twice as fast:
@@ -208,7 +191,6 @@ def asynchronous(
         (['1.81', '1.81'], 60)
 
     References:
-        TensorFlow 1.15, `tf.contrib.opt.ElasticAverageOptimizer` and `AGNOptimizer`.
         Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
     """
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"

@@ -75,12 +75,12 @@ class Pieces(NamedTuple):
 
     @property
     def blind(self) -> bool:
-        """Whether workers contribute without the center, which none of them holds."""
+        """Whether workers contribute without seeing the center."""
         return not (self.coded or self.meeting.measure)
 
     @property
     def alone(self) -> bool:
-        """Whether a contribution depends on the worker alone, and so can be sent."""
+        """Whether `contribute` reads neither `taken` nor the center."""
         return not (self.read.taken or self.read.center)
 
     @property

@@ -27,7 +27,7 @@ def local_sgd(
     communication_period: Period = 10,
     **options: Unpack[CenterOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Local SGD: workers train alone and average their parameters every few steps.
+    r"""Local SGD, or parameter averaging: workers train alone and average now and then.
 
     Every `communication_period` steps, with N workers and c the center that all of
     them took last:
