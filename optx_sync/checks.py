@@ -23,6 +23,7 @@ from optx_sync.trees import (
     check_arrays,
     check_transformation,
     is_gradient_leaf,
+    is_placeholder,
     is_slices,
     leaves_with_names,
     values_of,
@@ -159,6 +160,16 @@ def check_no_train_state(params: Tree) -> None:
             f"What is wanted are parameters; got a {name}, which holds them beside the "
             "optimizer's state and counters. Pass state.params; to start a whole "
             f"{name} use oxs.Workers(n, axis_name).start(state)."
+        )
+
+
+def refuse_placeholder(params: Tree, what: str) -> None:
+    """Refuse Optax's tree without leaves, which does not say how a state is divided."""
+    if is_placeholder(params):
+        raise ValueError(
+            f"optax.tree.map_params does not know the state of {what}, which lies in "
+            "parts or pieces: it asks init for a state of no parameters. For specs "
+            "take oxs.state_specs(tx, params, param_specs, axis)."
         )
 
 

@@ -38,7 +38,7 @@ from optx_sync.center.rounds.later import Later
 from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
 from optx_sync.center.state import CenterState, state_class
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_inner, check_params
+from optx_sync.checks import check_inner, check_params, refuse_placeholder
 from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
@@ -46,7 +46,7 @@ from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.metrics import SharedInfo, start
 from optx_sync.placement import memory
-from optx_sync.placement.fields import InPieces, map_but_counters
+from optx_sync.placement.fields import map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -246,30 +246,17 @@ class Lockstep(NamedTuple):
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same for the tree without leaves of `optax.tree.map_params`."""
+        if number_of_parts(self.fragments) != 1:
+            refuse_placeholder(center, "fragments")
+        if self.sharded is not None:
+            refuse_placeholder(center, "shard_center=True")
         some = jnp.zeros(())  # stands for all that depends on a tree with leaves
-        known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
-        if known is None and shapes is not None:
-            known = split(self.fragments, shapes).number
-
-        def each(start):
-            if known == 1:
-                return start(center)
-            return (start(center),) * known if known else some
-
-        rule = self.meeting.rule
-        held = Center(center, () if rule.outer is None else each(rule.outer.init))
-        if self.sharded is not None and known == 1:
-            outer = () if rule.outer is None else InPieces(held.outer)
-            held = Center(InPieces(center), outer)
-        elif self.sharded is not None:
-            held = Center(some, () if rule.outer is None else some)
-        in_line = self.delay == 1 and known == self.period and self.sharded is None
-        return (
-            some if known != 1 else (),
-            held,
-            some if self.delay else (),
-            some if in_line else each(self.meeting.exchange.init),
-        )
+        meeting = self.meeting
+        outer = () if meeting.rule.outer is None else meeting.rule.outer.init(center)
+        remembered = meeting.exchange.init(center)
+        if self.delay == 1 and self.period == 1:  # in line
+            remembered = some
+        return (), Center(center, outer), some if self.delay else (), remembered
 
     def init(self, params: Tree) -> CenterState:
         """The state of a worker before its first step."""

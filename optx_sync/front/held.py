@@ -81,12 +81,6 @@ def held(state: Tree, form: Form) -> list[Held]:
     return found
 
 
-def masked(tree: Tree) -> list[Names]:
-    """The paths at which Optax has taken a leaf out of a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return [names_of(path) for path, x in leaves if is_masked(x)]
-
-
 def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
     """How many numbers the whole of each array in pieces has; `None` if unknown.
 
@@ -94,10 +88,9 @@ def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
     """
 
     def of_pieces(pieces, params):
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(pieces)
-        names = [names_of(path) for path, _ in leaves]
-        owners = parameters_of(names, params, masked(pieces))
-        return treedef.unflatten(params.get(owner) for owner in owners)
+        owners = parameters_of(pieces, params)
+        found = (params.get(owner) for owner in owners)
+        return jax.tree.structure(pieces).unflatten(found)
 
     def visit(node):
         if fields.is_in_pieces(node):

@@ -22,7 +22,7 @@ from optx_sync.forms import Form
 from optx_sync.front import held
 from optx_sync.placement import memory
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import in_pieces, is_key, stack_specs, tree_axes
+from optx_sync.placement.axes import in_pieces, is_key, specs_like, tree_axes
 from optx_sync.placement.fields import Cut
 from optx_sync.trees import (
     at_least_float32,
@@ -139,23 +139,15 @@ class Layout(NamedTuple):
         """The specs of one worker's arrays, where they are known."""
         if self.specs is None or self.mesh is None:
             return None
-        tree = form.bare(arrays)
-        start, cut = held.prefix(tree), form.pick(in_pieces(tree))
-        stacks = form.pick(stack_specs(tree))
-        names, sizes = [names_of(path) for path in form.paths()], self.mesh.shape
-        params = {}
-        for name, x in zip(names, arrays, strict=True):
+        tree, sizes = form.bare(arrays), self.mesh.shape
+        start, params = held.prefix(tree), {}
+        for path, x in zip(form.paths(), arrays, strict=True):
+            name = names_of(path)
             if name[: len(start)] == start:
                 own = name[len(start) :]
                 params[own] = x, shards.spec_of(self.specs, own, jnp.shape(x), sizes)
-        owners = shards.parameters_of(names, params, held.masked(tree))
-        told = {own: (x, spec) for own, (x, spec) in params.items() if spec is not None}
-        found = []
-        for owner, x, flag, own in zip(owners, arrays, cut, stacks, strict=True):
-            if own is None and not flag:
-                own = shards.spec_like(owner, x, told)
-            found.append(own or PartitionSpec())
-        return found
+        specs = specs_like(tree, params)
+        return form.pick(jax.tree.structure(tree).unflatten(specs))
 
     def pinned(
         self, form: Form, arrays: list[jax.Array], marks: Marks

@@ -6,7 +6,7 @@ When the states of several workers are held together, what is equal on all of th
 follow the parameters have a worker axis only if the parameters do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,15 +15,14 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer
-from optx_sync.comm.shards import is_spec, spec_of_kept_axes
+from optx_sync.comm import shards
 from optx_sync.placement import fields
 from optx_sync.trees import (
     Tree,
     check_arrays,
     check_transformation,
-    is_masked,
     is_slices,
-    with_shapes,
+    names_of,
 )
 
 
@@ -101,12 +100,13 @@ def state_specs(
 ) -> Tree:
     """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
 
-    A leaf of the state that belongs to a parameter takes its spec; other leaves are
-    replicated. In a leaf with fewer axes than its parameter (Adafactor's rows and
-    columns) each axis takes the spec of the parameter's axis that it kept; where the
-    shapes do not say which one that is, the leaf is replicated. Leaves that are per
-    worker have the worker axis in front, where `replicate` puts it; those that are
-    equal on all workers have none.
+    A leaf of the state that belongs to a parameter, by its path, takes its spec. In one
+    with fewer axes than its parameter (Adafactor's rows and columns) each axis takes
+    the spec of the parameter's axis that it kept; where the shapes do not say which one
+    that is, the leaf is replicated. So are other leaves, unless all parameters of their
+    shape, but for the number of rows, have one spec. Leaves that are per worker have
+    the worker axis in front, where `replicate` puts it; those that are equal on all
+    workers have none.
 
     Args:
         tx: Any Optax transformation, with or without wrappers of this package in it.
@@ -131,42 +131,20 @@ def state_specs(
     """
     state = state_shapes(tx, params)
     try:
-        full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
+        full_specs = jax.tree.broadcast(param_specs, params, is_leaf=shards.is_spec)
     except ValueError as error:
         raise ValueError(
             f"param_specs do not fit the parameters: {str(error).splitlines()[0]} Pass "
             "a PartitionSpec for each of them, or one for all: jax.P()."
         ) from None
-    placed = optax.tree.map_params(
-        # Optax's own tree, without leaves, does not show which parts there are.
-        lambda placeholder: tx.init(with_shapes(placeholder, params)),
-        lambda leaf, spec, param: (
-            leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
-        ),
-        state,
-        full_specs,
-        params,
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=is_masked,
-    )
-    # A state whose form depends on the parameters alone has one spec for all of it.
-    placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
-    # Stacks carry their specs. A piece is flat: it has none of its parameter's axes.
-    placed = jax.tree.map(
-        lambda node, own: node.specs() if fields.is_in_stacks(node) else own,
-        state,
-        placed,
-        is_leaf=fields.is_in_stacks,
-    )
-    placed = jax.tree.map(
-        lambda node: (
-            jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=is_spec)
-            if fields.is_in_pieces(node)
-            else node
-        ),
-        placed,
-        is_leaf=lambda x: fields.is_in_pieces(x) or is_spec(x),
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    known = {
+        names_of(path): (x, spec)
+        for (path, x), spec in zip(
+            leaves, jax.tree.leaves(full_specs, is_leaf=shards.is_spec), strict=True
+        )
+    }
+    placed = jax.tree.structure(state).unflatten(specs_like(state, known))
     if worker_axis is None:
         return placed
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
@@ -182,6 +160,35 @@ def state_specs(
     return placed
 
 
+def specs_like(
+    tree: Tree, params: Mapping[shards.Names, tuple[Any, PartitionSpec | None]]
+) -> list[PartitionSpec]:
+    """The spec of each leaf of a tree with states in it, from the parameters' own.
+
+    `params` are, by the names in their paths, the parameters and their specs, `None`
+    where there is none. A leaf that belongs to a parameter lies like it.
+    """
+
+    def whole_or_own(node):
+        if fields.is_in_stacks(node):  # which carry their specs
+            return node.specs()
+        # A piece is flat: it has none of its parameter's axes.
+        spec = PartitionSpec() if fields.is_in_pieces(node) else False
+        return jax.tree.map(lambda _: spec, node)
+
+    nodes = jax.tree.map(
+        whole_or_own,
+        tree,
+        is_leaf=lambda x: fields.is_in_stacks(x) or fields.is_in_pieces(x),
+    )
+    pairs = zip(
+        shards.specs_like(tree, params),
+        jax.tree.leaves(nodes, is_leaf=shards.is_spec),
+        strict=True,
+    )
+    return [like if spec is False else spec for like, spec in pairs]
+
+
 def map_marked(
     function: Callable,
     tree: Tree,
@@ -195,7 +202,7 @@ def map_marked(
     If given, `pieces` is for leaves in pieces on this level; it also gets their
     `fields.Cut`.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=shards.is_spec)
     try:
         marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
     except (TypeError, ValueError) as error:
@@ -252,15 +259,6 @@ def stacked_axes(state: Any) -> int:
 def _ndim(x: Any) -> int:
     """Of an array, of its shape, or of what Orbax says of it."""
     return len(getattr(x, "shape", ()))
-
-
-def stack_specs(tree: Tree) -> Tree:
-    """The spec of each leaf in an `InStacks`; `None` for others."""
-    return jax.tree.map(
-        lambda node: node.specs() if fields.is_in_stacks(node) else None,
-        tree,
-        is_leaf=fields.is_in_stacks,
-    )
 
 
 def is_key(x: Any) -> bool:

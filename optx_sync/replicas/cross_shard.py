@@ -457,11 +457,9 @@ class _InPieces(NamedTuple):
         """The state of this replica's pieces."""
         checks.check_params(params)
         inner = self.whole.inner
-        if trees.is_placeholder(params):
-            pieces = fields.InPieces(inner.init(params))
-        else:
-            self.elementwise.check(params)
-            pieces = own_pieces(inner.init, params, self.whole.axis_name)
+        checks.refuse_placeholder(params, "shard_state=True")
+        self.elementwise.check(params)
+        pieces = own_pieces(inner.init, params, self.whole.axis_name)
         _refuse_center(pieces, "True")
         return self.whole.around(pieces, params)
 
@@ -547,11 +545,7 @@ class _InLeaves(NamedTuple):
     def init(self, params):
         """The state of this replica's leaves and pieces."""
         checks.check_params(params)
-        if trees.is_placeholder(params):
-            shapes: Any = trees.shapes_of(params)
-            if shapes is None:
-                return fields.InPieces(self.whole.inner.init(params))
-            return jax.eval_shape(self.init, shapes)
+        checks.refuse_placeholder(params, "shard_state='leaves'")
         plan = self.leaves.plan(params)
         tree = plan.cut(params)
         own = own_pieces(
