@@ -25,7 +25,9 @@ INIT = jax.jit(NETWORK.init)  # one program, and the same numbers as without
 TEST = 360  # images; of more parts each has so many
 # Dean et al., 2012: workers add the sum of their updates to the center, and take it.
 DOWNPOUR = oxs.CenterRule(
-    contribute=lambda own, center, at: own.accumulated, accumulate="updates"
+    contribute=lambda own, center, at: own.accumulated,
+    accumulate="updates",
+    reads=("accumulated",),
 )
 # Whether each worker's part of the images is sorted by label, in words.
 WORKERS, BATCH, PARTS = 8, 16, {False: "shuffled", True: "sorted by label"}

@@ -29,6 +29,8 @@ def part_way(pull):
         mean_over="workers",
         # What the worker goes on with, from the center before and after the round.
         take=lambda x, before, after, at: x + pull * (after - x),
+        # The arrays that the two formulas read; the others need not be kept.
+        reads=("params", "center", "after"),
     )
 
 

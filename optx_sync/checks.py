@@ -5,7 +5,6 @@ import contextlib
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeVar, get_args
 
@@ -280,48 +279,39 @@ def fill_missing(updates: Tree, params: Tree | None) -> Tree:
 
 @contextlib.contextmanager
 def explains_inner(grads: Tree) -> Iterator[None]:
-    """Explain how to mend it when a transformation cannot run on these gradients.
+    """Note how to mend it when a transformation cannot run on these gradients.
 
     JAX's own messages, about a container that is no array, a dtype without arithmetic
-    or the types of a conditional, do not lead there.
+    or the types of a conditional, do not lead there. Wrappers inside of each other
+    note it once.
     """
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        if _is_ours(error):
-            raise
-        if "manual axis types do not match" in str(error):
-            raise TypeError(
-                "A conditional or loop inside the inner transformation joins values "
-                "that differ between the workers with constants, which jax.shard_map "
-                "refuses by default (optax.contrib.reduce_on_plateau does so). Map the "
+        leaves = leaves_with_names(grads)
+        rows = [name for name, leaf in leaves if is_slices(leaf)]
+        notes = []
+        if rows:
+            notes.append(
+                f"The gradient at {rows[0]} is row-sparse (IndexedSlices). Where a "
+                "transformation takes arrays only, use an optimizer of oxs.optimizers "
+                "(adam, custom_adam, adagrad, ftrl, ...), run a stateless one by "
+                "oxs.on_values, or pass the gradient's to_dense(rows)."
+            )
+        arrays = [values_of(leaf) for _, leaf in leaves if leaf is not None]
+        if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
+            notes.append(
+                "Where a conditional or loop of a transformation joins values that "
+                "differ between the workers with constants, which jax.shard_map "
+                "refuses by default (optax.contrib.reduce_on_plateau does so), map the "
                 "step by oxs.Workers or oxs.map_workers, or call jax.shard_map(..., "
                 "check_vma=False); or hand in what is equal on all replicas, such as "
                 "value=oxs.reduce(value, axis_name) where the state is equal, too."
-            ) from error
-        rows = [name for name, leaf in leaves_with_names(grads) if is_slices(leaf)]
-        # JAX says one of these: two containers, the dtype of the indices, its methods.
-        words = ("slices.IndexedSlices", "key<", "Cannot call abstract method")
-        if not rows or not any(word in str(error) for word in words):
-            raise
-        raise TypeError(
-            f"The gradient at {rows[0]} is row-sparse (IndexedSlices), and this "
-            "transformation takes arrays only. Use an optimizer of oxs.optimizers "
-            "(adam, custom_adam, adagrad, ftrl, ...), run a stateless transformation "
-            "by oxs.on_values, or pass the gradient's to_dense(rows)."
-        ) from error
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether it came through a wrapper or exchange of this package, further inside.
-
-    Those wrappers explain their own inner transformation; once is enough.
-    """
-    rooms = ("exchange", "replicas", "center", "peers", "step")
-    ours = tuple(f"optx_sync.{room}" for room in rooms)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # The first two are `explains_inner` itself and who calls the transformation.
-    return any(x.f_globals.get("__name__", "").startswith(ours) for x in frames[2:])
+            )
+        for note in notes:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        raise
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "optimizers": (ARGUMENTS, LAWS, "optimizers/test_golden.py"),
     "replicas": (SHARD, SYNC, ALL),
     "center": (*CENTER, ALL),
-    "peers": ("peers/test_gossip.py", "test_simulate_gossip.py", ALL),
+    "peers": ("peers/test_gossip.py", ALL),
     "step": ("test_step.py", *CENTER),
     "state": ("test_state.py", "test_slots.py"),
     "placement": ("test_sharding.py", "test_state.py", *CENTER, SYNC, ALL),

@@ -635,6 +635,7 @@ def test_groups_that_are_no_partition(groups, match):
             {"reduction": "sum", "weight": 1},
         ),
         (r"ValueError: scalar per replica.*\(2,\)", {"weight": np.ones(2)}),
+        ("TypeError: weight must be a number, or None; got '2'", {"weight": "2"}),
         ("ValueError: finite and not negative; got -1", {"weight": -1}),
         ("ValueError: finite and not negative; got nan", {"weight": float("nan")}),
         ("ValueError: finite and not negative; got inf", {"weight": np.inf}),

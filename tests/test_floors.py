@@ -88,7 +88,12 @@ GROUND = {
         "center/rules/local_sgd",
         "center/rules/diloco",
     },
-    "replicas": {"replicas/accumulator", "replicas/averages", "replicas/owners"},
+    "replicas": {
+        "replicas/accumulator",
+        "replicas/averages",
+        "replicas/owners",
+        "replicas/tokens",
+    },
     "front": {"front/held", "front/layout", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},
     "runtime": {

@@ -406,6 +406,7 @@ def test_pieces_on_the_level_that_they_are_for():
     rule = oxs.CenterRule(
         contribute=lambda own, center, at: own.params - own.taken,
         mean_over="workers",
+        affine=True,
         outer=optax.adam(0.5),  # whose count is a number that is not cut
     )
 

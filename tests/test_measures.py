@@ -439,8 +439,15 @@ def test_the_batch_that_the_noise_asks_for(scale, options, expected):
     assert oxs.next_batch_size(scale, 256, **options) == expected
 
 
-def test_a_batch_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be a multiple of"):
-        oxs.next_batch_size(1.0, 250, multiple=64)
-    with pytest.raises(ValueError, match="noise"):
-        oxs.next_batch_size(1.0, 256, noise=0.0)
+@pytest.mark.parametrize(
+    ("said", "batch_size", "options"),
+    [
+        ("batch_size must be a multiple of", 250, {"multiple": 64}),
+        ("batch_size must be 1 or more", -32, {}),
+        ("largest must be 1 or more", 256, {"largest": -1}),
+        ("noise", 256, {"noise": 0.0}),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(said, batch_size, options):
+    with pytest.raises(ValueError, match=said):
+        oxs.next_batch_size(1.0, batch_size, **options)

@@ -83,6 +83,8 @@ def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
 
 
 ROWS = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))
+# JAX's own errors of an optimizer that takes arrays; ours is a note to them.
+JAXS = (TypeError, ValueError, NotImplementedError)
 TAKES_ARRAYS = {
     "structure": optax.adam(0.1),
     "arithmetic": SGD,
@@ -110,7 +112,7 @@ def test_rows_for_an_optimizer_of_arrays(wrap, inner):
 
     message = r"at \['w'\] is row-sparse .* oxs.optimizers .* oxs.on_values.* to_dense"
     run = jax.vmap(step, axis_name=AXIS)
-    refuse(TypeError, message, run, jnp.arange(2))
+    refuse(JAXS, message, run, jnp.arange(2))
 
 
 def test_rows_in_the_simulations():
@@ -127,7 +129,7 @@ def test_rows_in_the_simulations():
             optax.adam(0.1), PARAMS, grad_fn, jnp.array([0]), replicas_to_aggregate=1
         ),
     ):
-        refuse(TypeError, r"at \['w'\] is row-sparse", run)
+        refuse(JAXS, r"at \['w'\] is row-sparse", run)
 
 
 def test_a_wrong_type_elsewhere_is_not_said_to_be_the_rows():

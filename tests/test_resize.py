@@ -187,6 +187,7 @@ HALF_WAY = oxs.CenterRule(
     contribute=lambda own, center, at: own.params - center,
     take=lambda x, before, after, at: x + 0.5 * (after - x),
     mean_over="workers",
+    reads=("params", "center", "after"),
 )
 
 

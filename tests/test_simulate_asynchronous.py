@@ -247,15 +247,17 @@ def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
     np.testing.assert_array_equal(record.final.workers.local_step, counts)
 
 
-READS_TAKEN = {  # both with a `take` of their own; no flag says what they read
+READS_TAKEN = {  # both with a `take` of their own
     "contribute": oxs.CenterRule(
         contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
         take=lambda x, before, after, at: x - 0.25 * (x - after),
+        reads=("params", "taken", "after"),
     ),
     "penalty": oxs.CenterRule(
         contribute=lambda own, center, at: 0.5 * (own.params - center),
         take=lambda x, before, after, at: x - 0.25 * (x - after),
         penalty=lambda own, at: 0.3 * (own.params - own.taken),
+        reads=("params", "center", "after"),
     ),
 }
 

@@ -12,6 +12,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import simulate
+from optx_sync.replicas.tokens import Tokens, hand_out
 from tests import contexts
 from tests.reference import sync_replicas as reference
 from tests.refusals import refused
@@ -117,6 +118,21 @@ def test_random_schedule_is_the_machine(required, workers, tokens):
     assert tokens == 9 or expected["updated"].sum() > 10, "the case shows updates"
 
 
+def test_a_host_hands_out_the_tokens_as_a_compiled_step_does():
+    """In NumPy's arrays to NumPy's: those in front get the old ones, nobody waits."""
+    queue, waits = Tokens(old=1, new=2), np.array([True, False, True, True, True])
+    on_host = hand_out(queue, waits, place := np.array([3, 1, 1, 4, 2]))
+    on_device = jax.jit(hand_out)(queue, waits, place)
+    served, late, left = on_host
+    assert (served.tolist(), late.tolist()) == (
+        [True, False, True, False, True],
+        [False, False, True, False, False],
+    )
+    assert tuple(left) == (0, 0)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(on_host))
+    jax.tree.map(np.testing.assert_array_equal, on_host, on_device)
+
+
 def toy(schedule=(0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1), params=None, **options) -> Any:
     """Gradients are the first two parameters, times the worker's number from 1."""
     return simulate.sync_replicas(
@@ -184,6 +200,7 @@ ALONE = {"total_num_replicas": 1}
         ("ValueError: num_tokens must be -1 or more", {"num_tokens": -5}),
         ("TypeError: num_tokens must be", {"num_tokens": 1.0}),
         ("ValueError: must be 1 or more", {"replicas_to_aggregate": 0}),
+        ("ValueError: must be 0 or more, .* -1", {"initial_global_step": -1}),
         ("ValueError: names worker 3, but there are 3", {"schedule": [0, 3]}),
         ("ValueError: names worker -1", {"schedule": [0, -1]}),
         ("TypeError: must hold integers", {"schedule": [1.0]}),

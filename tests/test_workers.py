@@ -225,6 +225,10 @@ def test_meshes_and_parameters_that_do_not_fit():
         (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
         (lambda: oxs.map_workers(same, AXIS)({}), "nothing tells how many workers"),
         (
+            lambda: oxs.state_axes(optax.sgd(0.1), PARAMS, level=-1),
+            "from 0; got level -1",
+        ),
+        (
             lambda: oxs.Workers(3, AXIS, mesh=mesh),
             "Workers are 3, but the mesh has 2 positions",
         ),
@@ -306,3 +310,18 @@ def test_explicit_axes_are_compiled_once():
     assert mapped._cache_size() == 1
     first = oxs.first(params)["w"]
     np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])
+
+
+@pytest.mark.parametrize("mesh", [None, mesh_of({AXIS: 4}), mesh_of({"a": 2, "b": 2})])
+def test_a_gradient_of_shared_parameters_is_not_taken_for_their_sum(mesh):
+    """JAX's types would sum it on a mesh, and simulated workers have each their own."""
+    axis_name = AXIS if mesh is None else mesh.axis_names
+
+    def step(params, x):
+        grads = jax.grad(lambda params: jnp.sum(params * x))(params)
+        tx = oxs.cross_shard(optax.sgd(1.0), axis_name, grads="summed")
+        return oxs.apply_gradients(tx, grads, tx.init(params), params)[0]
+
+    run = oxs.map_workers(step, axis_name, mesh=mesh, in_axes=(None, 0), out_axes=None)
+    with pytest.raises(ValueError, match="has None in out_axes, equal on all workers"):
+        run(np.ones(3, np.float32), np.ones((4, 3), np.float32))

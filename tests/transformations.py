@@ -37,7 +37,11 @@ GRAPHS: dict[str, Any] = {
     "grid": oxs.graphs.grid(2),
     "metropolis": oxs.graphs.metropolis([(i, i + 1) for i in range(N - 1)]),
 }
-AFFINE = oxs.CenterRule(lambda own, center, at: 0.5 * (own.params - own.taken))
+AFFINE = oxs.CenterRule(
+    lambda own, center, at: 0.5 * (own.params - own.taken),
+    reads=("params", "taken"),
+    affine=True,
+)
 # name: of an inner transformation, an axis and options.
 CENTERS: dict[str, Callable[..., Any]] = {
     "center_variable": lambda tx, axis, **more: oxs.center_variable(

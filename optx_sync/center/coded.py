@@ -6,14 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optx_sync.center.contract import CenterRule, Period, reads
-from optx_sync.exchange.contract import Code, Exchange, check_exchange, remembers
+from optx_sync.center.contract import CenterRule
+from optx_sync.exchange.contract import Code, Exchange, check_exchange
 from optx_sync.trees import Tree, is_floating, leaves_with_names
 
 
-def check_code(
-    exchange: Exchange | None, rule: CenterRule, communication_period: Period
-) -> Exchange | None:
+def check_code(exchange: Exchange | None, rule: CenterRule) -> Exchange | None:
     """`exchange=` for workers that come one by one; refuse one without a code."""
     if exchange is None:
         return None
@@ -24,11 +22,12 @@ def check_code(
             "a code, such as oxs.exchange.quantized(), top_k() or error_feedback(...) "
             "around one. This one compares or combines what several replicas have."
         )
-    if reads(rule, communication_period).center:
+    if "center" in rule.reads:
         raise ValueError(
             "exchange= codes what a worker contributes, but the contribution of this "
             "rule reads the center as it is when the push arrives, which the worker "
-            "does not know. Leave exchange out, or write the rule with own.taken."
+            "does not know. Leave exchange out, or write the rule with own.taken and "
+            "declare what it reads, reads=('params', 'taken')."
         )
     return exchange
 
@@ -38,7 +37,7 @@ def check_pull_code(exchange: Exchange | None) -> Exchange | None:
     if exchange is None:
         return None
     check_exchange(exchange)
-    if exchange.code is None or remembers(exchange):
+    if exchange.code is None or exchange.remembers:
         raise ValueError(
             "pull_exchange= codes what a worker lacks of the center, one array alone. "
             "What a code loses is lacking the next time, so nothing is remembered. "

@@ -16,7 +16,7 @@ center whole) and N workers:
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -63,6 +63,10 @@ class Round(NamedTuple):
     num_pushed: Any = 1  # int32[], contributions of this worker, this one included
 
 
+# The arrays that `contribute` may read, and the two that `take` may.
+Array: TypeAlias = Literal[
+    "params", "taken", "accumulated", "center", "before", "after"
+]
 # How much of a contribution the center absorbs, given its `Round`.
 Weigh: TypeAlias = Callable[[Round], ArrayLike]
 
@@ -93,6 +97,15 @@ class CenterRule(NamedTuple):
             `oxs.runtime.run`. With 0 it is dropped, and the center stays.
         check_lockstep: `(num_workers) -> None`, which raises where so many workers that
             all meet at once would drift apart; `None`: they never do.
+        reads: Names of the arrays that `contribute` reads, "params", "taken",
+            "accumulated" and "center", and that `take` reads, "before" and "after".
+            Others need not travel or be kept, and raise where a formula uses them.
+            All of them, the default, is always right; but a rule that reads "center"
+            cannot be coded on its way there.
+        affine: Whether `contribute` is affine in the worker's own arrays, so that the
+            contribution of the workers' mean is the mean of their contributions:
+            `shard_center=True` asks for that. `oxs.testing.check_rule` holds a rule to
+            what it declares.
 
     Example:
         The skeleton to copy, local SGD with a slower center:
@@ -102,6 +115,8 @@ class CenterRule(NamedTuple):
         >>> half_way = oxs.CenterRule(
         ...     contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
         ...     mean_over="workers",
+        ...     reads=("params", "taken"),
+        ...     affine=True,
         ... )
         >>> tx = oxs.center_variable(optax.sgd(0.1), half_way, "workers")
     """
@@ -116,51 +131,45 @@ class CenterRule(NamedTuple):
     check: Callable[[Period], None] | None = None
     weigh: Weigh | None = None
     check_lockstep: Callable[[int], None] | None = None
+    reads: tuple[Array, ...] = get_args(Array)
+    affine: bool = False
 
 
-class Reads(NamedTuple):
-    """Which arrays the formulas of a rule read."""
+class Undeclared(np.lib.mixins.NDArrayOperatorsMixin):
+    """Stands for an array that a rule does not declare to read: any use of it raises.
 
-    params: bool  # `contribute` reads own.params
-    taken: bool  # `contribute` or `penalty` reads own.taken
-    accumulated: bool  # `contribute` reads own.accumulated
-    center: bool  # `contribute` reads the center now
-    contributed_taken: bool  # `contribute` reads own.taken
-    before: bool  # `take` reads the center before the round
-    after: bool  # `take`, or the hard pull, reads the center after the round
+    Args:
+        name: The array's name among `CenterRule.reads`.
+        reads: What the rule declares.
+    """
 
+    def __init__(self, name: Array, reads: tuple[Array, ...]):
+        self._name, self._reads = name, reads
 
-def reads(rule: CenterRule, communication_period: Period) -> Reads:
-    """Which arrays the formulas of a rule read, found by tracing each formula."""
-    period = static_period(communication_period)
-    at = Round(rule.num_workers or 2, period, np.int32(1), tokens=np.float32(1))
-
-    def own(x: jax.Array, s: jax.Array, a: jax.Array) -> Own:
-        return Own(x, s, None if rule.accumulate is None else a)
-
-    x, s, a, c = _arguments_read(
-        lambda x, s, a, c: rule.contribute(own(x, s, a), c, at)
-    )
-    taken = s
-    penalty, take = rule.penalty, rule.take
-    if penalty is not None:
-        taken |= _arguments_read(lambda x, s, a, _: penalty(own(x, s, a), at))[1]
-    before, after = False, True
-    if take is not None:
-        _, before, after, _ = _arguments_read(
-            lambda x, before, after, _: take(x, before, after, at)
+    def __array_ufunc__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"A formula of this CenterRule reads {self._name!r}, and the rule declares "
+            f"reads={self._reads}. Declare it too: reads={(*self._reads, self._name)}."
         )
-    return Reads(x, taken, a, c, s, before, after)
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        self.__array_ufunc__()
 
 
-def keeps_before(rule: CenterRule, communication_period: Period) -> bool:
+def declared(rule: CenterRule, name: Array, array: Any) -> Any:
+    """The array for a formula of the rule; what raises if it is used undeclared."""
+    return array if name in rule.reads else Undeclared(name, rule.reads)
+
+
+def keeps_before(rule: CenterRule) -> bool:
     """Whether a worker must keep the center as it was before its last round.
 
     This is so for a rule with `take` whose formulas read `own.taken`. In lockstep and
     without `take`, the last center that a worker took is the current one: no copy is
     needed.
     """
-    return rule.take is not None and reads(rule, communication_period).taken
+    reads = "taken" in rule.reads or rule.penalty is not None
+    return rule.take is not None and reads
 
 
 def static_period(communication_period: Period) -> int | None:
@@ -169,10 +178,16 @@ def static_period(communication_period: Period) -> int | None:
 
 
 def check_rule(rule: object, call: str) -> None:
-    """Raise a TypeError that shows `call` for anything but a `CenterRule`."""
+    """Refuse anything but a `CenterRule`, showing `call`, and names it cannot read."""
     if not isinstance(rule, CenterRule):
         raise TypeError(
             f"rule must be a CenterRule; got {brief(rule)}. Write for example {call}."
+        )
+    known = get_args(Array)
+    if not (isinstance(rule.reads, tuple) and set(rule.reads) <= set(known)):
+        raise ValueError(
+            f"reads of a CenterRule is a tuple of names among {known}; got "
+            f"{rule.reads!r}. Write for example reads=('params', 'taken')."
         )
 
 
@@ -194,24 +209,3 @@ def check_period(communication_period: Period) -> Period:
         return communication_period
     mend = "Pass an int, which is static, for example 10, or a schedule."
     return integer("communication_period", communication_period, mend)
-
-
-def _arguments_read(formula: Callable) -> list[bool]:
-    """Which of its four arguments a formula for one array reads."""
-    # A formula may branch on the shape, so each is traced for several shapes.
-    read, errors = [False] * 4, []
-    for shape in ((), (2,), (2, 2)):
-        example = jax.ShapeDtypeStruct(shape, np.float32)
-        try:
-            jaxpr = jax.make_jaxpr(formula)(*[example] * 4).jaxpr
-        except (TypeError, ValueError, IndexError) as error:  # for matrices, say
-            errors.append(error)
-            continue
-        used = {id(var) for equation in jaxpr.eqns for var in equation.invars}
-        used |= {id(var) for var in jaxpr.outvars}
-        read = [
-            old or id(var) in used for old, var in zip(read, jaxpr.invars, strict=True)
-        ]
-    if len(errors) == 3:
-        raise errors[-1]
-    return read

@@ -170,14 +170,14 @@ def center_variable(
         measure,
         keep_local,
     )
-    sharded = pieces(meeting, period, delay) if shard_center else None
+    sharded = pieces(meeting, delay) if shard_center else None
     lockstep = Lockstep(
         meeting,
         period,
         fragments,
         delay,
         trees.check_accumulator_dtype(accumulator_dtype),
-        keeps_before(rule, period) or (sharded is not None and sharded.coded),
+        keeps_before(rule) or (sharded is not None and sharded.coded),
         nests=True,
         state=state_class(rule, on_host, axis_name is ALONE),
         sharded=sharded,

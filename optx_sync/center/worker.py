@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optx_sync.center.contract import CenterRule, Own, Period, Round
+from optx_sync.center.contract import CenterRule, Own, Period, Round, declared
 from optx_sync.checks import explains_inner, fill_missing
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
@@ -120,13 +120,16 @@ def contribute(
     """The rule's `contribute` of each array, in the center's dtypes."""
     if rule.accumulate is None:
         accumulated = jax.tree.map(lambda c: None, center)
-    return jax.tree.map(
-        lambda c, x, s, a: rule.contribute(Own(x, s, a), c, at),
-        center,
-        params,
-        taken,
-        accumulated,
-    )
+
+    def one(c, x, s, a):
+        own = Own(
+            declared(rule, "params", x),
+            declared(rule, "taken", s),
+            declared(rule, "accumulated", a),
+        )
+        return rule.contribute(own, declared(rule, "center", c), at)
+
+    return jax.tree.map(one, center, params, taken, accumulated)
 
 
 def share_of_one(rule: CenterRule, contribution: Tree, at: Round) -> Tree:
@@ -187,7 +190,12 @@ def take(
     x = as_center(worker.params, after)
     formula = rule.take
     if formula is not None:
-        x = jax.tree.map(lambda x, b, a: formula(x, b, a, at), x, before, after)
+
+        def one(x, b, a):
+            around = declared(rule, "before", b), declared(rule, "after", a)
+            return formula(x, *around, at)
+
+        x = jax.tree.map(one, x, before, after)
     elif isinstance(keep_local, int | float) and keep_local == 0:
         x = after
     else:

@@ -30,9 +30,9 @@ _AUTO_MESH = (
 
 
 class VaryingTypeError(ValueError):
-    """By its type an array varies over a mesh axis where it must not, or not at all.
+    """An array varies over an axis where it must not, or does not where it must.
 
-    Only types show this, those of `jax.shard_map(check_vma=True)`.
+    Types show this, those of `jax.shard_map(check_vma=True)` and of `jax.vmap`.
     """
 
 
@@ -104,9 +104,7 @@ def axis_index(axis_name: AxisName) -> Int32[Array, ""]:
         own = _bound(lax.axis_index, axis)
         try:
             index = index * axis_size(axis) + own
-        except ValueError as error:
-            if "not found in mesh" not in str(error):
-                raise
+        except ValueError as error:  # the axis is mapped: it is the lanes' type
             raise ValueError(
                 "Lanes of jax.vmap that lie along an Explicit mesh axis, as "
                 "jax.make_mesh makes them by default, need the mesh: call this within "

@@ -74,6 +74,9 @@ def all_reduce(
     return Exchange(
         lambda tree: (),
         meet,
+        linear=True,
+        takes_weights=True,
+        remembers=False,
         exact=True,
         scatter=functools.partial(scatter, dtype=dtype, bucket_bytes=bucket_bytes),
         bucket_bytes=bucket_bytes,

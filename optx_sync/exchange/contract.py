@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -105,12 +104,15 @@ class Exchange(NamedTuple):
         init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
             replica remembers from one exchange to the next; `()` for nothing.
         meet: See `Meet` and `Met`.
-        linear: Whether the law in this module's head holds.
+        linear: Whether the law in this module's head holds. `oxs.testing.
+            check_exchange` holds an exchange to all that it declares.
         exact: Whether the mean is exact, whatever the leaves: they may be
             row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and
             `measure=True` compares gradients with the mean.
         takes_weights: Whether a weight is more than a flag: `False` where 0 leaves
             a replica out and all others count the same.
+        remembers: Whether a replica remembers anything: `False` says that `init`
+            returns `()`, so that a wrapper around it need not keep a state.
         outlier: `(tree, mean, axis_name, weight) -> bool[]`, whether this replica's
             tree lies far from the mean that `meet` made; wrappers count that for
             `oxs.metrics`. `None`: not asked.
@@ -131,7 +133,7 @@ class Exchange(NamedTuple):
         >>> import optx_sync as oxs
         >>> def meet(tree, state, axis_name, *, weight=None, also=None):
         ...     return oxs.exchange.Met(oxs.reduce(tree, axis_name, weight=weight))
-        >>> by_hand = oxs.exchange.Exchange(init=lambda tree: (), meet=meet)
+        >>> by_hand = oxs.exchange.Exchange(lambda tree: (), meet, linear=True)
         >>> tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=by_hand)
         >>> def step(gradient):
         ...     return tx.update(gradient, tx.init(gradient))[0]
@@ -141,9 +143,10 @@ class Exchange(NamedTuple):
 
     init: Callable[[Tree], Tree]
     meet: Callable[..., Met]  # a `Meet`
-    linear: bool = True
+    linear: bool
     exact: bool = False
-    takes_weights: bool = True
+    takes_weights: bool = False
+    remembers: bool = True
     outlier: (
         Callable[[Tree, Tree, AxisName, ArrayLike | None], Bool[Array, ""]] | None
     ) = None
@@ -151,15 +154,6 @@ class Exchange(NamedTuple):
     code: Code | None = None
     bucket_bytes: int = BUCKET_BYTES
     halves: Halves | None = None
-
-
-def remembers(exchange: Exchange) -> bool:
-    """Whether an exchange keeps anything from one call to the next."""
-    example = {
-        "matrix": jax.ShapeDtypeStruct((64, 64), np.float32),
-        "vector": jax.ShapeDtypeStruct((64,), np.float32),
-    }
-    return bool(jax.tree.leaves(jax.eval_shape(exchange.init, example)))
 
 
 def start_outliers(exchange: Exchange) -> Tree:
@@ -202,7 +196,7 @@ def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
         raise ValueError(
             "This exchange counts all replicas alike and takes no weight. Pass a bool "
             "to leave a replica out, or clip with oxs.exchange.clipped(...), which "
-            "takes weights."
+            "takes weights. One of your own that does declares takes_weights=True."
         )
 
 
@@ -229,7 +223,7 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
             f"own; got {brief(exchange)}. Write for "
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
-    return exchange._replace(meet=_on_shards(exchange, _complete(exchange.meet)))
+    return exchange._replace(meet=_on_shards(exchange, _complete(exchange)))
 
 
 def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:
@@ -273,8 +267,9 @@ def _inside(
     return met._replace(weight=jnp.asarray(met.weight), lost=None)
 
 
-def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:
+def _complete(exchange: Exchange) -> Callable[..., Met]:
     """A `meet` that fills in the fields of `Met` that the one inside leaves out."""
+    meet = exchange.meet
 
     @functools.wraps(meet)
     def complete(tree, state, axis_name, *, weight=None, also=None, **more):
@@ -286,6 +281,11 @@ def _complete(meet: Callable[..., Met]) -> Callable[..., Met]:
                 "The meet of an exchange returns an oxs.exchange.Met; this one "
                 f"returned a {type(met).__name__}. Write for example `return "
                 "oxs.exchange.Met(mean, lost=lost, state=state)`."
+            )
+        if not exchange.remembers and jax.tree.leaves(met.state):
+            raise ValueError(
+                "This exchange declares remembers=False, and its meet returned a "
+                "state, which nobody keeps. Leave remembers out."
             )
         if met.weight is None:
             own = own_weight(weight, axis_name)

@@ -103,18 +103,14 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     halves = exchange.halves
     if halves is not None:
         halves = Halves(_fed_back(halves.up, decay, whole=False), halves.down)
-    if exchange.code is None:
-        return Exchange(init, meet, halves=halves)
-    inside = exchange.code
-
-    def encode(x, state):
-        wished = x + state.error * jnp.asarray(decay, x.dtype)
-        message, lost, inner = inside.encode(wished, state.exchange)
-        # Where the message is not finite, what it lost is not finite either.
-        error = jnp.where(jnp.isfinite(lost), lost, state.error)
-        return message, lost, ErrorFeedbackState(error, inner)
-
-    return Exchange(init, meet, code=Code(encode, inside.decode), halves=halves)
+    return Exchange(
+        init,
+        meet,
+        linear=True,
+        takes_weights=exchange.takes_weights,
+        code=None if exchange.code is None else _fed_back_code(exchange.code, decay),
+        halves=halves,
+    )
 
 
 def _fed_back(
@@ -164,6 +160,19 @@ def _fed_back(
         return met._replace(lost=grown, state=localize(memory, axis_name))
 
     return meet
+
+
+def _fed_back_code(inside: Code, decay: float | jax.Array) -> Code:
+    """The same for a worker that comes alone."""
+
+    def encode(x, state):
+        wished = x + state.error * jnp.asarray(decay, x.dtype)
+        message, lost, inner = inside.encode(wished, state.exchange)
+        # Where the message is not finite, what it lost is not finite either.
+        error = jnp.where(jnp.isfinite(lost), lost, state.error)
+        return message, lost, ErrorFeedbackState(error, inner)
+
+    return Code(encode, inside.decode)
 
 
 def _zeros(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

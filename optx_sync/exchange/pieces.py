@@ -54,7 +54,14 @@ def joined(
         mean, lost = narrowed(joint.cut(means), joint.cut(lost), tree, weight)
         return Met(mean, total, lost, state, summed(also, axis_name))
 
-    return Exchange(lambda tree: (), meet, code=code)
+    return Exchange(
+        lambda tree: (),
+        meet,
+        linear=True,
+        takes_weights=True,
+        remembers=False,
+        code=code,
+    )
 
 
 def cut(tree: Tree, axis_name: AxisName | None) -> Tree:

@@ -160,7 +160,8 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         product = left.reshape(rows, used) @ right.reshape(columns, used).T
         return product.reshape(like.shape)
 
-    return Exchange(init, meet, code=Code(encode, decode))
+    code = Code(encode, decode)
+    return Exchange(init, meet, linear=True, takes_weights=True, code=code)
 
 
 def _orthonormal(matrix: Float[Array, "n m"]) -> Float[Array, "n _"]:

@@ -268,7 +268,7 @@ class InStacks:
     tree: dict[str, Any]  # the stack of each group, by its first leaf's path
     axes: tuple[str, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _tell_flax(InStacks, "tree")
 
     def specs(self) -> "InStacks":
@@ -292,7 +292,7 @@ class InParts:
     parts: tuple[InPieces, ...]
     partition: Any
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _tell_flax(InParts, "parts")
 
     @property

@@ -31,7 +31,13 @@ from optx_sync.placement.axes import (
     own_keys,
 )
 from optx_sync.placement.fields import Cut
-from optx_sync.trees import Tree, check_arrays, first_worker, path_name
+from optx_sync.trees import (
+    Tree,
+    check_arrays,
+    first_worker,
+    is_inexact,
+    path_name,
+)
 
 
 def map_workers(
@@ -137,7 +143,7 @@ def map_workers(
             _refuse_objects(given)
             if mesh is not None:
                 check_arrays(given, "The argument of map_workers")
-        return run(args, kwargs)
+        return run(*args, **kwargs)
 
     return of_all
 
@@ -261,7 +267,7 @@ def _simulated(
         )
     mapped = jax.vmap(fun, in_axes, out_axes, axis_name=entry_of(axes))
 
-    def simulated(args: tuple, kwargs: dict) -> Any:
+    def simulated(*args: Any, **kwargs: Any) -> Any:
         _marks_of(args, kwargs, in_axes, None, axes)
         try:
             return mapped(*args, **kwargs)
@@ -269,7 +275,7 @@ def _simulated(
             # Only `jax.vmap` finds this out; the words are from its message.
             if "mapped output" not in str(error):
                 raise
-            raise ValueError(_unequal("A result", axes)) from error
+            raise VaryingTypeError(_unequal("A result", axes)) from error
 
     return simulated
 
@@ -309,8 +315,9 @@ def _run_on_mesh(
     axes: tuple[str, ...],
     in_axes: Tree,
     out_axes: Tree,
-    args: tuple,
-    kwargs: dict,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`map_workers` on a mesh, of these arguments."""
     marks = _marks_of(args, kwargs, in_axes, size_along(mesh, axes), axes)
@@ -343,13 +350,56 @@ def _run_on_mesh(
     # With types JAX differentiates `lax.pmean` of a loss otherwise than `jax.vmap` and
     # `jax.pmap` do, which give each worker the gradient of its own loss. So they only
     # show what is not equal on all workers, where they can follow the program.
+    _look_for_unequal(mapped(check_vma=True), *leaves)
+    whole = zip(_entries(in_axes, args), args, strict=True)
+    if any(mark is None and _holds_numbers(argument) for mark, argument in whole):
+        # Types take a gradient of these to be summed: then workers are simulated, too.
+        one_by_one, shapes = _lanes(fun, mesh, axes, in_axes, out_axes, args, kwargs)
+        _look_for_unequal(one_by_one, *shapes)
+    return mapped(check_vma=False)(*leaves)
+
+
+def _look_for_unequal(fun: Callable[..., Any], *args: Any) -> None:
+    """Trace a function for what it shows to be unequal, and for nothing else."""
     try:
-        jax.eval_shape(mapped(check_vma=True), *leaves)
+        jax.eval_shape(fun, *args)
     except VaryingTypeError:
         raise
-    except Exception:  # raised again below, if it was not of the types alone
+    except Exception:  # raised again where it runs, if it has any other cause
         pass
-    return mapped(check_vma=False)(*leaves)
+
+
+def _entries(in_axes: Tree, args: tuple) -> tuple:
+    """The entry of `in_axes` for each positional argument."""
+    return in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+
+
+def _holds_numbers(tree: Tree) -> bool:
+    return any(is_inexact(jnp.result_type(x)) for x in jax.tree.leaves(tree))
+
+
+def _lanes(
+    fun: Callable[..., Any],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    in_axes: Tree,
+    out_axes: Tree,
+    args: tuple,
+    kwargs: dict,
+) -> tuple[Callable[..., Any], tuple]:
+    """(all workers simulated along the mesh's axes, the shapes of its arguments)."""
+    for axis in reversed(axes):
+        fun = _simulated(fun, (axis,), in_axes, out_axes)
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+
+    def shape(x, mark):
+        rest = jnp.shape(x) if mark is None else (*sizes, *jnp.shape(x)[1:])
+        return jax.ShapeDtypeStruct(rest, jnp.asarray(x).dtype)
+
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
+    shapes = treedef.unflatten(map(shape, leaves, marks))
+    return lambda args, kwargs: fun(*args, **kwargs), shapes
 
 
 def _is_none(mark: Any) -> bool:

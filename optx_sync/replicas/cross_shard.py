@@ -205,7 +205,7 @@ def cross_shard(
         _require_own(grads, "measure=True")
         contract.require_exact(exchange)
     state_of = None
-    if measure or contract.remembers(exchange) or exchange.outlier is not None:
+    if measure or exchange.remembers or exchange.outlier is not None:
         mean_of, sum_of = CrossShardState, SummedCrossShardState
         if shard_state:
             mean_of, sum_of = CutCrossShardState, SummedCutCrossShardState

@@ -50,6 +50,7 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
+from optx_sync.replicas.tokens import Tokens, hand_out, tokens_of_update
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation, take_weight
@@ -415,11 +416,12 @@ class _SyncReplicas(NamedTuple):
             fresh = gradient_step.astype(jnp.int32) >= state.global_step
         if self.drop_nonfinite:
             finite = trees.is_finite((grads, given))
-        tokens = max(collectives.axis_size(self.axis_name), self.required)
+        replicas = collectives.axis_size(self.axis_name)
+        tokens = tokens_of_update(replicas, self.required)
         used, arrived = _hand_out(
             contributes & fresh & finite,
             given,
-            tokens - state.accumulated,
+            Tokens(old=0, new=tokens - state.accumulated),
             state.global_step,
             self.axis_name,
         )
@@ -755,7 +757,7 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
     before = jnp.sum(flags, where=last, dtype=jnp.int32)
     ahead = jnp.where(last, jnp.sum(flags, dtype=jnp.int32), 0) - before
     place = ahead + jnp.cumsum(flags, dtype=jnp.int32)
-    served = (flags > 0) & (place <= tokens)
+    served, _, _ = hand_out(tokens, flags > 0, place)
     arrived = jnp.where(served, everyone, jnp.zeros_like(everyone))
     return jnp.any(mine & served), arrived
 

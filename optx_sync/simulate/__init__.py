@@ -10,9 +10,6 @@ from optx_sync.simulate.asynchronous import AsynchronousRecord as AsynchronousRe
 from optx_sync.simulate.asynchronous import AsynchronousState as AsynchronousState
 from optx_sync.simulate.asynchronous import WorkerState as WorkerState
 from optx_sync.simulate.asynchronous import asynchronous as asynchronous
-from optx_sync.simulate.gossip import GossipRecord as GossipRecord
-from optx_sync.simulate.gossip import GossipWorkers as GossipWorkers
-from optx_sync.simulate.gossip import gossip as gossip
 from optx_sync.simulate.sync_replicas import SyncReplicasMachine as SyncReplicasMachine
 from optx_sync.simulate.sync_replicas import SyncReplicasRecord as SyncReplicasRecord
 from optx_sync.simulate.sync_replicas import sync_replicas as sync_replicas

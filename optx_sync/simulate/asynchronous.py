@@ -215,7 +215,7 @@ def asynchronous(
     phases = _Phases(
         inner,
         rule,
-        check_code(exchange, rule, period),
+        check_code(exchange, rule),
         drop_nonfinite,
         check_keep_local(keep_local),
     )
@@ -343,7 +343,7 @@ class _Run(NamedTuple):
         pending, remembered = self.round.start(self.parts, center, center)
         each = self.parts.number if several else ()
         # Others move the center meanwhile, so each worker keeps the center it took.
-        keeps_taken = rule.take is None or keeps_before(rule, self.period)
+        keeps_taken = rule.take is None or keeps_before(rule)
         worker = WorkerState(
             params=params,
             inner=self.phases.inner.init(params),

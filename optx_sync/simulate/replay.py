@@ -16,7 +16,7 @@ from optx_sync.trees import Tree
 GradFn: TypeAlias = Callable[[jax.Array, Tree, jax.Array], Tree]
 Record: TypeAlias = Literal["all"] | int | Callable[[Tree, Tree], Tree] | None
 
-Event: TypeAlias = tuple[jax.Array, jax.Array]  # (a row of `workers`, its index)
+Event: TypeAlias = tuple[jax.Array, jax.Array]  # (the worker, the event's index)
 State = TypeVar("State")
 
 # What `record=None` may keep, in bytes: 256 MB.
@@ -33,12 +33,12 @@ def replay(
     """Advance by each event, and keep the views of those that `record` asks for.
 
     Args:
-        advance: `(state, (worker, event)) -> (state, small values)`; `worker` is a row
-            of `workers`, `event` its index.
+        advance: `(state, (worker, event)) -> (state, small values)`; `event` is the
+            index of `worker` in `workers`.
         view: Returns the trees of a state that may be kept. A function `record` gets
             the first two, and only its results are kept.
         state: The state before the first event.
-        workers: The events, one a row.
+        workers: The worker of each event.
         record: As the user gave it.
 
     Returns:
@@ -68,9 +68,7 @@ def replay(
         state, values = jax.lax.scan(advance, state, of_chunk)
         return state, (values, kept(state))
 
-    first = jax.tree.map(
-        lambda x: x[: chunks * every].reshape(chunks, every, *x.shape[1:]), events
-    )
+    first = jax.tree.map(lambda x: x[: chunks * every].reshape(chunks, every), events)
     state, (values, (views, recorded)) = jax.lax.scan(advance_chunk, state, first)
     values = jax.tree.map(lambda x: x.reshape(chunks * every, *x.shape[2:]), values)
     if chunks * every < len(workers):  # events after the last view
@@ -80,27 +78,26 @@ def replay(
     return state, values, views, recorded, viewed
 
 
-def check_workers(
-    workers: ArrayLike | Sequence[int], num_workers: int, name: str = "workers"
-) -> jax.Array:
+def check_workers(workers: ArrayLike | Sequence[int], num_workers: int) -> jax.Array:
     """The worker of each event as int32[T], checked: each number must name a worker."""
     known = None
     if not isinstance(workers, jax.core.Tracer):
         workers = known = np.asarray(workers)
     if not jnp.issubdtype(workers.dtype, jnp.integer):
         raise TypeError(
-            f"{name} must hold integers, the worker of each event; got {workers.dtype}."
+            "workers must hold integers, the worker of each event; got "
+            f"{workers.dtype}."
         )
     if np.ndim(workers) != 1:
         raise ValueError(
-            f"{name} must have one axis, the worker of each event; got shape "
+            "workers must have one axis, the worker of each event; got shape "
             f"{np.shape(workers)}."
         )
     if known is not None and known.size:
         worst = known.max() if known.max() >= num_workers else known.min()
         if not 0 <= worst < num_workers:
             raise ValueError(
-                f"{name} names worker {worst}, but there are {num_workers}, numbered "
+                f"workers names worker {worst}, but there are {num_workers}, numbered "
                 "from 0. Pass numbers in this range, or their number."
             )
     return jnp.asarray(workers).astype(jnp.int32)

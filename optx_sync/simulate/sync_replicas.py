@@ -9,32 +9,15 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import (
-    check_function,
-    check_grads,
-    check_inner,
-    explains_inner,
-    fill_missing,
-    integer,
-)
-from optx_sync.replicas.accumulator import (
-    Accumulator,
-    accumulate,
-    clear,
-    mean_of,
-    start_accumulator,
-    sums_of,
-)
-from optx_sync.replicas.averages import (
-    advance_averages,
-    check_averages,
-    start_averages,
-)
+from optx_sync.checks import check_function, check_grads, check_inner, integer
+from optx_sync.replicas.accumulator import Accumulator, accumulate
+from optx_sync.replicas.averages import check_averages
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
+from optx_sync.replicas.tokens import Chief, Held, Tokens, hand_out, tokens_of_update
 from optx_sync.rows.slices import unique_rows
 from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import Tree, add_updates, cast_like
+from optx_sync.trees import Tree
 
 
 class SyncReplicasMachine(NamedTuple):
@@ -48,10 +31,7 @@ class SyncReplicasMachine(NamedTuple):
     global_step: Int32[Array, ""]  # updates
     local_step: Int32[Array, " workers"]  # the token that each worker took last
     blocked: Bool[Array, " workers"]  # whether it waits for a token
-    # Counting the tokens of the last two steps is enough: no gradient of a later step
-    # is accumulated before all tokens of earlier steps have been taken.
-    old_tokens: Int32[Array, ""]  # tokens of `global_step - 1`, which are taken first
-    new_tokens: Int32[Array, ""]  # tokens of `global_step`
+    tokens: Tokens
 
 
 class SyncReplicasRecord(NamedTuple):
@@ -173,7 +153,7 @@ def sync_replicas(
         integer("initial_global_step", initial_global_step, begin, least=0)
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
-    run = _Run(inner, required, total, variable_averages, grad_fn)
+    run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
     tokens = required if num_tokens == -1 else num_tokens
     machine, scalars, views, recorded, events = replay(
         run.advance,
@@ -202,29 +182,22 @@ def sync_replicas(
 class _Run(NamedTuple):
     """The checked arguments of `sync_replicas`, and the functions of a run."""
 
-    inner: optax.GradientTransformationExtraArgs
-    required: int
+    chief: Chief
     total: int
-    variable_averages: float | optax.Schedule | None
     grad_fn: GradFn
 
     def start(
         self, params: Tree, global_step: int | jax.Array, tokens: int
     ) -> SyncReplicasMachine:
         """The machine before the first event."""
-        params = jax.tree.map(jnp.asarray, params)
-        step = jnp.asarray(global_step, jnp.int32)
+        step, zero = jnp.asarray(global_step, jnp.int32), jnp.zeros((), jnp.int32)
         return SyncReplicasMachine(
-            params=params,
-            inner=self.inner.init(params),
-            averages=start_averages(params, self.variable_averages),
-            accumulator=start_accumulator(params),
-            accumulated=jnp.zeros((), jnp.int32),
+            **self.chief.start(jax.tree.map(jnp.asarray, params))._asdict(),
+            accumulated=zero,
             global_step=step,
             local_step=jnp.full(self.total, step, jnp.int32),
             blocked=jnp.zeros(self.total, jnp.bool_),
-            old_tokens=jnp.zeros((), jnp.int32),
-            new_tokens=jnp.full((), tokens, jnp.int32),
+            tokens=Tokens(old=zero, new=jnp.full_like(zero, tokens)),
         )
 
     def advance(
@@ -243,56 +216,42 @@ class _Run(NamedTuple):
             accumulator=accumulate(machine.accumulator, grads, accepted),
             accumulated=machine.accumulated + accepted.astype(jnp.int32),
         )
-        updated = machine.accumulated >= self.required
+        updated = machine.accumulated >= self.chief.required
         machine = jax.lax.cond(
             updated, lambda machine: self.update(machine, grads), lambda m: m, machine
         )
         machine = self.serve(machine, worker)
-        tokens = machine.old_tokens + machine.new_tokens
+        tokens = machine.tokens.old + machine.tokens.new
         return machine, (accepted, updated, tokens, machine.global_step)
 
     def update(self, machine: SyncReplicasMachine, grads: Tree) -> SyncReplicasMachine:
         """The chief's update: parameters move by the mean, tokens join the queue."""
-        count = machine.accumulated
-        sums = sums_of(machine.accumulator, grads)
-        mean = mean_of(*sums, grads, count, self.required)
-        with explains_inner(grads):
-            updates, inner = self.inner.update(mean, machine.inner, machine.params)
-        moved = add_updates(machine.params, fill_missing(updates, machine.params))
-        global_step, decay = machine.global_step + 1, self.variable_averages
-        averages = advance_averages(machine.averages, moved, decay, global_step)
-        tokens = max(self.total, self.required)
+        held = Held(*(getattr(machine, name) for name in Held._fields))
+        step, count = machine.global_step + 1, machine.accumulated
+        made = tokens_of_update(self.total, self.chief.required)
         return machine._replace(
-            params=moved,
-            inner=cast_like(inner, machine.inner),
-            averages=averages,
-            accumulator=clear(machine.accumulator, mean, count),
+            **self.chief.update(held, grads, count, step)._asdict(),
             accumulated=jnp.zeros_like(count),
-            global_step=global_step,
-            old_tokens=machine.new_tokens,
-            new_tokens=jnp.full_like(machine.new_tokens, tokens),
+            global_step=step,
+            tokens=Tokens(machine.tokens.new, jnp.full_like(count, made)),
         )
 
     def serve(
         self, machine: SyncReplicasMachine, worker: jax.Array
     ) -> SyncReplicasMachine:
         """All waiting workers and the event's worker take tokens, if there are any."""
-        # An update puts tokens for all workers into the queue, so either all waiting
-        # workers are served or none; and several wait only when no old token is left.
         everyone = jnp.arange(self.total, dtype=jnp.int32)
-        waiting = machine.blocked | (everyone == worker)
-        served = waiting & (machine.old_tokens + machine.new_tokens > 0)
-        taken = jnp.sum(served, dtype=jnp.int32)
-        old = machine.old_tokens > 0
-        token = machine.global_step - old.astype(jnp.int32)
+        waits = machine.blocked | (everyone == worker)
+        # An update makes tokens for all workers: all that wait are served, or none.
+        served, late, tokens = hand_out(machine.tokens, waits, place=1)
+        token = machine.global_step - late.astype(jnp.int32)
         return machine._replace(
             local_step=jnp.where(served, token, machine.local_step),
-            blocked=waiting & ~served,
-            old_tokens=jnp.where(old, machine.old_tokens - taken, 0),
-            new_tokens=jnp.where(old, machine.new_tokens, machine.new_tokens - taken),
+            blocked=waits & ~served,
+            tokens=tokens,
         )
 
     def view(self, machine: SyncReplicasMachine) -> tuple[Tree, ...]:
         """The trees that a record keeps of an event."""
-        averages = None if self.variable_averages is None else machine.averages
+        averages = None if self.chief.decay is None else machine.averages
         return machine.params, averages, machine.blocked, machine.local_step

@@ -161,6 +161,7 @@ def test_what_is_refused():
         (lambda: wrong.delayed_nesterov(0.7, every=0), ValueError, "every must be 1"),
         (lambda: wrong.delayed_nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
         (lambda: wrong.delayed_nesterov(0.7, c=-1), ValueError, "c must lie in"),
+        (lambda: wrong.delayed_nesterov("0.7"), TypeError, "or an Optax schedule"),
         (
             lambda: wrong.center_variable(
                 optax.sgd(1.0), oxs.diloco_rule()._replace(weigh=weigh), "workers"

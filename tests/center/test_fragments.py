@@ -439,6 +439,7 @@ HALVES, LAYERED = (
 NO_PART = "ValueError: nothing is in number"
 REFUSED: list[tuple[Any, str]] = [
     (lambda: made(fragments=0), "ValueError: 1 or more"),
+    (lambda: oxs.strided(-1), "ValueError: 1 or more"),
     (lambda: made(fragments=2.0), "TypeError: oxs.strided"),
     (lambda: made(fragments=True), "TypeError: or a function"),
     (lambda: made(delay=-1), "ValueError: delay must be 0 or more"),

@@ -498,6 +498,9 @@ ex = oxs.exchange
         ("TypeError: axis_name must be the name", SGD | {"axis_name": ["a", 0]}),
         ("ValueError: must be 'mean' or 'sum'; got 'x'", SGD | {"reduction": "x"}),
         ("ValueError: grads must be one of.*got 'x'", SGD | {"grads": "x"}),
+        ("ValueError: shard_state must be .*'owners'", SGD | {"shard_state": "owners"}),
+        # A word alone is a tuple of its letters.
+        ("TypeError: tuple of names.*'key'", SGD | {"reduce_extra_args": "key"}),
         ("TypeError: exchange must be one of.*'int8'", SGD | {"exchange": "int8"}),
         ("ValueError: list of lists; got", SGD | groups(((0, 1), (2, 3)))),
         ("ValueError: more than once", SGD | groups([0, 1], [2, 3], [0, 1])),
@@ -532,7 +535,7 @@ def test_refused_at_the_call(said, arguments):
         lanes(tx, oxs.replicate(TREE, N), TREE, weight=jnp.ones(N))
 
 
-OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree))
+OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)
 
 
 @pytest.mark.parametrize(

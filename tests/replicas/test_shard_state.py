@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from benchmarks import by_hand
@@ -187,9 +188,12 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
             updates, state = tx.update(jax.grad(loss)(params), state, params)
             return optax.apply_updates(params, updates), state
 
-        mapped = oxs.map_workers(
-            step, AXIS, mesh=mesh, in_axes=(None, axes, 0), out_axes=(None, axes)
-        )
+        def of_one(params, state, x, axes=axes, step=step):
+            params, state = step(params, oxs.first(state, axes), x[0])
+            return params, oxs.replicate(state, 1, axes)
+
+        marks = P(), oxs.state_specs(tx, params, P(), AXIS, replicated=True), P(AXIS)
+        mapped = jax.shard_map(of_one, mesh=mesh, in_specs=marks, out_specs=marks[:2])
         now = params, oxs.replicate(tx.init(params), REPLICAS, axes)
         for _ in range(3):
             now = jax.jit(mapped)(*now, batch)

@@ -136,7 +136,9 @@ class InMemory:
         return cls.disk
 
 
-RULE = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+RULE = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 
 
 class Explorer:

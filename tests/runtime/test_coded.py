@@ -124,7 +124,9 @@ def test_a_run_is_its_simulation():
 
 def test_all_that_was_sent_in_has_arrived_or_is_owed(monkeypatch):
     """The center adds up what it decodes; a refused push changes no error."""
-    count = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+    count = oxs.CenterRule(
+        lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+    )
     params = {"w": jnp.zeros(40)}
     code = exchange.error_feedback(exchange.quantized(bits=4))
     settings: Any = {"num_workers": 1, "communication_period": 1, "exchange": code}

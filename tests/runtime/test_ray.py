@@ -35,7 +35,9 @@ pytestmark = [
 ]
 PARAMS = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)}
 # The center counts: with `DOWN` for a gradient and a rate of 1 each step adds one.
-COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+COUNT = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 ONE = optax.sgd(1.0)
 DOWN = {name: -np.ones_like(value) for name, value in PARAMS.items()}
 ENVIRONMENT = {
@@ -584,7 +586,9 @@ def test_run_joins_the_cluster_that_its_environment_names(tmp_path):
 import numpy as np, optax, optx_sync as oxs
 from optx_sync import runtime
 
-rule = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+rule = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 params = {"w": np.zeros(2, np.float32)}
 
 def train(worker):

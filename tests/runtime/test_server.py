@@ -27,7 +27,7 @@ from optx_sync.runtime import (
     checkpoints,
     protocol,
 )
-from optx_sync.runtime.agreements.center import round_of, traffic
+from optx_sync.runtime.agreements.center import traffic
 from optx_sync.runtime.agreements.contract import arrays_of
 from optx_sync.runtime.agreements.sync_replicas import Updates
 from optx_sync.runtime.checkpoints import Checkpoints, Damaged
@@ -109,8 +109,7 @@ def test_server_and_workers_in_order_are_the_replay(name):
 
 
 def test_only_what_the_formulas_read_travels():
-    at = round_of(2, 3, 1)
-    found = {name: traffic(rule, at) for name, rule in RULES.items()}
+    found = {name: traffic(rule) for name, rule in RULES.items()}
     assert found == {
         "elastic": (("params",), ("before",)),
         "elastic without penalty": (("params",), ("before",)),
@@ -613,7 +612,7 @@ def end_of(required, workers, seed):
         agreement = SyncReplicas(required)
         updates = Updates(PARAMS, agreement, optax.sgd(1.0), workers)
         updates._add = lambda accumulator, grads: accumulator
-        updates._update = lambda *now: (now[:4], True)
+        updates._update = lambda held, *now: (held, True)
         return updates
 
     updates = start()
@@ -692,6 +691,7 @@ def test_push_that_overflows_the_center_is_refused(name):
     rule = oxs.CenterRule(  # The center has a part in it.
         contribute=lambda own, center, at: 4.0 * (own.params - center),
         take=lambda x, before, after, at: before,
+        reads=("params", "center", "before"),
     )
     server = Server(huge, rule if name == "elastic" else RULES[name], num_workers=1)
     sends = "params" if name == "elastic" else "contribution"

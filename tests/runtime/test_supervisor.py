@@ -15,7 +15,9 @@ from optx_sync.runtime.ray_actors import RayConnection, ServerActor
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
 # worker_fn, connection, parameters, inner, agreement, options
 START: Any = (None, None, None, None, None, {})
-COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+COUNT = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 
 
 class Ref:

@@ -16,7 +16,9 @@ from tests.meshes import mesh_of
 
 PARAMS = {"w": jnp.zeros((4, 2)), "b": jnp.ones(2)}
 # Pushes what the worker moved, undivided: the center counts steps.
-COUNT = oxs.CenterRule(contribute=lambda own, center, at: own.params - own.taken)
+COUNT = oxs.CenterRule(
+    lambda own, center, at: own.params - own.taken, reads=("params", "taken")
+)
 DOWN = jax.tree.map(lambda p: -jnp.ones_like(p), PARAMS)
 
 

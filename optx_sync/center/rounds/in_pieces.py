@@ -23,21 +23,11 @@ What coding loses on the way down stays in the next gap c_j - s_j and is sent wi
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optx_sync.center import worker as work
-from optx_sync.center.contract import (
-    CenterRule,
-    Own,
-    Period,
-    Reads,
-    Round,
-    reads,
-    static_period,
-)
+from optx_sync.center.contract import CenterRule, Round
 from optx_sync.center.fragments import Partition, Whole
 from optx_sync.center.rounds.meeting import Meeting, Now, Step
 from optx_sync.center.worker import Center, Worker
@@ -58,9 +48,7 @@ class Pieces(NamedTuple):
     """The phases of a round of a sharded center; `pieces` makes one."""
 
     meeting: Meeting
-    period: Period
     delay: int  # steps from a sum until it lands
-    read: Reads
     elementwise: Elementwise | None  # the check of the outer optimizer
 
     @property
@@ -81,7 +69,7 @@ class Pieces(NamedTuple):
     @property
     def alone(self) -> bool:
         """Whether `contribute` reads neither `taken` nor the center."""
-        return not (self.read.taken or self.read.center)
+        return not {"taken", "center"} & {*self.rule.reads}
 
     @property
     def takes_all(self) -> bool:
@@ -90,13 +78,7 @@ class Pieces(NamedTuple):
         return isinstance(kept, int | float) and kept == 0
 
     def try_on(self, center: Tree) -> None:
-        """Refuse a rule that is not affine, or an outer optimizer not elementwise."""
-        if self.blind and not self.alone and not _is_affine(self.rule, self.period):
-            raise ValueError(
-                f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
-                "which is the mean of the contributions only where the formula is "
-                f"affine in them; this rule's is not. Leave {_OPTION} out."
-            )
+        """Refuse an outer optimizer that is not elementwise."""
         if self.elementwise is not None:
             self.elementwise.check(center)
 
@@ -221,8 +203,8 @@ class Pieces(NamedTuple):
         if self.alone:
             return work.contribute(self.rule, wide, wide, accumulated, wide, at)
         return (
-            wide if self.read.params else (),
-            accumulated if self.read.accumulated else (),
+            wide if "params" in self.rule.reads else (),
+            accumulated if "accumulated" in self.rule.reads else (),
         )
 
     def _mean(
@@ -239,12 +221,12 @@ class Pieces(NamedTuple):
         if self.alone or not self.blind:
             return now, mean
         params, accumulated = mean
-        # The formula does not read the center, so the piece of it is a placeholder.
+        # The piece stands in for arrays that the formula does not read.
         mean = work.contribute(
             self.rule,
-            params if self.read.params else piece,
+            params if "params" in self.rule.reads else piece,
             piece,
-            accumulated if self.read.accumulated else piece,
+            accumulated if "accumulated" in self.rule.reads else piece,
             piece,
             step.at(0),
         )
@@ -303,7 +285,7 @@ class Pieces(NamedTuple):
         return work.take(self.rule, worker, after, after, at, meeting.keep_local)
 
 
-def pieces(meeting: Meeting, period: Period, delay: int) -> Pieces:
+def pieces(meeting: Meeting, delay: int) -> Pieces:
     """The phases of a sharded center; refuse a rule or exchange that needs it whole."""
     rule, axis_name = meeting.rule, meeting.axis_name
     if not axis_name:
@@ -334,25 +316,12 @@ def pieces(meeting: Meeting, period: Period, delay: int) -> Pieces:
             _OPTION,
             "the outer optimizer",
         )
-    return Pieces(meeting, period, delay, reads(rule, period), elementwise)
-
-
-def _is_affine(rule: CenterRule, period: Period) -> bool:
-    """Whether the contribution of the means is the mean of the contributions."""
-    numbers = np.random.default_rng(0)
-    x, a = (numbers.normal(size=(2, 2, 3)).astype(np.float32) for _ in range(2))
-    s = numbers.normal(size=(2, 3)).astype(np.float32)
-    at = Round(rule.num_workers or 2, static_period(period), np.int32(2))
-
-    def contribute(x, a):
-        accumulated = None if rule.accumulate is None else jnp.asarray(a)
-        own = Own(jnp.asarray(x), jnp.asarray(s), accumulated)
-        return rule.contribute(own, jnp.asarray(s), at)
-
-    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
-        try:
-            each = [contribute(x[i], a[i]) for i in range(2)]
-            of_means = contribute(x.mean(0), a.mean(0))
-            return np.allclose(of_means, (each[0] + each[1]) / 2, 1e-4, 1e-5)
-        except jax.errors.UnexpectedTracerError:
-            return True  # It closes over a tracer and cannot be evaluated: trust it.
+    phases = Pieces(meeting, delay, elementwise)
+    if phases.blind and not phases.alone and not rule.affine:
+        raise ValueError(
+            f"{_OPTION} evaluates `contribute` on the mean of the workers' arrays, "
+            "which is the mean of the contributions only where the formula is affine "
+            "in them, and this rule does not declare that it is. Declare affine=True "
+            f"(oxs.testing.check_rule holds the rule to it), or leave {_OPTION} out."
+        )
+    return phases

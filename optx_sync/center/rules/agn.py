@@ -38,6 +38,8 @@ def agn_rule(
         outer=outer,
         mean_over="pushed" if reduction == "mean" else None,
         accumulate=accumulate,
+        reads=("accumulated",),
+        affine=True,
     )
 
 

@@ -21,6 +21,8 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
         contribute=lambda own, center, at: own.taken - own.params,
         outer=check_inner(outer, "oxs.diloco_rule(optax.sgd(0.7, 0.9, nesterov=True))"),
         mean_over="workers",
+        reads=("params", "taken"),
+        affine=True,
     )
 
 

@@ -87,6 +87,8 @@ def elastic_rule(
         penalty=None if without_penalty else penalty,
         check=check,
         check_lockstep=check_lockstep,
+        reads=("params", "center", "before"),
+        affine=True,
     )
 
 

@@ -16,6 +16,8 @@ def local_sgd_rule() -> CenterRule:
     return CenterRule(
         contribute=lambda own, center, at: own.params - own.taken,
         mean_over="workers",
+        reads=("params", "taken"),
+        affine=True,
     )
 
 

@@ -85,6 +85,7 @@ def clipped(
         meet,
         linear=False,
         takes_weights=exchange.takes_weights,
+        remembers=exchange.remembers,
         outlier=norms.far_from_result(shard_axes),
     )
 

@@ -91,6 +91,7 @@ def transposed(
         meet,
         linear=False,
         takes_weights=False,
+        remembers=False,
         outlier=norms.far_from_result(shard_axes),
     )
 

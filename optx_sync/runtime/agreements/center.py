@@ -20,7 +20,7 @@ from optx_sync.center.coded import (
     start_codes,
     told,
 )
-from optx_sync.center.contract import CenterRule, Period, Round, reads
+from optx_sync.center.contract import CenterRule, Period, Round, keeps_before
 from optx_sync.center.fragments import check_fragments, steps_between
 from optx_sync.exchange.contract import Exchange
 from optx_sync.runtime.agreements import contract
@@ -45,21 +45,18 @@ class Terms(NamedTuple):
     pulls: Exchange | None = None  # of answers
 
 
-def traffic(rule: CenterRule, at: Round) -> Traffic:
+def traffic(rule: CenterRule) -> Traffic:
     """The arrays that a worker and the server send each other under a rule."""
-    read = reads(rule, at.communication_period or 1)
-    if read.center:
-        fields = {
-            "params": read.params,
-            "taken": read.contributed_taken,
-            "accumulated": read.accumulated,
-        }
-        sends = tuple(name for name, is_read in fields.items() if is_read)
-    else:
-        sends = ("contribution",)
-    before = read.before or (read.taken and rule.take is not None)
-    after = read.after or (read.taken and rule.take is None)
-    names = {"before": before, "after": after}
+    sends: tuple[str, ...] = ("contribution",)
+    if "center" in rule.reads:
+        held = ("params", "taken") + ("accumulated",) * (rule.accumulate is not None)
+        sends = tuple(name for name in held if name in rule.reads)
+    if rule.take is None:
+        return Traffic(sends, ("after",))
+    names = {
+        "before": "before" in rule.reads or keeps_before(rule),
+        "after": "after" in rule.reads,
+    }
     return Traffic(sends, tuple(name for name, wanted in names.items() if wanted))
 
 
@@ -72,7 +69,7 @@ def round_of(num_workers: int, communication_period: Period, steps: Any) -> Roun
 def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
     """The server's and workers' sides under a rule."""
     period, num_workers = settings.communication_period, settings.num_workers
-    exchange = check_code(settings.exchange, rule, period)
+    exchange = check_code(settings.exchange, rule)
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for {rule.num_workers} workers, but there are "
@@ -82,11 +79,11 @@ def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
         rule.check(period)
     at = round_of(num_workers, period, 1)
     pulls = check_pull_code(settings.pull_exchange)
-    if pulls is not None and len(traffic(rule, at).replies) != 1:
+    if pulls is not None and len(traffic(rule).replies) != 1:
         raise ValueError(
             "pull_exchange= codes the center as a worker takes it, and this rule takes "
             "from the center before and after a push, or not at all. Leave "
-            "pull_exchange out."
+            "pull_exchange out; or declare in reads= which of the two `take` reads."
         )
     delay = check_delay(settings.delay)
     keep_local = check_keep_local(settings.keep_local)
@@ -159,7 +156,7 @@ class Center:
         self.rule = rule
         self.at = at
         self.copy_replies = copy_replies
-        self.traffic: Traffic = traffic(rule, at)
+        self.traffic: Traffic = traffic(rule)
         self.expected: contract.Expected = contract.Expected(self.traffic.sends, center)
         if exchange is not None:
             shapes = jax.eval_shape(lambda center: center, center)
@@ -384,7 +381,7 @@ class OfCenter:
         self.pulls: Exchange | None = terms.pulls
         self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps between the pushes of two parts
-        self.traffic: Traffic = traffic(*terms[:2])
+        self.traffic: Traffic = traffic(terms.rule)
         self._walk = jax.jit(self._run_walk)
         self._bring = jax.jit(self._run_bring, static_argnums=0)
         self._take = jax.jit(self._run_take, static_argnums=0)

@@ -11,25 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optx_sync.checks import check_inner, fill_missing
-from optx_sync.replicas.accumulator import (
-    accumulate,
-    clear,
-    mean_of,
-    start_accumulator,
-    sums_of,
-)
-from optx_sync.replicas.averages import (
-    advance_averages,
-    check_averages,
-    start_averages,
-)
+from optx_sync.checks import check_inner
+from optx_sync.replicas.accumulator import accumulate
+from optx_sync.replicas.averages import check_averages
 from optx_sync.replicas.sync_replicas import check_replicas, check_variables
+from optx_sync.replicas.tokens import Chief, Held, tokens_of_update
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.messages import Arrays, Push, Reply
 from optx_sync.runtime.parts import Variables
-from optx_sync.trees import Tree, add_updates, is_finite
+from optx_sync.trees import Tree, is_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,20 +104,17 @@ class Updates:
         self, params: Tree, agreement: SyncReplicas, inner: Any, num_workers: int
     ):
         check_variables(params)
-        self.inner: optax.GradientTransformationExtraArgs = check_inner(
-            inner, "Server(..., inner=optax.adam(1e-3))"
-        )
+        inner = check_inner(inner, "Server(..., inner=optax.adam(1e-3))")
+        params = jax.tree.map(jnp.asarray, params)
+        required = agreement.replicas_to_aggregate
         self.agreement = agreement
         self.num_workers = num_workers
-        self.params: Tree = contract.copied(params)
-        self.variables: Variables = Variables(self.params)
+        self.variables: Variables = Variables(params)
         self.expected: contract.Expected = contract.Expected(
-            ("grads",), self.params, of_rows=True
+            ("grads",), params, of_rows=True
         )
-        self.accumulator: Tree = start_accumulator(self.params)
-        self.inner_state: Tree = contract.copied(self.inner.init(self.params))
-        decay = agreement.variable_averages
-        self.averages: Tree = start_averages(self.params, decay)
+        self.chief: Chief = Chief(inner, required, agreement.variable_averages)
+        self.held: Held = contract.copied(self.chief.start(params))
         self._add: Any = jax.jit(_accumulated, donate_argnums=0)
         # Nothing is donated: an update that is not finite is discarded.
         self._update: Any = jax.jit(self._move)
@@ -136,22 +124,15 @@ class Updates:
         self.accepted_at: list[int] = [-1] * num_workers
         self.was_used: list[bool] = [True] * num_workers
         self.waiting: list[int] = []
-        required = agreement.replicas_to_aggregate
         tokens = required if agreement.num_tokens < 0 else agreement.num_tokens
         self.tokens: deque[int] = deque([0] * tokens)
 
-    def _move(self, accumulator, inner_state, params, averages, grads, count, step):
-        required = self.agreement.replicas_to_aggregate
-        accumulator = _accumulated(accumulator, grads)
-        mean = mean_of(*sums_of(accumulator, grads), grads, count, required)
-        updates, inner_state = self.inner.update(mean, inner_state, params)
-        params = add_updates(params, fill_missing(updates, params))
-        decay = self.agreement.variable_averages
-        averages = advance_averages(averages, params, decay, step)
-        accumulator = clear(accumulator, mean, count)
+    def _move(self, held, grads, count, step):
+        accumulated = _accumulated(held.accumulator, grads)
+        held = held._replace(accumulator=accumulated)
+        held = self.chief.update(held, grads, count, step)
         # An array that passes through must not be donated with the next accumulator.
-        after = jax.tree.map(jnp.copy, (accumulator, inner_state, params, averages))
-        return after, is_finite(params)
+        return jax.tree.map(jnp.copy, held), is_finite(held.params)
 
     def absorb(self, worker: int, push: Push, sizes: dict[str, float]) -> Reply | None:
         """Accumulate a gradient or drop it, and update when there are enough."""
@@ -162,17 +143,15 @@ class Updates:
                 {path: _as_grad(grad) for path, grad in push.arrays["grads"].items()}
             )
             if completes:
-                after, finite = self._update(
-                    self.accumulator, self.inner_state, self.params, self.averages,
-                    grads, jnp.int32(self.count + 1), jnp.int32(self.global_step + 1),
-                )  # fmt: skip
+                count, step = jnp.int32(self.count + 1), jnp.int32(self.global_step + 1)
+                after, finite = self._update(self.held, grads, count, step)
                 if not finite:
                     return None
-                self.accumulator, self.inner_state, self.params, self.averages = after
+                self.held = after
             else:
-                self.accumulator = self._add(self.accumulator, grads)
+                added = self._add(self.held.accumulator, grads)
                 # The message may be overwritten after the answer.
-                jax.block_until_ready(self.accumulator)
+                self.held = self.held._replace(accumulator=jax.block_until_ready(added))
             self.count += 1
             self.accepted_at[worker] = self.global_step
             if completes:
@@ -190,7 +169,7 @@ class Updates:
         required = self.agreement.replicas_to_aggregate
         if self.num_workers >= required:
             self.tokens.clear()  # Every worker gets a new one.
-        self.tokens.extend([step] * max(self.num_workers, required))
+        self.tokens.extend([step] * tokens_of_update(self.num_workers, required))
         self.count, self.global_step = 0, step
 
     def _hand_out(self) -> None:
@@ -243,7 +222,8 @@ class Updates:
     def current(self) -> Arrays:
         """The arrays for a worker that starts."""
         # Never donated, so that an answer does not change while it travels.
-        return {p: np.asarray(a) for p, a in self.variables.arrays(self.params).items()}
+        arrays = self.variables.arrays(self.held.params)
+        return {path: np.asarray(array) for path, array in arrays.items()}
 
     def averages_tree(self) -> Tree:
         """The averages in the parameters' dtypes, or `None`."""
@@ -251,14 +231,14 @@ class Updates:
             return None
         return jax.tree.map(
             lambda average, p: np.asarray(average.astype(p.dtype)),
-            self.averages,
-            self.params,
+            self.held.averages,
+            self.held.params,
         )
 
     def describe(self) -> str:
         """The optimizer, described by its state."""
         return contract.described(
-            "sync_replicas", [], (self.inner_state, self.averages)
+            "sync_replicas", [], (self.held.inner, self.held.averages)
         )
 
     def save(self) -> tuple[dict[str, Arrays], contract.Notes]:
@@ -268,9 +248,9 @@ class Updates:
         """
         arrays = {
             "center": self.current(),
-            "inner": contract.numbered(self.inner_state),
-            "averages": contract.numbered(self.averages),
-            "accumulated": contract.numbered(self.accumulator),
+            "inner": contract.numbered(self.held.inner),
+            "averages": contract.numbered(self.held.averages),
+            "accumulated": contract.numbered(self.held.accumulator),
         }
         notes = {name: getattr(self, name) for name in _NOTED}
         return arrays, {**notes, "tokens": list(self.tokens)}
@@ -278,12 +258,13 @@ class Updates:
     def load(self, arrays: dict[str, Arrays], notes: contract.Notes) -> None:
         """Restore from a checkpoint."""
         contract.check_saved(self.current(), arrays["center"])
-        self.params = self.variables.tree(
-            {path: jnp.array(array) for path, array in arrays["center"].items()}
+        center = {path: jnp.array(array) for path, array in arrays["center"].items()}
+        self.held = Held(
+            self.variables.tree(center),
+            contract.like(self.held.inner, arrays.get("inner", {})),
+            contract.like(self.held.averages, arrays.get("averages", {})),
+            contract.like(self.held.accumulator, arrays["accumulated"]),
         )
-        self.inner_state = contract.like(self.inner_state, arrays.get("inner", {}))
-        self.averages = contract.like(self.averages, arrays.get("averages", {}))
-        self.accumulator = contract.like(self.accumulator, arrays["accumulated"])
         for name in _NOTED:
             setattr(self, name, copy.copy(notes[name]))
         self.tokens = deque(notes["tokens"])

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine of TensorFlow's `SyncReplicasOptimizer`: a queue of tokens, and a chief.
+
+Lockstep, the simulation and the runtime's server call these pure functions, and add
+what is their own: collectives, the order of events, messages. What counts tokens takes
+numbers and arrays of Python, NumPy or JAX, in `jax.jit` or not.
+"""
+
+from typing import Any, NamedTuple
+
+import optax
+
+from optx_sync.checks import explains_inner, fill_missing
+from optx_sync.replicas.accumulator import (
+    Accumulator,
+    clear,
+    mean_of,
+    start_accumulator,
+    sums_of,
+)
+from optx_sync.replicas.averages import Decay, advance_averages, start_averages
+from optx_sync.trees import Tree, add_updates, cast_like
+
+
+class Tokens(NamedTuple):
+    """The queue: how many tokens there are of the step before, and of the current one.
+
+    No others are there: no gradient of a step is accumulated before all tokens of
+    earlier steps have been taken.
+    """
+
+    old: Any  # int32[]; they are taken first
+    new: Any  # int32[]
+
+
+def tokens_of_update(replicas: int, required: int) -> int:
+    """The tokens that an update makes: the next one can have so many gradients."""
+    return max(replicas, required)
+
+
+def hand_out(tokens: Tokens, waits: Any, place: Any) -> tuple[Any, Any, Tokens]:
+    """Hand out tokens until there is none or nobody waits.
+
+    Args:
+        tokens: The queue.
+        waits: bool[N], who waits for a token.
+        place: int32[N], the place of each in the line of those that wait, 1 for the
+            first; or a number, the place of all.
+
+    Returns:
+        `(served, late, tokens)`: who gets a token, who of these an old one, and what is
+        left in the queue.
+    """
+    served = waits & (place <= tokens.old + tokens.new)
+    late = waits & (place <= tokens.old)
+    taken, old = served.sum(dtype="int32"), late.sum(dtype="int32")
+    return served, late, Tokens(tokens.old - old, tokens.new - (taken - old))
+
+
+class Held(NamedTuple):
+    """What an update changes."""
+
+    params: Tree
+    inner: optax.OptState
+    averages: Tree  # like the parameters, or ()
+    accumulator: Accumulator
+
+
+class Chief(NamedTuple):
+    """Who makes an update of `required` gradients."""
+
+    inner: optax.GradientTransformationExtraArgs
+    required: int
+    decay: Decay | None
+
+    def start(self, params: Tree) -> Held:
+        """What is held before the first gradient."""
+        averages = start_averages(params, self.decay)
+        return Held(
+            params, self.inner.init(params), averages, start_accumulator(params)
+        )
+
+    def update(self, held: Held, grads: Tree, count: Any, global_step: Any) -> Held:
+        """What is held after the mean of all that was accumulated went through `inner`.
+
+        Args:
+            held: What is held, with all gradients accumulated.
+            grads: One of them, which says their form.
+            count: How many they are.
+            global_step: The number of this update, from 1.
+        """
+        sums = sums_of(held.accumulator, grads)
+        mean = mean_of(*sums, grads, count, self.required)
+        with explains_inner(grads):
+            updates, inner = self.inner.update(mean, held.inner, held.params)
+        params = add_updates(held.params, fill_missing(updates, held.params))
+        return Held(
+            params,
+            cast_like(inner, held.inner),
+            advance_averages(held.averages, params, self.decay, global_step),
+            clear(held.accumulator, mean, count),
+        )
