@@ -50,11 +50,11 @@ from optx_sync.metrics import metrics as metrics
 from optx_sync.fingerprints import fingerprint as fingerprint
 from optx_sync.metrics import slot as slot
 from optx_sync.metrics import slot_names as slot_names
-from optx_sync.placement.workers import replicate as replicate
-from optx_sync.placement.axes import state_axes as state_axes
-from optx_sync.placement.axes import state_specs as state_specs
-from optx_sync.placement.workers import first as first
-from optx_sync.placement.resize import resize as resize
+from optx_sync.by_hand import replicate as replicate
+from optx_sync.by_hand import state_axes as state_axes
+from optx_sync.by_hand import state_specs as state_specs
+from optx_sync.by_hand import first as first
+from optx_sync.by_hand import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit

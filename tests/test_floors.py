@@ -30,6 +30,7 @@ FLOORS = {
     "fingerprints": 5,
     "gradients": 5,
     "metrics": 5,
+    "by_hand": 6,
     "replicas": 6,
     "center": 6,
     "peers": 6,
@@ -50,7 +51,14 @@ GROUND = {
         "comm/buffers",
         "comm/shards",
     },
-    "placement": {"placement/fields", "placement/axes", "placement/memory"},
+    "placement": {
+        "placement/fields",
+        "placement/axes",
+        "placement/memory",
+        "placement/held",
+        "placement/resize",
+        "placement/workers",
+    },
     "exchange": {
         "exchange/contract",
         "exchange/all_reduce",
@@ -94,7 +102,7 @@ GROUND = {
         "replicas/owners",
         "replicas/tokens",
     },
-    "front": {"front/held", "front/layout", "front/step", "front/comparison"},
+    "front": {"front/checkpoints", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},
     "runtime": {
         f"runtime/{file}"

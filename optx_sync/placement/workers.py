@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optx_sync import forms
-from optx_sync.checks import check_function, integer
+from optx_sync.checks import check_function
 from optx_sync.comm import shards
-from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.comm.collectives import (
     AxisName,
     VaryingTypeError,
@@ -23,18 +22,9 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
-from optx_sync.placement import memory
-from optx_sync.placement.axes import (
-    fold_keys,
-    is_key,
-    map_marked,
-    own_keys,
-)
-from optx_sync.placement.fields import Cut
 from optx_sync.trees import (
     Tree,
     check_arrays,
-    first_worker,
     is_inexact,
     path_name,
 )
@@ -146,112 +136,6 @@ def map_workers(
         return run(*args, **kwargs)
 
     return of_all
-
-
-def onto(mesh: Mesh, x: Any) -> jax.Array:
-    """On the devices of the mesh, whole if it was not there before."""
-    devices = set(mesh.devices.flat)
-    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-        return x
-    if is_key(x):  # over several processes JAX puts numbers only
-        data = onto(mesh, jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-
-
-def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
-    """Add a worker axis: `n` copies of every leaf, with different random keys.
-
-    Worker i gets `jax.random.fold_in(key, i)` of a random key (`jax.random.key`, also
-    inside of `nnx.Rngs`), so that dropout masks differ. Keys in an optimizer's state
-    are folded only where workers have parameters of their own, in `inner` of a center
-    rule or of `gossip`; replicas must draw the same numbers to stay equal. In the state
-    of a transformation of your own, behind `all_reduce_grads` in a chain, mark a key
-    `None` in `axes`.
-    Raw keys (`jax.random.PRNGKey`, an array of uint32) look like data and are copied.
-    With n = 1 nothing is folded: it puts back the axis that `first` took off.
-
-    Args:
-        tree: A tree of arrays, for example one worker's parameters or state.
-        n: The number of workers.
-        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
-            equal on all workers and stay as they are. `None`: all leaves are stacked.
-
-    Returns:
-        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> oxs.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
-        (4, 3)
-    """
-    return stack(tree, n, axes)
-
-
-def stack(tree: Tree, n: int, axes: Tree, level: int = 0) -> Tree:
-    """`replicate` along one of several levels, of which the innermost comes first."""
-    n = integer("n", n, "Pass the number of workers.")
-    check_arrays(tree, "What is stacked")
-
-    def repeat(x):
-        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
-
-    def cut(x, how):
-        if how == Cut.NUMBERS:
-            return cut_numbers(x, n)
-        return in_rows(x, n) if jnp.ndim(x) else repeat(x)
-
-    stacked = map_marked(
-        repeat, tree, axes, shared=memory.copy, pieces=cut, level=level
-    )
-    if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
-        return stacked
-    workers = jnp.arange(n, dtype=jnp.uint32)
-    return jax.tree.map(
-        lambda folds, x, copies: (
-            jax.vmap(fold_keys)(copies, workers)
-            if folds and copies.ndim > x.ndim
-            else copies
-        ),
-        own_keys(tree, True, level=level),
-        tree,
-        stacked,
-    )
-
-
-def first(tree: Tree, axes: Tree = None) -> Tree:
-    """Remove the worker axis: the first worker's copy of every leaf.
-
-    Inside `jax.shard_map` it is this worker's own. Outside it is one of workers that
-    may differ: for evaluation and checkpoints take `center_params`.
-
-    Args:
-        tree: A tree of arrays of shape `[n, ...]`.
-        axes: As for `replicate`; leaves marked `None` have no worker axis.
-
-    Returns:
-        The tree with leaves of shape `[...]`.
-
-    Raises:
-        ValueError: A leaf has no axis to take off.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optx_sync as oxs
-        >>> oxs.first(oxs.replicate(jnp.array([1.0, 2.0]), 4))
-        Array([1., 2.], dtype=float32)
-    """
-
-    def of_first(x):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                "first needs leaves with a worker axis in front; got a scalar. Pass "
-                "axes=oxs.state_axes(tx, params) if some leaves have none."
-            )
-        return first_worker(x)
-
-    return map_marked(of_first, tree, axes, shared=lambda x: x)
 
 
 def _simulated(
@@ -577,20 +461,3 @@ def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
         return x
 
     return jax.tree_util.tree_map_with_path(place, results)
-
-
-def spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """How one worker's parameter is sharded over the mesh."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None or sharding.is_fully_replicated:
-        return PartitionSpec()
-    spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {name for entry in spec for name in shards.axes_in(entry)}
-    if not used or not used <= set(mesh.shape) - set(axes):
-        raise ValueError(
-            f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
-            f"be sharded over the mesh's axes besides {axes!r}: {dict(mesh.shape)!r}. "
-            "Place one worker's parameters on this mesh first: "
-            "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
-        )
-    return spec
