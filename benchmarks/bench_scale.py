@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from by_hand import AXIS, CASES, INNER, PERIOD, contents, update
+from by_hand import AXIS, CASES, INNER, PERIOD, begun, contents, update
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report import STAGES, Line, Panel, Report, build, each
-from training import begun, workers_step
+from training import workers_step
 
 import optx_sync as oxs
 

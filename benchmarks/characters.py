@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
-from by_hand import AXIS, update
+from by_hand import AXIS, begun, update
 from report import Line, Panel, of_seeds
-from training import begun, collectives_of, workers_step
+from training import collectives_of, workers_step
 
 import optx_sync as oxs
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from by_hand import begun
 from report import Line, Panel, each
 from sklearn.datasets import load_digits
-from training import begun, workers_step
+from training import workers_step
 
 import optx_sync as oxs
 

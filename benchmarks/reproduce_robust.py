@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import update
+from by_hand import begun, update
 from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
 from report import Line, Panel, percent, reproduce
-from training import AXIS, begun, workers_step
+from training import AXIS, workers_step
 
 import optx_sync as oxs
 
