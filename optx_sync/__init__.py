@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from optx_sync import optimizers as optimizers
     from optx_sync import runtime as runtime
     from optx_sync import simulate as simulate
+    from optx_sync import testing as testing
     from optx_sync.outer.batch_size import next_batch_size as next_batch_size
     from optx_sync.outer.delayed_nesterov import delayed_nesterov as delayed_nesterov
     from optx_sync.outer.qsr import qsr as qsr
@@ -75,7 +76,15 @@ if TYPE_CHECKING:
 
 # Imported when they are asked for: modules that a program may not need, of which
 # `elastic`, `flax` and `runtime` need a library that may not be installed.
-_MODULES = ("audit", "elastic", "flax", "optimizers", "runtime", "simulate")
+_MODULES = (
+    "audit",
+    "elastic",
+    "flax",
+    "optimizers",
+    "runtime",
+    "simulate",
+    "testing",
+)
 _ELSEWHERE = {
     "Workers": "optx_sync.front.workers",
     "delayed_nesterov": "optx_sync.outer.delayed_nesterov",
@@ -136,6 +145,7 @@ __all__ = [
     "strided",
     "sync_replicas",
     "take",
+    "testing",
     "value_and_grad",
 ]
 

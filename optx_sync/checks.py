@@ -329,6 +329,8 @@ def explains_state(
         except (AttributeError, TypeError, ValueError):
             raise error from None
         found = _difference(state, expected, "state")
+        if found is None and isinstance(error, TypeError):
+            found = _other_shape(state, expected)
         if found is None:
             raise
         where, got, wanted = found
@@ -356,6 +358,16 @@ def _difference(tree: Tree, expected: Tree, where: str) -> tuple[str, str, str] 
     if type(tree) is type(expected) and not isinstance(tree, tuple):
         return where, _describe(tree), "one with other leaves"
     return where, _describe(tree), _describe(expected)
+
+
+def _other_shape(tree: Tree, expected: Tree) -> tuple[str, str, str] | None:
+    """The first array of another shape, in states of one form."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), like in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if jnp.shape(x) != like.shape:
+            where = "state" + jax.tree_util.keystr(path)
+            return where, f"of shape {jnp.shape(x)}", f"{like.shape}"
+    return None
 
 
 def _describe(tree: Tree) -> str:

@@ -1,23 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read metrics, center and slots from a state; measure an exchange.
+"""Read metrics, center and slots from a state.
 
 (The package's function `metrics` has this module's name: `import optx_sync.metrics` and
 `from optx_sync.metrics import ...` find the module.)
-
-A replica adds a few scalars to a sum that runs anyway: the squared norm of its own
-gradient, w_i |g_i|^2, and, where weights or batch sizes differ, further sums of these.
-Together with the norm of the mean they say how alike the replicas are. With w_i the
-weights, which sum to 1, b_i the examples behind g_i, A = |sum_i w_i g_i|^2 and B =
-sum_i w_i |g_i|^2:
-
-    agreement          (A - C) / (B - C)                 C = sum_i w_i^2 |g_i|^2
-    noise       S =    (B - A) / (k - h)                 h = sum_i w_i^2 / b_i
-    signal    |G|^2 =  A - h S                           k = sum_i w_i / b_i
-
-S is the trace of the covariance of one example's gradient and |G|^2 the squared norm of
-the true gradient, both without bias; S / |G|^2 is the simple noise scale. The agreement
-is the mean cosine of two different replicas, each pair with the product of its norms
-and weights: sum_{i != j} w_i w_j g_i . g_j / sum_{i != j} w_i w_j |g_i|^2.
 """
 
 import functools
@@ -28,18 +13,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
-from optx_sync.comm.collectives import AxisName, axis_size, varying_axes
-from optx_sync.comm.reduce import or_one, own_weight, reduce, weigh
-from optx_sync.comm.varying import localize, sum_shards
 from optx_sync.placement import fields
-from optx_sync.rows.slices import IndexedSlices
-from optx_sync.shapes import Array, Float
-from optx_sync.trees import Tree, is_masked, is_nothing, is_slices, pure
-
-# Of the moving averages of S and |G|^2. Both start at 0, which cancels in the ratio.
-DECAY = 0.99
+from optx_sync.trees import Tree, is_masked, is_nothing, pure
 
 
 @fields.declare(
@@ -76,17 +52,6 @@ class SharedInfo(Info):
 def told(x: Tree) -> Tree:
     """The value of a field of an `Info`, `None` for `()`."""
     return None if is_nothing(x) else x
-
-
-class Measured(NamedTuple):
-    """What `measure=True` keeps of the last meeting; 0 before the first one."""
-
-    agreement: Tree  # float32[], or () where the exchange is not the mean itself
-    contribution_norm: Float[Array, ""]  # root of the mean square of the norms
-    update_norm: Float[Array, ""]
-    contributors: Float[Array, ""]  # replicas that count
-    noise: Tree  # float32[], the moving average of S, or ()
-    signal: Tree  # float32[], the moving average of |G|^2, or ()
 
 
 def center_params(state: optax.OptState, params: optax.Params) -> Tree:
@@ -330,180 +295,3 @@ def _require(state: Tree, answer: str, lacks: str, such_as: str) -> list[Tree]:
             f"state of an optimizer that has such, for example {such_as}."
         )
     return found
-
-
-def start(exact: bool = True, noise: bool = True) -> Measured:
-    """Nothing measured yet; without the fields that the caller cannot know."""
-    # An array for each: a buffer can be donated only once.
-    zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
-    measured = Measured(*zeros)
-    measured = measured if exact else measured._replace(agreement=())
-    return measured if noise else measured._replace(noise=(), signal=())
-
-
-def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:
-    """The measures, varying over the replicas' axes where the parameters do."""
-    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    axes = names & frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
-    return localize(measured, tuple(sorted(axes))) if axes else measured
-
-
-def measures(measured: Any) -> dict[str, Any]:
-    """The fields of metrics that are measured; `None` each where nothing is.
-
-    They are of the last meeting, except the noise scale: S / |G|^2 of the moving
-    averages, 0 before there is one.
-    """
-    names = "agreement", "contribution_norm", "update_norm", "contributors"
-    if not isinstance(measured, Measured):
-        return dict.fromkeys(("noise_scale", *names))
-    found = {name: getattr(measured, name) for name in names}
-    return {"noise_scale": measured.noise / or_one(measured.signal), **found}
-
-
-def square_sum(tree: Tree, like: Tree = None, stacked: int = 0) -> jax.Array:
-    """float32, the squared norm over all leaves, for each place along `stacked` axes.
-
-    Leaves may be row-sparse or `None`. Shards are added up over the mesh axes over
-    which the tree varies and `like` does not.
-    """
-
-    def square(x):
-        if isinstance(x, IndexedSlices):
-            x = x.sum_duplicates().values
-        # The absolute values first: a complex dtype has no cast to float32.
-        squares = jnp.square(jnp.abs(x).astype(jnp.float32))
-        total = jnp.sum(squares, axis=tuple(range(stacked, x.ndim)))
-        return total if like is None else sum_shards(total, like)
-
-    leaves = jax.tree.leaves(tree, is_leaf=is_slices)
-    return sum(map(square, leaves), jnp.float32(0))
-
-
-def to_sum(
-    square: jax.Array,
-    axis_name: AxisName,
-    *,
-    weight: ArrayLike | None = None,
-    alike: bool = False,
-    batch_size: float | jax.Array = 1,
-) -> dict[str, jax.Array]:
-    """The scalars of a replica that are summed over all replicas.
-
-    Args:
-        square: The squared norm of its gradient or contribution.
-        axis_name: The mapped axis.
-        weight: Its weight, or `None`.
-        alike: Whether all weights are 0 or 1.
-        batch_size: The examples behind it; a Python number is the same on all replicas.
-    """
-    own = own_weight(weight, axis_name)
-    own = None if own is None else own.astype(jnp.float32)
-    sums = {"squares": weigh(square, own)}
-    if own is not None and not alike:
-        sums["contributors"] = (own > 0).astype(jnp.float32)
-        sums["own_squares"] = weigh(square * own, own)
-        if isinstance(batch_size, int | float):
-            sums["own_inverse"] = own * own / batch_size
-    if not isinstance(batch_size, int | float):
-        inverse = 1 / jnp.asarray(batch_size).astype(jnp.float32)
-        sums["inverse"] = weigh(inverse, own)
-        if own is not None and not alike:
-            sums["own_inverse"] = weigh(inverse * own, own)
-    return localize(sums, axis_name)
-
-
-def measure_of(
-    before: Measured,
-    sums: dict[str, jax.Array],
-    total: Any,
-    mean_square: jax.Array,
-    batch_size: float | jax.Array = 1,
-) -> Measured:
-    """The measures, from the sums over the replicas, except the norm of the update.
-
-    Args:
-        before: The measures so far.
-        sums: The summed scalars of `to_sum`.
-        total: The sum of the weights, or the number of replicas.
-        mean_square: The squared norm of the mean.
-        batch_size: As for `to_sum`.
-    """
-    total = jnp.asarray(total, jnp.float32)
-    contributors = sums["contributors"] if "contributors" in sums else total
-    total = or_one(total)
-    squares = sums["squares"] / total
-    # Weights that are all 0 or 1 equal their squares.
-    own_squares = sums.get("own_squares", sums["squares"]) / total**2
-    inverse = sums["inverse"] if "inverse" in sums else total / batch_size
-    own_inverse = sums.get("own_inverse", inverse) / total**2
-    inverse = inverse / total
-    known = contributors > 1
-    agreement: Tree = ()
-    if not isinstance(before.agreement, tuple):
-        apart = or_one(squares - own_squares)
-        agreement = jnp.where(known, (mean_square - own_squares) / apart, 1.0)
-    noise, signal = before.noise, before.signal
-    if not isinstance(noise, tuple):
-        now = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
-        now = now, mean_square - own_inverse * now
-        # A NaN, from a gradient or a batch of 0 examples, would stay forever.
-        counts = known & jnp.isfinite(now[0]) & jnp.isfinite(now[1])
-        noise, signal = (
-            jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
-            for old, new in zip((noise, signal), now, strict=True)
-        )
-    norm = jnp.sqrt(squares)
-    return Measured(agreement, norm, before.update_norm, contributors, noise, signal)
-
-
-def measure_in_pieces(
-    before: Measured,
-    squares: tuple[jax.Array, jax.Array],
-    axis_name: AxisName,
-    *,
-    weight: ArrayLike | None = None,
-    alike: bool = False,
-    batch_size: float | jax.Array = 1,
-) -> Measured:
-    """`measure_of` where each replica holds a piece of the mean; one sum of scalars.
-
-    Args:
-        before: The measures so far.
-        squares: The squared norms of a replica's contribution, and of its piece.
-        axis_name: The mapped axis.
-        weight: Its weight, or `None`.
-        alike: Whether all weights are 0 or 1.
-        batch_size: As for `to_sum`.
-    """
-    own, piece = squares
-    scalars = to_sum(own, axis_name, weight=weight, alike=alike, batch_size=batch_size)
-    scalars |= localize({"mean": piece}, axis_name)
-    counted = own_weight(weight, axis_name)
-    if counted is not None:
-        scalars["weight"] = counted.astype(jnp.float32)
-    sums = reduce(scalars, axis_name, reduction="sum")
-    total = sums.get("weight", axis_size(axis_name))
-    return measure_of(before, sums, total, sums["mean"], batch_size)
-
-
-def check_batch_size(
-    batch_size: float | jax.Array | None,
-) -> float | jax.Array:
-    """The examples behind a gradient, 1 if left out; a ValueError for a bad number.
-
-    A Python number is the same on all replicas, an array is each replica's own.
-    """
-    if batch_size is None:
-        return 1
-    if jnp.shape(batch_size) != ():
-        raise ValueError(
-            "batch_size must be a scalar per replica, the number of examples behind "
-            f"its gradient; got an array of shape {jnp.shape(batch_size)}."
-        )
-    if not isinstance(batch_size, jax.core.Tracer) and not float(batch_size) >= 0:
-        raise ValueError(
-            f"batch_size must be a number of examples; got {batch_size!r}. Pass for "
-            "example batch.shape[0]."
-        )
-    return batch_size

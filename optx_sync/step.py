@@ -154,8 +154,8 @@ def apply_gradients(
     Raises:
         ValueError: No `params`; a chain in which a link follows a center rule, or
             `sync_replicas` with averages; for the reasons of `tx` itself.
-        TypeError: Row-sparse gradients where `tx` takes arrays only; a note to JAX's own
-            error, which may be a ValueError too, says what to do.
+        TypeError: Row-sparse gradients where `tx` takes arrays only; a note to JAX's
+            own error, which may be a ValueError too, says what to do.
 
     Example:
         >>> import jax.numpy as jnp, optax

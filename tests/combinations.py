@@ -64,9 +64,6 @@ def instead(wrapper: Any, **keywords: Any) -> Option:
 EVERY = Option({"communication_period": lambda step: 1 + step})
 DROP, MEASURE = Option({"drop_nonfinite": True}), Option({"measure": True})
 WEIGHTS = {"`weight=`": Option(given={"weight": jnp.float32(1)})}
-# Types of a mesh tell: none is traced here.
-ALONE = Option({"grads": "unreduced"}, changes={"traced": False})
-UNREDUCED = {'`grads="unreduced"`': ALONE}
 SPARSE = {"row-sparse gradients": Option(changes={"grads": rows})}
 INSIDE = {
     "`cross_shard` inside": Option(changes={"inner": "replicas"}),
@@ -97,7 +94,6 @@ CROSS_SHARD = {
     "`group_assignment`": Option({"group_assignment": [[0, 1, 2, 3], [4, 5, 6, 7]]}),
     '`grads="summed"`': Option({"grads": "summed"}),
     '`grads="averaged"`': Option({"grads": "averaged"}),
-    **UNREDUCED,
     "`shard_state=True`": Option({"shard_state": True}),
     '`shard_state="leaves"`': Option({"shard_state": "leaves"}),
     "`measure`": MEASURE,
@@ -106,7 +102,6 @@ CROSS_SHARD = {
     **SPARSE,
 }
 SYNC_REPLICAS = {
-    **UNREDUCED,
     "`variable_averages`": Option({"variable_averages": 0.9}),
     "`drop_nonfinite`": DROP,
     "`measure`": MEASURE,
@@ -155,10 +150,9 @@ def refusal(build: Any, keywords: dict[str, Any], options: list[Option]) -> str 
 
     def update(own):
         tx = build(inner, axis, **keywords)
-        if changes.get("traced", True):
-            grads = jax.tree.map(lambda x: x * own, PARAMS)
-            grads = changes.get("grads", dict)(grads)
-            tx.update(grads, tx.init(PARAMS), PARAMS, **given)
+        grads = jax.tree.map(lambda x: x * own, PARAMS)
+        grads = changes.get("grads", dict)(grads)
+        tx.update(grads, tx.init(PARAMS), PARAMS, **given)
 
     try:
         inner = inside.get(changes.get("inner", ""), lambda: INNER)()

@@ -40,7 +40,7 @@ OTHERS = {
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
     *("state_axes", "state_specs", "take"),
-    *("fingerprint", "first", "next_batch_size", "Workers"),
+    *("fingerprint", "first", "next_batch_size", "testing", "Workers"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync.metrics import DECAY
+from optx_sync.exchange.measures import DECAY
 from tests import contexts
 from tests.meshes import mesh_of
 

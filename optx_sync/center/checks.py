@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optx_sync.center.contract import (
@@ -18,11 +17,11 @@ from optx_sync.checks import (
     check_grads,
     check_one_worker,
     integer,
-    interval,
     one_of,
 )
 from optx_sync.comm.collectives import ALONE, AxisName, axis_size, varying_axes
 from optx_sync.comm.varying import require_local, require_varying
+from optx_sync.placement.fields import holds_center, lies_in_pieces
 from optx_sync.trees import Tree
 
 
@@ -51,15 +50,6 @@ def check_delay(delay: int | None) -> int:
     if delay is None:
         return 0
     return integer("delay", delay, "It is static, in steps: pass 1, say.", least=0)
-
-
-def check_keep_local(keep_local: float | jax.Array | None) -> float | jax.Array:
-    """`keep_local=` of a center rule, 0 for `None`; a traced value passes."""
-    if keep_local is None:
-        return 0
-    mend = "It is the worker's own share; leave it out for 0."
-    interval("keep_local", keep_local, mend, 0, 1)
-    return keep_local
 
 
 def check_memory(center_memory: object, rule: CenterRule, delay: int) -> bool:
@@ -129,17 +119,9 @@ def check_streams(
 
 
 def check_streaming_step(
-    state: Any, expected: Any, meet: bool | jax.Array | None, in_line: bool
+    state: Any, meet: bool | jax.Array | None, in_line: bool
 ) -> None:
-    """Refuse a state made for other fragments, and `meet` where it has no effect."""
-    ages, (_, outer), pending, remembered = expected
-    for what, tree, like in (
-        ("fragments' ages", state.ages, ages),
-        ("outer state", state.outer, outer),
-        ("pending sum", state.pending, pending),
-        ("exchange's memory", state.exchange, remembered),
-    ):
-        _check_placed(tree, like, what)
+    """Refuse a pending sum of shards, and `meet` where it has no effect."""
     if state.pending != ():
         _require_within(state.center, state.pending)
     if in_line and meet is not None:
@@ -173,24 +155,6 @@ def refuse_hidden_center(state: optax.OptState) -> None:
         )
 
 
-def _check_placed(tree: Tree, expected: Tree, what: str) -> None:
-    """Refuse a state made for other shapes, such as those of shards."""
-
-    def form(tree):
-        leaves, treedef = jax.tree.flatten(tree)
-        return treedef, [jnp.shape(x) for x in leaves]
-
-    if form(tree) != form(expected):
-        raise ValueError(
-            f"The {what} in the state does not fit these parameters and fragments. The "
-            "state is that of tx.init for one worker's parameters; where a worker is "
-            "cut in shards by hand (jax.shard_map over more axes than the workers') "
-            "its fragments are those of a shard. Leave these axes to the compiler, "
-            "oxs.map_workers, or choose the fragments by a function of the path alone, "
-            "with delay=0."
-        )
-
-
 def _require_within(tree: Tree, pending: Tree) -> None:
     """Refuse a pending sum that varies over mesh axes along which the state is equal.
 
@@ -204,9 +168,9 @@ def _require_within(tree: Tree, pending: Tree) -> None:
     if missing:
         raise ValueError(
             f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
-            "is cut in shards by hand; what is pending with delay is no array of "
-            "theirs, and the state holds it as equal there. Leave these axes to the "
-            "compiler, oxs.map_workers, or pass delay=0."
+            "is cut in shards by hand; the pending sum, with delay, is stored as equal "
+            "over them, but would vary. Leave these axes to the compiler, "
+            "oxs.map_workers, or pass delay=0."
         )
 
 
@@ -216,8 +180,6 @@ def check_step(
     params: Tree,
     axis_name: AxisName,
     rule: CenterRule,
-    *,
-    in_pieces: bool,
 ) -> int:
     """Refuse arguments that do not fit a worker's step; returns the number of workers.
 
@@ -233,7 +195,7 @@ def check_step(
         "oxs.Workers(n, axis_name).start(state).",
     )
     require_varying(state.center, params, axis_name, "center")
-    center = () if in_pieces else state.center
+    center = () if lies_in_pieces(state.center) else state.center
     check_one_worker(state.local_step, center, params)
     workers = axis_size(axis_name)
     if rule.num_workers not in (None, workers):
@@ -247,12 +209,3 @@ def check_step(
     if rule.check_lockstep is not None:
         rule.check_lockstep(workers)
     return workers
-
-
-def holds_center(state: optax.OptState) -> bool:
-    """Whether the state holds that of a center rule or of gossip anywhere."""
-
-    def has_center(x):
-        return hasattr(type(x), "center_params")
-
-    return any(map(has_center, jax.tree.leaves(state, is_leaf=has_center)))

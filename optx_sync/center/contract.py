@@ -147,7 +147,7 @@ class Undeclared(np.lib.mixins.NDArrayOperatorsMixin):
         self._name, self._reads = name, reads
 
     def __array_ufunc__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
+        raise ValueError(
             f"A formula of this CenterRule reads {self._name!r}, and the rule declares "
             f"reads={self._reads}. Declare it too: reads={(*self._reads, self._name)}."
         )

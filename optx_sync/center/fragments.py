@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragments: parts of the parameters that meet in turn, and sums on their way.
+"""Fragments: parts of the parameters that meet in turn.
 
 A part has the structure of the whole tree: `optax.MaskedNode` for the leaves that it
 does not have, and some of the rows of leaves that it shares with other parts.
@@ -8,10 +8,8 @@ does not have, and some of the rows of leaves that it shares with other parts.
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -21,44 +19,13 @@ import optax
 
 from optx_sync.center.contract import Period
 from optx_sync.checks import integer
-from optx_sync.comm.buffers import Joint, one_behind_the_other, shaped
-from optx_sync.comm.varying import vary_like, vary_with
-from optx_sync.placement import memory
-from optx_sync.placement.fields import InParts, InPieces
-from optx_sync.shapes import Array, Int32
-from optx_sync.trees import Tree, is_masked, is_nothing, path_name, pure, zeros_like
+from optx_sync.comm.varying import vary_with
+from optx_sync.placement.fields import InParts
+from optx_sync.trees import Tree, is_masked, is_nothing, path_name, pure
 
 Part: TypeAlias = int | Sequence[int] | np.ndarray
 Fragments: TypeAlias = int | Callable[[jax.tree_util.KeyPath, jax.Array], Part]
 Rows: TypeAlias = slice | np.ndarray
-Meeting = TypeVar("Meeting", bound=Any)
-
-# Fields that are trees like the parameters. Of the others each part has its own, except
-# `inner`, of which every part sees the whole.
-_TREES = ("params", "taken", "accumulated", "center")
-# The fields that change when a part sets out, and when one lands.
-SETS_OUT = frozenset({"accumulated", "exchange"})
-LANDS = frozenset({"params", "taken", "center", "outer", "inner"})
-# The fields that change when a broken worker starts again.
-MENDS = frozenset({"params", "accumulated", "inner"})
-
-
-class Pending(NamedTuple):
-    """The mean or sum of a part before the center absorbs it: equal on all workers."""
-
-    # Arrays of the size of the largest part; of a center in pieces, an `InPieces` for
-    # each part.
-    values: Tree
-    steps: Int32[Array, ""]  # `Round.steps` of its round
-    pushed: Any  # float32[], workers in the sum, or () where none can be left out
-
-
-class Outgoing(NamedTuple):
-    """A worker's own contribution to the sum of the next step."""
-
-    values: tuple[jax.Array, ...]  # arrays of the size of the largest part
-    steps: Int32[Array, ""]  # `Round.steps` of its round
-    weight: Any  # float32[], 0 where the worker is left out, or ()
 
 
 class _Strided(NamedTuple):
@@ -181,24 +148,6 @@ class Whole:
         """A state for the one part."""
         return start(tree)
 
-    def in_turn(
-        self,
-        part: Tree,
-        change: Callable[[Meeting, int], Meeting],
-        now: Meeting,
-        changes: frozenset[str],
-    ) -> Meeting:
-        """Call `change(now, part)` for the part whose turn it is.
-
-        `now` is a NamedTuple with the fields `worker`, `center` and `exchange`.
-        `change` sees this part of what is cut into parts, and the whole of all else. Of
-        the fields in parts it changes `SETS_OUT`, `LANDS`, or both.
-
-        While `change` runs, center and outer state are on the device, wherever they
-        live.
-        """
-        return _with_center_here(change)(now, 0)
-
 
 class Partition(Whole):
     """Which rows of which leaves belong to which part.
@@ -304,95 +253,6 @@ class Partition(Whole):
         """A tuple of states, one for each part."""
         return tuple(start(self.pick(tree, part)) for part in range(self.number))
 
-    def in_turn(
-        self,
-        part: Tree,
-        change: Callable[[Meeting, int], Meeting],
-        now: Meeting,
-        changes: frozenset[str],
-    ) -> Meeting:
-        """Call `change(now, part)` for the part whose turn it is.
-
-        Each part has a conditional of its own, which carries only what may change in
-        that part: XLA copies whatever several branches of one conditional pass on. What
-        is only read is cut inside the branch, and is no operand where nothing reads it.
-        Inside the branch, a part of a center that lives on the host is on the device.
-        """
-        change = _with_center_here(change)
-        for number in range(self.number):
-            fields = fields_of(now)
-            nothing: dict[str, Tree] = dict.fromkeys(fields, ())
-
-            def changed(given, number=number, fields=fields, nothing=nothing):
-                seen, rest = given
-                read = {
-                    name: self._of_part(name, field, number)
-                    for name, field in fields.items()
-                    if name not in changes
-                }
-                after = change(with_fields(rest, read | seen), number)
-                found = fields_of(after)
-                found = {name: found[name] for name in seen}
-                return vary_like((found, with_fields(after, nothing)), given)
-
-            seen = {name: self._of_part(name, fields[name], number) for name in changes}
-            given = seen, with_fields(now, nothing)
-            seen, rest = jax.lax.cond(part == number, changed, lambda same: same, given)
-            after = {
-                name: self._with_part(name, fields[name], number, value)
-                for name, value in seen.items()
-            }
-            now = with_fields(rest, fields | after)
-        return now
-
-    def _of_part(self, name: str, field: Tree, part: int) -> Tree:
-        if name in _TREES:
-            return self.pick(field, part)
-        return field if name == "inner" or is_nothing(field) else field[part]
-
-    def _with_part(self, name: str, field: Tree, part: int, value: Tree) -> Tree:
-        if name in _TREES:
-            return self.put(field, part, value)
-        if name == "inner":
-            return value
-        if is_nothing(field):
-            return field
-        return (*field[:part], value, *field[part + 1 :])
-
-
-def fields_of(now: Any) -> dict[str, Tree]:
-    """The fields of worker and center in a round, by name."""
-    return {
-        **now.worker._asdict(),
-        "center": now.center.value,
-        "outer": now.center.outer,
-        "exchange": now.exchange,
-    }
-
-
-def with_fields(now: Meeting, fields: dict[str, Tree]) -> Meeting:
-    """A round with new values for the fields that `fields_of` names."""
-    own = {name: fields[name] for name in now.worker._fields}
-    return now._replace(
-        worker=now.worker._replace(**own),
-        center=now.center._replace(value=fields["center"], outer=fields["outer"]),
-        exchange=fields["exchange"],
-    )
-
-
-def _with_center_here(
-    change: Callable[[Meeting, int], Meeting],
-) -> Callable[[Meeting, int], Meeting]:
-    """The change, with the center moved to the device before it and back after it."""
-
-    def here(now: Meeting, part: int) -> Meeting:
-        if not memory.is_on_host(now.center):
-            return change(now, part)
-        after = change(now._replace(center=memory.on_device(now.center)), part)
-        return after._replace(center=memory.like(after.center, now.center))
-
-    return here
-
 
 def split(fragments: Fragments, tree: Tree) -> Whole:
     """The parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
@@ -400,131 +260,6 @@ def split(fragments: Fragments, tree: Tree) -> Whole:
         return Whole()
     partition = Partition(fragments, tree)
     return partition if partition.number > 1 else Whole()
-
-
-class Buffer:
-    """Arrays with room for any one part of a tree.
-
-    Where all parts have the same shapes, these are the part's own arrays. Where one
-    part has the most rows of every leaf, as with `strided`, there is one array for each
-    leaf, which keeps the leaf's other axes and so their sharding. Otherwise there is
-    one flat array for each dtype.
-    """
-
-    def __init__(self, partition: Whole, tree: Tree):
-        """The buffer for the parts of a tree of arrays or of `jax.ShapeDtypeStruct`."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        self._parts = [partition.pick(shapes, i) for i in range(partition.number)]
-        forms = [[(x.shape, x.dtype) for x in jax.tree.leaves(p)] for p in self._parts]
-        self._alike = all(form == forms[0] for form in forms)
-        self._sizes: Counter[np.dtype] = Counter()
-        for part in self._parts:
-            self._sizes |= _sizes_of(part)  # of two Counters, the larger counts
-        by_leaf = zip(*map(_with_masked, self._parts), strict=True)
-        largest = [max(x, key=_rows) for x in by_leaf]
-        whole = not any(map(is_masked, largest))  # a masked leaf has no elements
-        self._by_leaf = whole and not self._alike and _sizes_of(largest) == self._sizes
-        if self._alike:
-            self._form = forms[0]
-        elif self._by_leaf:
-            self._form = [(x.shape, x.dtype) for x in largest]
-        else:
-            self._form = [((size,), dtype) for dtype, size in self._sizes.items()]
-
-    def zeros(self) -> Tree:
-        """An empty buffer."""
-        return tuple(jnp.zeros(shape, dtype) for shape, dtype in self._form)
-
-    def pack(self, part: Tree, number: int) -> Tree:
-        """The part in the form of the buffer, padded with zeros; any number will do."""
-        leaves = jax.tree.leaves(part)
-        if self._alike:
-            return tuple(leaves)
-        if self._by_leaf:
-            pairs = zip(_with_masked(part), self._form, strict=True)
-            filled = (_with_rows(x, *form, like=leaves) for x, form in pairs)
-            return tuple(filled)
-        return tuple(
-            one_behind_the_other([x for x in leaves if x.dtype == dtype], size, dtype)
-            for dtype, size in self._sizes.items()
-        )
-
-    def unpack(self, values: Tree, part: int) -> Tree:
-        """The part in the buffer; the caller knows its number."""
-        like, treedef = jax.tree.flatten(self._parts[part])
-        if self._alike:
-            return treedef.unflatten(values)
-        if self._by_leaf:
-            pairs = zip(values, _with_masked(self._parts[part]), strict=True)
-            return treedef.unflatten(
-                x if x.shape == like.shape else x[: like.shape[0]]
-                for x, like in pairs
-                if not is_masked(like)
-            )
-        flat = [jax.ShapeDtypeStruct((x.size,), x.dtype) for x in like]
-        joint = Joint(flat, attrgetter("dtype"), math.inf)
-        held = dict(zip(self._sizes, values, strict=True))
-        found = joint.cut([held[dtype] for dtype in joint.kinds])
-        return treedef.unflatten(map(shaped, found, like))
-
-
-class BufferOfPieces(Buffer):
-    """A `Buffer` for a center in pieces: arrays for each part, one of which is in use.
-
-    Joined into one array, pieces would have another number of elements, and `resize`
-    could not cut them again.
-    """
-
-    def __init__(self, partition: Whole, tree: Tree):
-        """The buffer for the parts of a tree in pieces."""
-        self._parts = [partition.pick(tree, part) for part in range(partition.number)]
-
-    def zeros(self) -> Tree:
-        """An empty buffer."""
-        return tuple(vary_like(zeros_like(part), part) for part in self._parts)
-
-    def pack(self, part: Tree, number: int) -> Tree:
-        """The part in the form of the buffer, zeros for the others."""
-        zeros = self.zeros()
-        return (*zeros[:number], part, *zeros[number + 1 :])
-
-    def unpack(self, values: Tree, part: int) -> Tree:
-        """The part in the buffer."""
-        return values[part]
-
-
-def buffer_of(partition: Whole, center: Tree) -> Buffer:
-    """A buffer for the parts of a center: `BufferOfPieces` where it lies in pieces."""
-    cut = isinstance(center, InPieces | InParts)
-    return (BufferOfPieces if cut else Buffer)(partition, center)
-
-
-def _sizes_of(tree: Tree) -> Counter[np.dtype]:
-    """The number of elements of each dtype."""
-    sizes: Counter[np.dtype] = Counter()
-    for x in jax.tree.leaves(tree):
-        sizes[x.dtype] += x.size
-    return sizes
-
-
-def _with_masked(part: Tree) -> list[Any]:
-    """The leaves of a part, with `optax.MaskedNode` where it has none of a leaf."""
-    return jax.tree.leaves(part, is_leaf=is_masked)
-
-
-def _rows(x: Any) -> int:
-    """The number of rows that a part has of a leaf; a scalar is one row."""
-    return 0 if is_masked(x) else (*x.shape, 1)[0]
-
-
-def _with_rows(
-    x: Any, shape: tuple[int, ...], dtype: np.dtype, like: Sequence[jax.Array]
-) -> jax.Array:
-    """Rows of a leaf, padded with zeros; they vary as all of the part does."""
-    if is_masked(x):
-        return vary_with(jnp.zeros(shape, dtype), like)
-    missing = shape[0] - x.shape[0] if shape else 0
-    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
 def _asked(

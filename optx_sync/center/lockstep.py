@@ -2,6 +2,7 @@
 """`center_variable`: workers that meet at a center every few steps, in lockstep."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync import trees
 from optx_sync.center import checks
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Outgoing
 from optx_sync.center.contract import (
     CenterMemory,
     CenterRule,
@@ -24,19 +26,20 @@ from optx_sync.center.contract import (
 )
 from optx_sync.center.fragments import (
     Fragments,
-    Outgoing,
     Whole,
     check_fragments,
     number_of_parts,
     split,
     steps_between,
 )
+from optx_sync.center.landing import Landing
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.in_line import InLine
 from optx_sync.center.rounds.in_pieces import Pieces, pieces
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Meeting, Now, Rounds, Step
-from optx_sync.center.state import CenterState, state_class
+from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
+from optx_sync.center.rounds.turns import Now
+from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_inner, check_params, refuse_placeholder
 from optx_sync.comm import varying
@@ -44,9 +47,10 @@ from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
 from optx_sync.exchange import contract as exchanges
 from optx_sync.exchange.all_reduce import all_reduce
-from optx_sync.metrics import SharedInfo, start
+from optx_sync.exchange.measures import start
+from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
-from optx_sync.placement.fields import map_but_counters
+from optx_sync.placement.fields import fact, map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,
@@ -153,35 +157,35 @@ def center_variable(
     inner_moved = getattr(inner, "moved", None)
     checks.check_nested(inner_moved, drop_nonfinite, inner_state)
     fragments, delay = check_fragments(fragments), checks.check_delay(delay)
-    keep_local = checks.check_keep_local(keep_local)
     streams = fragments != 1 or delay > 0
     checks.check_streams(streams, inner_state, inner_moved)
     exchange = exchanges.check_exchange(exchange, all_reduce())
     known = number_of_parts(fragments)
     between = None if known is None else steps_between(period, known, delay)
     on_host = checks.check_memory(center_memory, rule, delay)
+    kept = work.keeping(rule, keep_local)
+    landing = Landing(kept, axis_name)
+    if shard_center:
+        landing = pieces(kept, axis_name, exchange, measure, delay)
     meeting = Meeting(
         inner,
-        rule,
+        kept,
         axis_name,
         exchange,
         inner_state,
         drop_nonfinite,
         measure,
-        keep_local,
+        landing,
     )
-    sharded = pieces(meeting, delay) if shard_center else None
     lockstep = Lockstep(
         meeting,
         period,
+        functools.partial(_rounds, meeting, delay),
+        trees.check_accumulator_dtype(accumulator_dtype),
+        keeps_before(rule) or landing.coded,
         fragments,
         delay,
-        trees.check_accumulator_dtype(accumulator_dtype),
-        keeps_before(rule) or (sharded is not None and sharded.coded),
-        nests=True,
-        state=state_class(rule, on_host, axis_name is ALONE),
-        sharded=sharded,
-        on_host=on_host,
+        on_host,
     )
     return direct_transformation(
         lockstep.init,
@@ -190,6 +194,17 @@ def center_variable(
         between,
         lockstep.moved,
     )
+
+
+def _rounds(meeting: Meeting, delay: int, between: Period) -> Rounds:
+    """How parts meet that do so every `between` steps."""
+    if not delay:
+        return AtOnce(meeting)
+    # One exchange in each step, of what set out in the step before.
+    every_step = delay == 1 and not callable(between) and between == 1
+    if every_step and not isinstance(meeting.landing, Pieces):
+        return InLine(meeting)
+    return Later(meeting, delay)
 
 
 class _Plan(NamedTuple):
@@ -205,35 +220,18 @@ class Lockstep(NamedTuple):
 
     meeting: Meeting
     period: Period
-    fragments: Fragments
-    delay: int
-    dtype: DTypeLike | None
-    keeps_taken: bool  # whether a worker keeps the center from before its last round
-    nests: bool  # whether `inner` may be a center rule, whose center each round moves
-    state: type[CenterState]
-    round: Rounds | None = None  # overrides what `fragments` and `delay` ask for
-    sharded: Pieces | None = None  # the phases, if the center lies in pieces
+    rounds: Callable[[Period], Rounds]  # given the steps from one exchange to the next
+    dtype: DTypeLike | None = None
+    keeps_taken: bool = False  # whether a worker keeps the center before its last round
+    fragments: Fragments = 1
+    delay: int = 0
     on_host: bool = False  # whether center and outer state live in host memory
 
     def plan(self, center: Tree) -> _Plan:
         """The parts of a tree like the parameters, and when and how they meet."""
         parts = split(self.fragments, center)
         between = steps_between(self.period, parts.number, self.delay)
-        if self.round is not None:
-            return _Plan(parts, between, self.round)
-        phases = self.phases
-        if not self.delay:
-            return _Plan(parts, between, AtOnce(phases))
-        # One exchange in each step, of what set out in the step before.
-        every_step = self.delay == 1 and not callable(between) and between == 1
-        if every_step and isinstance(phases, Meeting):
-            return _Plan(parts, between, InLine(phases))
-        return _Plan(parts, between, Later(phases, self.delay))
-
-    @property
-    def phases(self) -> Meeting | Pieces:
-        """What a worker does in a round."""
-        return self.meeting if self.sharded is None else self.sharded
+        return _Plan(parts, between, self.rounds(between))
 
     def start(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """(ages, center, pending, what exchanges remember) before the first step."""
@@ -241,14 +239,14 @@ class Lockstep(NamedTuple):
             return self.start_placeholder(center)
         parts, _, round_ = self.plan(center)
         ages = jnp.zeros(parts.number, jnp.int32) if parts.number > 1 else ()
-        held = self.phases.start_center(parts, center)
+        held = self.meeting.landing.start(parts, center)
         return ages, held, *round_.start(parts, center, held.value)
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same for the tree without leaves of `optax.tree.map_params`."""
         if number_of_parts(self.fragments) != 1:
             refuse_placeholder(center, "fragments")
-        if self.sharded is not None:
+        if isinstance(self.meeting.landing, Pieces):
             refuse_placeholder(center, "shard_center=True")
         some = jnp.zeros(())  # stands for all that depends on a tree with leaves
         meeting = self.meeting
@@ -265,10 +263,10 @@ class Lockstep(NamedTuple):
         check_params(params)
         center = work.start_center(params, self.dtype)
         inner = meeting.inner.init(params)
-        if not self.nests or getattr(meeting.inner, "moved", None) is None:
+        if getattr(meeting.inner, "moved", None) is None:
             checks.refuse_hidden_center(inner)
-        if self.sharded is not None and not trees.is_placeholder(center):
-            self.sharded.try_on(center)
+        if not trees.is_placeholder(center):
+            meeting.landing.try_on(center)
         ages, held, pending, remembered = self.start(center)
         # A worker's own fields have the varying type from the start.
         own = functools.partial(
@@ -277,7 +275,7 @@ class Lockstep(NamedTuple):
         )
         if self.on_host:
             held = memory.on_host(held)
-        return self.state(
+        return CenterState(
             local_step=jnp.zeros((), jnp.int32),
             steps_since_round=jnp.zeros((), jnp.int32),
             global_step=jnp.zeros((), jnp.int32),
@@ -298,6 +296,12 @@ class Lockstep(NamedTuple):
                 measured=start(exchange.exact, False) if meeting.measure else (),
             ),
             inner=own(inner),
+            how=How(
+                sums=fact(rule.mean_over is None),
+                takes=fact(not work.takes_center(rule)),
+                on_host=fact(self.on_host),
+                alone=fact(meeting.axis_name is ALONE),
+            ),
         )
 
     def apply(
@@ -313,11 +317,10 @@ class Lockstep(NamedTuple):
         """One step that returns parameters: what every center rule runs."""
         meeting = self.meeting
         num_workers = self.check_step(grads, state, params)
-        center = self.whole_center(state, params)
+        center = self.shapes(params)
         plan = self.plan(center)
-        if self.sharded is not None:
-            self.sharded.check(plan.parts, state.center, center)
-        self.check_stream(plan, state, center, meet, extra_args)
+        meeting.landing.fit(plan.parts, state.center, center)
+        self.check_stream(plan, state, meet, extra_args)
         if self.on_host:
             checks.check_meet(meet)
         steps = state.steps_since_round + 1
@@ -430,58 +433,43 @@ class Lockstep(NamedTuple):
         alike = jnp.result_type(weight) == jnp.bool_
         return own_weight(weight, meeting.axis_name), alike
 
-    def whole_center(self, state: CenterState, params: Tree) -> Tree:
-        """The center, or only its shapes where it lies in pieces."""
-        if self.sharded is None:
-            return state.center
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    def shapes(self, params: Tree) -> Tree:
+        """The shapes and dtypes of the whole center."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
+        )
         return work.start_center(shapes, self.dtype)
 
     def check_step(self, grads: Tree, state: CenterState, params: Tree) -> int:
         """Refuse what does not fit a worker's step; returns the number of workers."""
         return checks.check_step(
-            grads,
-            state,
-            params,
-            self.meeting.axis_name,
-            self.meeting.rule,
-            in_pieces=self.sharded is not None,
+            grads, state, params, self.meeting.axis_name, self.meeting.rule
         )
 
     def check_stream(
         self,
         plan: _Plan,
         state: CenterState,
-        center: Tree,
         meet: bool | jax.Array | None,
         extra_args: dict[str, Any],
     ) -> None:
-        """Refuse a state of other parts, and what rounds of parts cannot take."""
+        """Refuse what rounds of parts cannot take."""
         if self.fragments == 1 and not self.delay:
             return
         if self.meeting.rule.outer is self.meeting.inner:
             checks.check_delayed_inner(self.delay, extra_args)
-        checks.check_streaming_step(
-            state,
-            jax.eval_shape(self.start, center),
-            meet,
-            isinstance(plan.round, InLine),
-        )
+        checks.check_streaming_step(state, meet, isinstance(plan.round, InLine))
 
     def moved(self, state: CenterState, before: Tree, after: Tree) -> CenterState:
         """The state after a rule around this one has moved the workers' parameters."""
-        sharded, axis_name = self.sharded, self.meeting.axis_name
-        center = self.whole_center(state, after)
+        axis_name, center = self.meeting.axis_name, self.shapes(after)
         change = jax.tree.map(
             jnp.subtract,
             work.as_center(after, center),
             work.as_center(before, center),
         )
         change = reduce(varying.localize(change, axis_name), axis_name)
-        if sharded is not None:
-            center = sharded.moved(state.center, change)
-        else:
-            center = jax.tree.map(jnp.add, center, change)
+        center = self.meeting.landing.moved(state.center, change)
         taken = state.taken
         if jax.tree.leaves(taken):
             taken = jax.tree.map(jnp.add, taken, change)

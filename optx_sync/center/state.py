@@ -3,16 +3,16 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optx_sync.center.checks import holds_center
-from optx_sync.center.contract import CenterRule
-from optx_sync.center.fragments import Outgoing
-from optx_sync.metrics import SharedInfo, square_sum, told
+from optx_sync.center.buffers import Outgoing
+from optx_sync.exchange.measures import square_sum
+from optx_sync.metrics import SharedInfo, told
 from optx_sync.placement import fields, memory
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.trees import Tree, first_worker, is_masked, is_nothing
@@ -47,28 +47,42 @@ class CenterMetrics(NamedTuple):
     fragment_ages: Int32[Array, " parts"] | None  # steps since each one met
 
 
+class How(NamedTuple):
+    """How a center rule's state was made: what its fields mean depends on it."""
+
+    sums: fields.Fact  # contributions are summed, and what exchanges remember, too
+    takes: fields.Fact  # workers go a part of the way to the center
+    on_host: fields.Fact  # center and outer state live in host memory
+    # One worker with a center of its own, `axis_name=None`, which lies where the
+    # parameters lie: on each of the replicas around or inside of it.
+    alone: fields.Fact
+
+
 def _has_parts(state: "CenterState") -> bool:
     return not isinstance(state.ages, tuple)
 
 
 def _is_decoded(state: "CenterState") -> bool:
     """Whether workers hold the decoded center, and owners the exact pieces."""
-    return lies_in_pieces(state.center) and not is_nothing(state.taken)
+    return fields.lies_in_pieces(state.center) and not is_nothing(state.taken)
 
 
 def _kind_of_center(state: "CenterState") -> fields.Kind:
+    kind = fields.TAKEN_CENTER
     if _is_decoded(state):
-        return fields.SHARED
-    # Most parts are mid-round, so `resize` keeps the workers' parameters.
-    return fields.CENTER if _has_parts(state) else fields.TAKEN_CENTER
-
-
-def _kind_of_center_on_host(state: "CenterState") -> fields.Kind:
-    return _kind_of_center(state).on_host
+        kind = fields.SHARED
+    elif state.how.takes or _has_parts(state):
+        # Most parts are between two rounds, so workers keep their parameters.
+        kind = fields.CENTER
+    return kind.on_host if state.how.on_host else kind
 
 
 def _kind_of_taken(state: "CenterState") -> fields.Kind:
     return fields.TAKEN_CENTER if _is_decoded(state) else fields.SHARED
+
+
+def _kind_of_outer(state: "CenterState") -> fields.Kind:
+    return fields.SHARED.on_host if state.how.on_host else fields.SHARED
 
 
 def _kind_of_pending(state: "CenterState") -> fields.Kind:
@@ -79,23 +93,44 @@ def _kind_of_accumulated(state: "CenterState") -> fields.Kind:
     return fields.OWN_SUM if _has_parts(state) else fields.ANEW
 
 
+def _kind_of_memory(state: "CenterState") -> fields.Kind:
+    return fields.OF_SUMS if state.how.sums else fields.OWN
+
+
+def _or_like_params(
+    kind: fields.Kind | Callable[["CenterState"], fields.Kind],
+) -> Callable[["CenterState"], fields.Kind]:
+    """The kind of a field of workers, which for one alone is as its parameters are."""
+
+    def of(state):
+        found = kind if isinstance(kind, fields.Kind) else kind(state)
+        return found.like_params if state.how.alone else found
+
+    return of
+
+
+_KINDS = {
+    "local_step": fields.COUNTER,
+    "steps_since_round": fields.COUNTER,
+    "global_step": fields.COUNTER,
+    "ages": fields.COUNTER,
+    "center": _kind_of_center,
+    "taken": _kind_of_taken,
+    "outer": _kind_of_outer,
+    "pending": _kind_of_pending,
+    "accumulated": _kind_of_accumulated,
+    "broken": fields.ANEW,
+    "exchange": _kind_of_memory,
+    "info": fields.INFO,
+    "inner": fields.OWN,
+}
+
+
 @fields.declare(
-    local_step=fields.COUNTER,
-    steps_since_round=fields.COUNTER,
-    global_step=fields.COUNTER,
-    ages=fields.COUNTER,
-    center=_kind_of_center,
-    taken=_kind_of_taken,
-    outer=fields.SHARED,
-    pending=_kind_of_pending,
-    accumulated=_kind_of_accumulated,
-    broken=fields.ANEW,
-    exchange=fields.OWN,
-    info=fields.INFO,
-    inner=fields.OWN,
+    how=fields.FACT, **{name: _or_like_params(kind) for name, kind in _KINDS.items()}
 )
 class CenterState(NamedTuple):
-    """State of `center_variable`, for a rule that takes the center and averages."""
+    """State of `center_variable`."""
 
     local_step: Int32[Array, ""]  # steps of a worker
     steps_since_round: Int32[Array, ""]
@@ -114,6 +149,7 @@ class CenterState(NamedTuple):
     exchange: Tree  # what the exchange remembers, for each fragment, or ()
     info: SharedInfo
     inner: optax.OptState
+    how: How
 
     def center_params(self, params: Tree, of_all: bool | None = None) -> Tree:
         """The center in the structure and dtypes of `params`: `oxs.center_params`.
@@ -121,7 +157,7 @@ class CenterState(NamedTuple):
         `of_all` says whether they are all workers', where the caller knows.
         """
         center: Tree = memory.on_device(self.center)
-        if lies_in_pieces(center):
+        if fields.lies_in_pieces(center):
             center = whole_center(center, params, of_all)
         else:
             for _ in range(jnp.ndim(self.local_step)):  # All workers hold the same one.
@@ -155,7 +191,7 @@ class CenterState(NamedTuple):
                 return p.astype(c.dtype) - c
 
             center: Tree = memory.on_device(self.center)
-            if lies_in_pieces(center):
+            if fields.lies_in_pieces(center):
                 center = _whole_of_levels(center, params, stacked)
             distance = norm_of(
                 jax.tree.map(apart, center, params, is_leaf=is_masked), stacked
@@ -184,8 +220,10 @@ class CenterState(NamedTuple):
 
     def lost_by_resize(self, fewer: bool) -> list[str]:
         """What a change of the number of workers loses in the middle of a round."""
+        if self.how.alone:
+            return []  # Other workers are none of its own.
         steps = int(jnp.ravel(self.steps_since_round)[0])
-        if steps and holds_center(self.inner):
+        if steps and fields.holds_center(self.inner):
             raise ValueError(
                 "There is a center rule inside of this one, and workers are not at "
                 f"its center: {steps} step(s) since the last round. Resize right after "
@@ -205,120 +243,9 @@ class CenterState(NamedTuple):
         return lost
 
 
-@fields.declare(exchange=fields.OF_SUMS)
-class SummedCenterState(CenterState):
-    """For a rule that takes the center and sums contributions: residuals are sums."""
-
-    __slots__ = ()
-
-
-@fields.declare(center=fields.CENTER)
-class SoftCenterState(CenterState):
-    """For a rule whose workers go part of the way to the center, and a mean."""
-
-    __slots__ = ()
-
-
-@fields.declare(exchange=fields.OF_SUMS)
-class SoftSummedCenterState(SoftCenterState):
-    """For a rule whose workers go part of the way, and a sum of contributions."""
-
-    __slots__ = ()
-
-
-@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
-class HostCenterState(CenterState):
-    """A `CenterState` whose center and outer state live in host memory."""
-
-    __slots__ = ()
-
-
-@fields.declare(center=_kind_of_center_on_host, outer=fields.SHARED.on_host)
-class HostSummedCenterState(SummedCenterState):
-    """A `SummedCenterState` whose center and outer state live in host memory."""
-
-    __slots__ = ()
-
-
-@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
-class HostSoftCenterState(SoftCenterState):
-    """A `SoftCenterState` whose center and outer state live in host memory."""
-
-    __slots__ = ()
-
-
-@fields.declare(center=fields.CENTER.on_host, outer=fields.SHARED.on_host)
-class HostSoftSummedCenterState(SoftSummedCenterState):
-    """A `SoftSummedCenterState` whose center and outer state live in host memory."""
-
-    __slots__ = ()
-
-
-@fields.declare(
-    local_step=fields.LIKE_PARAMS.told,
-    steps_since_round=fields.LIKE_PARAMS.told,
-    global_step=fields.LIKE_PARAMS.told,
-    ages=fields.LIKE_PARAMS.told,
-    center=fields.OWN_CENTER,
-    taken=fields.LIKE_PARAMS,
-    outer=fields.LIKE_PARAMS,
-    pending=fields.LIKE_PARAMS.told,
-    accumulated=fields.LIKE_PARAMS,
-    broken=fields.LIKE_PARAMS,
-    exchange=fields.LIKE_PARAMS,
-    info=fields.LIKE_PARAMS.told,
-    inner=fields.LIKE_PARAMS,
-)
-class LoneCenterState(CenterState):
-    """For one worker with a center of its own, `axis_name=None`: nothing is shared.
-
-    It lies where the parameters lie: on each of the replicas around or inside of it.
-    """
-
-    __slots__ = ()
-
-    def lost_by_resize(self, fewer: bool) -> list[str]:
-        """Nothing: other workers are none of its own."""
-        del fewer
-        return []
-
-
-@fields.declare(center=fields.OWN_CENTER.on_host, outer=fields.LIKE_PARAMS.on_host)
-class HostLoneCenterState(LoneCenterState):
-    """A `LoneCenterState` whose center and outer state live in host memory."""
-
-    __slots__ = ()
-
-
-_CLASSES: dict[tuple[bool, bool, bool], type[CenterState]] = {
-    (False, False, False): CenterState,
-    (False, True, False): SummedCenterState,
-    (True, False, False): SoftCenterState,
-    (True, True, False): SoftSummedCenterState,
-    (False, False, True): HostCenterState,
-    (False, True, True): HostSummedCenterState,
-    (True, False, True): HostSoftCenterState,
-    (True, True, True): HostSoftSummedCenterState,
-}
-
-
-def state_class(
-    rule: CenterRule, on_host: bool = False, alone: bool = False
-) -> type[CenterState]:
-    """The state class for a rule, by which `resize` knows what the rule does."""
-    if alone:
-        return HostLoneCenterState if on_host else LoneCenterState
-    return _CLASSES[rule.take is not None, rule.mean_over is None, on_host]
-
-
 def norm_of(tree: Tree, stacked: int = 0, like: Tree = None) -> jax.Array:
     """float32, the norm over all leaves, one for each place along the worker axes."""
     return jnp.sqrt(square_sum(tree, like, stacked))
-
-
-def lies_in_pieces(center: Tree) -> bool:
-    """Whether each worker holds only pieces of the center."""
-    return isinstance(center, fields.InPieces | fields.InParts)
 
 
 def _whole_of_levels(center: Tree, params: Tree, stacked: int) -> Tree:

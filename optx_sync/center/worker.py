@@ -13,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optx_sync.center.contract import CenterRule, Own, Period, Round, declared
-from optx_sync.checks import explains_inner, fill_missing
+from optx_sync.checks import explains_inner, fill_missing, interval
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import (
     Tree,
@@ -175,34 +175,51 @@ def absorb(
     return Center(optax.apply_updates(value, updates), outer)
 
 
-def take(
-    rule: CenterRule,
-    worker: Worker,
-    before: Tree,
-    after: Tree,
-    at: Round,
-    keep_local: float | jax.Array = 0,
-) -> Worker:
-    """The worker after a round that has moved the center from `before` to `after`.
+class Keep(NamedTuple):
+    """The `take` of a worker that takes the center, and keeps a share of its own."""
 
-    `keep_local` is the share of its own that it keeps where the rule takes the center.
-    """
-    x = as_center(worker.params, after)
-    formula = rule.take
+    share: float | jax.Array
+
+    def __call__(
+        self, x: jax.Array, before: jax.Array, after: jax.Array, at: Round
+    ) -> jax.Array:
+        """The mean of the worker and the center after the round."""
+        own = jnp.asarray(self.share, after.dtype)
+        return own * x + (1 - own) * after
+
+
+def keeping(rule: CenterRule, keep_local: float | jax.Array | None) -> CenterRule:
+    """The rule with `keep_local=` of a run: of those that take the center."""
+    if keep_local is None:
+        return rule
+    mend = "It is the worker's own share; leave it out for 0."
+    interval("keep_local", keep_local, mend, 0, 1)
+    nothing = isinstance(keep_local, int | float) and keep_local == 0
+    if nothing or rule.take is not None:
+        return rule
+    return rule._replace(take=Keep(keep_local), reads=(*rule.reads, "after"))
+
+
+def takes_center(rule: CenterRule) -> bool:
+    """Whether a worker takes the center, all of it or for a share."""
+    return rule.take is None or isinstance(rule.take, Keep)
+
+
+def take(
+    rule: CenterRule, worker: Worker, before: Tree, after: Tree, at: Round
+) -> Worker:
+    """The worker after a round that has moved the center from `before` to `after`."""
+    x, formula = after, rule.take
     if formula is not None:
 
         def one(x, b, a):
             around = declared(rule, "before", b), declared(rule, "after", a)
             return formula(x, *around, at)
 
-        x = jax.tree.map(one, x, before, after)
-    elif isinstance(keep_local, int | float) and keep_local == 0:
-        x = after
-    else:
-        x = jax.tree.map(lambda x, c: _mixed(x, c, keep_local), x, after)
+        x = jax.tree.map(one, as_center(worker.params, after), before, after)
     taken = worker.taken
     if not is_nothing(taken):
-        taken = after if formula is None else before
+        taken = after if takes_center(rule) else before
     return worker._replace(params=round_like(x, worker.params), taken=taken)
 
 
@@ -324,11 +341,6 @@ def _added(value: GradientLeaf, total: jax.Array) -> jax.Array:
     if isinstance(value, IndexedSlices):
         return total + value
     return total + value.astype(total.dtype)
-
-
-def _mixed(x: jax.Array, center: jax.Array, keep_local: float | jax.Array) -> jax.Array:
-    own = jnp.asarray(keep_local, center.dtype)
-    return own * x + (1 - own) * center
 
 
 def _dense(update: GradientLeaf, param: jax.Array) -> jax.Array | None:

@@ -115,11 +115,8 @@ def reduce_and_sum(
     wire_dtype = check_sum_dtype(dtype)
     axes = collectives.check_axis_name(axis_name)
     size = collectives.axis_size(axis_name)
-    if weight is not None and reduction == "sum":
-        raise ValueError(
-            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
-            "leave weight out, or pass reduction='mean'."
-        )
+    if weight is not None:
+        check_weighted(reduction)
     groups = None
     if group_assignment is not None:
         check_group_assignment(group_assignment, size)
@@ -285,6 +282,15 @@ def check_reduction(reduction: object) -> None:
     """A ValueError for anything but "mean" and "sum"."""
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
+
+
+def check_weighted(reduction: Reduction) -> None:
+    """Refuse a weight for a sum."""
+    if reduction == "sum":
+        raise ValueError(
+            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
+            "leave weight out, or pass reduction='mean'."
+        )
 
 
 def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:

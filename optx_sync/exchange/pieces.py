@@ -99,7 +99,6 @@ def scatter(
     and `dtype` are those of `reduce`.
     """
     divisor = replicas = axis_size(axis_name)
-    require_local(tree, axis_name)
     own = own_weight(weight, axis_name)
     if own is not None:
         # Normalised before they travel: a sum of token counts may overflow `dtype`.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.center.state import HostLoneCenterState, LoneCenterState
+from optx_sync.center.state import CenterState
 from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
@@ -93,8 +93,7 @@ def _equal(
 
 # Fields of states that follow from a gradient before it is reduced.
 _BEFORE: dict[type, tuple[str, ...]] = {
-    LoneCenterState: ("accumulated",),
-    HostLoneCenterState: ("accumulated",),
+    CenterState: ("accumulated",),  # of one worker alone, which is no level
     optax.ApplyEvery: ("grad_acc",),
     optax.ApplyIfFiniteState: ("notfinite_count", "last_finite", "total_notfinite"),
     optax.MultiStepsState: ("acc_grads", "skip_state"),

@@ -71,4 +71,4 @@ def adadelta(
         return -change * at.learning_rate, AdadeltaSlots(accum, accum_update)
 
     slots = AdadeltaSlots(accum=0.0, accum_update=0.0)
-    return from_rule(LeafRule(step, slots, hyper=(rho, eps)), learning_rate)
+    return from_rule(LeafRule(step, slots, "touched", hyper=(rho, eps)), learning_rate)

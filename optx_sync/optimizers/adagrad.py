@@ -65,6 +65,6 @@ def adagrad(
         return update, AdagradSlots(accumulator)
 
     return from_rule(
-        LeafRule(step, AdagradSlots(accumulator=initial_accumulator_value)),
+        LeafRule(step, AdagradSlots(initial_accumulator_value), "touched"),
         learning_rate,
     )

@@ -88,5 +88,5 @@ def adagrad_da(
     slots = AdagradDASlots(
         gradient_accumulator=0.0, gradient_squared_accumulator=initial
     )
-    rule = LeafRule(step, slots, hyper=(l1, l2), needs_params=True)
+    rule = LeafRule(step, slots, "touched", hyper=(l1, l2), needs_params=True)
     return from_rule(rule, learning_rate)

@@ -86,6 +86,7 @@ def custom_adam(
     formula = rule.LeafRule(
         step,
         CustomAdamSlots(m=0.0, v=0.0),
+        rows="touched",
         hyper=(b1, b2, eps),
         powers=rule.BetaPowers(b1, b2),
     )

@@ -105,6 +105,7 @@ def ftrl(
     rule = LeafRule(
         step,
         FtrlSlots(accum=initial_accumulator_value, linear=0.0),
+        rows="touched",
         hyper=(learning_rate_power, l1, l2, l2_shrinkage, beta),
         needs_params=True,
     )

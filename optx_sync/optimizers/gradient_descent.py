@@ -47,4 +47,4 @@ def gradient_descent(
     def step(grad, slots, param, at):
         return -at.learning_rate * grad, slots
 
-    return from_rule(LeafRule(step), learning_rate)
+    return from_rule(LeafRule(step, rows="touched"), learning_rate)

@@ -72,5 +72,5 @@ def momentum(
             update = -total * at.learning_rate
         return update, MomentumSlots(total)
 
-    rule = LeafRule(step, MomentumSlots(momentum=0.0), hyper=(momentum,))
+    rule = LeafRule(step, MomentumSlots(0.0), "touched", hyper=(momentum,))
     return from_rule(rule, learning_rate)

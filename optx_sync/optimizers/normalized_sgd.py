@@ -53,4 +53,4 @@ def normalized_sgd(
         squared_norm = jnp.maximum(jnp.sum(jnp.square(grad)), 1e-12)
         return -at.learning_rate * (grad * lax.rsqrt(squared_norm)), slots
 
-    return from_rule(LeafRule(step), learning_rate)
+    return from_rule(LeafRule(step, rows="touched"), learning_rate)

@@ -77,6 +77,7 @@ def proximal_adagrad(
     rule = LeafRule(
         step,
         ProximalAdagradSlots(accumulator=initial_accumulator_value),
+        rows="touched",
         hyper=(l1, l2),
         needs_params=True,
     )

@@ -59,4 +59,5 @@ def proximal_gradient_descent(
         new_param = soft_threshold(moved, lr * l1) / (1.0 + l2 * lr)
         return new_param - param, slots
 
-    return from_rule(LeafRule(step, hyper=(l1, l2), needs_params=True), learning_rate)
+    rule = LeafRule(step, rows="touched", hyper=(l1, l2), needs_params=True)
+    return from_rule(rule, learning_rate)

@@ -94,4 +94,5 @@ def rmsprop(
     slots = RMSPropSlots(rms=1.0, momentum=0.0)
     if centered:
         slots = CenteredRMSPropSlots(*slots, mg=0.0)
-    return from_rule(LeafRule(step, slots, hyper=(decay, momentum, eps)), learning_rate)
+    rule = LeafRule(step, slots, "touched", hyper=(decay, momentum, eps))
+    return from_rule(rule, learning_rate)

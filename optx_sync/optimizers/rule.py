@@ -91,7 +91,7 @@ class LeafRule:
         slots: a NamedTuple of initial values, one field for each slot. In the state the
             same type holds trees like the parameters, in `step` the arrays of one leaf.
         rows: what happens to the rows that an `IndexedSlices` does not name: see the
-            module's docstring.
+            module's docstring. `oxs.testing.check_optimizer` holds a rule to it.
         decay: `decay(slots, at) -> slots` for the rows without a gradient; only with
             `rows="decay_all"`.
         hyper: hyper-parameters, which `step` reads as `at.hyper` in the slots' dtype.
@@ -108,7 +108,7 @@ class LeafRule:
 
     step: Callable[[jax.Array, Any, Any, Step], tuple[jax.Array, Any]]
     slots: Tree = NoSlots()  # noqa: RUF009 # a NamedTuple is as immutable as a tuple
-    rows: Rows = "touched"
+    rows: Rows = "refused"
     decay: Callable[[Any, Step], Any] | None = None
     hyper: tuple[ArrayLike, ...] = ()
     powers: Tree = ()
@@ -397,7 +397,8 @@ def _update_rows(rule, at, path, grad, slots, table):
     if rule.rows == "refused":
         raise TypeError(
             "This optimizer takes no row-sparse gradients; got IndexedSlices at "
-            f"{path}. Pass its to_dense(rows), or use another optimizer."
+            f"{path}. Pass its to_dense(rows), or use another optimizer; a LeafRule of "
+            "your own declares what it does to rows, rows='touched' for example."
         )
     if table is None:
         raise ValueError(

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optx_sync.center.checks import refuse_hidden_center
 from optx_sync.center.contract import Period, check_period
+from optx_sync.center.landing import Landing
 from optx_sync.center.lockstep import Lockstep
 from optx_sync.center.rounds.meeting import Meeting
 from optx_sync.center.rules.diloco import diloco_rule
@@ -196,22 +198,21 @@ def gossip(
         outer = check_inner(outer, "oxs.gossip(..., outer=optax.sgd(0.7, 0.5))")
         rule = diloco_rule(outer)
     meeting = Meeting(
-        inner, rule, axis_name, all_reduce(), "keep", drop_nonfinite, False, 0
+        inner,
+        rule,
+        axis_name,
+        all_reduce(),
+        "keep",
+        drop_nonfinite,
+        measure=False,
+        landing=Landing(rule, axis_name),
     )
-    lockstep = Lockstep(
-        meeting,
-        period,
-        fragments=1,
-        delay=0,
-        dtype=dtype,
-        keeps_taken=False,
-        nests=False,
-        state=OwnCenterState,
-        round=Mixing(meeting, graph, check_seed(seed)),
-    )
+    mixing = Mixing(meeting, graph, check_seed(seed))
+    lockstep = Lockstep(meeting, period, lambda _: mixing, dtype)
 
     def init(params):
-        state = lockstep.init(params)
+        state = OwnCenterState(*lockstep.init(params))
+        refuse_hidden_center(state.inner)
         # A worker's own fields vary over the axis from the start.
         own = localize_where_mapped((state.center, state.outer), axis_name)
         return state._replace(center=own[0], outer=own[1])

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from optx_sync.center import worker as work
 from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.at_once import AtOnce
-from optx_sync.center.rounds.meeting import Meeting, Now, Step, either
+from optx_sync.center.rounds.meeting import Meeting, Step
+from optx_sync.center.rounds.turns import Now, either
 from optx_sync.comm.buffers import Joint, alike, joinable
 from optx_sync.comm.collectives import AxisName, axis_index, permute
 from optx_sync.comm.reduce import reduce, weigh, weight_divisor

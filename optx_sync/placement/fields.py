@@ -76,8 +76,15 @@ class Kind(NamedTuple):
         """The same kind for arrays in the memory of the host."""
         return self._replace(memory="pinned_host")
 
+    @property
+    def like_params(self) -> "Kind":
+        """The kind of such a field where it is equal wherever the parameters are."""
+        lands = "joiners" if self.is_center else None
+        return Kind("params", slots=self.slots, lands=lands, memory=self.memory)
+
 
 COUNTER = Kind("all levels").told
+FACT = Kind("all levels").told  # a `Fact`
 SHARED = Kind("level")
 SHARED_ANEW = Kind("level", "anew")
 LIKE_PARAMS = Kind("params")
@@ -92,10 +99,31 @@ OF_SUMS = Kind("own", added=True)
 OWED = Kind("own", "owed")
 # Copies of the parameters, computed from the updated ones.
 COPIES = Kind("params", lands="nobody")
-# The center of one worker alone: it is wherever the parameters are.
-OWN_CENTER = Kind("params", lands="joiners")
 CENTER = Kind("level", lands="joiners")
 TAKEN_CENTER = Kind("level", lands="everyone")
+
+
+class Yes(NamedTuple):
+    """A fact about a state that holds: it has no leaf, the structure carries it.
+
+    So do all that carry a state: conditionals and loops, axes, checkpoints, Flax.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class No(NamedTuple):
+    """A fact about a state that does not hold."""
+
+
+Fact: TypeAlias = Yes | No
+
+
+def fact(holds: bool) -> Fact:
+    """A fact for a field of a state, of which the kinds of other fields may depend."""
+    return Yes() if holds else No()
+
 
 # A kind, or a function that returns it for a state.
 Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
@@ -135,13 +163,13 @@ def declares(x: Any) -> bool:
 
 def is_level(x: Any) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
-    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(type(x))
+    return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(x)
 
 
-def _lies_as_params(state: type) -> bool:
+def _lies_as_params(state: Declares) -> bool:
     """Whether each field of a state is equal where the parameters are."""
-    kinds: Any = getattr(state, "field_kinds", {}).values()
-    return all(isinstance(kind, Kind) and kind.whose == "params" for kind in kinds)
+    kinds = [kind_of(state, name) for name in state.field_kinds]
+    return all(kind.whose == "params" for kind in kinds if kind is not FACT)
 
 
 def kind_of(state: Declares, name: str) -> Kind:
@@ -185,6 +213,11 @@ def center_of(state: Declares) -> tuple[Kind, Any] | None:
         if kind.is_center:
             return kind, value
     return None
+
+
+def holds_center(tree: Any) -> bool:
+    """Whether a tree holds the state of a center rule or of gossip anywhere."""
+    return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))
 
 
 def stands_last(state: Any) -> bool:
@@ -247,15 +280,6 @@ class Owned(NamedTuple):
 
     pieces: Any  # of leaves whose numbers are updated one by one
     leaves: dict[str, Any]  # the stack of each group, by its first leaf's path
-
-
-@declare(own=LIKE_PARAMS, constants=LIKE_PARAMS, numbers=LIKE_PARAMS.told)
-class OwnedState(NamedTuple):
-    """State of `cross_shard(..., shard_state="leaves")`."""
-
-    own: InPieces  # of an `Owned`
-    constants: list[Any]  # arrays in the state of `inner` that are not cut
-    numbers: dict[str, Any]  # int32[] each, K of each group
 
 
 @functools.partial(
@@ -340,6 +364,11 @@ ONE_PIECE = (
     "The state holds one piece of its center, or pieces for other parameters. Ask for "
     "the center outside of the mapped function, of the state of all workers together."
 )
+
+
+def lies_in_pieces(center: Any) -> bool:
+    """Whether each worker holds only pieces of a center."""
+    return isinstance(center, InPieces | InParts)
 
 
 def is_in_stacks(x: Any) -> bool:

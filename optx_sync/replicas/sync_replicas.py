@@ -2,7 +2,7 @@
 """`sync_replicas`: backup replicas, the mean of the first R fresh gradients."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optx_sync import checks, trees
-from optx_sync.comm import by_type, collectives, varying
+from optx_sync.comm import collectives, varying
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import (
     check_extra_args,
@@ -22,19 +22,19 @@ from optx_sync.comm.reduce import (
     weight_divisor,
 )
 from optx_sync.exchange import contract
+from optx_sync.exchange.agree import agree, square_within, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
-from optx_sync.metrics import (
-    Info,
+from optx_sync.exchange.landing import Whole
+from optx_sync.exchange.measures import (
     check_batch_size,
     like_params,
     measure_of,
     measures,
-    square_sum,
     start,
     to_sum,
-    told,
 )
+from optx_sync.metrics import Info, told
 from optx_sync.placement import fields
 from optx_sync.replicas.accumulator import (
     Accumulator,
@@ -103,7 +103,7 @@ class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
     With w the weight of a gradient, |g| its norm, b the number of examples behind it.
-    The names are those of `optx_sync.metrics.to_sum`.
+    The names are those of `optx_sync.exchange.measures.to_sum`.
     """
 
     squares: Float[Array, ""]  # w |g|^2
@@ -193,7 +193,6 @@ def sync_replicas(
     reduce_extra_args: tuple[str, ...] = ("value",),
     exchange: Exchange | None = None,
     measure: bool = False,
-    grads: Literal["local", "unreduced"] = "local",
 ) -> optax.GradientTransformationExtraArgs:
     """Backup replicas: apply `inner` to the mean of gradients once enough have come in.
 
@@ -236,8 +235,6 @@ def sync_replicas(
         exchange: How the replicas' sums become one. A robust one gets each replica's
             mean: one vote. `None`: an all-reduce.
         measure: As for `cross_shard`, of the gradients of each update. Dense ones only.
-        grads: `"local"`, or `"unreduced"` as for `cross_shard`: a step's gradient then
-            counts as N.
 
     Returns:
         A transformation with a `SyncReplicasState`; `oxs.metrics(state)` says what
@@ -275,15 +272,10 @@ def sync_replicas(
             "variables_to_average says which parameters to average, but there is no "
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
-    checks.one_of("grads", grads, Literal["local", "unreduced"])
-    if grads == "unreduced":
-        asked = {"drop_nonfinite": drop_nonfinite, "exchange": exchange}
-        _refuse_own({**asked, "measure": measure})
     exchange = contract.check_exchange(exchange, all_reduce())
     if measure:
         contract.require_exact(exchange)
-    kind = _SyncReplicas if grads == "local" else _ByType
-    replicas = kind(
+    replicas = _SyncReplicas(
         inner,
         axis_name,
         required,
@@ -496,7 +488,7 @@ class _SyncReplicas(NamedTuple):
             state = state._replace(contributed=state.contributed + own)
         if self.measure:
             now = to_sum(
-                self.square(grads, state),
+                square_within(state.info.measured, self.axis_name, grads),
                 self.axis_name,
                 weight=own,
                 batch_size=jnp.asarray(batch_size),
@@ -506,15 +498,12 @@ class _SyncReplicas(NamedTuple):
             state = state._replace(info=state.info._replace(gathered=gathered))
         return state
 
-    def square(self, tree, state: SyncReplicasState) -> jax.Array:
-        """The squared norm, summed over the shards on other axes of the gradients."""
-        like = varying.localize(state.info.measured.update_norm, self.axis_name)
-        return square_sum(tree, like)
-
     def move(self, step: _Step, state: SyncReplicasState):
         """(updates, new parameters, state): the mean goes through `inner`."""
-        mean, sums, state = self.agree(step, state)
-        extra = self.extra_args_of(step)
+        mean, state = self.agree(step, state)
+        extra = mean_extra_args(
+            step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
+        )
         with checks.explains_inner(step.grads):
             moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
         moved = checks.fill_missing(moved, step.params)
@@ -522,153 +511,56 @@ class _SyncReplicas(NamedTuple):
         averages = advance_averages(
             state.averages, params, self.decay, state.global_step
         )
-        if self.measure:
-            contributors = state.accumulated.astype(jnp.float32)
-            measured = measure_of(
-                state.info.measured,
-                {**sums, "contributors": contributors},
-                state.total_weight,
-                self.square(mean, state),
-            )
-            norm = jnp.sqrt(self.square(moved, state))
-            measured = measured._replace(update_norm=norm)
-            state = state._replace(info=state.info._replace(measured=measured))
+        info = with_update(state.info, moved, self.axis_name)
         state = state._replace(
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
-            accumulator=self.cleared(state, mean),
+            accumulator=clear(state.accumulator, mean, state.accumulated),
             contributed=trees.zeros_like(state.contributed),
-            info=state.info._replace(gathered=trees.zeros_like(state.info.gathered)),
+            info=info._replace(gathered=trees.zeros_like(info.gathered)),
             inner=trees.cast_like(inner, state.inner),
             averages=averages,
         )
         return moved, params, state
 
-    def extra_args_of(self, step: _Step) -> dict[str, Any]:
-        """The extra arguments for `inner`: means where replicas may differ."""
-        return mean_extra_args(
-            step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
-        )
-
-    def cleared(self, state: SyncReplicasState, mean: Tree) -> Accumulator:
-        """What is left of the sums once the mean has been taken."""
-        return clear(state.accumulator, mean, state.accumulated)
-
     def agree(self, step: _Step, state: SyncReplicasState):
-        """(the mean of all that was accumulated, sums for measures, state)."""
+        """(the mean of all that was accumulated, the state, which measured it)."""
         exchange, axis_name = self.exchange, self.axis_name
         sums, rows = sums_of(state.accumulator, step.grads)
-        weight = votes = also = None
+        weight = None
         if not exchange.linear:
             # Each replica has one vote: the mean of its own gradients.
-            some, votes = or_one(state.contributed), state.contributed > 0
+            weight, some = state.contributed, or_one(state.contributed)
             sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
-            weight = state.contributed if exchange.takes_weights else votes
-        if self.measure:
-            also = state.info.gathered._asdict()
-        met = exchange.meet(sums, state.exchange, axis_name, weight=weight, also=also)
-        outliers = contract.count_outlier(
-            exchange, sums, met.mean, axis_name, votes, state.info.outliers
+            weight = weight if exchange.takes_weights else weight > 0
+        agreed = agree(
+            exchange,
+            Whole(axis_name),
+            sums,
+            state.exchange,
+            state.info,
+            weight=weight,
+            own=state.info.gathered._asdict() if self.measure else None,
         )
         count = jnp.ones((), jnp.int32)
         if exchange.linear:
             # The sum is the mean times the number of replicas.
-            replicas = jnp.asarray(met.weight, state.total_weight.dtype)
+            replicas = jnp.asarray(agreed.weight, state.total_weight.dtype)
             count = weight_divisor(state.total_weight) / replicas
             rows = reduce(rows, axis_name, reduction="sum")
             rows = [weights / replicas for weights in rows]
-        mean = mean_of(met.mean, rows, step.grads, count, step.tokens)
-        info = state.info._replace(outliers=outliers)
-        return mean, met.also, state._replace(exchange=met.state, info=info)
-
-
-class _ByType(_SyncReplicas):
-    """The same for gradients whose types say that they are still to be summed."""
-
-    def init(self, params: Tree) -> SyncReplicasState:
-        """The state before the first step, whose sums have such types, too."""
-        state = super().init(params)
-        if trees.is_placeholder(params):
-            return state
-        return state._replace(accumulator=self.typed(state.accumulator))
-
-    def typed(self, accumulator: Accumulator) -> Accumulator:
-        """Zero sums, with unreduced types where the gradients have them."""
-        return accumulator._replace(
-            sums=by_type.unreduced(accumulator.sums, self.axis_name)
-        )
-
-    def accept(
-        self, grads, state: SyncReplicasState, params, *, meet=None, **extra_args
-    ) -> tuple[_Step, SyncReplicasState]:
-        """The gradients of all replicas at once, added to the sums."""
-        names = ("contributes", "weight", "gradient_step", "batch_size")
-        _refuse_own({name: extra_args.get(name) is not None for name in names})
-        check_variables(grads if params is None else params)
-        checks.check_grads(grads, params)
-        contract.require_dense(grads, "grads='unreduced'")
-        by_type.require_unreduced(grads, self.axis_name)
-        replicas = by_type.size(grads, self.axis_name)
-        if self.total not in (None, replicas):
-            raise ValueError(
-                f"total_num_replicas={self.total}, but the axis {self.axis_name!r} "
-                f"has {replicas} devices. Leave it out, or make them equal."
+        mean = mean_of(agreed.mean, rows, step.grads, count, step.tokens)
+        info = agreed.info
+        if self.measure:
+            contributors = state.accumulated.astype(jnp.float32)
+            measured = measure_of(
+                info.measured,
+                {**agreed.sums, "contributors": contributors},
+                state.total_weight,
+                square_within(info.measured, axis_name, mean),
             )
-        if self.required > replicas and self.required % replicas:
-            raise ValueError(
-                f"With grads='unreduced' a step has the gradients of all {replicas} "
-                f"replicas, and replicas_to_aggregate={self.required} would need some "
-                f"of them. Pass a multiple of {replicas}, or at most {replicas}."
-            )
-        accumulated = state.accumulated + replicas
-        due = accumulated >= self.required if meet is None else meet
-        accumulator, counts = state.accumulator, state.info.outcome_counts
-        sums = jax.tree.map(
-            lambda total, x: total if x is None else total + x.astype(total.dtype),
-            accumulator.sums,
-            grads,
-        )
-        used = Outcomes._fields.index("used")
-        outcome = jnp.full_like(state.info.outcome, used)
-        state = state._replace(
-            global_step=state.global_step + jnp.asarray(due).astype(jnp.int32),
-            accumulated=accumulated,
-            total_weight=state.total_weight + replicas,
-            weight_unit=jnp.ones_like(state.weight_unit),
-            accumulator=accumulator._replace(sums=sums),
-            info=state.info._replace(
-                outcome=outcome, outcome_counts=counts._replace(used=counts.used + 1)
-            ),
-        )
-        weight = jnp.ones((), jnp.float32)
-        tokens = max(replicas, self.required)
-        return _Step(grads, params, tokens, weight, due, extra_args), state
-
-    def extra_args_of(self, step: _Step) -> dict[str, Any]:
-        """The extra arguments as they are: no replica is seen alone."""
-        return step.extra_args
-
-    def cleared(self, state: SyncReplicasState, mean: Tree) -> Accumulator:
-        """Zero sums; `None` where there is no gradient."""
-        return self.typed(jax.tree.map(jnp.zeros_like, state.accumulator))
-
-    def agree(self, step: _Step, state: SyncReplicasState):
-        """(the mean of the steps' gradients, no sums for measures, the state)."""
-        sums, _ = sums_of(state.accumulator, step.grads)
-        total = by_type.summed(sums, self.axis_name)
-        steps = state.accumulated // by_type.size(step.grads, self.axis_name)
-        return mean_of(total, [], step.grads, steps, step.tokens), None, state
-
-
-def _refuse_own(asked: dict[str, Any]) -> None:
-    """Refuse options that need each replica's own gradient where there is none."""
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            raise ValueError(
-                f"{name} needs each replica's own gradient, but with grads='unreduced' "
-                "there are only their sums. Leave it out, or map the axis and use "
-                "grads='local'."
-            )
+            info = info._replace(measured=measured)
+        return mean, state._replace(exchange=agreed.memory, info=info)
 
 
 def check_replicas(

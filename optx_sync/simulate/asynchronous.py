@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from optx_sync.by_hand import replicate
 from optx_sync.center import worker as work
-from optx_sync.center.checks import check_delay, check_keep_local
+from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
     bytes_of,
     check_code,
@@ -41,7 +41,8 @@ from optx_sync.center.fragments import (
 )
 from optx_sync.center.rounds.at_once import AtOnce
 from optx_sync.center.rounds.later import Later
-from optx_sync.center.rounds.meeting import Now, Step
+from optx_sync.center.rounds.meeting import Step
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
@@ -214,10 +215,9 @@ def asynchronous(
         rule.check(period)
     phases = _Phases(
         inner,
-        rule,
+        work.keeping(rule, keep_local),
         check_code(exchange, rule),
         drop_nonfinite,
-        check_keep_local(keep_local),
     )
     fragments, delay = check_fragments(fragments), check_delay(delay)
     params = jax.tree.map(jnp.asarray, params)
@@ -262,7 +262,6 @@ class _Phases(NamedTuple):
     rule: CenterRule
     exchange: Exchange | None
     drop_nonfinite: bool
-    keep_local: float | jax.Array
 
     @property
     def drops(self) -> bool:
@@ -308,9 +307,7 @@ class _Phases(NamedTuple):
             after = where(pushed > 0, after, before)
         if rule.outer is self.inner:
             worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
-        worker = work.take(
-            rule, worker, now.center.value, after.value, at, self.keep_local
-        )
+        worker = work.take(rule, worker, now.center.value, after.value, at)
         return now._replace(worker=worker, center=after)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
@@ -343,7 +340,7 @@ class _Run(NamedTuple):
         pending, remembered = self.round.start(self.parts, center, center)
         each = self.parts.number if several else ()
         # Others move the center meanwhile, so each worker keeps the center it took.
-        keeps_taken = rule.take is None or keeps_before(rule)
+        keeps_taken = work.takes_center(rule) or keeps_before(rule)
         worker = WorkerState(
             params=params,
             inner=self.phases.inner.init(params),

@@ -89,3 +89,9 @@ def test_a_center_that_does_not_lie_as_the_parameters_do():
     specs: Any = oxs.state_specs(tx, PARAMS, P(), "workers")
     with pytest.raises(ValueError, match=r"'sharded'\].*\['shards'\], but the center"):
         run(tx, oxs.replicate(PARAMS, 2), state_specs=specs)
+
+
+def test_what_is_pending_of_a_whole_worker_does_not_fit_its_shards():
+    tx = oxs.diloco(optax.sgd(1.0), "workers", delay=1, communication_period=2)
+    with pytest.raises(ValueError, match=r"state\.pending.*of shape .* such as shards"):
+        run(tx, oxs.replicate(PARAMS, 2), check_vma=False)

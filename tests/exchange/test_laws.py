@@ -39,9 +39,8 @@ FEW = ("4 bit, feedback", "2 bit, feedback")
 # How the replicas are mapped, how many, with weights or not, and what they exchange by:
 # all exchanges stand on the same few collectives.
 CASES = [
-    ("vmap", 3, True, tuple(EXCHANGES)),
+    ("vmap", 3, True, FEW),
     ("vmap", 1, False, ("4 bit", "top-k")),
-    ("vmap", 8, False, ("8 bit",)),
     ("shard_map", 8, False, ("8 bit", "top-k", "power, feedback")),
     ("shard_map", 3, True, FEW[:1]),
     ("shard_map_unchecked", 3, True, FEW),

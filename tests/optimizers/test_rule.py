@@ -99,7 +99,7 @@ def test_entries_left_over_write_nothing():
     def restless(grad, slots, param, at):
         return jnp.ones_like(grad), SumSlots(slots.total + 1.0)
 
-    tx = optimizer(LeafRule(restless, SumSlots(total=0.0)), 0.1)
+    tx = optimizer(LeafRule(restless, SumSlots(total=0.0), "touched"), 0.1)
     table = jnp.zeros([4, 1])
     state = tx.init(table)
 
@@ -119,7 +119,7 @@ def test_a_row_out_of_range_is_no_part_of_the_gradient():
     def normalize(grad, slots, param, at):
         return grad / jnp.sum(jnp.abs(grad)), slots
 
-    tx = optimizer(LeafRule(normalize), 0.1)
+    tx = optimizer(LeafRule(normalize, rows="touched"), 0.1)
     table = jnp.zeros([4])
 
     @jax.jit
@@ -131,7 +131,7 @@ def test_a_row_out_of_range_is_no_part_of_the_gradient():
 
 
 def test_rows_of_a_half_precision_table_are_summed_in_float32():
-    tx = optimizer(LeafRule(add, SumSlots(total=0.0)), 1.0)
+    tx = optimizer(LeafRule(add, SumSlots(total=0.0), "touched"), 1.0)
     table = jnp.zeros([2, 1], jnp.bfloat16)
     values = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)
     grads = IndexedSlices(jnp.array([1, 1, 1]), values)
@@ -188,7 +188,7 @@ def test_a_constant_and_a_traced_rate_compile_to_the_same_numbers():
 
 
 def test_numpy_arrays_are_leaves_too():
-    tx = optimizer(LeafRule(add, SumSlots(total=0.0)), 0.5)
+    tx = optimizer(LeafRule(add, SumSlots(total=0.0), "touched"), 0.5)
     table = np.zeros([3, 1], np.float32)
     state = jax.tree.map(np.asarray, tx.init(table))
     dense, _ = tx.update(np.ones([3, 1], np.float32), state, table)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
@@ -74,6 +75,16 @@ def test_swap_center_is_for_evaluation_and_leaves_training_alone():
         state = step(state, inputs[now], targets[now])
     assert np.isfinite(kernel).all()
     assert not np.array_equal(oxs.swap_center(state).params["params"]["kernel"], kernel)
+
+
+def test_what_a_state_says_of_itself_is_in_flax_bytes():
+    """How it was made has no leaf; the state still resizes as one of sums does."""
+    coded = oxs.exchange.error_feedback(oxs.exchange.quantized())
+    options: Any = {"reduction": "sum", "shard_state": True, "exchange": coded}
+    state = start(oxs.cross_shard(optax.adam(0.1), "data", **options))
+    restored = serialization.from_bytes(state, serialization.to_bytes(state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert restored.opt_state.summed and restored.opt_state.cut
 
 
 def test_contributes_and_gradient_step_reach_sync_replicas():

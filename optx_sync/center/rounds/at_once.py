@@ -3,8 +3,9 @@
 
 from typing import NamedTuple
 
-from optx_sync.center.fragments import LANDS, SETS_OUT, Whole
-from optx_sync.center.rounds.meeting import Now, OnItsWay, Phases, Step, either
+from optx_sync.center.fragments import Whole
+from optx_sync.center.rounds.meeting import OnItsWay, Phases, Step
+from optx_sync.center.rounds.turns import LANDS, SETS_OUT, Now, either, in_turn
 from optx_sync.trees import Tree
 
 
@@ -23,7 +24,8 @@ class AtOnce(NamedTuple):
 
     def _round(self, now: Now, step: Step) -> Now:
         walked = now.worker.params
-        now = step.parts.in_turn(
+        now = in_turn(
+            step.parts,
             step.part(),
             lambda seen, part: self._meet(seen, step, part),
             now,

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optx_sync.center.fragments import LANDS, SETS_OUT, Buffer, Outgoing, Pending, Whole
+from optx_sync.center.buffers import Buffer, Outgoing, Pending
+from optx_sync.center.fragments import Whole
 from optx_sync.center.rounds.later import arrive
-from optx_sync.center.rounds.meeting import Meeting, Now, OnItsWay, Step, either
+from optx_sync.center.rounds.meeting import Meeting, OnItsWay, Step
+from optx_sync.center.rounds.turns import LANDS, SETS_OUT, Now, either, in_turn
 from optx_sync.comm import shards
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.trees import Tree, row_of, where, with_row
@@ -83,7 +85,7 @@ class InLine(NamedTuple):
             return now._replace(pending=pending)
 
         before = now.pending
-        now = step.parts.in_turn(step.part(), set_out, now, SETS_OUT)
+        now = in_turn(step.parts, step.part(), set_out, now, SETS_OUT)
         now = self.meeting.settle(now, walked, now.center.value)
         pending = localize(now.pending, self.meeting.axis_name)
         return now._replace(pending=vary_like(pending, before))

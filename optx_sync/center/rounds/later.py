@@ -5,17 +5,18 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from optx_sync.center.buffers import Buffer, Pending, buffer_of
 from optx_sync.center.contract import Round
-from optx_sync.center.fragments import (
+from optx_sync.center.fragments import Whole
+from optx_sync.center.rounds.meeting import OnItsWay, Phases, Step
+from optx_sync.center.rounds.turns import (
     LANDS,
     MENDS,
     SETS_OUT,
-    Buffer,
-    Pending,
-    Whole,
-    buffer_of,
+    Now,
+    either,
+    in_turn,
 )
-from optx_sync.center.rounds.meeting import Now, OnItsWay, Phases, Step, either
 from optx_sync.trees import Tree
 
 
@@ -54,7 +55,7 @@ class Later(NamedTuple):
             pending = Pending(buffer.pack(total, part), step.at(part).steps, pushed)
             return now._replace(pending=pending)
 
-        now = step.parts.in_turn(step.part(), set_out, now, SETS_OUT)
+        now = in_turn(step.parts, step.part(), set_out, now, SETS_OUT)
         return self.meeting.settle(now, walked, now.center.value)
 
 
@@ -67,4 +68,4 @@ def arrive(meeting: Phases, now: Now, step: Step, buffer: Buffer) -> Now:
         total = buffer.unpack(pending.values, part)
         return meeting.land(now, step, total, pending.pushed, at)
 
-    return step.parts.in_turn(step.part(ago=1), land, now, LANDS)
+    return in_turn(step.parts, step.part(ago=1), land, now, LANDS)

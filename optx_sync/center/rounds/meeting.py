@@ -2,11 +2,10 @@
 """The phases of a round: bring, agree, land, settle. `Meeting` is that of lockstep.
 
 A round calls each phase once, for the part of the parameters that meets. The kind of
-round (`at_once`, `later`, `in_line`, `in_pieces`) says which phases stand together, and
-in which conditional.
+round (`at_once`, `later`, `in_line`) says which phases stand together, and in which
+conditional; where the center lies and how a worker sees it, its landing.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -14,43 +13,23 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.center import worker as work
+from optx_sync.center.buffers import Outgoing, Pending
 from optx_sync.center.contract import CenterRule, InnerState, Round
-from optx_sync.center.fragments import (
-    LANDS,
-    MENDS,
-    SETS_OUT,
-    Outgoing,
-    Pending,
-    Whole,
-    fields_of,
-    with_fields,
-)
+from optx_sync.center.fragments import Whole
+from optx_sync.center.landing import Landing
+from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import norm_of
-from optx_sync.center.worker import Center, Worker
+from optx_sync.center.worker import Center
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.reduce import reduce
-from optx_sync.comm.varying import everywhere, localize, vary_like, vary_with
-from optx_sync.exchange.contract import Exchange, count_outlier
-from optx_sync.metrics import SharedInfo, measure_of, square_sum, to_sum
+from optx_sync.comm.varying import everywhere, localize, vary_like
+from optx_sync.exchange.agree import agree
+from optx_sync.exchange.contract import Exchange
 from optx_sync.placement import memory
 from optx_sync.shapes import Array, Int32
 from optx_sync.trees import Tree, is_finite, is_floating, is_inexact, where
 
 OnItsWay: TypeAlias = Pending | Outgoing | tuple[()]
-
-
-class Now(NamedTuple):
-    """What a round may change: the operands and results of its conditionals."""
-
-    worker: Worker
-    center: Center
-    pending: Any  # with `delay`, what is on its way: `Pending` or `Outgoing`; or ()
-    exchange: Tree  # what the exchange remembers, for each part
-    info: SharedInfo
-    # Of this round alone. `None` where all contributions count the same.
-    weight: Any  # float[], this worker's
-    # `None` without `drop_nonfinite`.
-    well: Any  # bool[], whether this worker is finite
 
 
 class Step(NamedTuple):
@@ -150,13 +129,7 @@ class Meeting(NamedTuple):
     inner_state: InnerState
     drop_nonfinite: bool
     measure: bool
-    keep_local: float | jax.Array
-
-    def start_center(self, parts: Whole, center: Tree) -> Center:
-        """The center as workers hold it, and an outer state for each part."""
-        outer = self.rule.outer
-        state = () if outer is None else parts.each(outer.init, center)
-        return Center(center, vary_with(state, center))
+    landing: Landing
 
     def remember(self, part: Tree) -> Tree:
         """What the exchange of a part remembers before the first round."""
@@ -164,15 +137,13 @@ class Meeting(NamedTuple):
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, what this worker contributes)."""
-        before = now.worker
-        worker, contribution = work.bring(
-            self.rule, before, now.center.value, step.at(part)
-        )
+        seen = self.landing.seen(now)
+        worker, contribution = self.landing.bring(now, seen, step.at(part))
         contribution = localize(contribution, self.axis_name)
         info = now.info
         if self.measure:
-            x = work.as_center(before.params, now.center.value)
-            apart = jax.tree.map(jnp.subtract, x, now.center.value)
+            x = work.as_center(now.worker.params, seen)
+            apart = jax.tree.map(jnp.subtract, x, seen)
             info = info._replace(distance=norm_of(apart, like=info.distance))
         now = now._replace(worker=worker, info=info)
         return self.leave_out(now, step, contribution), contribution
@@ -188,33 +159,23 @@ class Meeting(NamedTuple):
 
     def agree(self, now: Now, step: Step, contribution: Tree) -> tuple[Now, Tree, Any]:
         """(now, the sum or mean for the center, the sum of weights or ())."""
-        weight, also = now.weight, None
-        if self.measure:
-            square = square_sum(contribution, now.info.distance)
-            also = to_sum(square, self.axis_name, weight=weight, alike=step.alike)
-        elif self.rule.mean_over is None and not step.alike:
-            also = {"contributors": (weight > 0).astype(jnp.float32)}
-        met = self.exchange.meet(
-            contribution, now.exchange, self.axis_name, weight=weight, also=also
+        agreed = agree(
+            self.exchange,
+            self.landing.of(now, step.at(0)),
+            contribution,
+            now.exchange,
+            now.info,
+            weight=now.weight,
+            alike=step.alike,
+            summed=self.rule.mean_over is None,
         )
-        mean, measured = met.mean, now.info.measured
-        if self.measure:
-            square = square_sum(mean, measured.update_norm)
-            measured = measure_of(measured, met.also, met.weight, square)
-        outliers = count_outlier(
-            self.exchange, contribution, mean, self.axis_name, weight, now.info.outliers
-        )
-        info = now.info._replace(outliers=outliers, measured=measured)
-        now = now._replace(exchange=met.state, info=info)
-        if self.rule.mean_over is None:
-            # A sum: the mean times the number of workers with a weight above 0.
-            count = (met.also or {}).get("contributors", met.weight)
-            mean = jax.tree.map(lambda x: x * jnp.asarray(count, x.dtype), mean)
-        return now, mean, met.weight if self.drop_nonfinite else ()
+        now = now._replace(exchange=agreed.memory, info=agreed.info)
+        return now, agreed.mean, agreed.weight if self.drop_nonfinite else ()
 
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contributions, and this worker takes from it."""
-        before = now.center
+        landing, held = self.landing, now.center
+        before, (total, _) = landing.open(held), landing.open(Center(total, ()))
         extra = self.extra_args(step, now.weight)
         after = work.absorb(self.rule, before, vary_like(total, before.value), **extra)
         if self.drop_nonfinite:
@@ -222,12 +183,11 @@ class Meeting(NamedTuple):
         info = now.info
         if self.measure:
             change = jax.tree.map(jnp.subtract, after.value, before.value)
-            norm = norm_of(change, like=info.measured.update_norm)
+            norm = landing.norm(change, info.measured.update_norm)
             info = info._replace(measured=info.measured._replace(update_norm=norm))
-        worker = work.take(
-            self.rule, now.worker, before.value, after.value, at, self.keep_local
-        )
-        return now._replace(worker=worker, center=after, info=info)
+        now = now._replace(center=landing.close(after, held), info=info)
+        worker = work.take(self.rule, now.worker, *landing.taken(now, before), at)
+        return now._replace(worker=worker)
 
     def settle(self, now: Now, walked: Tree, center: Tree) -> Now:
         """The other effects of a round on a worker; a broken one starts again.
@@ -248,7 +208,7 @@ class Meeting(NamedTuple):
             worker = worker._replace(inner=self.inner.init(worker.params))
         info = now.info
         if self.drop_nonfinite:
-            center = memory.on_device(center)
+            center = self.landing.for_broken(now, memory.on_device(center))
             worker = work.mend(self.inner, worker, center, now.well)
             dropped = info.dropped + (~now.well).astype(jnp.int32)
             info = info._replace(dropped=dropped)
@@ -276,34 +236,6 @@ class Meeting(NamedTuple):
         # `batch_size` is for a `cross_shard(measure=True)` inside.
         given = {k: v for k, v in step.extra_args.items() if k != "batch_size"}
         return {name: mean(name, value) for name, value in given.items()}
-
-
-def either(
-    due: bool | jax.Array,
-    change: Callable[[Now], Now],
-    now: Now,
-    changes: frozenset[str] = SETS_OUT | LANDS | MENDS,
-) -> Now:
-    """`change(now)` if due, else `now`; `changes` names the fields it may change.
-
-    If `due` is a Python bool there is no conditional. A conditional carries only the
-    fields that may change: each operand takes as long to trace as a step of the round.
-    """
-    fields = fields_of(now)
-    kept = {name: x for name, x in fields.items() if name not in changes}
-    nothing: dict[str, Tree] = dict.fromkeys(kept, ())
-
-    def changed(given):
-        after = change(with_fields(given, fields_of(given) | kept))
-        after = with_fields(after, fields_of(after) | nothing)
-        return vary_like(after._replace(weight=given.weight, well=given.well), given)
-
-    given = with_fields(now, fields | nothing)
-    if isinstance(due, bool):
-        after = changed(given) if due else given
-    else:
-        after = jax.lax.cond(due, changed, lambda same: same, given)
-    return with_fields(after, fields_of(after) | kept)
 
 
 def _average(

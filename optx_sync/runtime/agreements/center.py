@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optx_sync.center import worker as work
-from optx_sync.center.checks import check_delay, check_keep_local
+from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
     check_code,
     check_pull_code,
@@ -86,12 +86,12 @@ def center_way(rule: CenterRule, settings: contract.Settings) -> contract.Way:
             "pull_exchange out; or declare in reads= which of the two `take` reads."
         )
     delay = check_delay(settings.delay)
-    keep_local = check_keep_local(settings.keep_local)
+    keeping = work.keeping(rule, settings.keep_local)
     terms = Terms(rule, at, exchange, pulls)
 
     def work_of(shapes, inner, layout):
         between = steps_between(period, len(layout.turns), delay)
-        return OfCenter(shapes, inner, layout, terms, keep_local, between)
+        return OfCenter(shapes, inner, layout, terms, keeping, between)
 
     return contract.Way(
         serve=lambda part, inner, copy: Center(part, terms, copy),
@@ -369,17 +369,16 @@ class OfCenter:
         inner: optax.GradientTransformationExtraArgs,
         layout: Layout,
         terms: Terms,
-        keep_local: float | jax.Array,
+        rule: CenterRule,
         between: Period,
     ):
         self.like: Tree = shapes
         self.inner: optax.GradientTransformationExtraArgs = inner
         self.layout: Layout = layout
-        self.rule: CenterRule = terms.rule
+        self.rule: CenterRule = rule  # that of the server, and `keep_local`
         self.at: Round = terms.at
         self.exchange: Exchange | None = terms.exchange
         self.pulls: Exchange | None = terms.pulls
-        self.keep_local: float | jax.Array = keep_local
         self.between: Period = between  # steps between the pushes of two parts
         self.traffic: Traffic = traffic(terms.rule)
         self._walk = jax.jit(self._run_walk)
@@ -507,8 +506,8 @@ class OfCenter:
         before, after = centers.get("before", x), centers.get("after", x)
         worker = work.Worker(pick(params, part), (), (), ())
         at = self.at._replace(steps=steps)
-        worker = work.take(self.rule, worker, before, after, at, self.keep_local)
-        took = centers.get("after" if self.rule.take is None else "before")
+        worker = work.take(self.rule, worker, before, after, at)
+        took = centers.get("after" if work.takes_center(self.rule) else "before")
         if took is not None:
             taken = put(taken, part, took)
         return put(params, part, worker.params), taken
