@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.by_hand import replicate
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
@@ -46,7 +47,6 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
-from optx_sync.placement.workers import replicate
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like

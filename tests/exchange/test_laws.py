@@ -11,6 +11,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
+from tests.contexts import begun
 from tests.exchange.meeting import mapped, placed, rounds
 from tests.transformations import EXCHANGES as EVERY
 
@@ -235,7 +236,7 @@ def test_measures_through_an_exchange_of_your_own():
             exchange=exchange,
             measure=True,
         )
-        params, state, axes = oxs.start_workers(tx, jnp.zeros(2), 2)
+        params, state, axes = begun(tx, jnp.zeros(2), 2)
         step = oxs.map_workers(
             lambda params, state, grads, tx=tx: oxs.apply_gradients(
                 tx, grads, state, params
