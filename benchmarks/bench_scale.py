@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from by_hand import AXIS, CASES, INNER, PERIOD, contents, update
+from by_hand import AXIS, CASES, INNER, PERIOD, begun, contents, update
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report import STAGES, Line, Panel, Report, build, each
@@ -119,7 +119,7 @@ def simulate(workers: int) -> dict[str, float]:
     tx = CASES["local_sgd"].tx(workers)
     one = jax.tree.map(lambda x: jnp.ones(x.shape[0] // 50), shapes_of(LEAVES))
     program = jax.jit(workers_step(tx, one, given, update), donate_argnums=(0, 1))
-    carry, grads = oxs.start_workers(tx, one, workers)[:2], oxs.replicate(one, workers)
+    carry, grads = begun(tx, one, workers), oxs.replicate(one, workers)
     seconds, compiled = build(program, (*carry, grads))
     times = []
     for _ in range(4 * PERIOD):

@@ -397,12 +397,18 @@ def with_library(
 direct = functools.partial(with_library, apply=oxs.apply_gradients)
 
 
+def begun(tx: Any, params: Tree, workers: int) -> tuple[Tree, Tree]:
+    """Parameters and state of all workers, on one device."""
+    state = oxs.replicate(tx.init(params), workers, oxs.state_axes(tx, params))
+    return oxs.replicate(params, workers), state
+
+
 def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
     """The same under `jax.vmap` over the mesh, as islands run it (not for replicas)."""
     axes = (0, oxs.state_axes(tx, params))
 
     def start(params):
-        return oxs.start_workers(tx, params, workers)[:2]
+        return begun(tx, params, workers)
 
     def step(carry, batch):
         params, state = carry

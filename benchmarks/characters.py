@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
-from by_hand import AXIS, update
+from by_hand import AXIS, begun, update
 from report import Line, Panel, of_seeds
 from training import collectives_of, workers_step
 
@@ -105,7 +105,7 @@ def make_training(method, steps, evaluations):
     def train(rate, start, places, text, validation, test):
         tx = method.wrap(optax.adamw(optax.cosine_decay_schedule(rate, steps)))
         step = workers_step(tx, start, jax.grad(loss_of), update)
-        *carry, _ = oxs.start_workers(tx, start, method.workers)
+        carry = begun(tx, start, method.workers)
 
         def advance(carry, first):
             windows = text[first[..., None] + jnp.arange(CONTEXT + 1)]
@@ -120,7 +120,7 @@ def make_training(method, steps, evaluations):
             return carry, loss_of(evaluated(*carry), validation[::4])
 
         places = places.reshape(evaluations, -1, *places.shape[1:])
-        carry, curve = jax.lax.scan(until_evaluation, tuple(carry), places)
+        carry, curve = jax.lax.scan(until_evaluation, carry, places)
         center = evaluated(*carry)
         return {
             "curve": curve,

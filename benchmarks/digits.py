@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from by_hand import begun
 from report import Line, Panel, each
 from sklearn.datasets import load_digits
 from training import workers_step
@@ -101,7 +102,7 @@ def curves(tx: Any, steps: int) -> Callable:
             carry, _ = jax.lax.scan(lambda c, r: (step(*c, r), None), carry, rows)
             return carry, measured(carry[0], test)
 
-        carry = oxs.start_workers(tx, params, WORKERS)[:2]
+        carry = begun(tx, params, WORKERS)
         rows = rows[: steps // points * points]
         rows = rows.reshape(points, -1, *rows.shape[1:])
         return jax.lax.scan(until_point, carry, rows)[1]

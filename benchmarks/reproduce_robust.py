@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import update
+from by_hand import begun, update
 from digits import PARTS, WORKERS, accuracy_of, loss_of, train_all
 from report import Line, Panel, percent, reproduce
 from training import AXIS, workers_step
@@ -46,7 +46,7 @@ def train(name):
 
     def run(test, rows, params, lies):
         step = workers_step(tx, params, grad_of, update)
-        carry = oxs.start_workers(tx, params, WORKERS)[:2]
+        carry = begun(tx, params, WORKERS)
         (params, state), _ = jax.lax.scan(
             lambda carry, rows: (step(*carry, (rows, lies)), None), carry, rows
         )

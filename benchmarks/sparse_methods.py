@@ -42,7 +42,9 @@ def per_coordinate(step):
 
     @functools.wraps(step)
     def make(rate, penalty):
-        rule = LeafRule(step, Slots(0.0, 0.0), hyper=(penalty,), needs_params=True)
+        rule = LeafRule(
+            step, Slots(0.0, 0.0), "touched", hyper=(penalty,), needs_params=True
+        )
         return from_rule(rule, rate)
 
     return make

@@ -52,16 +52,13 @@ def compiled_step(
 
     One worker's parameters and all workers' batch may be shapes.
     """
-
-    def place(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    def start(params):
-        return oxs.start_workers(tx, params, mesh.size)[:2]
-
-    places = oxs.state_shardings(tx, params, mesh=mesh, axis_name=AXIS)
-    carry = jax.tree.map(place, jax.eval_shape(start, params), places)
-    batch = jax.tree.map(lambda x: place(x, NamedSharding(mesh, P(AXIS))), batch)
+    one = params, jax.eval_shape(tx.init, params)
+    carry = oxs.Workers(mesh.size, AXIS, mesh=mesh).expect(one)
+    places = jax.tree.map(lambda x: x.sharding, carry)
+    split = NamedSharding(mesh, P(AXIS))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), batch
+    )
     with warnings.catch_warnings():
         # Of threads, which are for programs that run.
         warnings.filterwarnings("ignore", r"\d+ CPU devices share", UserWarning)

@@ -42,8 +42,6 @@ from optx_sync.center.rules.diloco import diloco_rule as diloco_rule
 from optx_sync.step import apply_gradients as apply_gradients
 from optx_sync.step import due as due
 from optx_sync.placement.workers import map_workers as map_workers
-from optx_sync.placement.workers import start_workers as start_workers
-from optx_sync.placement.workers import state_shardings as state_shardings
 
 # Read a state, and place it.
 from optx_sync.metrics import averaged_params as averaged_params
@@ -52,11 +50,11 @@ from optx_sync.metrics import metrics as metrics
 from optx_sync.fingerprints import fingerprint as fingerprint
 from optx_sync.metrics import slot as slot
 from optx_sync.metrics import slot_names as slot_names
-from optx_sync.placement.workers import replicate as replicate
-from optx_sync.placement.axes import state_axes as state_axes
-from optx_sync.placement.axes import state_specs as state_specs
-from optx_sync.placement.workers import first as first
-from optx_sync.placement.resize import resize as resize
+from optx_sync.by_hand import replicate as replicate
+from optx_sync.by_hand import state_axes as state_axes
+from optx_sync.by_hand import state_specs as state_specs
+from optx_sync.by_hand import first as first
+from optx_sync.by_hand import resize as resize
 
 if TYPE_CHECKING:
     from optx_sync import audit as audit
@@ -142,9 +140,7 @@ __all__ = [
     "slot",
     "slot_names",
     "stacked",
-    "start_workers",
     "state_axes",
-    "state_shardings",
     "state_specs",
     "strided",
     "sync_replicas",

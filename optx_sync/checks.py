@@ -22,6 +22,7 @@ from optx_sync.trees import (
     check_arrays,
     check_transformation,
     is_gradient_leaf,
+    is_placeholder,
     is_slices,
     leaves_with_names,
     values_of,
@@ -156,9 +157,18 @@ def check_no_train_state(params: Tree) -> None:
         name = type(params).__name__
         raise TypeError(
             f"What is wanted are parameters; got a {name}, which holds them beside the "
-            "optimizer's state and counters. Pass state.params: oxs.start_workers("
-            f"state.tx, state.params, n). A whole {name} is stacked by "
-            "oxs.replicate(state, n), and mapped with axis 0."
+            "optimizer's state and counters. Pass state.params; to start a whole "
+            f"{name} use oxs.Workers(n, axis_name).start(state)."
+        )
+
+
+def refuse_placeholder(params: Tree, what: str) -> None:
+    """Refuse Optax's tree without leaves, which does not say how a state is divided."""
+    if is_placeholder(params):
+        raise ValueError(
+            f"optax.tree.map_params does not know the state of {what}, which lies in "
+            "parts or pieces: it asks init for a state of no parameters. For specs "
+            "take oxs.state_specs(tx, params, param_specs, axis)."
         )
 
 
@@ -196,8 +206,7 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
         if shape != own and shape[1:] == own and shape[0] > 1:
             raise ValueError(
                 f"{where} {shape}: tx.init got the parameters of {shape[0]} workers. "
-                "It takes those of one: `oxs.start_workers(tx, params, n)`, or "
-                "tx.init(params) before oxs.replicate."
+                "It takes those of one: tx.init(params) before oxs.replicate."
             )
         if shape != own:
             raise ValueError(
@@ -329,8 +338,8 @@ def explains_state(
             f"The state is not one of this transformation: {where} is {got}; in that "
             f"of tx.init(params) it is {wanted}. Another transformation has made it, "
             "or this one with other arguments (fragments, delay, exchange, inner, "
-            "outer) or parameters, such as shards. Start with tx.init(params), in "
-            "oxs.start_workers; go on with a saved state under the arguments that it "
+            "outer) or parameters, such as shards. Start with tx.init(params); go on "
+            "with a saved state under the arguments that it "
             "was made with."
         ) from error
 

@@ -37,10 +37,9 @@ from optx_sync import forms
 from optx_sync.checks import check_seed, integer
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
-from optx_sync.front import held
 from optx_sync.front.workers import Workers
 from optx_sync.placement.axes import is_key
-from optx_sync.trees import Tree
+from optx_sync.trees import Tree, names_of
 
 log: logging.Logger = logging.getLogger("optx_sync.elastic")
 
@@ -227,7 +226,7 @@ class Group:
         form, arrays = forms.split(state)
         tree: dict[str, Any] = {}
         for path, x in zip(form.paths(), arrays, strict=True):
-            *inner, last = held.names_of(path) or ("state",)
+            *inner, last = names_of(path) or ("state",)
             node = tree
             for name in inner:
                 node = node.setdefault(name, {})

@@ -181,6 +181,11 @@ def is_trained(variable: type | None) -> bool:
     return variable is None or _is_of_nnx(variable, "Param")
 
 
+def is_of_nnx(x: Any) -> bool:
+    """Whether this is an object, a variable or a state of Flax NNX; for `is_leaf=`."""
+    return is_object(x) or is_variable(x) or _is_of_nnx(type(x), "State")
+
+
 def is_object(x: Any) -> bool:
     """Whether this is a Flax NNX object, which changes in place."""
     return _is_of_nnx(type(x), "Pytree")

@@ -10,7 +10,7 @@ pass the same checks.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ from optx_sync.optimizers.rule import LeafRule, Rows, RuleState, from_rule
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.trees import Tree, leaves_with_names
 
-# (the law, what was found, how to mend it); it raises.
-Refuse: TypeAlias = Callable[[str, str, str], NoReturn]
+# (fact, the law that it is of, what was found, how to mend it): raises if it is false.
+Hold: TypeAlias = Callable[[bool, str, str, str], None]
 _AXIS = "workers"
 # How exactly the law holds: where the loss is known, and where nobody knows what is
 # rounded, to half precision for example.
@@ -79,7 +79,7 @@ def check_rule(
 reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
     """
     rules.check_rule(rule, "oxs.testing.check_rule(oxs.local_sgd_rule())")
-    refuse = functools.partial(_refuse, "CenterRule")
+    hold = functools.partial(_hold, "CenterRule")
     workers = rule.num_workers or integer("num_workers", num_workers, "Pass 4.")
     steps = jnp.int32(communication_period)
     at = rules.Round(workers, communication_period, steps, tokens=jnp.float32(1))
@@ -95,32 +95,29 @@ reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
         "take": work.take(rule, worker, s, c, at).params,
     }
     for formula, result in results.items():
-        if (result.shape, result.dtype) != (c.shape, c.dtype):
-            refuse(
-                f"`{formula}` that returns an array like the one that it gets",
-                f"of a {c.dtype}{list(shape)} it makes {result.dtype}{result.shape}",
-                "Reduce over no axis, and keep the dtype.",
-            )
-    each = [contribute(x[i], a[i]) for i in range(2)]
-    of_mean = contribute(x.mean(0), a.mean(0))
-    if rule.affine and not np.allclose(of_mean, sum(each) / 2, 1e-4, 1e-5):
-        refuse(
-            "affine=True",
-            "the contribution of the mean of two workers is not the mean of theirs",
-            "Leave affine out: such a rule needs a whole center.",
+        hold(
+            (result.shape, result.dtype) == (c.shape, c.dtype),
+            f"`{formula}` that returns an array like the one that it gets",
+            f"of a {c.dtype}{list(shape)} it makes {result.dtype}{result.shape}",
+            "Reduce over no axis, and keep the dtype.",
         )
-    work.weigh_alone(rule, c, at)
-    tx = center_variable(
-        optax.sgd(0.1),
-        rule._replace(weigh=None),
-        _AXIS,
-        communication_period=communication_period,
+    two = (contribute(x[0], a[0]) + contribute(x[1], a[1])) / 2
+    of_mean = contribute(x.mean(0), a.mean(0))
+    hold(
+        not rule.affine or np.allclose(of_mean, two, 1e-4, 1e-5),
+        "affine=True",
+        "the contribution of the mean of two workers is not the mean of theirs",
+        "Leave affine out: such a rule needs a whole center.",
     )
+    work.weigh_alone(rule, c, at)
+    options: Any = {"communication_period": communication_period}
+    alike = rule._replace(weigh=None)
+    tx = center_variable(optax.sgd(0.1), alike, _AXIS, **options)
 
     def step(shift):
         own = c + shift
         state = tx.init(own)
-        _require_types(refuse, "a step", state, tx.update(own, state, own)[1])
+        _hold_types(hold, "after a step", state, tx.update(own, state, own)[1])
 
     with elementwise.as_optax_expects():
         jax.eval_shape(jax.vmap(step, axis_name=_AXIS), jnp.zeros(workers))
@@ -157,35 +154,23 @@ def check_exchange(exchange: exchanges.Exchange, *, replicas: int = 8) -> None:
 times NaN is NaN. oxs.reduce(tree, axis_name, weight=weight) does.
     """
     exchange = exchanges.check_exchange(exchange)
-    refuse = functools.partial(_refuse, "Exchange")
+    hold = functools.partial(_hold, "Exchange")
     start = jax.eval_shape(exchange.init, _SHAPES)
-    if _types(exchange.init(_SHAPES)) != _types(start):
-        refuse(
-            "`init` of shapes",
-            "its state is another one than of arrays",
-            "Read nothing but shapes and dtypes.",
-        )
-    if not exchange.remembers and jax.tree.leaves(start):
-        refuse("remembers=False", "init returns arrays", "Leave remembers out.")
+    _hold_types(hold, "of shapes, from `init`,", start, exchange.init(_SHAPES))
+    silent = exchange.remembers or not jax.tree.leaves(start)
+    hold(silent, "remembers=False", "init returns arrays", "Leave remembers out.")
     replicas = integer("replicas", replicas, "Pass for example 8.", 3)
     trees, weights = _cases(replicas, exchange.takes_weights)
 
     def meet(tree, weight=None):
-        state = localize(exchange.init(tree), _AXIS)
-
         def one(state, _):
             also = {"ones": jnp.float32(1)}
             met = exchange.meet(tree, state, _AXIS, weight=weight, also=also)
-            _require_types(refuse, "`meet`", state, met.state)
-            if _types(met.mean) != _types(tree):
-                refuse(
-                    "a mean like the tree",
-                    f"for {_types(tree)} it returns {_types(met.mean)}",
-                    "Cast to the dtype of each array.",
-                )
+            _hold_types(hold, "after `meet`", state, met.state)
+            _hold_types(hold, "in the mean", tree, met.mean)
             return met.state, (met.mean, met.lost, jnp.float32(met.weight), met.also)
 
-        return jax.lax.scan(one, state, length=2)[1]
+        return jax.lax.scan(one, localize(exchange.init(tree), _AXIS), length=2)[1]
 
     # Arrays [cases, replicas, rounds, ...].
     every = jax.jit(jax.vmap(jax.vmap(meet, axis_name=_AXIS)))(trees, weights)
@@ -193,22 +178,20 @@ times NaN is NaN. oxs.reduce(tree, axis_name, weight=weight) does.
     first = jax.tree.map(lambda x: x[0], trees)
     alike = jax.jit(jax.vmap(meet, axis_name=_AXIS))(first)[0]
     for name, x in trees.items():
-        given = _wide(x), weights, _wide(means[name])
-        _check_mean(refuse, repr(name), *given, _wide(alike[name]))
+        owed = None if exchange.exact or lost is None else lost[name]
+        _check_mean(hold, name, means[name], alike[name])
         if exchange.linear or exchange.exact:
-            owed = None if exchange.exact or lost is None else _wide(lost[name])
-            known = owed is not None and x.dtype == np.float32
-            _check_law(refuse, repr(name), *given, owed, _KNOWN if known else _ROUNDED)
-    sums = weights.sum(1)[:, None, None], np.float32(replicas)
-    if not (np.allclose(totals, sums[0]) and np.allclose(also["ones"], sums[1])):
-        refuse(
-            "sums of weights and scalars over all replicas",
-            f"of the weights {weights.tolist()} it made {totals[:, 0, 0].tolist()}",
-            "Leave weight and also of Met out: the library adds them up.",
-        )
-    if exchange.takes_weights and all(_close(x[1], x[4]) for x in means.values()):
-        refuse("takes_weights=True", "other weights change nothing", "Leave it out.")
-    _check_forms(exchange, refuse, first, jax.tree.map(lambda x: x[0, :, 0], means))
+            _check_law(hold, name, x, weights, means[name], owed)
+    sums = np.allclose(totals, weights.sum(1)[:, None, None])
+    hold(
+        sums and np.allclose(also["ones"], replicas),
+        "sums of weights and scalars over all replicas",
+        f"of the weights {weights.tolist()} it made {totals[:, 0, 0].tolist()}",
+        "Leave weight and also of Met out: the library adds them up.",
+    )
+    ignored = exchange.takes_weights and all(_close(x[1], x[4]) for x in means.values())
+    hold(not ignored, "takes_weights=True", "others change nothing", "Leave it out.")
+    _check_forms(exchange, hold, first, jax.tree.map(lambda x: x[0, :, 0], means))
 
 
 def check_optimizer(
@@ -244,13 +227,13 @@ differs without parameters. Declare needs_params=True.
     given: Any = optimizer if rule is None else from_rule(rule, 0.1)
     tx = check_inner(given, "oxs.testing.check_optimizer(optax.adam(0.1))")
     rows = rule.rows if rule is not None else rows
-    refuse = functools.partial(_refuse, "optimizer")
+    hold = functools.partial(_hold, "optimizer")
     numbers = np.random.default_rng(0)
     drawn = numbers.normal(size=(2, 4, 2)).astype(np.float32)
     with elementwise.as_optax_expects():
         for dtype in (jnp.float32, jnp.bfloat16):
             params, grads = ({"table": x, "bias": x[0]} for x in drawn.astype(dtype))
-            _check_types(tx, refuse, params, grads)
+            _check_types(tx, hold, params, grads)
         params, grads, more = (
             {"table": jnp.asarray(x), "bias": jnp.asarray(x[0])}
             for x in (*drawn, drawn[1] + 1)
@@ -261,18 +244,19 @@ differs without parameters. Declare needs_params=True.
                 blind, _ = tx.update(grads, tx.init(params))
             except (TypeError, AttributeError):
                 blind = jax.tree.map(lambda x: x + jnp.nan, updates)
-            if not jax.tree.all(jax.tree.map(np.allclose, blind, updates)):
-                refuse(
-                    "needs_params=False",
-                    "`step` fails or differs without parameters",
-                    "Declare needs_params=True.",
-                )
+            hold(
+                jax.tree.all(jax.tree.map(np.allclose, blind, updates)),
+                "needs_params=False",
+                "`step` fails or differs without parameters",
+                "Declare needs_params=True.",
+            )
         if rows is not None:
-            _check_rows(tx, rows, refuse, params, more, state)
+            _check_rows(tx, rows, hold, params, more, state)
 
 
-def _refuse(what: str, law: str, found: str, mend: str) -> NoReturn:
-    raise ValueError(f"This {what} is held to {law}, but {found}. {mend}")
+def _hold(what: str, fact: bool, law: str, found: str, mend: str) -> None:
+    if not fact:
+        raise ValueError(f"This {what} is held to {law}, but {found}. {mend}")
 
 
 def _types(tree: Tree) -> dict[str, tuple]:
@@ -284,17 +268,16 @@ def _types(tree: Tree) -> dict[str, tuple]:
     }
 
 
-def _require_types(refuse: Refuse, where: str, before: Tree, after: Tree) -> None:
-    """Refuse a state whose structure or types change."""
-    one, other = _types(before), _types(after)
-    if one != other or jax.tree.structure(before) != jax.tree.structure(after):
-        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-        changed = {name: (one.get(name), other.get(name)) for name in names}
-        refuse(
-            f"a state that keeps its types in {where}",
-            f"this changes, before and after: {changed}",
-            "Return it as `init` makes it, for example by jnp.asarray(x, old.dtype).",
-        )
+def _hold_types(hold: Hold, where: str, wanted: Tree, found: Tree) -> None:
+    one, two = _types(wanted), _types(found)
+    changed = [name for name in one | two if one.get(name) != two.get(name)]
+    hold(
+        not changed,
+        f"the same types {where}",
+        f"of {changed[:3]} they are {[two.get(name) for name in changed[:3]]} "
+        f"where they were {[one.get(name) for name in changed[:3]]}",
+        "Keep the structure, and cast for example by jnp.asarray(x, old.dtype).",
+    )
 
 
 def _wide(x: Any) -> np.ndarray:
@@ -323,146 +306,119 @@ def _cases(replicas: int, weighted: bool) -> tuple[dict[str, Any], np.ndarray]:
     return trees, weights
 
 
-def _check_mean(
-    refuse: Refuse,
-    name: str,
-    x: np.ndarray,
-    weights: np.ndarray,
-    mean: np.ndarray,
-    alike: np.ndarray,
-) -> None:
+def _check_mean(hold: Hold, name: str, mean: np.ndarray, alike: jax.Array) -> None:
     """The mean [cases, replicas, rounds, ...] is one, and only of those that count."""
-    if not np.array_equal(mean, np.broadcast_to(mean[:, :1], mean.shape), True):
-        refuse(
-            "one mean for all",
-            f"that of {name} differs between replicas",
-            "Combine the arrays by oxs.reduce, or so that all compute the same.",
-        )
-    if not (np.array_equal(mean[1], mean[2]) and np.isfinite(mean).all()):
-        refuse(
-            "weight 0 without a trace",
-            f"the mean of {name} depends on what that replica sent, or is NaN",
-            "Leave it out by jnp.where: 0 times NaN is NaN. oxs.reduce(tree, "
-            "axis_name, weight=weight) does.",
-        )
-    if mean[3].any():
-        refuse(
-            "a mean of 0 where all weights are 0",
-            f"that of {name} is not",
-            "Divide by jnp.where(total > 0, total, 1).",
-        )
-    if not _close(alike, mean[0], _ROUNDED):
-        refuse(
-            "weight=None as equal weights",
-            f"the mean of {name} is another one",
-            "Take None for a weight of 1 on each replica.",
-        )
+    mean = _wide(mean)
+    hold(
+        np.array_equal(mean, np.broadcast_to(mean[:, :1], mean.shape), equal_nan=True),
+        "one mean for all",
+        f"that of {name!r} differs between replicas",
+        "Combine the arrays by oxs.reduce, or so that all compute the same.",
+    )
+    hold(
+        bool(np.array_equal(mean[1], mean[2]) and np.isfinite(mean).all()),
+        "weight 0 without a trace",
+        f"the mean of {name!r} depends on what that replica sent, or is NaN",
+        "Leave it out by jnp.where: 0 times NaN is NaN. oxs.reduce(tree, axis_name, "
+        "weight=weight) does.",
+    )
+    hold(
+        not mean[3].any(),
+        "a mean of 0 where all weights are 0",
+        f"that of {name!r} is not",
+        "Divide by jnp.where(total > 0, total, 1).",
+    )
+    hold(
+        _close(alike, mean[0], _ROUNDED),
+        "weight=None as equal weights",
+        f"the mean of {name!r} is another one",
+        "Take None for a weight of 1 on each replica.",
+    )
 
 
 def _check_law(
-    refuse: Refuse,
-    name: str,
-    x: np.ndarray,
-    weights: np.ndarray,
-    mean: np.ndarray,
-    owed: np.ndarray | None,
-    relative: float,
+    hold: Hold, name: str, x: Any, weights: np.ndarray, mean: Any, owed: Any
 ) -> None:
     """The mean times the weights is what was sent, but for what is owed."""
     scale = weights.reshape(*weights.shape, *[1] * (x.ndim - 2))
-    sent = np.where(scale > 0, scale * np.nan_to_num(x), 0)[:, :, None]
-    owed = np.zeros_like(mean) if owed is None else owed
-    arrived = mean[:, 0] * scale.sum(1)[:, None]
+    sent = np.where(scale > 0, scale * np.nan_to_num(_wide(x)), 0)[:, :, None]
+    known = owed is not None and x.dtype == np.float32
+    mean, owed = _wide(mean), _wide(0 * mean if owed is None else owed)
     size = (np.abs(sent) + np.abs(owed)).sum(1).max(initial=0)
+    arrived = mean[:, 0] * scale.sum(1)[:, None]
     error = np.abs(arrived - (sent - owed).sum(1)).max(initial=0)
-    if not error <= relative * size:
-        refuse(
-            "linear=True, mean * sum(w) == sum(w * x - lost)",
-            f"for {name} this is off by {error:.3g} of {size:.3g}",
-            "Return in Met.lost what of weight times value did not arrive, or declare "
-            "linear=False.",
-        )
+    hold(
+        error <= (_KNOWN if known else _ROUNDED) * size,
+        "linear=True, mean * sum(w) == sum(w * x - lost)",
+        f"for {name!r} this is off by {error:.3g} of {size:.3g}",
+        "Return in Met.lost what of w * x did not arrive, or declare linear=False.",
+    )
 
 
 def _check_forms(
-    exchange: exchanges.Exchange, refuse: Refuse, tree: Tree, mean: Tree
+    exchange: exchanges.Exchange, hold: Hold, tree: Tree, mean: Tree
 ) -> None:
     """What else an exchange can: pieces, messages, groups and rows."""
 
     def on_all(function: Callable[..., Tree], *trees: Tree) -> Tree:
         return jax.jit(jax.vmap(function, axis_name=_AXIS))(*trees)
 
-    def same(one: Tree, other: Tree, relative: float) -> bool:
-        close = functools.partial(_close, relative=relative)
+    def same(one: Tree, other: Tree) -> bool:
+        close = functools.partial(_close, relative=_ROUNDED)
         return jax.tree.all(jax.tree.map(close, one, other))
 
     scatter, code = exchange.scatter, exchange.code
     if scatter is not None:
         pieces = on_all(lambda tree: scatter(tree, _AXIS), tree)
-        if not same(on_all(lambda mean: cut(mean, _AXIS), mean), pieces, _ROUNDED):
-            refuse("`scatter`", "it gives no pieces of the mean", "Leave it out.")
+        of_mean = on_all(lambda mean: cut(mean, _AXIS), mean)
+        hold(same(of_mean, pieces), "scatter", "it gives other pieces", "Leave it out.")
     if code is not None:
         x = jnp.asarray(tree["matrix"][0])
         message, lost, _ = code.encode(x, exchange.init(x))
-        if not _close(x, code.decode(message, x) + lost, _KNOWN):
-            refuse(
-                "`code`",
-                "what is decoded and what is lost are not the array together",
-                "Return as lost the array minus what decode makes of the message.",
-            )
+        hold(
+            _close(x, code.decode(message, x) + lost, _KNOWN),
+            "code",
+            "what is decoded and what is lost are not the array together",
+            "Return as lost the array minus what decode makes of the message.",
+        )
     if exchange.exact:
         count = len(tree["scalar"])
 
         def of_groups(tree, index):
-            groups: Any = [[i] for i in range(count)]
-            rows = IndexedSlices(index[None], tree["vector"][None])
-            meet: Any = exchange.meet
+            meet, groups = exchange.meet, [[i] for i in range(count)]
+            rows: Any = IndexedSlices(index[None], tree["vector"][None])
             alone = meet(tree, (), _AXIS, group_assignment=groups).mean
             return alone, meet(rows, (), _AXIS).mean.to_dense(count)
 
-        alone, rows = on_all(of_groups, tree, np.arange(count))
-        expected = [tree["vector"] / count] * count
-        if not (
-            same(tree, alone, _ROUNDED) and same(rows, np.stack(expected), _ROUNDED)
-        ):
-            refuse(
-                "exact=True",
-                "groups of one replica, or rows, have another mean",
-                "Leave exact out.",
-            )
+        rows = np.stack([tree["vector"] / count] * count)
+        hold(
+            same((tree, rows), on_all(of_groups, tree, np.arange(count))),
+            "exact=True",
+            "groups of one replica, or rows, have another mean",
+            "Leave exact out.",
+        )
 
 
-def _check_types(tx: Any, refuse: Refuse, params: Tree, grads: Tree) -> None:
+def _check_types(tx: Any, hold: Hold, params: Tree, grads: Tree) -> None:
     """The state of one step, as arrays, as shapes and as Optax's placeholder."""
     state = tx.init(params)
-    if _types(tx.init(jax.eval_shape(lambda: params))) != _types(state):
-        refuse(
-            "`init` of shapes",
-            "its state is another one than of arrays",
-            "Read nothing but shapes and dtypes.",
-        )
-    try:
-        found = optax.tree.map_params(tx, lambda x: x, state)
-    except elementwise.FAILURES as error:
-        refuse(
-            "optax.tree.map_params",
-            f"that raises: {error}",
-            "Make each tree in the state by jax.tree.map over the parameters.",
-        )
-    _require_types(refuse, "optax.tree.map_params", state, found)
+    shapes = jax.eval_shape(lambda: params)
+    _hold_types(hold, "of shapes, from `init`,", state, tx.init(shapes))
+    found = optax.tree.map_params(tx, lambda x: x, state)
+    _hold_types(hold, "after optax.tree.map_params", state, found)
     updates, after = jax.eval_shape(tx.update, grads, state, params)
-    _require_types(refuse, "`update`", state, after)
+    _hold_types(hold, "after `update`", state, after)
     shapes = jax.tree.map(jnp.shape, (updates, params))
-    if shapes[0] != shapes[1]:
-        refuse(
-            "updates of the parameters' shapes",
-            f"they are {shapes[0]} for {shapes[1]}",
-            "Return for each gradient an update like it.",
-        )
+    hold(
+        shapes[0] == shapes[1],
+        "updates of the parameters' shapes",
+        f"they are {shapes[0]} for {shapes[1]}",
+        "Return for each gradient an update like it.",
+    )
 
 
 def _check_rows(
-    tx: Any, rows: Rows, refuse: Refuse, params: Any, grads: Any, state: Tree
+    tx: Any, rows: Rows, hold: Hold, params: Any, grads: Any, state: Tree
 ) -> None:
     """A step of two rows of four, against the dense one with zeros in the others."""
     law = f"rows={rows!r}"
@@ -474,31 +430,28 @@ def _check_rows(
             tx.update(sparse, state, params)
         except TypeError:
             return
-        refuse(law, "it takes a row-sparse gradient", "Declare what it does to rows.")
+        hold(False, law, "it takes one", "Declare what it does to rows.")
     dense = grads | {"table": jnp.zeros_like(grads["table"]).at[named].set(values)}
 
-    def tables(grads) -> list:
-        updates, after = tx.update(grads, state, params)
-        slots = after.slots if isinstance(after, RuleState) else ()
+    def tables(updates: Any, state: Tree) -> list:
+        slots = state.slots if isinstance(state, RuleState) else ()
         moved: Any = optax.apply_updates(params, updates)
         return [moved["table"], *(tree["table"] for tree in slots)]
 
-    slots = state.slots if isinstance(state, RuleState) else ()
-    before = [params["table"], *(tree["table"] for tree in slots)]
-    trios = zip(before, tables(sparse), tables(dense), strict=True)
-    for number, (old, new, wanted) in enumerate(trios):
-        what = "parameters" if number == 0 else f"slots number {number}"
-        if not _close(new[named], wanted[named]):
-            refuse(
-                law,
-                f"{what} of rows with a gradient are not those of the dense one",
-                'Compute each row alone, or declare rows="all".',
-            )
-        if rows == "decay_all" and number:
-            continue  # These are what the rule's `decay` makes of them.
-        if not _close(new[others], (wanted if rows == "all" else old)[others]):
-            refuse(
-                law,
-                f"{what} of rows without a gradient are others than it says",
-                "See the table of rows in the docstring of optx_sync.optimizers.rule.",
-            )
+    before = tables(jax.tree.map(jnp.zeros_like, params), state)
+    after = (tables(*tx.update(grads, state, params)) for grads in (sparse, dense))
+    for number, (old, new, wanted) in enumerate(zip(before, *after, strict=True)):
+        hold(
+            _close(new[named], wanted[named]),
+            law,
+            "rows with a gradient move otherwise than under the dense one",
+            'Compute each row alone, or declare rows="all".',
+        )
+        # With "decay_all" the other slots are what the rule's `decay` makes of them.
+        stay = wanted if rows == "all" else old
+        hold(
+            _close(new[others], stay[others]) or (rows == "decay_all" and number > 0),
+            law,
+            "rows without a gradient, or their slots, do otherwise",
+            "See the policies of rows in optx_sync.optimizers.rule.",
+        )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of parameter and gradient trees: kinds, dtypes, paths, finiteness."""
 
-import functools
 import sys
 from typing import Any, TypeAlias
 
@@ -49,37 +48,6 @@ def is_placeholder(tree: Tree) -> bool:
     """Whether this is the tree without leaves that `optax.tree.map_params` inits."""
     plain = tree is None or isinstance(tree, dict | list | tuple)
     return not plain and not jax.tree.leaves(tree)
-
-
-def with_shapes(placeholder: Tree, params: Tree) -> Tree:
-    """Optax's tree without leaves, with the shapes of the parameters beside it."""
-    leaves, treedef = jax.tree.flatten(params)
-    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-    return _shaped(type(placeholder))(treedef, shapes)
-
-
-def shapes_of(placeholder: Tree) -> Tree | None:
-    """The parameters' shapes, of a tree that `with_shapes` has made; else `None`."""
-    if not hasattr(placeholder, "shapes"):
-        return None
-    structs = [jax.ShapeDtypeStruct(*shape) for shape in placeholder.shapes]
-    return placeholder.treedef.unflatten(structs)
-
-
-@functools.cache
-def _shaped(placeholder: type) -> Any:
-    """A class of trees without leaves that Optax takes for its own."""
-
-    class Shaped(placeholder):
-        def __init__(self, treedef: Any, shapes: Any):
-            self.treedef, self.shapes = treedef, shapes
-
-    jax.tree_util.register_pytree_node(
-        Shaped,
-        lambda tree: ((), (tree.treedef, tree.shapes)),
-        lambda known, _: Shaped(*known),
-    )
-    return Shaped
 
 
 def is_nothing(tree: Tree) -> bool:

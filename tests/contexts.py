@@ -104,14 +104,20 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     return jax.tree.map(lambda x: np.swapaxes(_numpy(x), 0, 1), history), state
 
 
+def begun(tx, params, workers=REPLICAS, axis: Any = AXIS, over=None):
+    """Parameters and state of all workers, which lie on a mesh; the state's axes."""
+    state, axes = tx.init(params), oxs.state_axes(tx, params)
+    if over is not None:
+        return *oxs.Workers(workers, axis, mesh=over).start((params, state)), axes
+    return oxs.replicate(params, workers), oxs.replicate(state, workers, axes), axes
+
+
 def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **given):
     """(jitted step(params, state, grads), parameters, state) of all workers.
 
     `over` is a mesh, `given` extra arguments of the update.
     """
-    params, state, axes = oxs.start_workers(
-        tx, params, workers, mesh=over, axis_name=axis
-    )
+    params, state, axes = begun(tx, params, workers, axis, over)
 
     def step(params, state, grads):
         return oxs.apply_gradients(tx, grads, state, params, **given)

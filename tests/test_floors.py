@@ -16,7 +16,6 @@ FLOORS = {
     "hlo": 1,
     "trees": 1,
     "forms": 2,
-    "in_place": 2,
     "rows": 2,
     "shapes": 0,
     "audit": 2,
@@ -31,6 +30,7 @@ FLOORS = {
     "fingerprints": 5,
     "gradients": 5,
     "metrics": 5,
+    "by_hand": 6,
     "replicas": 6,
     "center": 6,
     "peers": 6,
@@ -52,7 +52,14 @@ GROUND = {
         "comm/buffers",
         "comm/shards",
     },
-    "placement": {"placement/fields", "placement/axes", "placement/memory"},
+    "placement": {
+        "placement/fields",
+        "placement/axes",
+        "placement/memory",
+        "placement/held",
+        "placement/resize",
+        "placement/workers",
+    },
     "exchange": {
         "exchange/contract",
         "exchange/all_reduce",
@@ -105,7 +112,7 @@ GROUND = {
         "replicas/landing",
         "replicas/tokens",
     },
-    "front": {"front/held", "front/layout", "front/step", "front/comparison"},
+    "front": {"front/checkpoints", "front/step", "front/comparison"},
     "simulate": {"simulate/replay"},
     "runtime": {
         f"runtime/{file}"

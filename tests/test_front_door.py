@@ -99,10 +99,10 @@ def test_it_is_the_program_of_map_workers(name, kind):
     workers = oxs.Workers(8, AXIS, mesh=mesh)
     step = workers.step(step_of(tx, traced), state=2)
     params, state = workers.start((PARAMS, tx.init(PARAMS)))
-    by_hand, hands, axes = oxs.start_workers(
-        tx, PARAMS, 8, mesh=workers.mesh, axis_name=AXIS
-    )
-    same_bits((params, state), (by_hand, hands))
+    axes = oxs.state_axes(tx, PARAMS)
+    stacked = oxs.replicate(PARAMS, 8), oxs.replicate(tx.init(PARAMS), 8, axes)
+    same_bits((params, state), stacked)
+    by_hand, hands = jax.tree.map(jnp.copy, (params, state))
     mapped = oxs.map_workers(
         step_of(tx),
         AXIS,

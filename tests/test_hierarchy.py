@@ -84,7 +84,7 @@ def by_shard_map(check_vma):
 
 
 def arguments():
-    params, state, _ = oxs.start_workers(TX, PARAMS, PODS)
+    params, state, _ = contexts.begun(TX, PARAMS, PODS)
     # [T, pods, chips, ...] -> [pods, chips, T, ...]
     return params, state, {"w": np.moveaxis(gradients()["w"], 0, 2)}
 
@@ -146,9 +146,7 @@ def test_often_inside_of_a_pod_and_seldom_between_pods():
         in_axes=(0, AXES_OF_STATE, 0),
         out_axes=(0, AXES_OF_STATE),
     )
-    params, state, _ = oxs.start_workers(
-        TX, PARAMS, PODS, mesh=mesh(), axis_name="pods"
-    )
+    params, state, _ = contexts.begun(TX, PARAMS, PODS, "pods", mesh())
     place = NamedSharding(mesh(), P(*AXES))
     grads = jax.device_put({"w": jnp.ones((PODS, CHIPS, 3, 2))}, place)
     rows = oxs.audit.collectives(pods, params, state, grads)

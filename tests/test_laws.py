@@ -39,7 +39,7 @@ OTHERS = {
     "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.
     *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
     *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
-    *("start_workers", "state_axes", "state_shardings", "state_specs", "take"),
+    *("state_axes", "state_specs", "take"),
     *("fingerprint", "first", "next_batch_size", "testing", "Workers"),
 }
 

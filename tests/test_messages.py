@@ -213,7 +213,7 @@ TRAIN_STATE = TrainState.create(apply_fn=jnp.tanh, params=PARAMS, tx=DILOCO)
 
 
 def start(tx, params=PARAMS, mesh=None):
-    return oxs.start_workers(tx, params, N, mesh=mesh, axis_name=AXIS)
+    return contexts.begun(tx, params, N, AXIS, mesh)
 
 
 def run(mesh, tx, state=None, *, params=None, axes=None, out=None, steps=1):
@@ -303,11 +303,11 @@ MISTAKES = {
     ),
     "stack": (
         lambda mesh: run(mesh, DILOCO, params=PARAMS),
-        r"stack\w* .*first.*: oxs.replicate\(x, n\), or oxs.start_workers",
+        r"stack\w* .*first.*: oxs.replicate\(x, n\), a state with axes=",
     ),
     "stack of the state": (
         lambda mesh: run(mesh, DILOCO, DILOCO.init(PARAMS)),
-        r"is a scalar.* oxs.replicate\(x, n\); oxs.start_workers stacks one worker's",
+        r"is a scalar.* oxs.replicate\(x, n\), which stacks a state .* axes=oxs",
     ),
     "out_axes": (
         lambda mesh: run(mesh, DILOCO, out=0, steps=2),
@@ -339,11 +339,11 @@ MISTAKES = {
     ),
     "train state": (
         lambda mesh: start(DILOCO, TRAIN_STATE, mesh),
-        r"got a TrainState.* state.params: oxs.start_workers\(state.tx, state.params",
+        r"got a TrainState.* state.params; to start a whole .*oxs.Workers",
     ),
     "train state, Optax": (
         lambda mesh: start(SGD, TRAIN_STATE, mesh),
-        r"got a TrainState.* oxs.replicate\(state, n\)",
+        r"got a TrainState.* state.params; to start a whole .*oxs.Workers",
     ),
     "gossip's exchange": (
         lambda mesh: oxs.gossip(

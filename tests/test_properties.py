@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
+from tests.contexts import begun
 from tests.exchange.meeting import AXIS, mapped
 from tests.meshes import mesh_of
 
@@ -382,7 +383,7 @@ def program(case, context):
     tx = transformation(case)
     static, traced, equal = extras(case)
     run = steps_of(case, tx, static)
-    params, state, axes = oxs.start_workers(tx, one_params(case), case.workers)
+    params, state, axes = begun(tx, one_params(case), case.workers)
     if case.axis_name is None:  # It does not know of the others, if there are any.
         axes = jax.tree.map(lambda _: 0, state)
         state = oxs.replicate(tx.init(one_params(case)), case.workers)

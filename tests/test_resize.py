@@ -12,6 +12,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.placement.fields import declares, fields_of, nodes_of
+from tests.contexts import begun
 
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -261,11 +262,11 @@ def test_four_go_on_as_four_from_that_center():
     run = jax.jit(
         oxs.map_workers(run, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes, 0))
     )
-    params, state, _ = run(*oxs.start_workers(tx, one, N)[:2], target)
+    params, state, _ = run(*begun(tx, one, N)[:2], target)
     resized = oxs.resize(tx, params, state, 4)
     found = run(*resized, target[:4])
     fresh: Any
-    started, fresh, _ = oxs.start_workers(tx, oxs.center_params(state, one), 4)
+    started, fresh, _ = begun(tx, oxs.center_params(state, one), 4)
     equal(started, resized[0])
     fresh = fresh._replace(
         **{field: getattr(state, field) for field in ("local_step", "global_step")},
@@ -349,13 +350,13 @@ def test_random_keys_are_no_numbers():
 
     tx = oxs.local_sgd(optax.GradientTransformation(init, update), AXIS)
     state: Any
-    params, state, _ = oxs.start_workers(tx, PARAMS, 2)
+    params, state, _ = begun(tx, PARAMS, 2)
     _, new = oxs.resize(tx, params, state, 5)
     keys = new.inner["key"]
     equal(keys[:2], state.inner["key"])
     assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
     shared = oxs.cross_shard(optax.GradientTransformation(init, update), AXIS)
-    _, held, _ = oxs.start_workers(shared, PARAMS, 2)
+    held = jax.tree.map(lambda x: jnp.stack([x, x]), shared.init(PARAMS))
     _, held = oxs.resize(shared, params, held, 3)
     equal(held["key"], jnp.stack([jax.random.key(3)] * 3))
     with warnings.catch_warnings():

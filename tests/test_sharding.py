@@ -18,6 +18,7 @@ from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
 from optx_sync.placement.fields import fields_of
 from optx_sync.replicas.cross_shard import CrossShardState
+from tests.contexts import begun
 from tests.meshes import mesh_of
 
 PACKAGE = pathlib.Path(oxs.__file__).parent
@@ -164,9 +165,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
     grads = oxs.replicate(PARAMS, 4)
     results = []
     for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
-        params, state, axes = oxs.start_workers(
-            tx, PARAMS, 4, mesh=mesh, axis_name="workers"
-        )
+        params, state, axes = begun(tx, PARAMS, 4, "workers", mesh)
 
         def step(params, state, grads, tx=tx):
             return oxs.apply_gradients(tx, grads, state, params)
@@ -381,7 +380,7 @@ HOLD_KEYS = {
 @pytest.mark.parametrize(("tx", "differ"), HOLD_KEYS.values(), ids=HOLD_KEYS)
 def test_random_keys_of_a_state_differ_where_workers_may(tx, differ):
     key = jax.random.key(3)
-    _, state, axes = oxs.start_workers(tx, jnp.zeros(3), WORKERS)
+    _, state, axes = begun(tx, jnp.zeros(3), WORKERS)
     found = words(noise_key(state))
     expected = folded(key) if differ else [words(key)] * WORKERS
     np.testing.assert_array_equal(found, expected)

@@ -158,3 +158,18 @@ def test_metrics_of_a_cross_shard_that_measures_nothing():
     state = oxs.cross_shard(optax.adam(0.1), AXIS).init(PARAMS)
     with pytest.raises(ValueError, match=r"no metrics.*cross_shard.*measure=True"):
         oxs.metrics(state)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        oxs.diloco(optax.sgd(0.1), "workers", fragments=2),
+        oxs.diloco(optax.sgd(0.1), "workers", shard_center=True),
+        oxs.cross_shard(optax.adam(0.1), "workers", shard_state=True),
+        oxs.cross_shard(optax.adam(0.1), "workers", shard_state="leaves"),
+        oxs.stacked(optax.contrib.muon(0.1), jax.P("fsdp")),
+    ],
+)
+def test_optax_maps_no_state_in_parts_or_pieces(tx):
+    with pytest.raises(ValueError, match=r"map_params does not .* oxs.state_specs"):
+        optax.tree.map_params(tx, lambda x: x, ())

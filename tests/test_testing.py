@@ -99,7 +99,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
                 mean=jax.tree.map(lambda x: x.astype(jnp.float32), met.mean)
             )
         ),
-        "a mean like the tree, but",
+        "the same types in the mean",
     ),
     "a state": (
         exchange(init=lambda tree: jnp.int32(0), remembers=False),
@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "another state": (
         exchange(lambda met, tree: met._replace(state=jnp.int32(1))),
-        "keeps its types in `meet`",
+        "the same types after `meet`",
     ),
     "a sum": (
         exchange(lambda met, tree: met._replace(weight=jnp.float32(1))),
@@ -118,7 +118,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda: testing.check_exchange(
             Exchange(lambda tree: (), flags, linear=False, takes_weights=True)
         ),
-        "takes_weights=True, but other weights change nothing",
+        "takes_weights=True, but others change nothing",
     ),
     "reads param": (
         optimizer(lambda grad, slots, param, at: (-param, slots)),
@@ -129,11 +129,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
             lambda grad, slots, param, at: (grad.mean(0, keepdims=True) + grad, slots),
             rows="touched",
         ),
-        "rows='touched', but parameters of rows with a gradient",
+        "rows='touched', but rows with a gradient",
     ),
     "a growing state": (
         lambda: testing.check_optimizer(GROWING),
-        "keeps its types in `update`, but",
+        "the same types after `update`",
     ),
 }
 

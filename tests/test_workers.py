@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from tests.contexts import begun
 from tests.meshes import mesh_of
 
 AXIS = "workers"
@@ -45,8 +46,7 @@ def loss_of(params, inputs):
 def train(workers, mesh, params):
     """The user's program: parameters, states and losses at the end, and its step."""
     run: Any = {
-        name: oxs.start_workers(tx, params, workers, mesh=mesh, axis_name=AXIS)
-        for name, tx in TXS.items()
+        name: begun(tx, params, workers, AXIS, mesh) for name, tx in TXS.items()
     }
     params = {name: run[name][0] for name in TXS}
     state = {name: run[name][1] for name in TXS}
@@ -116,9 +116,7 @@ def test_workers_along_two_mesh_axes():
     mapped = oxs.map_workers(around, ("a", "b"), mesh=mesh, in_axes=(0, None))
     x = np.arange(8, dtype=np.float32)
     np.testing.assert_allclose(mapped(x, np.float32(1)), x - 2.5)
-    params, state, axes = oxs.start_workers(
-        optax.sgd(0.1, 0.9), PARAMS, 8, mesh=mesh, axis_name=("a", "b")
-    )
+    params, state, axes = begun(optax.sgd(0.1, 0.9), PARAMS, 8, ("a", "b"), mesh)
     assert params["w"].sharding.spec == P(("a", "b"))
     assert jax.tree.leaves(state)[0].shape[0] == 8
     assert set(jax.tree.leaves(axes)) == {0}
@@ -222,18 +220,20 @@ def test_refused(case, on_mesh):
 def test_meshes_and_parameters_that_do_not_fit():
     mesh = mesh_of({AXIS: 2, "fsdp": 4})
     across = jax.device_put(np.ones((4, 2)), NamedSharding(mesh, P(AXIS)))
-    tx = optax.sgd(0.1)
     for call, message in (
         (lambda: oxs.map_workers(same, "pods", mesh=mesh), "no axis 'pods'; its axes"),
         (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
         (lambda: oxs.map_workers(same, AXIS)({}), "nothing tells how many workers"),
-        (lambda: oxs.state_axes(tx, PARAMS, level=-1), "from 0; got level -1"),
         (
-            lambda: oxs.start_workers(tx, PARAMS, 3, mesh=mesh, axis_name=AXIS),
-            "3 workers, but the mesh has 2 positions",
+            lambda: oxs.state_axes(optax.sgd(0.1), PARAMS, level=-1),
+            "from 0; got level -1",
         ),
         (
-            lambda: oxs.start_workers(tx, across, 2, mesh=mesh, axis_name=AXIS),
+            lambda: oxs.Workers(3, AXIS, mesh=mesh),
+            "Workers are 3, but the mesh has 2 positions",
+        ),
+        (
+            lambda: oxs.Workers(2, AXIS, mesh=mesh).start(across),
             "may be sharded over the mesh's axes besides",
         ),
     ):
@@ -241,8 +241,6 @@ def test_meshes_and_parameters_that_do_not_fit():
             call()
     with pytest.raises(TypeError, match="mesh must be a jax"):
         oxs.map_workers(same, AXIS, mesh=8)
-    with pytest.raises(TypeError, match="axis_name"):
-        oxs.start_workers(tx, PARAMS, 2, mesh=mesh)
 
 
 # JAX's version, NPROC, devices of the mesh; the cores are 3 and the CPU devices 8.
@@ -267,12 +265,12 @@ def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
         monkeypatch.setenv("NPROC", nproc)
     # Of a name that no other test has: each mesh is looked at once.
     axis = f"{name} of {devices}"
-    mesh, tx = mesh_of({axis: devices}), optax.sgd(0.1)
+    mesh = mesh_of({axis: devices})
     shape: Any = mesh.abstract_mesh  # without devices
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         oxs.map_workers(lambda x: x, axis, mesh=shape)
-        oxs.start_workers(tx, PARAMS, devices, mesh=mesh, axis_name=axis)
+        oxs.Workers(devices, axis, mesh=mesh).start(PARAMS)
         oxs.map_workers(lambda x: x, axis, mesh=mesh)
     assert len(caught) == (told is not None)
     for warning in caught:
@@ -281,29 +279,25 @@ def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
 
 def test_shardings_are_where_a_run_starts():
     mesh, tx = mesh_of({AXIS: 2, "fsdp": 4}), RULES["diloco"]
-    shapes = {
-        "w": jax.ShapeDtypeStruct(
-            (8, 8), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp"))
-        ),
-        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
-    }
-    shardings = oxs.state_shardings(tx, shapes, mesh=mesh, axis_name=AXIS)
-    params = jax.tree.map(
-        lambda x, s: jax.device_put(x, s.sharding or jax.devices()[0]), PARAMS, shapes
-    )
-    started = oxs.start_workers(tx, params, 2, mesh=mesh, axis_name=AXIS)[:2]
+    specs = {"w": P(None, "fsdp"), "b": P()}
+    workers = oxs.Workers(2, AXIS, mesh=mesh, specs=specs)
+    one = PARAMS, tx.init(PARAMS)
+    expected = oxs.Workers(2, AXIS, mesh=mesh, specs=specs).expect(lambda: one)
+    started = workers.start(one)
     equal = jax.tree.map(
-        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), started, shardings
+        lambda x, s: (x.shape, x.dtype, x.sharding) == (s.shape, s.dtype, s.sharding),
+        started,
+        expected,
     )
     assert all(jax.tree.leaves(equal))
-    assert shardings[1].center["w"].spec == P(None, "fsdp")
+    assert expected[1].center["w"].sharding.spec == P(None, "fsdp")
     assert started[0]["w"].addressable_shards[0].data.shape == (1, 8, 2)
 
 
 def test_explicit_axes_are_compiled_once():
     """A step returns their specs in full, and the start has them so already."""
     mesh, tx = mesh_of({AXIS: 2, "fsdp": 4}, "Explicit"), optax.sgd(0.1, 0.9)
-    params, state, axes = oxs.start_workers(tx, PARAMS, 2, mesh=mesh, axis_name=AXIS)
+    params, state, axes = begun(tx, PARAMS, 2, AXIS, mesh)
 
     def step(params, state):
         return oxs.apply_gradients(tx, params, state, params)

@@ -192,7 +192,7 @@ def check_step(
         "gradient",
         "A worker has parameters of its own: lay them along the worker axis, "
         f"`oxs.replicate(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.start_workers and map the step with oxs.map_workers.",
+        "oxs.Workers(n, axis_name).start(state).",
     )
     require_varying(state.center, params, axis_name, "center")
     center = () if lies_in_pieces(state.center) else state.center

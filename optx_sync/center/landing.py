@@ -42,10 +42,6 @@ class Landing:
         state = () if outer is None else parts.each(outer.init, center)
         return Center(center, vary_with(state, center))
 
-    def start_placeholder(self, center: Center, parts: int | None) -> Center:
-        """What a worker holds of the tree without leaves of `optax.tree.map_params`."""
-        return center
-
     def seen(self, now: Now) -> Tree | None:
         """The center as this worker sees it before a round; `None` if it does not."""
         return now.center.value

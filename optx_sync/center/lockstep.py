@@ -41,7 +41,7 @@ from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
 from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_inner, check_params
+from optx_sync.checks import check_inner, check_params, refuse_placeholder
 from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
@@ -244,27 +244,17 @@ class Lockstep(NamedTuple):
 
     def start_placeholder(self, center: Tree) -> tuple[Tree, Center, Tree, Tree]:
         """The same for the tree without leaves of `optax.tree.map_params`."""
+        if number_of_parts(self.fragments) != 1:
+            refuse_placeholder(center, "fragments")
+        if isinstance(self.meeting.landing, Pieces):
+            refuse_placeholder(center, "shard_center=True")
         some = jnp.zeros(())  # stands for all that depends on a tree with leaves
-        known, shapes = number_of_parts(self.fragments), trees.shapes_of(center)
-        if known is None and shapes is not None:
-            known = split(self.fragments, shapes).number
-
-        def each(start):
-            if known == 1:
-                return start(center)
-            return (start(center),) * known if known else some
-
-        rule, landing = self.meeting.rule, self.meeting.landing
-        outer = () if rule.outer is None else each(rule.outer.init)
-        held = landing.start_placeholder(Center(center, outer), known)
-        in_line = self.delay == 1 and known == self.period
-        in_line = in_line and not isinstance(landing, Pieces)
-        return (
-            some if known != 1 else (),
-            held,
-            some if self.delay else (),
-            some if in_line else each(self.meeting.exchange.init),
-        )
+        meeting = self.meeting
+        outer = () if meeting.rule.outer is None else meeting.rule.outer.init(center)
+        remembered = meeting.exchange.init(center)
+        if self.delay == 1 and self.period == 1:  # in line
+            remembered = some
+        return (), Center(center, outer), some if self.delay else (), remembered
 
     def init(self, params: Tree) -> CenterState:
         """The state of a worker before its first step."""

@@ -12,7 +12,7 @@ say it.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -26,7 +26,7 @@ from optx_sync.comm.collectives import (
     vary,
     without_types,
 )
-from optx_sync.trees import Tree, names_of, path_name
+from optx_sync.trees import Tree, is_masked, names_of, path_name
 
 Names: TypeAlias = tuple[str, ...]  # in a path
 # The specs of one worker's parameters by the names in their paths.
@@ -137,12 +137,7 @@ def like(memory: Tree, tree: Tree, shards: Shards) -> Tree:
         names_of(path): (x, spec)
         for (path, x), spec in zip(leaves, shards.specs, strict=True)
     }
-
-    found, treedef = jax.tree_util.tree_flatten_with_path(memory)
-    owners = parameters_of([names_of(path) for path, _ in found], named)
-    return treedef.unflatten(
-        spec_like(owner, x, named) for owner, (_, x) in zip(owners, found, strict=True)
-    )
+    return jax.tree.structure(memory).unflatten(specs_like(memory, named))
 
 
 def beside(arrays: Tree, params: Tree) -> Any:
@@ -239,26 +234,36 @@ def spec_of(
     return PartitionSpec(*map(fits, found, shape))
 
 
-def parameters_of(
-    names: Sequence[Names], params: Collection[Names], masked: Sequence[Names] = ()
-) -> list[Names | None]:
+def parameters_of(tree: Tree, params: Collection[Names]) -> list[Names | None]:
     """The parameter to which each array of a state belongs, by their paths.
 
     A tree in a state is like the parameters if all its paths are theirs: that is so of
-    Adam's `mu`, not of the state around it. `masked` are the paths that have no array.
+    Adam's `mu`, not of the state around it.
     """
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    names = [names_of(path) for path, _ in pairs]
     around = {
         name[:start]
-        for name in (*names, *masked)
+        for name in names
         for start in range(len(name) + 1)
         if name[start:] not in params
     }
     return [
-        next(
-            (name[k:] for k in range(len(name) + 1) if name[:k] not in around),
-            None,
-        )
-        for name in names
+        next((name[k:] for k in range(len(name) + 1) if name[:k] not in around), None)
+        for name, (_, x) in zip(names, pairs, strict=True)
+        if not is_masked(x)
+    ]
+
+
+def specs_like(
+    tree: Tree, params: Mapping[Names, tuple[Any, PartitionSpec | None]]
+) -> list[PartitionSpec]:
+    """The spec of each array of a tree: `spec_like` the parameters that have one."""
+    known: Any = {name: pair for name, pair in params.items() if pair[1] is not None}
+    owners = parameters_of(tree, params)
+    return [
+        spec_like(owner, x, known)
+        for owner, x in zip(owners, jax.tree.leaves(tree), strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync import trees
+from optx_sync.checks import refuse_placeholder
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, GroupAssignment, axis_size
 from optx_sync.comm.reduce import own_weight, reduce
@@ -142,12 +143,10 @@ class Pieces(NamedTuple):
 
     def init(self, inner, params):
         """The state of this replica's pieces."""
-        if trees.is_placeholder(params):
-            pieces = InPieces(inner.init(params))
-        else:
-            if self.elementwise is not None:
-                self.elementwise.check(params)
-            pieces = own_pieces(inner.init, params, self.axis_name)
+        refuse_placeholder(params, "shard_state=True")
+        if self.elementwise is not None:
+            self.elementwise.check(params)
+        pieces = own_pieces(inner.init, params, self.axis_name)
         refuse_center(pieces, "True")
         return pieces
 

@@ -197,8 +197,8 @@ def check_pieces(
             raise ValueError(
                 f"The state at {path_name(path)} has shape {jnp.shape(found)}, but "
                 f"a piece for one of {replicas} replicas has {x.shape}. Start with "
-                "oxs.start_workers(tx, params, n), with oxs.replicate(tx.init(params), "
-                "n, axes), or call init where the axis is mapped. Inside jax.shard_map "
+                "oxs.Workers(n, axis_name).start(state), with oxs.replicate(state, n, "
+                "axes), or call init where the axis is mapped. Inside jax.shard_map "
                 "take the worker axis off, oxs.first(state, axes)."
             )
 

@@ -15,12 +15,13 @@ import numpy as np
 import optax
 
 from optx_sync.center.state import CenterState
+from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
-from optx_sync.front.held import Names, is_of_optimizer
-from optx_sync.front.layout import Layout
 from optx_sync.placement import fields
 from optx_sync.placement.axes import is_key, tree_axes
+from optx_sync.placement.held import is_of_optimizer
+from optx_sync.placement.layout import Layout
 from optx_sync.placement.workers import map_workers
 from optx_sync.trees import Tree, names_of, path_name
 

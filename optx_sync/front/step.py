@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from optx_sync import forms
 from optx_sync.checks import check_function
-from optx_sync.front import held
-from optx_sync.front.layout import Layout, strong
-from optx_sync.placement import fields, memory
+from optx_sync.placement import fields, held, memory
 from optx_sync.placement.axes import is_key
+from optx_sync.placement.layout import Layout, strong
 from optx_sync.placement.workers import map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 

@@ -16,15 +16,19 @@ from optx_sync import forms
 from optx_sync.checks import integer, one_of
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.front import held
+from optx_sync.front import checkpoints
 from optx_sync.front.comparison import Worker, differing
-from optx_sync.front.layout import Layout, One
 from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
-from optx_sync.placement import fields, memory
+from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import is_key, tree_axes
-from optx_sync.placement.resize import resize_tree
+from optx_sync.placement.axes import is_key
+from optx_sync.placement.layout import (
+    Layout,
+    One,
+    number_along_first,
+    one_number_only,
+)
 from optx_sync.trees import Tree, is_inexact, names_of, path_name
 
 
@@ -187,6 +191,8 @@ class Workers:
             ((4, 3), (4,), 'mine')
         """
         form, arrays = self._one(state)
+        if self.mesh is not None:
+            placing.check_threads(self.mesh)
         arrays = self._layout().start(form, arrays)
         self._started = (
             form,
@@ -197,7 +203,7 @@ class Workers:
         )
         return form.merge(arrays)
 
-    def expect(self, state: Tree | Callable[[], Tree]) -> None:
+    def expect(self, state: Tree | Callable[[], Tree]) -> Tree:
         """Declare what a checkpoint holds, for `restore`, without starting from it.
 
         Like `start`, but on shapes alone: nothing is computed, placed or communicated,
@@ -206,6 +212,10 @@ class Workers:
         Args:
             state: One worker's, as for `start`, or a function without arguments that
                 returns it: `jax.eval_shape` traces it, and nothing is initialised.
+
+        Returns:
+            What `start` would return, with a `jax.ShapeDtypeStruct` for each array:
+            its `sharding` is where the array belongs.
 
         Raises:
             ValueError: As `start`.
@@ -219,14 +229,16 @@ class Workers:
             ...     _ = manager.save(1, args=saved)
             ...     manager.wait_until_finished()
             ...     again = oxs.Workers(4, "workers")
-            ...     again.expect(lambda: {"w": jnp.ones(3)})
+            ...     _ = again.expect(lambda: {"w": jnp.ones(3)})
             ...     again.restore(manager)["w"].shape
             (4, 3)
         """
         if forms.is_function(state):
             state = forms.shapes_of(state)
         form, arrays = self._one(state)
-        self._started = form, self._layout().shapes(form, arrays)
+        shapes = self._layout().shapes(form, arrays)
+        self._started = form, shapes
+        return form.merge(shapes)
 
     def _one(self, state: Tree) -> tuple[forms.Form, list[Any]]:
         """(the form, the arrays) of one worker's state that was not started before."""
@@ -469,46 +481,17 @@ class Workers:
         one_of("joiners", joiners, Literal["mean", "first"])
         to = self if n is None else self._of(n)
         form, arrays = _split(state, "workers.resize")
-        tree, found = form.bare(arrays), held.held(state, form)
-        one = self._layout().shapes_of_one(form, arrays, held.prefix(state))
-        inside = to._layout().numbers(form, arrays)[1:]
-        if inside != to.sizes[1:]:
-            raise ValueError(
-                _one_number_only((_number(form, arrays), *inside), to.sizes)
-            )
-        if _number(form, arrays) != to.sizes[0]:
-            params, tree = resize_tree(
-                found[0].tree(arrays) if found else (),
-                tree,
-                form.bare(one),
-                tree_axes(tree, 0),
-                to.sizes[0],
-                levels=len(self.sizes),
-                joiners=joiners,
-                strict=strict,
-            )
-            arrays = form.pick(tree)
-            if found:
-                found[0].put(arrays, params)
-        places = to._layout().places(form, one)
+        places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        if places:
-            # Put where it lies already, an array would be of another type to a step.
-            pairs = zip(arrays, places, strict=True)
-            return form.merge(
-                x if getattr(x, "sharding", None) == place else jax.device_put(x, place)
-                for x, place in pairs
-            )
-        kinds = form.pick(memory.kinds(form.bare(arrays)))
-        pairs = zip(arrays, kinds, strict=True)
-        return form.merge(memory.on_host(x) if kind else x for x, kind in pairs)
+        resized = to._layout().resize(form, arrays, joiners, strict, places)
+        return form.merge(resized)
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
         sizes = _sizes(n if isinstance(n, Sequence) else (n, *self.sizes[1:]))
         if sizes[1:] != self.sizes[1:]:
-            raise ValueError(_one_number_only(self.sizes, sizes))
+            raise ValueError(one_number_only(self.sizes, sizes))
         names = [axis for axis in self.axes if isinstance(axis, str)]
         mesh = self._mesh
         if isinstance(mesh, Mesh):
@@ -579,8 +562,8 @@ class Workers:
                 "state = workers.start(state), or pass a started state as like=."
             )
         form, arrays = started
-        saved, treedef = held.saved(manager, step)
-        names = held.saved_names(form, saved)
+        saved, treedef = checkpoints.saved(manager, step)
+        names = checkpoints.saved_names(form, saved)
         for name in names:
             if name not in saved:
                 raise ValueError(
@@ -588,7 +571,7 @@ class Workers:
                     "of another state or optimizer. Pass a state like the saved one "
                     "as like=."
                 )
-        n = _number(form, [saved[name] for name in names])
+        n = number_along_first(form, [saved[name] for name in names])
         whole = self._layout().place() or SingleDeviceSharding(jax.devices()[0])
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
@@ -685,20 +668,6 @@ def _split(state: Tree, where: str) -> tuple[forms.Form, list[Any]]:
             "there is no array. Pass what start or a step has returned."
         )
     return form, arrays
-
-
-def _one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
-    return (
-        f"resize of Workers {before} changes the first number alone; got {after}. "
-        "Start anew from workers.center(state)."
-    )
-
-
-def _number(form: forms.Form, arrays: Sequence[Any]) -> int:
-    """The number of workers along the outermost axis."""
-    marks = form.pick(tree_axes(form.bare(arrays), 0))
-    pairs = zip(arrays, marks, strict=True)
-    return next(x.shape[0] for x, mark in pairs if mark is not None)
 
 
 def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:

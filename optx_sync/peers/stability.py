@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stability of an outer momentum: do workers drift apart without any gradient?"""
+"""Stability of an outer momentum: do workers drift apart without any gradient?
+
+An Optax transformation cannot declare its momentum, and workers that drift apart show
+it nowhere but in their numbers: so the outer optimizer is tried.
+"""
 
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.elementwise import eager
 from optx_sync.peers.graphs import Graph
 
 # For more workers than this the matrices of a cycle are not multiplied out.
@@ -45,8 +49,7 @@ def _sgd_of(outer: optax.GradientTransformation | None) -> Any:
             seen.append(-float(jnp.asarray(update)))
         return np.array(seen)
 
-    # Outside of the caller's traces and axes, with the dtype promotion Optax expects.
-    with jax.core.eval_context(), jax.numpy_dtype_promotion("standard"):
+    with eager():
         try:
             once, twice = response(1.0), response(2.0)
         except jax.errors.UnexpectedTracerError:

@@ -6,7 +6,7 @@ When the states of several workers are held together, what is equal on all of th
 follow the parameters have a worker axis only if the parameters do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,61 +15,14 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optx_sync.checks import integer
-from optx_sync.comm.shards import is_spec, spec_of_kept_axes
-from optx_sync.placement import fields
+from optx_sync.comm import shards
+from optx_sync.comm.buffers import cut_numbers, in_rows
+from optx_sync.placement import fields, memory
 from optx_sync.trees import (
     Tree,
     check_arrays,
-    check_transformation,
-    is_masked,
     is_slices,
-    with_shapes,
 )
-
-
-def state_axes(
-    tx: optax.GradientTransformation,
-    params: Tree,
-    *,
-    replicated: bool = False,
-    level: int = 0,
-) -> Tree:
-    """`in_axes` and `out_axes` of `jax.vmap` for the state of a transformation.
-
-    Args:
-        tx: Any Optax transformation, with or without wrappers of this package in it.
-        params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
-        replicated: Whether the parameters have no worker axis, being equal on all
-            replicas (`in_axes=None`). State computed from the parameters then has none
-            either; only what is a replica's own has one, as in `sync_replicas`.
-        level: With nested wrappers, `oxs.local_sgd(oxs.agn(inner, "data"), "pods")`,
-            the wrapper whose axis is asked for: 0 is the outermost, here `"pods"`.
-
-    Returns:
-        A tree like the state: `None` for what is equal on all workers (this package's
-        counters and the center, which stay unbatched, so that conditionals on them stay
-        conditionals) and 0 for all that is per worker. What `optax.inject_hyperparams`
-        keeps around a center rule is shared, as it may act at the center; inject a rate
-        of each worker's own inside, in `inner`.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
-        (TraceState(trace=0), EmptyState())
-    """
-    level = integer("level", level, "The outermost is 0.", least=-(2**31))
-    state = state_shapes(tx, params)
-    _refuse_around_center(state)
-    _check_levels(state, level + 1)
-    return _axes(state, replicated, level)
-
-
-def state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
-    """The shapes of `tx.init(params)`, of one worker."""
-    check_transformation(tx, "tx", "optax.adam(1e-3)")
-    check_arrays(params, "The parameter")
-    return jax.eval_shape(tx.init, params)
 
 
 def tree_axes(tree: Tree, level: int, replicated: bool = False) -> Tree:
@@ -90,95 +43,33 @@ def equal_on_replicas(tree: Tree) -> list[bool]:
     return [mark is None for mark in marks]
 
 
-def state_specs(
-    tx: optax.GradientTransformation,
-    params: Tree,
-    param_specs: Tree,
-    worker_axis: str | tuple[str, ...] | PartitionSpec | None,
-    *,
-    replicated: bool = False,
-) -> Tree:
-    """PartitionSpecs of a transformation's state, for `jax.shard_map` and `jax.jit`.
+def specs_like(
+    tree: Tree, params: Mapping[shards.Names, tuple[Any, PartitionSpec | None]]
+) -> list[PartitionSpec]:
+    """The spec of each leaf of a tree with states in it, from the parameters' own.
 
-    A leaf of the state that belongs to a parameter takes its spec; other leaves are
-    replicated. In a leaf with fewer axes than its parameter (Adafactor's rows and
-    columns) each axis takes the spec of the parameter's axis that it kept; where the
-    shapes do not say which one that is, the leaf is replicated. Leaves that are per
-    worker have the worker axis in front, where `replicate` puts it; those that are
-    equal on all workers have none.
-
-    Args:
-        tx: Any Optax transformation, with or without wrappers of this package in it.
-        params: One worker's parameters: a tree of arrays or `jax.ShapeDtypeStruct`.
-        param_specs: A tree like `params` (or a prefix of it) of their `PartitionSpec`,
-            without the worker axis.
-        worker_axis: The mesh axis along which the workers lie, or a tuple of them.
-            `None` for replicas, whose state is equal: then no leaf has a worker axis.
-            For nested wrappers a `PartitionSpec` with one entry for each level, the
-            outermost first: `P("pods", "data")`, the parameters' own worker axes.
-        replicated: As for `state_axes`: the parameters' own spec has no worker axis.
-
-    Returns:
-        A tree like the state, of `PartitionSpec`.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> from jax.sharding import PartitionSpec as P
-        >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
-        (TraceState(trace=P('workers', 'fsdp')), EmptyState())
+    `params` are, by the names in their paths, the parameters and their specs, `None`
+    where there is none. A leaf that belongs to a parameter lies like it.
     """
-    state = state_shapes(tx, params)
-    try:
-        full_specs = jax.tree.broadcast(param_specs, params, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(
-            f"param_specs do not fit the parameters: {str(error).splitlines()[0]} Pass "
-            "a PartitionSpec for each of them, or one for all: jax.P()."
-        ) from None
-    placed = optax.tree.map_params(
-        # Optax's own tree, without leaves, does not show which parts there are.
-        lambda placeholder: tx.init(with_shapes(placeholder, params)),
-        lambda leaf, spec, param: (
-            leaf if is_masked(leaf) else spec_of_kept_axes(leaf, spec, param)
-        ),
-        state,
-        full_specs,
-        params,
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=is_masked,
+
+    def whole_or_own(node):
+        if fields.is_in_stacks(node):  # which carry their specs
+            return node.specs()
+        # A piece is flat: it has none of its parameter's axes.
+        spec = PartitionSpec() if fields.is_in_pieces(node) else False
+        return jax.tree.map(lambda _: spec, node)
+
+    nodes = jax.tree.map(
+        whole_or_own,
+        tree,
+        is_leaf=lambda x: fields.is_in_stacks(x) or fields.is_in_pieces(x),
     )
-    # A state whose form depends on the parameters alone has one spec for all of it.
-    placed = jax.tree.broadcast(placed, state, is_leaf=is_spec)
-    # Stacks carry their specs. A piece is flat: it has none of its parameter's axes.
-    placed = jax.tree.map(
-        lambda node, own: node.specs() if fields.is_in_stacks(node) else own,
-        state,
-        placed,
-        is_leaf=fields.is_in_stacks,
+    pairs = zip(
+        shards.specs_like(tree, params),
+        jax.tree.leaves(nodes, is_leaf=shards.is_spec),
+        strict=True,
     )
-    placed = jax.tree.map(
-        lambda node: (
-            jax.tree.map(lambda _: PartitionSpec(), node, is_leaf=is_spec)
-            if fields.is_in_pieces(node)
-            else node
-        ),
-        placed,
-        is_leaf=lambda x: fields.is_in_pieces(x) or is_spec(x),
-    )
-    if worker_axis is None:
-        return placed
-    levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
-    _check_levels(state, len(levels))
-    for level, axis in reversed(list(enumerate(levels))):
-        axes = _axes(state, replicated, level)
-        placed = map_marked(
-            lambda spec, axis=axis: PartitionSpec(axis, *spec),
-            placed,
-            axes,
-            shared=lambda spec: spec,
-        )
-    return placed
+    return [like if spec is False else spec for like, spec in pairs]
 
 
 def map_marked(
@@ -194,7 +85,7 @@ def map_marked(
     If given, `pieces` is for leaves in pieces on this level; it also gets their
     `fields.Cut`.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_spec)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=shards.is_spec)
     try:
         marks = [0] * len(leaves) if axes is None else treedef.flatten_up_to(axes)
     except (TypeError, ValueError) as error:
@@ -210,6 +101,37 @@ def map_marked(
         return pieces(leaf, flag) if flag and pieces else function(leaf)
 
     return treedef.unflatten(map(placed, leaves, marks, cut))
+
+
+def stack(tree: Tree, n: int, axes: Tree, level: int = 0) -> Tree:
+    """`replicate` along one of several levels, of which the innermost comes first."""
+    n = integer("n", n, "Pass the number of workers.")
+    check_arrays(tree, "What is stacked")
+
+    def repeat(x):
+        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
+
+    def cut(x, how):
+        if how == fields.Cut.NUMBERS:
+            return cut_numbers(x, n)
+        return in_rows(x, n) if jnp.ndim(x) else repeat(x)
+
+    stacked = map_marked(
+        repeat, tree, axes, shared=memory.copy, pieces=cut, level=level
+    )
+    if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
+        return stacked
+    workers = jnp.arange(n, dtype=jnp.uint32)
+    return jax.tree.map(
+        lambda folds, x, copies: (
+            jax.vmap(fold_keys)(copies, workers)
+            if folds and copies.ndim > x.ndim
+            else copies
+        ),
+        own_keys(tree, True, level=level),
+        tree,
+        stacked,
+    )
 
 
 def in_pieces(tree: Tree, level: int = 0, stacked: int = 0) -> Tree:
@@ -251,15 +173,6 @@ def stacked_axes(state: Any) -> int:
 def _ndim(x: Any) -> int:
     """Of an array, of its shape, or of what Orbax says of it."""
     return len(getattr(x, "shape", ()))
-
-
-def stack_specs(tree: Tree) -> Tree:
-    """The spec of each leaf in an `InStacks`; `None` for others."""
-    return jax.tree.map(
-        lambda node: node.specs() if fields.is_in_stacks(node) else None,
-        tree,
-        is_leaf=fields.is_in_stacks,
-    )
 
 
 def is_key(x: Any) -> bool:
@@ -354,7 +267,7 @@ def _refuse_around_center(state: Tree) -> None:
             )
 
 
-def _check_levels(state: Tree, levels: int) -> None:
+def check_levels(state: Tree, levels: int) -> None:
     """Refuse more levels than there are nested states."""
 
     def inside(node):

@@ -7,14 +7,13 @@ front, `[N, ...]`, even those that are equal on all workers.
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from optx_sync.checks import integer, one_of
 from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
 from optx_sync.placement.axes import (
@@ -22,126 +21,10 @@ from optx_sync.placement.axes import (
     in_pieces,
     own_keys,
     stacked_axes,
-    state_axes,
-    state_shapes,
 )
-from optx_sync.trees import Tree, is_inexact, is_masked, path_name, pure
+from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
-
-
-def resize(
-    tx: optax.GradientTransformation,
-    params: Tree,
-    state: optax.OptState,
-    n: int,
-    *,
-    joiners: Joiners = "mean",
-    replicated: bool = False,
-    strict: bool = False,
-) -> tuple[Tree, Any]:
-    """Continue with another number of workers: parameters and state for `n` of them.
-
-    For the state of any transformation, with wrappers of this package anywhere in it,
-    stacked as a whole or as `oxs.state_axes` says. With fewer workers the last ones
-    leave; with more, the new ones come last. What becomes of what:
-
-        shared by all workers (center, outer state, counters)    stays as it is
-        parameters of a rule that takes the center whole         the center
-        parameters of others                   survivors keep theirs; joiners begin at
-                                               the center, without one at the mean
-        in pieces (`shard_state`, `shard_center`)                cut anew
-        the worker's own, such as Adam's       survivors keep theirs; joiners get the
-        moments and counts                     mean, of integers the maximum
-        their own counts of rounds, outliers   survivors keep theirs, joiners begin at 0
-        error feedback                         what leavers owe is shared out
-        gradients accumulated for an update    dropped
-
-    Moments and counts travel together: a joiner's schedules go on, and its second
-    moments are never 0 with a count above 0. Right after a round
-    (`oxs.metrics(state).steps_since_round == 0`), a rule that takes the center loses
-    nothing that was learned. In the middle of a round, what workers learned and
-    accumulated since the last one is dropped with a warning, or refused with `strict`.
-    With `fragments` most parts are in the middle of a round at any time: survivors keep
-    what they have, and only what leavers have learned since is dropped.
-
-    It works on the host, on whole arrays. Place the result with `oxs.state_shardings`.
-    If `moving_rate` or `num_workers` in the transformation was computed from the number
-    of workers, pass as `tx` one that is made for `n`.
-
-    Args:
-        tx: The transformation for `n` workers, like the one that made the state.
-        params: The parameters of all N workers, `[N, ...]`.
-        state: The state of all N workers.
-        n: The number of workers to go on with.
-        joiners: What a joiner gets where a field is a worker's own: the `"mean"` of the
-            others; a copy of the `"first"` one's; or `"fresh"`, what `tx.init` gives.
-        replicated: As for `oxs.state_axes`: the parameters have no worker axis.
-        strict: Refuse what would have to be dropped.
-
-    Returns:
-        `(params, state)` of `n` workers, in the form in which they came. With the same
-        number they are unchanged, to the bit.
-
-    Raises:
-        TypeError: `n` is no integer.
-        ValueError: `n` below 1; a state that is not of `tx` or has no worker axis; with
-            `strict`, a state in the middle of a round; nested center rules in the
-            middle of a round.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> tx = oxs.diloco(optax.adam(0.1), "workers")
-        >>> params, state, axes = oxs.start_workers(tx, jnp.ones(3), 8)
-        >>> params, state = oxs.resize(tx, params, state, 5)
-        >>> params.shape, state.inner[0].mu.shape, state.center.shape
-        ((5, 3), (5, 3), (3,))
-    """
-    n = integer("n", n, "Pass the number of workers to go on with.")
-    one_of("joiners", joiners, Joiners)
-    forms = jax.tree.structure((params, state))
-    params, state = pure((params, state))
-    levels = _worker_axes(state)
-    one = params
-    if not replicated:
-        for _ in range(levels):
-            one = jax.tree.map(_first_of, one)
-    like = state_shapes(tx, one)
-    if jax.tree.structure(like) != jax.tree.structure(state):
-        raise ValueError(
-            "This is not a state of tx: they differ in structure, "
-            f"{jax.tree.structure(state)} and {jax.tree.structure(like)}. Pass the "
-            "transformation to go on with, built like the one that made the state."
-        )
-    axes = state_axes(tx, one, replicated=replicated)
-    leaves = _leaves(state, like, axes, levels)
-    sizes = {leaf.x.shape[0] for leaf in leaves if leaf.own or leaf.cut}
-    if not replicated:
-        sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
-            "workers, of one run, as oxs.start_workers stacks them."
-        )
-    before = sizes.pop() if sizes else n
-    if n == before:
-        return forms.unflatten(map(jnp.copy, jax.tree.leaves((params, state))))
-    how = _Resizing(before, n, joiners, [])
-    everyone = jax.tree.map(_on_host, params)
-    if replicated:
-        everyone = jax.tree.map(lambda x: _repeat(x, before), everyone)
-    stacked = _stacked(state, leaves, before)
-    new_params = _new_params(how, everyone, stacked)
-    last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
-    for _ in range(0 if replicated else levels - 1):
-        last = jax.tree.map(lambda x: x[0], last)
-    fresh = jax.tree.map(_on_host, tx.init(last))
-    new_state = _new_state(how, state, stacked, leaves, fresh, own=False)
-    _say(how.lost, strict)
-    if replicated:
-        new_params = jax.tree.map(lambda x: x[0], new_params)
-    return forms.unflatten(map(_back, jax.tree.leaves((new_params, new_state))))
 
 
 def resize_tree(
@@ -154,19 +37,44 @@ def resize_tree(
     levels: int,
     joiners: Joiners,
     strict: bool,
+    replicated: bool = False,
+    init: Callable[[Tree], Tree] | None = None,
 ) -> tuple[Tree, Tree]:
-    """`resize` of a tree with states anywhere in it, stacked on so many levels.
+    """Parameters and a tree with states in it, stacked on so many levels, for `n`.
 
-    Leaves outside of states are each worker's own, keys included. `params` are the
-    parameters of a center in it, `like` is the tree of one worker.
+    `params` are those of a center in the tree, `like` is the tree of one worker. `init`
+    makes the tree of a worker that begins, all of which is a state. Without it, leaves
+    outside of states are each worker's own, keys included.
     """
     leaves = _leaves(tree, like, axes, levels)
-    before = next(leaf.x.shape[0] for leaf in leaves if leaf.own)
+    sizes = {leaf.x.shape[0] for leaf in leaves if leaf.own or leaf.cut}
+    if not replicated:
+        sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
+            "workers, of one run, as oxs.replicate stacks them."
+        )
+    before = sizes.pop() if sizes else n
+    if n == before:
+        return jax.tree.map(jnp.copy, (params, tree))
     how = _Resizing(before, n, joiners, [])
+    params = jax.tree.map(_on_host, params)
+    if replicated:
+        params = jax.tree.map(lambda x: _repeat(x, before), params)
     stacked = _stacked(tree, leaves, before)
-    new_params = _new_params(how, jax.tree.map(_on_host, params), stacked)
-    new_tree = _new_state(how, tree, stacked, leaves, _begun(like), own=True)
+    new_params = _new_params(how, params, stacked)
+    if init is None:
+        fresh = _begun(like)
+    else:
+        last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
+        for _ in range(0 if replicated else levels - 1):
+            last = jax.tree.map(lambda x: x[0], last)
+        fresh = jax.tree.map(_on_host, init(last))
+    new_tree = _new_state(how, tree, stacked, leaves, fresh, own=init is None)
     _say(how.lost, strict)
+    if replicated:
+        new_params = jax.tree.map(lambda x: x[0], new_params)
     return jax.tree.map(_back, (new_params, new_tree))
 
 
@@ -340,16 +248,7 @@ def _repeat(x: np.ndarray, n: int) -> np.ndarray:
     return np.broadcast_to(x, (n, *x.shape), subok=True)
 
 
-def _first_of(x: Any) -> Any:
-    if jnp.ndim(x) == 0:
-        raise ValueError(
-            "resize needs the parameters of all workers, [N, ...]; got a scalar. With "
-            "replicas whose parameters have no worker axis pass replicated=True."
-        )
-    return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
-
-
-def _worker_axes(state: Tree) -> int:
+def worker_axes(state: Tree) -> int:
     """How many worker axes the parameters have: one for each nested rule."""
     return max(1, *map(stacked_axes, fields.nodes_of(state, fields.is_level)), 1)
 
@@ -401,7 +300,7 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
             raise ValueError(
                 f"The state at {path_name(path)} has shape {shape}, of one worker "
                 f"{one.shape}: {what}. Pass the parameters and state of all workers, "
-                "as oxs.start_workers gives them; with replicas whose parameters have "
+                "as oxs.replicate stacks them; with replicas whose parameters have "
                 "no worker axis pass replicated=True."
             )
         found.append(_Leaf(x, one, own, cut))
@@ -417,7 +316,7 @@ def _say(lost: list[str], strict: bool) -> None:
     )
     if strict:
         raise ValueError(message)
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=4)
 
 
 def _at_center(how: _Resizing, params: Tree, kind: fields.Kind, center: Tree) -> Tree:

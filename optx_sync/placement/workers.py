@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`map_workers` runs one worker's function for all; `start_workers` begins a run."""
+"""`map_workers` runs one worker's function for all workers."""
 
 import functools
 import math
@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optx_sync.checks import check_function, check_no_train_state, integer
+from optx_sync import forms
+from optx_sync.checks import check_function
 from optx_sync.comm import shards
-from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.comm.collectives import (
     AxisName,
     VaryingTypeError,
@@ -23,21 +22,9 @@ from optx_sync.comm.collectives import (
     checked_axes,
     varying_axes,
 )
-from optx_sync.in_place import returns_changes
-from optx_sync.placement import memory
-from optx_sync.placement.axes import (
-    fold_keys,
-    is_key,
-    map_marked,
-    own_keys,
-    state_axes,
-    state_specs,
-)
-from optx_sync.placement.fields import Cut
 from optx_sync.trees import (
     Tree,
     check_arrays,
-    first_worker,
     is_inexact,
     path_name,
 )
@@ -71,7 +58,7 @@ def map_workers(
     shown, in a first tracing, that results with `None` are equal on all workers. Where
     the types cannot follow `fun`, nothing shows it, as under `jax.pmap`.
 
-    `fun` gets copies, so it must return objects that it changes in place (Flax NNX).
+    Flax NNX objects, which a step changes in place, go through `oxs.Workers` alone.
 
     Args:
         fun: A function of one worker's arguments. Collectives over `axis_name`, as all
@@ -80,7 +67,7 @@ def map_workers(
             tuple of its axes, along which one worker axis lies, the first one major.
         mesh: The devices, with axes of type `Auto` or `Explicit`; `None` to simulate.
         in_axes: 0 or `None` for each positional argument, or a tree of them that is a
-            prefix of it, as `oxs.start_workers` gives it for a state. Keyword arguments
+            prefix of it, as `oxs.state_axes` gives it for a state. Keyword arguments
             have axis 0. (Only these: stack workers in front.)
         out_axes: The same for what `fun` returns. `None` is for results that are equal
             on all workers: counters and center of a state, results of `oxs.reduce`.
@@ -95,11 +82,11 @@ def map_workers(
         A function of all workers' arguments that returns all workers' results.
 
     Raises:
-        TypeError: `axis_name` is not a str or a tuple of them, or `mesh` no mesh.
+        TypeError: `axis_name` is not a str or a tuple of them, or `mesh` no mesh; an
+            argument is or holds an NNX object.
         ValueError: The mesh has no such axis; a tuple without a mesh; axes that do not
             fit the arguments; another number of workers than there are positions along
-            the mesh axis; a result with `None` that is not equal on all workers; NNX
-            variables that `fun` changes in place and does not return.
+            the mesh axis; a result with `None` that is not equal on all workers.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -120,265 +107,35 @@ def map_workers(
                     "the front, for example with jnp.moveaxis."
                 )
     check_function("fun", fun, "Pass one worker's step.")
-    fun = returns_changes(fun, "map_workers")
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+
+    def one_worker(*args: Any, **kwargs: Any) -> Any:
+        results = fun(*args, **kwargs)
+        check_arrays(results, "The result of map_workers")
+        return results
+
     if mesh is None:
-        return _simulated(fun, axes, in_axes, out_axes)
-    size_along(mesh, axes)
-    check_threads(mesh)
-    if specs is not None:
-        fun = with_specs(fun, shards.specs_by_name(specs, mesh.shape, axes))
-    run = functools.partial(_run_on_mesh, fun, mesh, axes, in_axes, out_axes)
-    # JAX runs a shard_map over a part of the mesh's axes only when it is compiled.
-    # Inside of the caller's own `jax.jit` this one makes no difference.
-    run = jax.jit(run, inline=True)
+        run = _simulated(one_worker, axes, in_axes, out_axes)
+    else:
+        size_along(mesh, axes)
+        check_threads(mesh)
+        if specs is not None:
+            specs = shards.specs_by_name(specs, mesh.shape, axes)
+            one_worker = with_specs(one_worker, specs)
+        run = functools.partial(_run_on_mesh, one_worker, mesh, axes, in_axes, out_axes)
+        # JAX runs a shard_map over a part of the mesh's axes only when it is compiled.
+        # Inside of the caller's own `jax.jit` this one makes no difference.
+        run = jax.jit(run, inline=True)
 
     @functools.wraps(fun)
-    def on_mesh(*args: Any, **kwargs: Any) -> Any:
+    def of_all(*args: Any, **kwargs: Any) -> Any:
         for given in (args, kwargs):
-            check_arrays(given, "The argument of map_workers")
-        return run(args, kwargs)
+            _refuse_objects(given)
+            if mesh is not None:
+                check_arrays(given, "The argument of map_workers")
+        return run(*args, **kwargs)
 
-    return on_mesh
-
-
-def start_workers(
-    tx: optax.GradientTransformation,
-    params: Tree,
-    n: int,
-    *,
-    mesh: Mesh | None = None,
-    axis_name: AxisName | None = None,
-) -> tuple[Tree, optax.OptState, Tree]:
-    """Start `n` workers: their parameters, optimizer states, and the states' axes.
-
-    All workers start from the same parameters. Parameters and state are stacked,
-    `[n, ...]`, except what workers share: counters and center. On a mesh each worker's
-    are computed on the devices of its position along `axis_name`; parameters that are
-    sharded on the mesh already keep their shards, and so does the state. Each worker
-    gets a random key of its own where workers may differ, as `oxs.replicate` says.
-
-    Args:
-        tx: Any Optax transformation, with or without wrappers of this package in it.
-        params: One worker's parameters.
-        n: The number of workers.
-        mesh: The devices; `None` to simulate the workers on one.
-        axis_name: The mesh axis along which the workers lie, or a tuple of them.
-
-    Returns:
-        `(params, state, axes)`: `axes` is `oxs.state_axes(tx, params)`, the entry
-        of the state in `in_axes` and `out_axes` of `map_workers`.
-
-    Raises:
-        ValueError: The mesh has no such axis, or not as many positions along it as
-            there are workers; parameters that are sharded over it already.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=2)
-        >>> params, state, axes = oxs.start_workers(tx, {"w": jnp.zeros(3)}, 4)
-        >>> params["w"].shape, state.center["w"].shape, axes.center["w"]
-        ((4, 3), (3,), None)
-        >>> def step(params, state, grads):
-        ...     return oxs.apply_gradients(tx, grads, state, params)
-        >>> step = jax.jit(
-        ...     oxs.map_workers(
-        ...         step, "workers", in_axes=(0, axes, 0), out_axes=(0, axes)
-        ...     )
-        ... )
-        >>> for _ in range(2):
-        ...     params, state = step(params, state, {"w": jnp.ones((4, 3))})
-        >>> oxs.center_params(state, params)["w"]
-        Array([-0.2, -0.2, -0.2], dtype=float32)
-    """
-    check_no_train_state(params)
-    axes = state_axes(tx, params)
-    if mesh is None:
-        return *_started(tx, params, n), axes
-    shardings = state_shardings(tx, params, mesh=mesh, axis_name=axis_name)
-    positions = size_along(mesh, check_axis_name(axis_name))
-    if n != positions:
-        raise ValueError(wrong_number(f"{n} workers", axis_name, positions))
-    check_threads(mesh)
-    start = jax.jit(lambda params: _started(tx, params, n), out_shardings=shardings)
-    return *start(jax.tree.map(functools.partial(onto, mesh), params)), axes
-
-
-def onto(mesh: Mesh, x: Any) -> jax.Array:
-    """On the devices of the mesh, whole if it was not there before."""
-    devices = set(mesh.devices.flat)
-    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-        return x
-    if is_key(x):  # over several processes JAX puts numbers only
-        data = onto(mesh, jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-
-
-def state_shardings(
-    tx: optax.GradientTransformation,
-    params: Tree,
-    *,
-    mesh: Mesh,
-    axis_name: AxisName | None,
-) -> tuple[Tree, Tree]:
-    """Shardings of `start_workers`' parameters and state, to restore a checkpoint.
-
-    Args:
-        tx: Any Optax transformation, with or without wrappers of this package in it.
-        params: One worker's parameters: arrays, or `jax.ShapeDtypeStruct` with or
-            without a sharding. What is sharded over other axes of the mesh stays so.
-        mesh: The devices.
-        axis_name: The mesh axis along which the workers lie, or a tuple of them.
-
-    Returns:
-        `(params, state)` as trees of `NamedSharding`, worker axis included.
-
-    Raises:
-        ValueError: The mesh has no such axis, or parameters are sharded over it.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("workers",))
-        >>> tx = optax.sgd(0.1, momentum=0.9)
-        >>> params, state = oxs.state_shardings(
-        ...     tx, jnp.zeros(3), mesh=mesh, axis_name="workers"
-        ... )
-        >>> params.spec[0], state[0].trace.spec[0]
-        ('workers', 'workers')
-    """
-    axes = check_axis_name(axis_name)
-    size_along(mesh, axes)
-    own = jax.tree_util.tree_map_with_path(
-        lambda path, x: spec_of(path, x, mesh, axes), params
-    )
-    front = entry_of(axes)
-    stacked = jax.tree.map(
-        lambda spec: PartitionSpec(front, *spec), own, is_leaf=shards.is_spec
-    )
-    specs = stacked, state_specs(tx, params, own, front)
-    # A compiled step returns full specs along explicit axes. If it started with
-    # shorter ones it would be compiled twice.
-    in_full = are_explicit(mesh, axes)
-
-    def place(spec, x, kind):
-        missing = len(x.shape) - len(spec) if in_full else 0
-        spec = PartitionSpec(*spec, *[None] * missing)
-        if not in_full and 0 in x.shape:  # as a step returns it
-            spec = PartitionSpec()
-        return NamedSharding(mesh, spec, memory_kind=kind or None)
-
-    shapes = jax.eval_shape(lambda params: _started(tx, params, 1), params)
-    kinds = memory.kinds(shapes)
-    return jax.tree.map(place, specs, shapes, kinds, is_leaf=shards.is_spec)
-
-
-def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
-    """Add a worker axis: `n` copies of every leaf, with different random keys.
-
-    Worker i gets `jax.random.fold_in(key, i)` of a random key (`jax.random.key`, also
-    inside of `nnx.Rngs`), so that dropout masks differ. Keys in an optimizer's state
-    are folded only where workers have parameters of their own, in `inner` of a center
-    rule or of `gossip`; replicas must draw the same numbers to stay equal. (Keys
-    in the state of a transformation that is not of this package stay equal on replicas
-    only via `start_workers`.)
-    Raw keys (`jax.random.PRNGKey`, an array of uint32) look like data and are copied.
-    With n = 1 nothing is folded: it puts back the axis that `first` took off.
-
-    Args:
-        tree: A tree of arrays, for example one worker's parameters or state.
-        n: The number of workers.
-        axes: A tree like `tree`, as `state_axes` gives it: leaves marked `None` are
-            equal on all workers and stay as they are. `None`: all leaves are stacked.
-
-    Returns:
-        The tree with leaves of shape `[n, ...]`, none aliasing the input's buffers.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import optx_sync as oxs
-        >>> oxs.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
-        (4, 3)
-    """
-    return stack(tree, n, axes, own=True)
-
-
-def stack(tree: Tree, n: int, axes: Tree, own: bool, level: int = 0) -> Tree:
-    """`replicate`; `own` says whether keys outside of this package's states differ.
-
-    Of several levels of workers the innermost is stacked first.
-    """
-    n = integer("n", n, "Pass the number of workers.")
-    check_arrays(tree, "What is stacked")
-
-    def repeat(x):
-        return jnp.broadcast_to(x, (n, *jnp.shape(x)))
-
-    def cut(x, how):
-        if how == Cut.NUMBERS:
-            return cut_numbers(x, n)
-        return in_rows(x, n) if jnp.ndim(x) else repeat(x)
-
-    stacked = map_marked(
-        repeat, tree, axes, shared=memory.copy, pieces=cut, level=level
-    )
-    if n == 1 or not any(map(is_key, jax.tree.leaves(tree))):
-        return stacked
-    workers = jnp.arange(n, dtype=jnp.uint32)
-    return jax.tree.map(
-        lambda folds, x, copies: (
-            jax.vmap(fold_keys)(copies, workers)
-            if folds and copies.ndim > x.ndim
-            else copies
-        ),
-        own_keys(tree, own, level=level),
-        tree,
-        stacked,
-    )
-
-
-def first(tree: Tree, axes: Tree = None) -> Tree:
-    """Remove the worker axis: the first worker's copy of every leaf.
-
-    Inside `jax.shard_map` it is this worker's own. Outside it is one of workers that
-    may differ: for evaluation and checkpoints take `center_params`.
-
-    Args:
-        tree: A tree of arrays of shape `[n, ...]`.
-        axes: As for `replicate`; leaves marked `None` have no worker axis.
-
-    Returns:
-        The tree with leaves of shape `[...]`.
-
-    Raises:
-        ValueError: A leaf has no axis to take off.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optx_sync as oxs
-        >>> oxs.first(oxs.replicate(jnp.array([1.0, 2.0]), 4))
-        Array([1., 2.], dtype=float32)
-    """
-
-    def of_first(x):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                "first needs leaves with a worker axis in front; got a scalar. Pass "
-                "axes=oxs.state_axes(tx, params) if some leaves have none."
-            )
-        return first_worker(x)
-
-    return map_marked(of_first, tree, axes, shared=lambda x: x)
-
-
-def _started(
-    tx: optax.GradientTransformation, params: Tree, n: int
-) -> tuple[Tree, Tree]:
-    """Parameters and state of `n` workers."""
-    axes = state_axes(tx, params)
-    return replicate(params, n), stack(tx.init(params), n, axes, own=False)
+    return of_all
 
 
 def _simulated(
@@ -394,7 +151,6 @@ def _simulated(
         )
     mapped = jax.vmap(fun, in_axes, out_axes, axis_name=entry_of(axes))
 
-    @functools.wraps(fun)
     def simulated(*args: Any, **kwargs: Any) -> Any:
         _marks_of(args, kwargs, in_axes, None, axes)
         try:
@@ -406,6 +162,22 @@ def _simulated(
             raise VaryingTypeError(_unequal("A result", axes)) from error
 
     return simulated
+
+
+def _refuse_objects(given: Tree) -> None:
+    """Refuse Flax NNX objects, of which a mapped function gets copies.
+
+    What it changes in a copy would be lost: a step would train nothing.
+    """
+    found = jax.tree_util.tree_leaves_with_path(given, is_leaf=forms.is_of_nnx)
+    for path, x in found:
+        if forms.is_object(x) or forms.is_variable(x):
+            raise TypeError(
+                f"The argument {path_name(path)} of map_workers is a "
+                f"{type(x).__name__}, a Flax NNX object: use oxs.Workers, whose step "
+                "may change it in place. By hand split it before, `graph, state = "
+                "nnx.split(model)`, and merge it inside."
+            )
 
 
 def with_specs(
@@ -427,8 +199,9 @@ def _run_on_mesh(
     axes: tuple[str, ...],
     in_axes: Tree,
     out_axes: Tree,
-    args: tuple,
-    kwargs: dict,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`map_workers` on a mesh, of these arguments."""
     marks = _marks_of(args, kwargs, in_axes, size_along(mesh, axes), axes)
@@ -601,8 +374,8 @@ def _fit(marks: Tree, tree: Tree, what: str) -> list[int | None]:
     except ValueError as error:
         raise ValueError(
             f"{what} do not fit: {str(error).rstrip('.')}. Axes are 0 or None, or a "
-            "tree of them like the first levels of the value; oxs.start_workers gives "
-            "those of a state."
+            "tree of them like the first levels of the value; oxs.state_axes(tx, "
+            "params) gives those of a state."
         ) from None
     return jax.tree.leaves(broadcast, is_leaf=_is_none)
 
@@ -633,8 +406,8 @@ def _marks_of(
             raise ValueError(
                 f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
                 "it None in in_axes if it is equal for all workers, else "
-                "oxs.replicate(x, n); oxs.start_workers stacks one worker's parameters "
-                "and the state that tx.init gives of them."
+                "oxs.replicate(x, n), which stacks a state that tx.init gives with "
+                "axes=oxs.state_axes(tx, params)."
             )
         workers = shape[0] if workers is None else workers
         if shape[0] != workers:
@@ -645,8 +418,8 @@ def _marks_of(
                 what = wrong_number(what, axes, positions)
             raise ValueError(
                 f"{what} What is one worker's is stacked first: oxs.replicate(x, n), "
-                "or oxs.start_workers(tx, params, n); what is equal for all has None "
-                "in in_axes."
+                "a state with axes=oxs.state_axes(tx, params); what is equal for all "
+                "has None in in_axes."
             )
     if workers is None:
         raise ValueError(
@@ -688,20 +461,3 @@ def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
         return x
 
     return jax.tree_util.tree_map_with_path(place, results)
-
-
-def spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """How one worker's parameter is sharded over the mesh."""
-    sharding = getattr(x, "sharding", None)
-    if sharding is None or sharding.is_fully_replicated:
-        return PartitionSpec()
-    spec = getattr(sharding, "spec", PartitionSpec(None))
-    used = {name for entry in spec for name in shards.axes_in(entry)}
-    if not used or not used <= set(mesh.shape) - set(axes):
-        raise ValueError(
-            f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
-            f"be sharded over the mesh's axes besides {axes!r}: {dict(mesh.shape)!r}. "
-            "Place one worker's parameters on this mesh first: "
-            "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
-        )
-    return spec

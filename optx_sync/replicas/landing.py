@@ -3,9 +3,8 @@
 
 from typing import Any, NamedTuple
 
-import jax
-
 from optx_sync import trees
+from optx_sync.checks import refuse_placeholder
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
@@ -40,11 +39,7 @@ class Leaves(NamedTuple):
 
     def init(self, inner, params):
         """The state of this replica's leaves and pieces."""
-        if trees.is_placeholder(params):
-            shapes: Any = trees.shapes_of(params)
-            if shapes is None:
-                return fields.InPieces(inner.init(params))
-            return jax.eval_shape(lambda params: self.init(inner, params), shapes)
+        refuse_placeholder(params, "shard_state='leaves'")
         plan = self.leaves.plan(params)
         tree = plan.cut(params)
         own = own_pieces(

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optx_sync import checks, trees
+from optx_sync import checks
 from optx_sync.exchange import contract
 from optx_sync.placement import fields
 from optx_sync.placement.fields import InStacks, Owned
@@ -194,11 +194,7 @@ class _Stacked(NamedTuple):
     def init(self, params):
         """The state of the stacks, and of what lies as the parameters do."""
         checks.check_params(params)
-        if trees.is_placeholder(params):
-            shapes: Any = trees.shapes_of(params)
-            if shapes is None:
-                return self._state(Owned(self.leaves.inner.init(params), {}), [])
-            return jax.eval_shape(self.init, shapes)
+        checks.refuse_placeholder(params, "stacked")
         plan = self.leaves.plan(params)
         rest, stacks = plan.cut(params)
         own = self.leaves.init(plan, rest, [self.places.give(x) for x in stacks])

@@ -50,7 +50,13 @@ from optx_sync.replicas.averages import (
     check_averages,
     start_averages,
 )
-from optx_sync.replicas.tokens import Tokens, hand_out, tokens_of_update
+from optx_sync.replicas.tokens import (
+    Tokens,
+    check_replicas,
+    check_variables,
+    hand_out,
+    tokens_of_update,
+)
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation, take_weight
@@ -103,7 +109,7 @@ class Gathered(NamedTuple):
     """What `measure=True` sums up of a replica's own gradients between updates.
 
     With w the weight of a gradient, |g| its norm, b the number of examples behind it.
-    The names are those of `optx_sync.metrics.to_sum`.
+    The names are those of `optx_sync.exchange.measures.to_sum`.
     """
 
     squares: Float[Array, ""]  # w |g|^2
@@ -561,31 +567,6 @@ class _SyncReplicas(NamedTuple):
             )
             info = info._replace(measured=measured)
         return mean, state._replace(exchange=agreed.memory, info=info)
-
-
-def check_replicas(
-    replicas_to_aggregate: object, total_num_replicas: object
-) -> tuple[int, int | None]:
-    """Both numbers as ints; refuse anything but integers of 1 or more."""
-    required = checks.integer(
-        "replicas_to_aggregate",
-        replicas_to_aggregate,
-        "Pass the number of gradients that an update needs.",
-    )
-    total = total_num_replicas
-    if total is not None:
-        mend = "Pass the number of replicas."
-        total = checks.integer("total_num_replicas", total, mend)
-    return required, total
-
-
-def check_variables(tree: Tree) -> None:
-    """Refuse a tree of parameters or gradients without leaves."""
-    if not jax.tree.leaves(tree) and not trees.is_placeholder(tree):
-        raise ValueError(
-            f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
-            "Pass the parameters, and gradients like them."
-        )
 
 
 def _either(

@@ -8,9 +8,10 @@ numbers and arrays of Python, NumPy or JAX, in `jax.jit` or not.
 
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
-from optx_sync.checks import explains_inner, fill_missing
+from optx_sync.checks import explains_inner, fill_missing, integer
 from optx_sync.replicas.accumulator import (
     Accumulator,
     clear,
@@ -19,7 +20,7 @@ from optx_sync.replicas.accumulator import (
     sums_of,
 )
 from optx_sync.replicas.averages import Decay, advance_averages, start_averages
-from optx_sync.trees import Tree, add_updates, cast_like
+from optx_sync.trees import Tree, add_updates, cast_like, is_placeholder
 
 
 class Tokens(NamedTuple):
@@ -31,6 +32,19 @@ class Tokens(NamedTuple):
 
     old: Any  # int32[]; they are taken first
     new: Any  # int32[]
+
+
+def tokens_at_start(num_tokens: int, replicas: int, required: int) -> int:
+    """The tokens before the first update, -1 for `required`; too few are refused."""
+    tokens = required if num_tokens == -1 else num_tokens
+    if tokens < required - replicas:
+        raise ValueError(
+            f"Too few tokens to finish the first update: got num_tokens={num_tokens}, "
+            f"and {required - replicas} are needed. It takes {required} gradients, of "
+            f"which {replicas} workers have one each without a token. Pass as many or "
+            "more, or -1 for replicas_to_aggregate."
+        )
+    return tokens
 
 
 def tokens_of_update(replicas: int, required: int) -> int:
@@ -100,3 +114,34 @@ class Chief(NamedTuple):
             advance_averages(held.averages, params, self.decay, global_step),
             clear(held.accumulator, mean, count),
         )
+
+
+def check_replicas(
+    replicas_to_aggregate: object, total_num_replicas: object
+) -> tuple[int, int | None]:
+    """Both numbers as ints; refuse anything but integers of 1 or more."""
+    required = integer(
+        "replicas_to_aggregate",
+        replicas_to_aggregate,
+        "Pass the number of gradients that an update needs.",
+    )
+    total = total_num_replicas
+    if total is not None:
+        mend = "Pass the number of replicas."
+        total = integer("total_num_replicas", total, mend)
+    return required, total
+
+
+def check_variables(tree: Tree) -> None:
+    """Refuse a tree of parameters or gradients without leaves."""
+    if not jax.tree.leaves(tree) and not is_placeholder(tree):
+        raise ValueError(
+            f"sync_replicas needs at least one variable; got the empty tree {tree!r}. "
+            "Pass the parameters, and gradients like them."
+        )
+
+
+def check_num_tokens(num_tokens: object) -> int:
+    """`num_tokens=` as an int; refuse anything but integers of -1 or more."""
+    mend = "Pass -1 for replicas_to_aggregate."
+    return integer("num_tokens", num_tokens, mend, least=-1)

@@ -111,7 +111,10 @@ def _with_tables(step, structure, kept, tables: Tables) -> tuple[Tree, Tree]:
 
 
 def _refuse_use(run: Callable[[Tables], tuple[Tree, Tree]], tables: Tables) -> None:
-    """Refuse a transformation whose result depends on the tables' parameters."""
+    """Refuse a transformation whose result depends on the tables' parameters.
+
+    Nothing declares it of an Optax transformation: it is traced once more.
+    """
     if not tables:
         return
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), tables)

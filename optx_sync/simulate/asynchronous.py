@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.by_hand import replicate
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
@@ -46,10 +47,9 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
-from optx_sync.placement.workers import replicate
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
-from optx_sync.trees import Tree, is_finite, row_of, where, with_row
+from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
 
 
 class WorkerState(NamedTuple):
@@ -300,13 +300,12 @@ class _Phases(NamedTuple):
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contribution, if it counts; the worker takes it."""
         rule, worker, before = self.rule, now.worker, now.center
-        if rule.outer is self.inner:
-            before = before._replace(outer=_with_powers(before.outer, worker.inner))
+        share = _with_powers if rule.outer is self.inner else _unshared
+        before = before._replace(outer=share(before.outer, worker.inner))
         after = work.absorb(rule, before, total, num_workers=at.num_workers)
         if self.drops:
             after = where(pushed > 0, after, before)
-        if rule.outer is self.inner:
-            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
+        worker = worker._replace(inner=share(worker.inner, after.outer))
         worker = work.take(rule, worker, now.center.value, after.value, at)
         return now._replace(worker=worker, center=after)
 
@@ -346,7 +345,7 @@ class _Run(NamedTuple):
             inner=self.phases.inner.init(params),
             taken=center if keeps_taken else (),
             accumulated=work.start_accumulated(rule, center),
-            exchange=() if self.phases.exchange is None else remembered,
+            exchange=remembered,
             local_step=count,
             steps_since_round=count,
             rounds=count,
@@ -421,7 +420,7 @@ class _Run(NamedTuple):
             period=static_period(self.period),
             due=due,
             steps=steps,
-            ages=own.ages + 1 if self.parts.number > 1 else (),
+            ages=jax.tree.map(lambda age: age + 1, own.ages),
             rounds=own.rounds,
             quiet=own.steps_since_round,
             parts=self.parts,
@@ -435,11 +434,9 @@ class _Run(NamedTuple):
             },
         )
         now, broken = self.walk(own, center, grads, steps)
-        now, met, ages = self.round.step(now, step), step.met(), own.ages
+        now, met = self.round.step(now, step), step.met()
         met_now = jnp.asarray(due, jnp.int32)
         counted = met_now - now.info.dropped if self.phases.drops else met_now
-        if self.parts.number > 1:
-            ages = jnp.where(met, jnp.zeros_like(ages), step.ages)
         own = WorkerState(
             **now.worker._asdict(),
             exchange=now.exchange,
@@ -448,9 +445,9 @@ class _Run(NamedTuple):
             rounds=own.rounds + met_now,
             tokens=jnp.where(met, 0.0, tokens),
             seen=jnp.where(met, applied + counted, own.seen),
-            ages=ages,
+            ages=where(met, zeros_like(step.ages), step.ages),
             pending=now.pending,
-            broken=() if broken is None else broken & ~due,
+            broken=where(due, zeros_like(broken), broken),
         )
         return own, now.center, met_now, counted
 
@@ -462,7 +459,7 @@ class _Run(NamedTuple):
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
         inner, rule = self.phases.inner, self.phases.rule
         worker = work.walk(inner, rule, before, center.value, grads, at)
-        broken = well = None
+        broken, well = (), None
         if self.phases.drop_nonfinite:
             broken = own.broken | ~is_finite(worker.params)
             worker = work.stand_still(before, worker, broken)
@@ -481,6 +478,11 @@ class _Run(NamedTuple):
         return float(
             max(bytes_of(message_shapes(code, pick(center, i))) for i in parts)
         )
+
+
+def _unshared(state: optax.OptState, source: optax.OptState) -> optax.OptState:
+    """The state as it is: worker and center have optimizers of their own."""
+    return state
 
 
 def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:

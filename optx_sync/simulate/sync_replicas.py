@@ -12,8 +12,17 @@ from jax.typing import ArrayLike
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.replicas.accumulator import Accumulator, accumulate
 from optx_sync.replicas.averages import check_averages
-from optx_sync.replicas.sync_replicas import check_replicas, check_variables
-from optx_sync.replicas.tokens import Chief, Held, Tokens, hand_out, tokens_of_update
+from optx_sync.replicas.tokens import (
+    Chief,
+    Held,
+    Tokens,
+    check_num_tokens,
+    check_replicas,
+    check_variables,
+    hand_out,
+    tokens_at_start,
+    tokens_of_update,
+)
 from optx_sync.rows.slices import unique_rows
 from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
@@ -138,23 +147,13 @@ def sync_replicas(
     required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     total = required if total is None else total
-    num_tokens = integer(
-        "num_tokens", num_tokens, "Pass -1 for replicas_to_aggregate.", least=-1
-    )
-    needed = max(required - total, 0)
-    if num_tokens != -1 and num_tokens < needed:
-        raise ValueError(
-            f"Too few tokens to finish the first update: got num_tokens={num_tokens}, "
-            f"and {needed} are needed, replicas_to_aggregate - total_num_replicas. "
-            "Pass as many or more, or -1 for replicas_to_aggregate."
-        )
+    tokens = tokens_at_start(check_num_tokens(num_tokens), total, required)
     if not hasattr(initial_global_step, "dtype"):
         begin = "Pass the step at which the run goes on, 0 for a new one."
         integer("initial_global_step", initial_global_step, begin, least=0)
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
-    tokens = required if num_tokens == -1 else num_tokens
     machine, scalars, views, recorded, events = replay(
         run.advance,
         run.view,

@@ -24,16 +24,8 @@ def measured(workers, shard_center):
     )
     params = jax.ShapeDtypeStruct((FLOATS // 64, 64), "float32")
     axes = oxs.state_axes(tx, params)
-    started = jax.eval_shape(
-        lambda p: oxs.start_workers(tx, p, workers)[:2],
-        params,
-    )
-    places = oxs.state_shardings(tx, params, mesh=mesh, axis_name="workers")
-    params, state = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        started,
-        places,
-    )
+    one = params, jax.eval_shape(tx.init, params)
+    params, state = oxs.Workers(workers, "workers", mesh=mesh).expect(one)
 
     def step(params, state):
         return oxs.apply_gradients(tx, params, state, params)

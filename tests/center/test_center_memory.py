@@ -115,8 +115,9 @@ def test_a_center_is_saved_restored_resized_and_compared_where_it_is(tmp_path):
             assert kinds((state.center, state.outer)) == {"pinned_host"}
             assert kinds((params, state.inner)) == {"device"}
             jax.tree.map(np.testing.assert_array_equal, state.center, pair[1].center)
-    places = oxs.state_shardings(tx, PARAMS, mesh=mesh, axis_name=AXIS)[1]
-    assert {x.memory_kind for x in jax.tree.leaves(places.center)} == {
+    again = oxs.Workers(REPLICAS, AXIS, mesh=mesh)
+    shapes = again.expect(lambda: (PARAMS, tx.init(PARAMS)))[1]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(shapes.center)} == {
         "pinned_host",
         "device",  # a scalar
     }

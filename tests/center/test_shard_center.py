@@ -220,7 +220,7 @@ def test_workers_that_are_sharded():
         tx = oxs.diloco(
             INNER, "pods", communication_period=2, fragments=2, shard_center=sharded
         )
-        params, state, axes = oxs.start_workers(tx, one, 2)
+        params, state, axes = contexts.begun(tx, one, 2)
         grads = {"w": params["w"] + jnp.arange(2.0)[:, None, None]}
         step = oxs.map_workers(
             lambda params, state, grads, tx=tx: oxs.apply_gradients(

@@ -89,7 +89,7 @@ def test_diloco_mocked_failure_recovery():
         fragments=GOLDEN["parts"],
     )
     one = [jnp.ones(()), jnp.ones(())]
-    params, state, axes = oxs.start_workers(tx, one, 2)
+    params, state, axes = contexts.begun(tx, one, 2)
 
     def step(params, state):
         grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -651,9 +650,3 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
 def test_refused(call, said):
     with refused(said):
         call()
-
-
-def test_they_are_not_linear():
-    made = [rule[0] for rule in RULES.values()]
-    made += [oxs.exchange.geometric_median(), oxs.exchange.adasum()]
-    assert not any(map(operator.attrgetter("linear"), made))

@@ -188,7 +188,7 @@ def test_a_constant_and_a_traced_rate_compile_to_the_same_numbers():
 
 
 def test_numpy_arrays_are_leaves_too():
-    tx = optimizer(LeafRule(add, SumSlots(total=0.0)), 0.5)
+    tx = optimizer(LeafRule(add, SumSlots(total=0.0), "touched"), 0.5)
     table = np.zeros([3, 1], np.float32)
     state = jax.tree.map(np.asarray, tx.init(table))
     dense, _ = tx.update(np.ones([3, 1], np.float32), state, table)

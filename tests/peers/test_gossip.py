@@ -392,7 +392,7 @@ def compiled(tx, params, over, specs):
         for path, leaf in params.items()
     }
     n = over.shape[AXIS]
-    params, state, axes = oxs.start_workers(tx, params, n, mesh=over, axis_name=AXIS)
+    params, state, axes = contexts.begun(tx, params, n, AXIS, over)
 
     def step(grads, state, params):
         return oxs.apply_gradients(tx, grads, state, params)

@@ -648,10 +648,10 @@ def test_settings_that_make_no_sense_are_refused():
     rule = oxs.local_sgd_rule()
     for make, message in [
         (lambda: SyncReplicas(0), "replicas_to_aggregate must be 1 or more"),
-        (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be 0 or more"),
+        (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be -1 or more"),
         (lambda: SyncReplicas(1, variable_averages=2.0), "decay in"),
         (lambda: sync_server(SyncReplicas(2, 4), 3), "there are 3 workers"),
-        (lambda: sync_server(SyncReplicas(4, num_tokens=1), 2), "too few for a first"),
+        (lambda: sync_server(SyncReplicas(4, num_tokens=1), 2), "and 2 are needed"),
         (lambda: Server(PARAMS, rule, num_workers=0), "num_workers must be 1 or more"),
         (lambda: center_server(checkpoint_every=0), "checkpoint_every must be"),
         (

@@ -46,11 +46,9 @@ def train(tx, mesh):
         return oxs.apply_gradients(tx, grads, state, params)
 
     params = {"a": jnp.ones((4, 3)), "b": jnp.ones(5)}
-    params, state, axes = oxs.start_workers(
-        tx, params, 8, mesh=mesh, axis_name="workers"
-    )
-    own = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    step = jax.jit(oxs.map_workers(step, "workers", mesh=mesh, **own))
+    workers = oxs.Workers(8, "workers", mesh=mesh)
+    params, state = workers.start((params, tx.init(params)))
+    step = workers.step(step, state=2, split=False)
     for _ in range(4):
         params, state = step(params, state, jnp.arange(8.0))
     return jax.device_get(params)

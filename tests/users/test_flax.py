@@ -82,7 +82,7 @@ def test_what_a_state_says_of_itself_is_in_flax_bytes():
     coded = oxs.exchange.error_feedback(oxs.exchange.quantized())
     options: Any = {"reduction": "sum", "shard_state": True, "exchange": coded}
     state = start(oxs.cross_shard(optax.adam(0.1), "data", **options))
-    restored = serialization.from_bytes(state, serialization.to_bytes(state))
+    restored: Any = serialization.from_bytes(state, serialization.to_bytes(state))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert restored.opt_state.summed and restored.opt_state.cut
 

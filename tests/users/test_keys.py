@@ -43,13 +43,14 @@ def linen():
 
 
 def with_nnx():
-    model = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    graph, state = nnx.split(nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
 
-    def step(model, x):
+    def step(state, x):
+        model = nnx.merge(graph, state)
         mask = model(x)
-        return model, mask
+        return nnx.state(model), mask
 
-    return model, step
+    return state, step
 
 
 def equinox():

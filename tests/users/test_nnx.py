@@ -1,7 +1,5 @@
 """`nnx.Optimizer` as it is, inside of `pmap` and `shard_map`; `SyncOptimizer`."""
 
-import re
-
 import chex
 import jax
 import numpy as np
@@ -66,12 +64,13 @@ def test_sync_optimizer_steps_directly(on_mesh):
         train_step(model, optimizer, inputs, targets, weight=1.0)
         return model, optimizer
 
-    mapped = jax.jit(oxs.map_workers(step, "data", mesh=place_of(on_mesh)))
+    workers = oxs.Workers(WORKERS, "data", mesh=place_of(on_mesh))
+    mapped = workers.step(step, state=2, split=False)
     results = []
     for optimizer_class in (nnx.Optimizer, SyncOptimizer):
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
         both = model, optimizer_class(model, tx, wrt=nnx.Param)
-        both = oxs.replicate(both, WORKERS)
+        both = workers.start(both)
         for inputs, targets in zip(*batches(4), strict=True):
             both = mapped(*both, inputs, targets)
         results.append(both)
@@ -113,65 +112,15 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
     assert oxs.metrics(optimizer.opt_state).rounds.shape == (6,)
 
 
-class Guarded(nnx.Module):
-    """With counters of random keys, and blocks that NNX writes back as they were."""
-
-    def __init__(self, rngs, block):
-        self.one, self.two = (nnx.Linear(3, 2, rngs=rngs) for _ in range(2))
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.block = block
-
-    def __call__(self, x):
-        both = self.block(lambda one, two, x: one(x) + two(x))
-        return both(self.one, self.two, x)
-
-
-def in_place(model, optimizer, inputs, targets):
-    train_step(model, optimizer, inputs, targets)
-
-
-def forgetful(model, optimizer, inputs, targets):
-    train_step(model, optimizer, inputs, targets)
-    return model
-
-
-def grads_alone(model, optimizer, inputs, targets):
-    return nnx.grad(lambda model: square_error(model.dropout(inputs), 0.0))(model)
-
-
-@pytest.mark.parametrize(
-    ("step", "first", "on_mesh"),
-    [
-        (in_place, "[0]", False),
-        (forgetful, "[1]", False),
-        (grads_alone, "[0].dropout", True),
-    ],
-)
-def test_what_is_changed_in_place_is_returned(step, first, on_mesh):
-    model = Guarded(nnx.Rngs(0), nnx.remat)
-    both = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    mapped = jax.jit(oxs.map_workers(step, "data", mesh=place_of(on_mesh)))
-    message = rf"its argument {re.escape(first)}.* in place .* nnx.clone\(model\)"
-    with pytest.raises(ValueError, match=message):
-        mapped(*oxs.replicate(both, WORKERS), *(x[0] for x in batches(1)))
-
-
-@pytest.mark.parametrize("block", [lambda f: f, nnx.remat, nnx.jit])
-def test_what_is_left_as_it_was_need_not_be_returned(block):
-    """To evaluate; and changes that come back as a state, or are made in a copy."""
-
-    def evaluate(model, inputs, targets):
-        copy = nnx.clone(model)
-        copy.dropout(inputs)
-        return square_error(model(inputs), targets)
-
-    def with_state(model, inputs, targets):
-        grads = nnx.grad(lambda model: square_error(model(inputs), targets))(model)
-        params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda x, g: x - g, params, grads))
-        return nnx.state(model)
-
-    model = oxs.replicate(Guarded(nnx.Rngs(0), block), WORKERS)
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_objects_are_not_mapped_by_hand(on_mesh):
+    """Changes to the copies that a mapped function gets would be lost."""
+    model, optimizer = start(optax.sgd(0.1))
+    mapped = jax.jit(oxs.map_workers(train_step, "data", mesh=place_of(on_mesh)))
     batch = [x[0] for x in batches(1)]
-    for step in (evaluate, with_state):
-        jax.eval_shape(oxs.map_workers(step, "data"), model, *batch)
+    for objects, name in (
+        ((model, optimizer), r"\[0\] .* a Linear"),
+        (({"w": model.kernel}, 0.0), r"\[0\]\['w'\] .* a Param"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}, .*use oxs.Workers.*nnx.split"):
+            mapped(*oxs.replicate(objects, WORKERS), *batch)

@@ -147,7 +147,7 @@ def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
         return optax.chain(optax.clip(1.0), tx)
 
     saves, goes_on = rule(measure), rule(True)
-    start, fresh = (oxs.start_workers(tx, ONE, REPLICAS) for tx in (saves, goes_on))
+    start, fresh = (contexts.begun(tx, ONE) for tx in (saves, goes_on))
     run = in_lanes(saves, start[2])
     params, state = train(run, *start[:2], ONE, 3, 0)
     template = jax.eval_shape(lambda: optax.tree.set(start[1], info=()))
@@ -165,15 +165,15 @@ def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
 # another.
 WRITE = """
 mesh = jax.make_mesh((8,), ("workers",))
-everyone = oxs.start_workers(tx, params, 8, mesh=mesh, axis_name="workers")[:2]
+workers = oxs.Workers(8, "workers", mesh=mesh)
+everyone = workers.start((params, tx.init(params)))
 with StandardCheckpointer() as checkpointer:
     checkpointer.save(folder, everyone)
 """
 READ = """
 eight = read(folder, 8)
 mesh = jax.make_mesh((3,), ("workers",))
-places = oxs.state_shardings(tx, params, mesh=mesh, axis_name="workers")
-three, state = jax.device_put(oxs.resize(tx, *eight, 3, strict=True), places)
+three, state = oxs.Workers(3, "workers", mesh=mesh).resize(eight, strict=True)
 print(three["w"].shape, three["w"].sharding.spec[0], int(state[1].global_step))
 """
 

@@ -94,15 +94,6 @@ class Pieces(Landing):
             held = InParts(held, parts)
         return Center(held, () if outer is None else own(outer.init))
 
-    def start_placeholder(self, center: Center, parts: int | None) -> Center:
-        """The same for the tree without leaves; several parts are no such tree."""
-
-        def own(tree):
-            return InPieces(tree) if parts == 1 else jnp.zeros(())
-
-        outer = () if self.rule.outer is None else own(center.outer)
-        return Center(own(center.value), outer)
-
     def fit(self, parts: Whole, held: Tree, like: Tree) -> None:
         """Refuse pieces for another number of workers; `like` has the whole shapes."""
         for number in range(parts.number):

@@ -14,8 +14,15 @@ import optax
 from optx_sync.checks import check_inner
 from optx_sync.replicas.accumulator import accumulate
 from optx_sync.replicas.averages import check_averages
-from optx_sync.replicas.sync_replicas import check_replicas, check_variables
-from optx_sync.replicas.tokens import Chief, Held, tokens_of_update
+from optx_sync.replicas.tokens import (
+    Chief,
+    Held,
+    check_num_tokens,
+    check_replicas,
+    check_variables,
+    tokens_at_start,
+    tokens_of_update,
+)
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.runtime.agreements import contract
 from optx_sync.runtime.messages import Arrays, Push, Reply
@@ -58,13 +65,7 @@ class SyncReplicas:
     def __post_init__(self) -> None:
         check_replicas(self.replicas_to_aggregate, self.total_num_replicas)
         check_averages(self.variable_averages)
-        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int):
-            raise TypeError(f"num_tokens must be an integer; got {self.num_tokens!r}.")
-        if self.num_tokens < -1:
-            raise ValueError(
-                f"num_tokens must be 0 or more, or -1 for replicas_to_aggregate; got "
-                f"{self.num_tokens}."
-            )
+        check_num_tokens(self.num_tokens)
 
 
 def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way:
@@ -76,13 +77,7 @@ def sync_replicas_way(agreement: SyncReplicas, num_workers: int) -> contract.Way
             "Leave it out, or make them equal."
         )
     required = agreement.replicas_to_aggregate
-    if 0 <= agreement.num_tokens < required - num_workers:
-        raise ValueError(
-            f"num_tokens={agreement.num_tokens} is too few for a first update: "
-            f"{num_workers} workers have {num_workers} gradients without a token, "
-            f"and it needs {required}. Pass {required - num_workers} or more, or "
-            "-1."
-        )
+    tokens_at_start(agreement.num_tokens, num_workers, required)
     return contract.Way(
         serve=lambda params, inner, _: Updates(params, agreement, inner, num_workers),
         work=lambda shapes, inner, layout: OfUpdates(shapes),
@@ -124,7 +119,7 @@ class Updates:
         self.accepted_at: list[int] = [-1] * num_workers
         self.was_used: list[bool] = [True] * num_workers
         self.waiting: list[int] = []
-        tokens = required if agreement.num_tokens < 0 else agreement.num_tokens
+        tokens = tokens_at_start(agreement.num_tokens, num_workers, required)
         self.tokens: deque[int] = deque([0] * tokens)
 
     def _move(self, held, grads, count, step):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the parameters of a center in a state, and the arrays of a checkpoint."""
+"""Find the parameters in a state, and those of a center in it."""
 
 import itertools
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,12 +80,6 @@ def held(state: Tree, form: Form) -> list[Held]:
     return found
 
 
-def masked(tree: Tree) -> list[Names]:
-    """The paths at which Optax has taken a leaf out of a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return [names_of(path) for path, x in leaves if is_masked(x)]
-
-
 def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
     """How many numbers the whole of each array in pieces has; `None` if unknown.
 
@@ -94,10 +87,9 @@ def sizes(tree: Tree, params: Mapping[Names, int]) -> Tree:
     """
 
     def of_pieces(pieces, params):
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(pieces)
-        names = [names_of(path) for path, _ in leaves]
-        owners = parameters_of(names, params, masked(pieces))
-        return treedef.unflatten(params.get(owner) for owner in owners)
+        owners = parameters_of(pieces, params)
+        found = (params.get(owner) for owner in owners)
+        return jax.tree.structure(pieces).unflatten(found)
 
     def visit(node):
         if fields.is_in_pieces(node):
@@ -163,34 +155,3 @@ def is_of_optimizer(x: Any) -> bool:
 
 def _holds(tree: Tree, is_one: Callable[[Any], bool]) -> bool:
     return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
-
-
-def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
-    """(the shapes in an Orbax checkpoint by name, its structure)."""
-    import orbax.checkpoint as ocp
-
-    # The manager itself knows it only for what it saved itself.
-    folders = {
-        int(number[0]): path
-        for path in manager.directory.iterdir()
-        if (number := re.findall(r"\d+$", path.name))
-    }
-    if step not in folders:
-        raise ValueError(
-            f"There is no checkpoint of step {step} in {manager.directory}; there are "
-            f"those of {sorted(folders)}."
-        )
-    tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return {names_of(path): x for path, x in leaves}, treedef
-
-
-def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
-    """The names under which a checkpoint holds the arrays of a form."""
-    names = []
-    for path, variable in zip(form.paths(), form.variables(), strict=True):
-        name = names_of(path)
-        # The array of a Flax NNX variable may be saved as its `value`.
-        inside = (*name, "value")
-        names.append(inside if variable and inside in saved else name)
-    return names

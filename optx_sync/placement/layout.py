@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
-from optx_sync.front import held
-from optx_sync.placement import memory
+from optx_sync.placement import held, memory
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import in_pieces, is_key, stack_specs, tree_axes
+from optx_sync.placement.axes import in_pieces, is_key, specs_like, stack, tree_axes
 from optx_sync.placement.fields import Cut
+from optx_sync.placement.resize import Joiners, resize_tree
 from optx_sync.trees import (
     at_least_float32,
     first_worker,
@@ -85,15 +85,14 @@ class Layout(NamedTuple):
         tree = form.bare(arrays)
         for level in reversed(range(len(self.sizes))):
             axes = tree_axes(tree, level)
-            tree = placing.stack(tree, self.sizes[level], axes, True, level)
+            tree = stack(tree, self.sizes[level], axes, level)
         return list(map(strong, form.pick(tree)))
 
     def start(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
         places = self.places(form, arrays)
         if self.mesh is not None:
-            placing.check_threads(self.mesh)
-            arrays = [placing.onto(self.mesh, x) for x in arrays]
+            arrays = [_onto(self.mesh, x) for x in arrays]
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
 
@@ -126,7 +125,7 @@ class Layout(NamedTuple):
         for place, (path, x, marked, kind) in enumerate(
             zip(form.paths(), arrays, marks, kinds, strict=True)
         ):
-            own = told[place] if told else placing.spec_of(path, x, mesh, used)
+            own = told[place] if told else _spec_of(path, x, mesh, used)
             pairs = zip(self.axes, marked, strict=True)
             front = [axis for axis, mark in pairs if mark is not None]
             in_full = placing.are_explicit(mesh, used)
@@ -140,23 +139,15 @@ class Layout(NamedTuple):
         """The specs of one worker's arrays, where they are known."""
         if self.specs is None or self.mesh is None:
             return None
-        tree = form.bare(arrays)
-        start, cut = held.prefix(tree), form.pick(in_pieces(tree))
-        stacks = form.pick(stack_specs(tree))
-        names, sizes = [names_of(path) for path in form.paths()], self.mesh.shape
-        params = {}
-        for name, x in zip(names, arrays, strict=True):
+        tree, sizes = form.bare(arrays), self.mesh.shape
+        start, params = held.prefix(tree), {}
+        for path, x in zip(form.paths(), arrays, strict=True):
+            name = names_of(path)
             if name[: len(start)] == start:
                 own = name[len(start) :]
                 params[own] = x, shards.spec_of(self.specs, own, jnp.shape(x), sizes)
-        owners = shards.parameters_of(names, params, held.masked(tree))
-        told = {own: (x, spec) for own, (x, spec) in params.items() if spec is not None}
-        found = []
-        for owner, x, flag, own in zip(owners, arrays, cut, stacks, strict=True):
-            if own is None and not flag:
-                own = shards.spec_like(owner, x, told)
-            found.append(own or PartitionSpec())
-        return found
+        specs = specs_like(tree, params)
+        return form.pick(jax.tree.structure(tree).unflatten(specs))
 
     def pinned(
         self, form: Form, arrays: list[jax.Array], marks: Marks
@@ -180,21 +171,65 @@ class Layout(NamedTuple):
         """The arrays of one worker, without the axes from this one on."""
         return _of_one(list(arrays), tuple(marks), how, outermost)
 
+    def resize(
+        self,
+        form: Form,
+        arrays: Sequence[Any],
+        joiners: Joiners,
+        strict: bool,
+        places: list[Any] | None = None,
+    ) -> list[jax.Array]:
+        """The arrays of as many workers as these, from those of any number, placed.
+
+        `places`: where they belong, if that is known.
+        """
+        tree, number = form.bare(arrays), number_along_first(form, arrays)
+        inside = self.numbers(form, arrays)[1:]
+        if inside != self.sizes[1:]:
+            raise ValueError(one_number_only((number, *inside), self.sizes))
+        one = self.shapes_of_one(form, arrays)
+        if number != self.sizes[0]:
+            found = held.held(tree, form)
+            params, tree = resize_tree(
+                found[0].tree(arrays) if found else (),
+                tree,
+                form.bare(one),
+                tree_axes(tree, 0),
+                self.sizes[0],
+                levels=len(self.sizes),
+                joiners=joiners,
+                strict=strict,
+            )
+            arrays = form.pick(tree)
+            if found:
+                found[0].put(arrays, params)
+        places = places or self.places(form, one)
+        if places is None:
+            kinds = form.pick(memory.kinds(form.bare(arrays)))
+            pairs = zip(arrays, kinds, strict=True)
+            return [memory.on_host(x) if kind else x for x, kind in pairs]
+        # Put where it lies already, an array would be of another type to a step.
+        pairs = zip(arrays, places, strict=True)
+        return [
+            x if getattr(x, "sharding", None) == place else jax.device_put(x, place)
+            for x, place in pairs
+        ]
+
     def shapes_of_one(
-        self, form: Form, arrays: Sequence[Any], prefix: tuple[str, ...]
+        self, form: Form, arrays: Sequence[Any]
     ) -> list[jax.ShapeDtypeStruct]:
         """One worker's arrays by their shapes; pieces whole, as their parameters."""
         shapes = [
             x.shape[sum(mark is not None for mark in marked) :]
             for x, marked in zip(arrays, self.marks(form, arrays), strict=True)
         ]
-        names = [names_of(path) for path in form.paths()]
+        names, tree = [names_of(path) for path in form.paths()], form.bare(arrays)
+        prefix = held.prefix(tree)
         sizes = {
             name[len(prefix) :]: math.prod(shape)
             for name, shape in zip(names, shapes, strict=True)
             if name[: len(prefix)] == prefix
         }
-        tree = form.bare(arrays)
         cut, whole = form.pick(in_pieces(tree)), form.pick(held.sizes(tree, sizes))
         by_name = dict(zip(names, arrays, strict=True))
         for place, name in enumerate(names):
@@ -213,6 +248,49 @@ class Layout(NamedTuple):
             jax.ShapeDtypeStruct(shape, x.dtype)
             for shape, x in zip(shapes, arrays, strict=True)
         ]
+
+
+def number_along_first(form: Form, arrays: Sequence[Any]) -> int:
+    """The number of workers along the outermost axis."""
+    marks = form.pick(tree_axes(form.bare(arrays), 0))
+    pairs = zip(arrays, marks, strict=True)
+    return next(x.shape[0] for x, mark in pairs if mark is not None)
+
+
+def one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """The message for more than the first number of workers changed."""
+    return (
+        f"resize of Workers {before} changes the first number alone; got {after}. "
+        "Start anew from workers.center(state)."
+    )
+
+
+def _onto(mesh: Mesh, x: Any) -> jax.Array:
+    """On the devices of the mesh, whole if it was not there before."""
+    devices = set(mesh.devices.flat)
+    if isinstance(x, jax.Array) and x.sharding.device_set == devices:
+        return x
+    if is_key(x):  # over several processes JAX puts numbers only
+        data = _onto(mesh, jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def _spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
+    """How one worker's parameter is sharded over the mesh."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or sharding.is_fully_replicated:
+        return PartitionSpec()
+    spec = getattr(sharding, "spec", PartitionSpec(None))
+    used = {name for entry in spec for name in shards.axes_in(entry)}
+    if not used or not used <= set(mesh.shape) - set(axes):
+        raise ValueError(
+            f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
+            f"be sharded over the mesh's axes besides {axes!r}: {dict(mesh.shape)!r}. "
+            "Place one worker's parameters on this mesh first: "
+            "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
+        )
+    return spec
 
 
 def _name_of_number(name: tuple[str, ...]) -> tuple[str, ...]:

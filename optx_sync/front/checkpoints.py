@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of an Orbax checkpoint, by their names."""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from optx_sync.comm.shards import Names
+from optx_sync.forms import Form
+from optx_sync.trees import names_of
+
+
+def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
+    """(the shapes in an Orbax checkpoint by name, its structure)."""
+    import orbax.checkpoint as ocp
+
+    # The manager itself knows it only for what it saved itself.
+    folders = {
+        int(number[0]): path
+        for path in manager.directory.iterdir()
+        if (number := re.findall(r"\d+$", path.name))
+    }
+    if step not in folders:
+        raise ValueError(
+            f"There is no checkpoint of step {step} in {manager.directory}; there are "
+            f"those of {sorted(folders)}."
+        )
+    tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return {names_of(path): x for path, x in leaves}, treedef
+
+
+def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:
+    """The names under which a checkpoint holds the arrays of a form."""
+    names = []
+    for path, variable in zip(form.paths(), form.variables(), strict=True):
+        name = names_of(path)
+        # The array of a Flax NNX variable may be saved as its `value`.
+        inside = (*name, "value")
+        names.append(inside if variable and inside in saved else name)
+    return names
