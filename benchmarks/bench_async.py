@@ -38,9 +38,9 @@ WORKERS, VARIABLES = 2, 8
 # workers and 1 server, milliseconds per round: stands beside it, nothing more.
 TENSORFLOW = {1_000: 1.5, 1_000_000: 14.6, 10_000_000: 178.0}
 RULES = {
-    "local_sgd": oxs.local_sgd_rule(),
-    "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.0),
-    "diloco": oxs.diloco_rule(),
+    "local_sgd": oxs.rules.local_sgd(),
+    "elastic": oxs.rules.elastic(moving_rate=0.1, rho=0.0),
+    "diloco": oxs.rules.diloco(),
 }
 NAIVE, NUMPY, RAY_ALONE = "naive actor", "naive actor, NumPy", "Ray alone"
 # Floats, rules, numbers of servers, blocks of measurements and seconds of each.

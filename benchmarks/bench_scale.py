@@ -119,7 +119,7 @@ def simulate(workers: int) -> dict[str, float]:
     tx = CASES["local_sgd"].tx(workers)
     one = jax.tree.map(lambda x: jnp.ones(x.shape[0] // 50), shapes_of(LEAVES))
     program = jax.jit(workers_step(tx, one, given, update), donate_argnums=(0, 1))
-    carry, grads = begun(tx, one, workers), oxs.replicate(one, workers)
+    carry, grads = begun(tx, one, workers), oxs.by_hand.replicate(one, workers)
     seconds, compiled = build(program, (*carry, grads))
     times = []
     for _ in range(4 * PERIOD):

@@ -72,7 +72,9 @@ SIZE = sum(x.nbytes for x in jax.tree.leaves(params))
 def batch_of(gradients: str, workers: int) -> Any:
     """What the workers' steps get, each on its device."""
     if gradients == "given":
-        batch = oxs.replicate(jax.tree.map(lambda x: 0.01 * x + 0.001, params), workers)
+        batch = oxs.by_hand.replicate(
+            jax.tree.map(lambda x: 0.01 * x + 0.001, params), workers
+        )
     else:
         shape = (workers, BATCH, WIDTH)
         batch = jax.random.normal(jax.random.key(1), shape)

@@ -346,8 +346,13 @@ def by_hand(
 
     def start(params):
         mine, shared = case.start(params)
-        params = copy(params) if one else oxs.replicate(params, workers)
-        return params, oxs.replicate(mine, workers), shared, jnp.zeros((), jnp.int32)
+        params = copy(params) if one else oxs.by_hand.replicate(params, workers)
+        return (
+            params,
+            oxs.by_hand.replicate(mine, workers),
+            shared,
+            jnp.zeros((), jnp.int32),
+        )
 
     def step(carry, batch, due=None):
         params, mine, shared, count = carry
@@ -373,22 +378,24 @@ def with_library(
 ) -> Step:
     """The library's optimizer under `shard_map`, by `update` or another step."""
     tx, one = case.tx(workers), case.replicated
-    axes = oxs.state_axes(tx, params, replicated=one)
+    axes = oxs.by_hand.state_axes(tx, params, replicated=one)
 
     def start(params):
-        state = oxs.replicate(tx.init(params), workers, axes)
-        return copy(params) if one else oxs.replicate(params, workers), state
+        state = oxs.by_hand.replicate(tx.init(params), workers, axes)
+        return copy(params) if one else oxs.by_hand.replicate(params, workers), state
 
     def step(carry, batch, meet=None):
         params, state = carry
-        params = oxs.localize(params, AXIS) if one else oxs.first(params)
+        params = oxs.localize(params, AXIS) if one else oxs.by_hand.first(params)
         grads = gradient(params, batch)
         params = carry[0] if one else params
         known = {} if meet is None else {"meet": meet}
-        params, state = apply(tx, grads, oxs.first(state, axes), params, **known)
-        return params if one else kept(params), oxs.replicate(state, 1, axes)
+        params, state = apply(
+            tx, grads, oxs.by_hand.first(state, axes), params, **known
+        )
+        return params if one else kept(params), oxs.by_hand.replicate(state, 1, axes)
 
-    specs = oxs.state_specs(tx, params, P(), AXIS, replicated=one)
+    specs = oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=one)
     program = whole_round(step, case.period) if whole else step
     return on_mesh(program, workers, start, (P() if one else P(AXIS), specs), params)
 
@@ -399,13 +406,15 @@ direct = functools.partial(with_library, apply=oxs.apply_gradients)
 
 def begun(tx: Any, params: Tree, workers: int) -> tuple[Tree, Tree]:
     """Parameters and state of all workers, on one device."""
-    state = oxs.replicate(tx.init(params), workers, oxs.state_axes(tx, params))
-    return oxs.replicate(params, workers), state
+    state = oxs.by_hand.replicate(
+        tx.init(params), workers, oxs.by_hand.state_axes(tx, params)
+    )
+    return oxs.by_hand.replicate(params, workers), state
 
 
 def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
     """The same under `jax.vmap` over the mesh, as islands run it (not for replicas)."""
-    axes = (0, oxs.state_axes(tx, params))
+    axes = (0, oxs.by_hand.state_axes(tx, params))
 
     def start(params):
         return begun(tx, params, workers)
@@ -417,5 +426,5 @@ def under_vmap(tx: Any, params: Tree, workers: int, gradient: Callable) -> Step:
     mapped = jax.vmap(
         step, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS, spmd_axis_name=AXIS
     )
-    specs = (P(AXIS), oxs.state_specs(tx, params, P(), AXIS))
+    specs = (P(AXIS), oxs.by_hand.state_specs(tx, params, P(), AXIS))
     return step_of(mapped, mesh_of(workers), start, specs, params)

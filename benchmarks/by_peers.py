@@ -67,7 +67,7 @@ def drjax_step(name, params, workers, gradient):
             return step(carry, batch)
 
     def start(params):
-        stacked = oxs.replicate((params, INNER.init(params)), workers)
+        stacked = oxs.by_hand.replicate((params, INNER.init(params)), workers)
         return *stacked, copy(params), outer.init(params), jnp.zeros((), jnp.int32)
 
     specs = (P(AXIS), P(AXIS), P(), P(), P())

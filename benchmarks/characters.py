@@ -112,7 +112,7 @@ def make_training(method, steps, evaluations):
             return step(*carry, windows), None
 
         def evaluated(params, state):
-            params = oxs.first(params)
+            params = oxs.by_hand.first(params)
             return oxs.center_params(state, start) if method.period else params
 
         def until_evaluation(carry, places):

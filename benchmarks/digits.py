@@ -88,7 +88,7 @@ def curves(tx: Any, steps: int) -> Callable:
     points = min(POINTS, steps // 4)
 
     def measured(params, test):
-        mean = oxs.mean_params(params)
+        mean = oxs.by_hand.mean_params(params)
         apart = jax.tree.map(lambda x, m: jnp.sum((x - m[None]) ** 2), params, mean)
         size = sum(m.size for m in jax.tree.leaves(mean)) * WORKERS
         distance = jnp.sqrt(sum(jax.tree.leaves(apart)) / size)

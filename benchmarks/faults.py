@@ -65,10 +65,10 @@ SIZES = {"1 kB": 250, "150 kB": 37_500, "1.2 MB": 300_000, "100 MB": 25_000_000}
 FAULTS = {"workers": (3, 0), "servers": (0, 6), "both": (10, 10)}
 FAULTS |= {"none": (0, 0), "workers and servers": (5, 7)}
 RULES: dict[str, Any] = {
-    "local_sgd": oxs.local_sgd_rule(),
-    "diloco": oxs.diloco_rule(optax.sgd(1.0)),
-    "agn": oxs.agn_rule(optax.sgd(1.0)),
-    "elastic": oxs.elastic_rule(moving_rate=0.25, rho=0.0),
+    "local_sgd": oxs.rules.local_sgd(),
+    "diloco": oxs.rules.diloco(optax.sgd(1.0)),
+    "agn": oxs.rules.agn(optax.sgd(1.0)),
+    "elastic": oxs.rules.elastic(moving_rate=0.25, rho=0.0),
     "3 of 4": runtime.SyncReplicas(3),
     "6 of 4": runtime.SyncReplicas(6),
 }

@@ -22,8 +22,8 @@ FULL = {"workers": (10, 20, 40), "periods": (10, 20, 40), "batches": 16_000, "se
 SHORT = {"workers": (10,), "periods": (5,), "batches": 100, "seeds": 1}
 RULES = {
     # The paper's form: the commit is the mean of the worker's own updates.
-    "AGN": oxs.agn_rule(None, accumulate="updates"),
-    "AEASGD": oxs.elastic_rule(moving_rate=MOVING_RATE, rho=0.0),
+    "AGN": oxs.rules.agn(None, accumulate="updates"),
+    "AEASGD": oxs.rules.elastic(moving_rate=MOVING_RATE, rho=0.0),
     "DOWNPOUR": DOWNPOUR_RULE,
 }
 AGN, AEASGD, DOWNPOUR = range(3)

@@ -31,7 +31,7 @@ OUTERS: dict[str, Any] = {
     SMALL: optax.sgd(0.07, PUBLISHED[1], nesterov=True),
     PLAIN: optax.sgd(1.0),
     LATE: optax.sgd(1.0),
-    DELAYED: oxs.delayed_nesterov(*PUBLISHED),
+    DELAYED: oxs.outer.delayed_nesterov(*PUBLISHED),
 }
 
 
@@ -64,7 +64,7 @@ def train(outer, events, rate, seed, start, rows, test):
 
     run = oxs.simulate.asynchronous(
         optax.sgd(rate),
-        oxs.diloco_rule(OUTERS[outer]),
+        oxs.rules.diloco(OUTERS[outer]),
         start,
         grad_fn,
         order,

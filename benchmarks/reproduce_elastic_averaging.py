@@ -42,11 +42,11 @@ class Found(NamedTuple):
 
 def method_of(name, workers, rate):
     """The workers' own optimizer, and how they meet."""
-    elastic = oxs.elastic_rule(moving_rate=BETA / workers, rho=0.0)
+    elastic = oxs.rules.elastic(moving_rate=BETA / workers, rho=0.0)
     rule = {
         "DOWNPOUR": DOWNPOUR,
-        "AGN": oxs.agn_rule(None, accumulate="updates"),
-        "local SGD": oxs.local_sgd_rule(),
+        "AGN": oxs.rules.agn(None, accumulate="updates"),
+        "local SGD": oxs.rules.local_sgd(),
     }.get(name, elastic)
     if name == "EAMSGD":
         return optax.sgd(rate, MOMENTUM, nesterov=True), rule

@@ -21,8 +21,8 @@ SHORT = {"steps": 32, "seeds": 2}
 def methods(steps):
     """Optimizers, and how many rounds: QSR, its base, and as many rounds as QSR."""
     rate = optax.cosine_decay_schedule(RATE, steps)
-    grows = jax.jit(oxs.qsr(rate, ALPHA, BASE, total_steps=steps))
-    rounds = sum(oxs.due(grows, step) for step in range(steps))
+    grows = jax.jit(oxs.outer.qsr(rate, ALPHA, BASE, total_steps=steps))
+    rounds = sum(oxs.by_hand.due(grows, step) for step in range(steps))
 
     def meeting(period):
         return oxs.local_sgd(optax.sgd(rate), AXIS, communication_period=period)

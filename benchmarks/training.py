@@ -31,13 +31,13 @@ def workers_step(
 
     `grad_of(params, batch)` is the gradient of one worker, `apply` what uses it.
     """
-    axes = oxs.state_axes(tx, params)
+    axes = oxs.by_hand.state_axes(tx, params)
 
     def step(params, state, batch):
         return apply(tx, grad_of(params, batch), state, params)
 
     marks = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    return oxs.map_workers(step, AXIS, mesh=mesh, **marks)
+    return oxs.by_hand.map_workers(step, AXIS, mesh=mesh, **marks)
 
 
 def compiled_step(

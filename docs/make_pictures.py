@@ -24,10 +24,10 @@ CURVATURE = jnp.array([1.0, 2.5])
 START, STEPS, PERIOD = jnp.array([-3.0, 2.6]), 60, 10
 SGD, NESTEROV = optax.sgd(0.08), optax.sgd(0.7, 0.5, nesterov=True)
 RULES = {
-    "elastic_average": oxs.elastic_rule(moving_rate=0.9 / 4, rho=0.0),
-    "local_sgd": oxs.local_sgd_rule(),
-    "agn": oxs.agn_rule(optax.sgd(0.4)),
-    "diloco": oxs.diloco_rule(NESTEROV),
+    "elastic_average": oxs.rules.elastic(moving_rate=0.9 / 4, rho=0.0),
+    "local_sgd": oxs.rules.local_sgd(),
+    "agn": oxs.rules.agn(optax.sgd(0.4)),
+    "diloco": oxs.rules.diloco(NESTEROV),
 }
 
 SECONDS = [1.0, 1.15, 1.3, 2.9]  # that a step takes; the last replica is slow
@@ -37,8 +37,8 @@ EVENTS, UNTIL = 64, 15.0
 def trajectories(rule):
     """The paths of the workers [STEPS, 4, 2] and of the center [STEPS, 2]."""
     tx = oxs.center_variable(SGD, rule, "workers", communication_period=PERIOD)
-    axes = oxs.state_axes(tx, START)
-    state = oxs.replicate(tx.init(START), 4, axes)
+    axes = oxs.by_hand.state_axes(tx, START)
+    state = oxs.by_hand.replicate(tx.init(START), 4, axes)
 
     def step(params, state, optimum):
         updates, state = tx.update(CURVATURE * (params - optimum), state, params)
@@ -49,7 +49,9 @@ def trajectories(rule):
         workers, state = mapped(*carry, OPTIMA)
         return (workers, state), (workers, oxs.center_params(state, START))
 
-    return jax.lax.scan(advance, (oxs.replicate(START, 4), state), length=STEPS)[1]
+    return jax.lax.scan(
+        advance, (oxs.by_hand.replicate(START, 4), state), length=STEPS
+    )[1]
 
 
 def draw_trajectories():

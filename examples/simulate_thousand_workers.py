@@ -46,9 +46,9 @@ options = parser.parse_args()
 PUSH = 1.0 / options.workers
 # name: (inner, rule, communication period)
 METHODS = {
-    "asynchronous SGD": (optax.sgd(PUSH), oxs.agn_rule(optax.sgd(PUSH)), 1),
-    "AGN": (optax.sgd(0.1), oxs.agn_rule(optax.sgd(PUSH)), 10),
-    "EASGD": (optax.sgd(0.5), oxs.elastic_rule(moving_rate=0.02, rho=0.0), 10),
+    "asynchronous SGD": (optax.sgd(PUSH), oxs.rules.agn(optax.sgd(PUSH)), 1),
+    "AGN": (optax.sgd(0.1), oxs.rules.agn(optax.sgd(PUSH)), 10),
+    "EASGD": (optax.sgd(0.5), oxs.rules.elastic(moving_rate=0.02, rho=0.0), 10),
 }
 
 images, labels = load_digits(return_X_y=True)

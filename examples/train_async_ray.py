@@ -38,11 +38,11 @@ STEP_SECONDS, SLOW, KILLED = 0.004, 3, 1  # as if a step were that long; which w
 INNER = optax.adam(3e-3)
 # The agreement, and the rounds of the center (the updates of sync_replicas) to train.
 AGREEMENTS = {
-    "elastic": (oxs.elastic_rule(moving_rate=0.9 / WORKERS, rho=0.0), 240),
-    "agn": (oxs.agn_rule(optax.adam(1e-2)), 240),
-    "local_sgd": (oxs.local_sgd_rule(), 240),
+    "elastic": (oxs.rules.elastic(moving_rate=0.9 / WORKERS, rho=0.0), 240),
+    "agn": (oxs.rules.agn(optax.adam(1e-2)), 240),
+    "local_sgd": (oxs.rules.local_sgd(), 240),
     # Stale pushes and much momentum do not agree: less of it than in lockstep.
-    "diloco": (oxs.diloco_rule(optax.sgd(0.7, momentum=0.5, nesterov=True)), 240),
+    "diloco": (oxs.rules.diloco(optax.sgd(0.7, momentum=0.5, nesterov=True)), 240),
     "sync_replicas": (runtime.SyncReplicas(3), 400),
 }
 parser = argparse.ArgumentParser(description="Asynchronous workers, one is killed.")

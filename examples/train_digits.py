@@ -134,7 +134,7 @@ def run(name, progress):
 
     curve, rounds, sent, center, start = [], 0, 0, initial, time.perf_counter()
     for done in progress.track(range(1, options.steps + 1), description=f"{name:16}"):
-        meet = oxs.due(period, done - 1)
+        meet = oxs.by_hand.due(period, done - 1)
         rounds, sent = rounds + bool(bytes_of[meet]), sent + bytes_of[meet]
         # One program at a time: forced CPU devices share a few threads.
         params, state = jax.block_until_ready(step(params, state, *batch(), meet))

@@ -35,7 +35,7 @@ adam = optax.adamw(optax.warmup_constant_schedule(0.0, 4e-3, 20), mu_dtype=jnp.f
 inner = oxs.cross_shard(adam, "data")
 seldom: Any = {"communication_period": PERIOD}
 bits4 = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
-stream: Any = {"fragments": oxs.strided(LAYERS), "delay": 1}
+stream: Any = {"fragments": oxs.rules.strided(LAYERS), "delay": 1}
 STRATEGIES = {
     "data parallel": oxs.cross_shard(oxs.cross_shard(adam, "pods"), "data"),
     "DiLoCo": oxs.diloco(inner, "pods", **seldom),
@@ -112,7 +112,9 @@ def run(name, seed, options):
         for number in track(range(done + 1, options.steps + 1), title):
             now = jax.block_until_ready(step(*now, batch(number)))
             if number % options.every == 0:
-                mean = oxs.mean_params(oxs.mean_params(now[0]))  # of pods, of equals
+                mean = oxs.by_hand.mean_params(
+                    oxs.by_hand.mean_params(now[0])
+                )  # of pods, of equals
                 losses.append(float(jax.jit(loss_of)(mean, unseen)))
                 manager.save(number, args=ocp.args.StandardSave((now, losses)))
     near, far = (always + seldom / PERIOD for always, seldom in sent)

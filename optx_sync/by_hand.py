@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer, one_of
 from optx_sync.comm import shards
+from optx_sync.peers.gossip import mean_params as mean_params
 from optx_sync.placement import axes as placing
 from optx_sync.placement.resize import Joiners, resize_tree, worker_axes
 from optx_sync.placement.workers import map_workers as map_workers
@@ -52,7 +53,7 @@ def state_axes(
     Example:
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
-        >>> oxs.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
+        >>> oxs.by_hand.state_axes(optax.sgd(0.1, momentum=0.9), jnp.zeros(3))
         (TraceState(trace=0), EmptyState())
     """
     level = integer("level", level, "The outermost is 0.", least=-(2**31))
@@ -97,7 +98,8 @@ def state_specs(
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> from jax.sharding import PartitionSpec as P
-        >>> oxs.state_specs(optax.sgd(0.1, 0.9), jnp.zeros(3), P("fsdp"), "workers")
+        >>> tx = optax.sgd(0.1, 0.9)
+        >>> oxs.by_hand.state_specs(tx, jnp.zeros(3), P("fsdp"), "workers")
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
     state = _state_shapes(tx, params)
@@ -153,7 +155,7 @@ def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
     Example:
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
-        >>> oxs.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
+        >>> oxs.by_hand.replicate({"w": jnp.zeros(3)}, 4)["w"].shape
         (4, 3)
     """
     return placing.stack(tree, n, axes)
@@ -178,7 +180,7 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> oxs.first(oxs.replicate(jnp.array([1.0, 2.0]), 4))
+        >>> oxs.by_hand.first(oxs.by_hand.replicate(jnp.array([1.0, 2.0]), 4))
         Array([1., 2.], dtype=float32)
     """
 
@@ -186,7 +188,7 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
         if jnp.ndim(x) == 0:
             raise ValueError(
                 "first needs leaves with a worker axis in front; got a scalar. Pass "
-                "axes=oxs.state_axes(tx, params) if some leaves have none."
+                "axes=oxs.by_hand.state_axes(tx, params) if some leaves have none."
             )
         return first_worker(x)
 
@@ -206,8 +208,8 @@ def resize(
     """Continue with another number of workers: parameters and state for `n` of them.
 
     For the state of any transformation, with wrappers of this package anywhere in it,
-    stacked as a whole or as `oxs.state_axes` says. With fewer workers the last ones
-    leave; with more, the new ones come last. What becomes of what:
+    stacked as a whole or as `oxs.by_hand.state_axes` says. With fewer workers the last
+    ones leave; with more, the new ones come last. What becomes of what:
 
         shared by all workers (center, outer state, counters)    stays as it is
         parameters of a rule that takes the center whole         the center
@@ -239,7 +241,7 @@ def resize(
         n: The number of workers to go on with.
         joiners: What a joiner gets where a field is a worker's own: the `"mean"` of the
             others; a copy of the `"first"` one's; or `"fresh"`, what `tx.init` gives.
-        replicated: As for `oxs.state_axes`: the parameters have no worker axis.
+        replicated: As for `oxs.by_hand.state_axes`: the parameters have no worker axis.
         strict: Refuse what would have to be dropped.
 
     Returns:
@@ -257,9 +259,10 @@ def resize(
         >>> import optx_sync as oxs
         >>> tx = oxs.diloco(optax.adam(0.1), "workers")
         >>> one = jnp.ones(3)
-        >>> params = oxs.replicate(one, 8)
-        >>> state = oxs.replicate(tx.init(one), 8, oxs.state_axes(tx, one))
-        >>> params, state = oxs.resize(tx, params, state, 5)
+        >>> params = oxs.by_hand.replicate(one, 8)
+        >>> axes = oxs.by_hand.state_axes(tx, one)
+        >>> state = oxs.by_hand.replicate(tx.init(one), 8, axes)
+        >>> params, state = oxs.by_hand.resize(tx, params, state, 5)
         >>> params.shape, state.inner[0].mu.shape, state.center.shape
         ((5, 3), (5, 3), (3,))
     """

@@ -168,7 +168,7 @@ def refuse_placeholder(params: Tree, what: str) -> None:
         raise ValueError(
             f"optax.tree.map_params does not know the state of {what}, which lies in "
             "parts or pieces: it asks init for a state of no parameters. For specs "
-            "take oxs.state_specs(tx, params, param_specs, axis)."
+            "take oxs.by_hand.state_specs(tx, params, param_specs, axis)."
         )
 
 
@@ -187,13 +187,14 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
     """
     if jnp.ndim(counter):
         raise ValueError(
-            "A step takes the state of one worker; the counters of this one have shape "
-            f"{jnp.shape(counter)}. If a step has returned them so, its out_axes lack "
-            "the state's axes: `out_axes=(0, axes)`, as in in_axes. Otherwise stack "
-            "the state by `axes = oxs.state_axes(tx, params)`, `oxs.replicate(tx.init("
-            "params), n, axes)` and in_axes=axes, or map over all of one that is "
-            "stacked whole (in_axes=0). Inside jax.shard_map take the worker axis off: "
-            "`oxs.first(state, axes)`. oxs.map_workers does this."
+            "A step takes the state of one worker; the counters of this one have shape"
+            f" {jnp.shape(counter)}. If a step has returned them so, its out_axes lack"
+            " the state's axes: `out_axes=(0, axes)`, as in in_axes. Otherwise stack"
+            " the state by `axes = oxs.by_hand.state_axes(tx, params)`,"
+            " `oxs.by_hand.replicate(tx.init(params), n, axes)` and in_axes=axes, or"
+            " map over all of one that is stacked whole (in_axes=0). Inside"
+            " jax.shard_map take the worker axis off: `oxs.by_hand.first(state,"
+            " axes)`. oxs.by_hand.map_workers does this."
         )
     if params is None:
         return
@@ -210,10 +211,10 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
             )
         if shape != own:
             raise ValueError(
-                f"{where} {shape}. Inside jax.shard_map take the worker axis off both, "
-                "`oxs.first(params)` and `oxs.first(state, oxs.state_axes(tx, "
-                "params))`, or let oxs.map_workers do it; the state is that of tx.init "
-                "for one worker's parameters."
+                f"{where} {shape}. Inside jax.shard_map take the worker axis off both,"
+                " `oxs.by_hand.first(params)` and `oxs.by_hand.first(state,"
+                " oxs.by_hand.state_axes(tx, params))`, or let oxs.by_hand.map_workers"
+                " do it; the state is that of tx.init for one worker's parameters."
             )
 
 
@@ -301,12 +302,13 @@ def explains_inner(grads: Tree) -> Iterator[None]:
         arrays = [values_of(leaf) for _, leaf in leaves if leaf is not None]
         if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
             notes.append(
-                "Where a conditional or loop of a transformation joins values that "
-                "differ between the workers with constants, which jax.shard_map "
-                "refuses by default (optax.contrib.reduce_on_plateau does so), map the "
-                "step by oxs.Workers or oxs.map_workers, or call jax.shard_map(..., "
-                "check_vma=False); or hand in what is equal on all replicas, such as "
-                "value=oxs.reduce(value, axis_name) where the state is equal, too."
+                "Where a conditional or loop of a transformation joins values that"
+                " differ between the workers with constants, which jax.shard_map"
+                " refuses by default (optax.contrib.reduce_on_plateau does so), map the"
+                " step by oxs.Workers or oxs.by_hand.map_workers, or call"
+                " jax.shard_map(..., check_vma=False); or hand in what is equal on all"
+                " replicas, such as value=oxs.reduce(value, axis_name) where the state"
+                " is equal, too."
             )
         for note in notes:
             if note not in getattr(error, "__notes__", ()):

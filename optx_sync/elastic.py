@@ -14,7 +14,7 @@ needs: it continues from the last save, with the workers that there are now.
             while group.position < examples:
                 rows = group.rows(len(images), batch=16)
                 *state, loss = step(*state, *group.batch((images[rows], labels[rows])))
-                if meets:  # oxs.due
+                if meets:  # oxs.by_hand.due
                     group.save(tuple(state))
 
 Orbax writes the saves, makes all processes agree on which are complete, and discards a

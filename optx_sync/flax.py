@@ -86,8 +86,8 @@ class SyncOptimizer(nnx.Optimizer[Any]):
         ...     grads = nnx.grad(lambda model: model(x).sum())(model)
         ...     optimizer.update(model, grads)
         ...     return model, optimizer
-        >>> model, optimizer = oxs.replicate((model, optimizer), 2)
-        >>> model, _ = oxs.map_workers(step, "workers")(
+        >>> model, optimizer = oxs.by_hand.replicate((model, optimizer), 2)
+        >>> model, _ = oxs.by_hand.map_workers(step, "workers")(
         ...     model, optimizer, jnp.array([[1.0], [3.0]])
         ... )
         >>> model.bias[...].ravel()
@@ -136,7 +136,7 @@ def swap_center(train_state: Any, optimizer: nnx.Optimizer[Any] | None = None) -
         raise TypeError(
             f"There is no optimizer's state in a {type(train_state).__name__}, and the "
             "center lies there. Pass an NNX model with its optimizer, "
-            "oxs.swap_center(model, optimizer), or a TrainState."
+            "oxs.flax.swap_center(model, optimizer), or a TrainState."
         )
     if optimizer is None:
         center = center_params(train_state.opt_state, train_state.params)

@@ -235,14 +235,14 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         >>> import optax
         >>> import optx_sync as oxs
         >>> tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=3)
-        >>> [oxs.due(tx, step) for step in range(6)]
+        >>> [oxs.by_hand.due(tx, step) for step in range(6)]
         [False, False, True, False, False, True]
     """
     period = tx.communication_period if isinstance(tx, _DirectTransformation) else tx
     if not (hasattr(step, "dtype") or isinstance(step, int | float)):
         raise TypeError(
             f"step is the number of a step, 0 for the first; got {step!r}. Call for "
-            "example oxs.due(tx, step)."
+            "example oxs.by_hand.due(tx, step)."
         )
     if isinstance(period, int | np.integer) and not isinstance(period, bool):
         return (step + 1) % integer("the period", period, "Pass 1 or more steps.") == 0

@@ -78,7 +78,7 @@ def check_rule(
         ValueError: A formula of this CenterRule reads 'center', and the rule declares \
 reads=('params', 'taken'). Declare it too: reads=('params', 'taken', 'center').
     """
-    rules.check_rule(rule, "oxs.testing.check_rule(oxs.local_sgd_rule())")
+    rules.check_rule(rule, "oxs.testing.check_rule(oxs.rules.local_sgd())")
     hold = functools.partial(_hold, "CenterRule")
     workers = rule.num_workers or integer("num_workers", num_workers, "Pass 4.")
     steps = jnp.int32(communication_period)

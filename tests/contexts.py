@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.meshes import mesh_of
 
 REPLICAS = 4
@@ -76,10 +77,12 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
     extra = {} if extra is None else extra
     grads, extra = by_replica((grads, extra))
     workers = jax.tree.leaves((grads, extra))[0].shape[0]
-    axes = oxs.state_axes(tx, params) if context in AXES_CONTEXTS else None
+    axes = by_hand.state_axes(tx, params) if context in AXES_CONTEXTS else None
     # In NumPy: of what lies on one device JAX compiles a slice for each of the others.
-    state = jax.tree.map(_numpy_but_keys, oxs.replicate(tx.init(params), workers, axes))
-    params = jax.tree.map(_numpy_but_keys, oxs.replicate(params, workers))
+    state = jax.tree.map(
+        _numpy_but_keys, by_hand.replicate(tx.init(params), workers, axes)
+    )
+    params = jax.tree.map(_numpy_but_keys, by_hand.replicate(params, workers))
 
     if context == "pmap":
         run = jax.pmap(body, axis_name=AXIS, devices=jax.devices()[:workers])
@@ -106,10 +109,14 @@ def replay(context, tx, params, grads, extra=None, prepare=lambda grads: grads):
 
 def begun(tx, params, workers=REPLICAS, axis: Any = AXIS, over=None):
     """Parameters and state of all workers, which lie on a mesh; the state's axes."""
-    state, axes = tx.init(params), oxs.state_axes(tx, params)
+    state, axes = tx.init(params), by_hand.state_axes(tx, params)
     if over is not None:
         return *oxs.Workers(workers, axis, mesh=over).start((params, state)), axes
-    return oxs.replicate(params, workers), oxs.replicate(state, workers, axes), axes
+    return (
+        by_hand.replicate(params, workers),
+        by_hand.replicate(state, workers, axes),
+        axes,
+    )
 
 
 def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **given):
@@ -123,7 +130,7 @@ def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **giv
         return oxs.apply_gradients(tx, grads, state, params, **given)
 
     ways = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    run = oxs.map_workers(step, axis, mesh=over, **ways)
+    run = by_hand.map_workers(step, axis, mesh=over, **ways)
     return jax.jit(run, donate_argnums=donate), params, state
 
 
@@ -136,12 +143,14 @@ def mapped(body, tx, params, axes, over, check_vma):
     if axes is None:
         specs = P(AXIS)
     else:
-        specs = oxs.state_specs(tx, one, jax.tree.map(lambda _: P(), one), AXIS)
+        specs = by_hand.state_specs(tx, one, jax.tree.map(lambda _: P(), one), AXIS)
 
     def local(params, state, grads, extra):
-        params, grads, extra = oxs.first((params, grads, extra))
-        history, state = body(params, oxs.first(state, axes), grads, extra)
-        return jax.tree.map(lambda x: x[None], history), oxs.replicate(state, 1, axes)
+        params, grads, extra = by_hand.first((params, grads, extra))
+        history, state = body(params, by_hand.first(state, axes), grads, extra)
+        return jax.tree.map(lambda x: x[None], history), by_hand.replicate(
+            state, 1, axes
+        )
 
     return jax.jit(
         jax.shard_map(

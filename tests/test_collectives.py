@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import hlo
+from optx_sync import by_hand, hlo
 from optx_sync.comm.collectives import (
     all_to_all,
     axis_index,
@@ -59,7 +59,7 @@ def program(context, function):
         return jax.jit(flat)
 
     def stacked(*args):
-        return jax.tree.map(lambda x: x[None], local(*oxs.first(args)))
+        return jax.tree.map(lambda x: x[None], local(*by_hand.first(args)))
 
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     return jax.jit(
@@ -310,7 +310,7 @@ def test_rows_travel_in_the_wire_dtype():
     def travels(of, context="shard_map", **arguments):
         values = jnp.ones((2, 8), of)
         slices = oxs.IndexedSlices(jnp.zeros(2, jnp.int32), values)
-        return wire(context, oxs.replicate(slices, REPLICAS), **arguments)
+        return wire(context, by_hand.replicate(slices, REPLICAS), **arguments)
 
     assert travels(jnp.float32) == ["f32", "s32"]
     assert travels(jnp.float32, dtype=jnp.bfloat16) == ["bf16", "s32"]

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.meshes import mesh_of
 
@@ -75,9 +76,9 @@ def inputs(name):
 
 def start(name):
     tx, params, _ = CASES[name]
-    axes = oxs.state_axes(tx, params)
-    state = oxs.replicate(tx.init(params), WORKERS, axes)
-    return oxs.replicate(params, WORKERS), state, axes
+    axes = by_hand.state_axes(tx, params)
+    state = by_hand.replicate(tx.init(params), WORKERS, axes)
+    return by_hand.replicate(params, WORKERS), state, axes
 
 
 def lanes(name):
@@ -91,12 +92,12 @@ def shards(name, mesh, **options):
     tx, params, prepare = CASES[name]
     axes = start(name)[2]
     body = contexts.steps(tx, prepare)
-    specs = oxs.state_specs(tx, params, P(), AXIS)
+    specs = by_hand.state_specs(tx, params, P(), AXIS)
 
     def local(params, state, grads, extra):
-        params, grads = oxs.first((params, grads))
-        history, state = body(params, oxs.first(state, axes), grads, extra)
-        return oxs.replicate(history, 1), oxs.replicate(state, 1, axes)
+        params, grads = by_hand.first((params, grads))
+        history, state = body(params, by_hand.first(state, axes), grads, extra)
+        return by_hand.replicate(history, 1), by_hand.replicate(state, 1, axes)
 
     return jax.shard_map(
         local,
@@ -114,7 +115,7 @@ def run(body, mesh=None, names=tuple(CASES)):
         along = NamedSharding(mesh, P(AXIS))
         for name, (params, state, grads, extra) in arguments.items():
             tx, one, _ = CASES[name]
-            specs = oxs.state_specs(tx, one, P(), AXIS)
+            specs = by_hand.state_specs(tx, one, P(), AXIS)
             places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
             params, grads = jax.device_put((params, grads), along)
             arguments[name] = (params, jax.device_put(state, places), grads, extra)
@@ -178,7 +179,7 @@ def test_wrappers_refuse_such_islands(name, is_set):
     tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
     if name == "cross_shard":
         tx = oxs.cross_shard(optax.sgd(0.1), AXIS)
-    state = oxs.replicate(tx.init(jnp.zeros(8)), 4)
+    state = by_hand.replicate(tx.init(jnp.zeros(8)), 4)
     step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
@@ -189,7 +190,7 @@ def test_a_mesh_of_explicit_axes_that_is_not_set():
     """JAX said of its axis that it was not found in mesh: ()."""
     mesh = jax.make_mesh((4, 2), (AXIS, "model"))
     tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
-    state = oxs.replicate(tx.init(jnp.zeros(8)), 4)
+    state = by_hand.replicate(tx.init(jnp.zeros(8)), 4)
     whole = jax.device_put((jnp.ones((4, 8)), state), NamedSharding(mesh, P(AXIS)))
     step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
     with pytest.raises(ValueError, match=r"with jax\.set_mesh\(mesh\).*AxisType\.Auto"):

@@ -99,11 +99,14 @@ def test_it_is_the_program_of_map_workers(name, kind):
     workers = oxs.Workers(8, AXIS, mesh=mesh)
     step = workers.step(step_of(tx, traced), state=2)
     params, state = workers.start((PARAMS, tx.init(PARAMS)))
-    axes = oxs.state_axes(tx, PARAMS)
-    stacked = oxs.replicate(PARAMS, 8), oxs.replicate(tx.init(PARAMS), 8, axes)
+    axes = oxs.by_hand.state_axes(tx, PARAMS)
+    stacked = (
+        oxs.by_hand.replicate(PARAMS, 8),
+        oxs.by_hand.replicate(tx.init(PARAMS), 8, axes),
+    )
     same_bits((params, state), stacked)
     by_hand, hands = jax.tree.map(jnp.copy, (params, state))
-    mapped = oxs.map_workers(
+    mapped = oxs.by_hand.map_workers(
         step_of(tx),
         AXIS,
         mesh=workers.mesh,
@@ -495,7 +498,7 @@ def test_half_precision_numbers_and_dicts(mesh):
 
     batch = {"x": INPUTS, "y": TARGETS}
     for number in range(6):
-        meet = oxs.due(tx, number)
+        meet = oxs.by_hand.due(tx, number)
         state = step(state, batch, np.float32(0.01), meet=meet)
     assert traced == sorted(traced) and len(traced) == traces(mesh, 2)
     assert state["count"].tolist() == [6] * 8
@@ -653,7 +656,7 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
 
 @pytest.mark.parametrize("more", [{"delay": 1}, {"exchange": QUANTIZED}])
 def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
-    """As `oxs.resize` cuts them anew, which has the transformation."""
+    """As `oxs.by_hand.resize` cuts them anew, which has the transformation."""
     tx = oxs.diloco(
         optax.adam(0.1),
         AXIS,
@@ -680,7 +683,7 @@ def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
         three = oxs.Workers(3, AXIS)
         three.expect((params, tx.init(params)))
         with pytest.warns(UserWarning, match="since their parts met"):
-            expected = oxs.resize(tx, state[0], state[1], 3)
+            expected = oxs.by_hand.resize(tx, state[0], state[1], 3)
             same_bits(three.restore(manager), expected)
 
 

@@ -24,7 +24,7 @@ TX: Any = oxs.diloco(
     communication_period=2,
     measure=True,
 )
-AXES_OF_STATE = oxs.state_axes(TX, PARAMS)
+AXES_OF_STATE = oxs.by_hand.state_axes(TX, PARAMS)
 
 
 def mesh():
@@ -52,10 +52,10 @@ def by_map_workers(over):
         grads = oxs.localize(grads, "chips") if over is None else grads
         return train(params, state, grads)
 
-    pod = oxs.map_workers(
+    pod = oxs.by_hand.map_workers(
         one, "chips", mesh=over, in_axes=(None, None, 0), out_axes=None
     )
-    return oxs.map_workers(
+    return oxs.by_hand.map_workers(
         pod,
         "pods",
         mesh=over,
@@ -65,14 +65,16 @@ def by_map_workers(over):
 
 
 def by_shard_map(check_vma):
-    specs = oxs.state_specs(TX, PARAMS, P(), "pods")
+    specs = oxs.by_hand.state_specs(TX, PARAMS, P(), "pods")
 
     def local(params, state, grads):
-        params = oxs.first(params)
-        grads = oxs.first(oxs.first(grads))
-        state = oxs.first(state, AXES_OF_STATE)
+        params = oxs.by_hand.first(params)
+        grads = oxs.by_hand.first(oxs.by_hand.first(grads))
+        state = oxs.by_hand.first(state, AXES_OF_STATE)
         history, state = train(params, state, grads)
-        return oxs.replicate(history, 1), oxs.replicate(state, 1, AXES_OF_STATE)
+        return oxs.by_hand.replicate(history, 1), oxs.by_hand.replicate(
+            state, 1, AXES_OF_STATE
+        )
 
     return jax.shard_map(
         local,
@@ -136,10 +138,10 @@ def test_often_inside_of_a_pod_and_seldom_between_pods():
     def step(params, state, grads):
         return oxs.apply_gradients(TX, grads, state, params)
 
-    pod = oxs.map_workers(
+    pod = oxs.by_hand.map_workers(
         step, "chips", mesh=mesh(), in_axes=(None, None, 0), out_axes=None
     )
-    pods = oxs.map_workers(
+    pods = oxs.by_hand.map_workers(
         pod,
         "pods",
         mesh=mesh(),

@@ -32,15 +32,13 @@ PARAMS: Any = {
 }
 # What is public and no wrapper: it works on arrays, or is in the table by another name.
 OTHERS = {
-    *("CenterRule", "IndexedSlices", "agn_rule", "diloco_rule", "elastic_rule"),
-    *("local_sgd_rule", "qsr", "strided", "delayed_nesterov", "exchange", "graphs"),
-    *("map_workers", "value_and_grad", "audit", "elastic", "optimizers", "simulate"),
+    *("CenterRule", "IndexedSlices", "Workers", "exchange", "graphs", "value_and_grad"),
+    *("audit", "by_hand", "elastic", "optimizers", "outer", "rules", "simulate"),
+    "testing",
     "on_values",  # It takes what has no state.
     "stacked",  # It has no worker axis: it stands inside of plain `jax.jit`.
-    *("apply_gradients", "averaged_params", "center_params", "due", "localize"),
-    *("mean_params", "metrics", "reduce", "resize", "slot", "slot_names", "replicate"),
-    *("state_axes", "state_specs", "take"),
-    *("fingerprint", "first", "next_batch_size", "testing", "Workers"),
+    *("apply_gradients", "averaged_params", "center_params", "fingerprint", "localize"),
+    *("metrics", "reduce", "take"),
 }
 
 
@@ -67,11 +65,11 @@ made(optax.adam(optax.cosine_decay_schedule(0.1, 9)))
 for case in OPTIMIZERS:
     case.make(), case.make(optax.cosine_decay_schedule(0.1, 9))
 sgd = optax.sgd(0.1)
-oxs.agn_rule(sgd), oxs.diloco_rule(), oxs.local_sgd_rule()
-oxs.elastic_rule(moving_rate=0.1, rho=0.0)
+oxs.rules.agn(sgd), oxs.rules.diloco(), oxs.rules.local_sgd()
+oxs.rules.elastic(moving_rate=0.1, rho=0.0)
 rule = oxs.optimizers.LeafRule(lambda grad, slots, param, at: (-grad, slots))
 oxs.optimizers.from_rule(rule, 0.1)
-oxs.map_workers(lambda x: x, "workers")
+oxs.by_hand.map_workers(lambda x: x, "workers")
 oxs.value_and_grad(lambda params: 0.0, axis_name="workers")
 oxs.Workers(8, "workers", mesh=True), oxs.Workers(8, "workers")
 oxs.on_values(optax.clip(1.0))
@@ -93,14 +91,14 @@ def types(tree):
 
 def traced(tx, params, grads, **extra):
     """Types of the state of all workers before a step; of updates and it after."""
-    axes = oxs.state_axes(tx, params)
-    state = jax.eval_shape(lambda: oxs.replicate(tx.init(params), N, axes))
+    axes = oxs.by_hand.state_axes(tx, params)
+    state = jax.eval_shape(lambda: oxs.by_hand.replicate(tx.init(params), N, axes))
 
     def step(grads, state, params, extra):
         return tx.update(grads, state, params, **extra)
 
     mapped = jax.vmap(step, (0, axes, 0, 0), (0, axes), axis_name=AXIS)
-    every = jax.eval_shape(lambda: oxs.replicate((grads, params, extra), N))
+    every = jax.eval_shape(lambda: oxs.by_hand.replicate((grads, params, extra), N))
     grads, params, extra = every
     return state, *jax.eval_shape(mapped, grads, state, params, extra)
 

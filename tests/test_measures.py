@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.exchange.measures import DECAY
 from tests import contexts
 from tests.meshes import mesh_of
@@ -312,10 +313,10 @@ def test_a_scalar_for_each_measure_and_no_collective_more():
 
         def local(grads, extra):
             state = tx.init(oxs.localize(params, AXIS))
-            grads, extra = oxs.first((grads, extra))
-            return oxs.replicate(tx.update(grads, state, params, **extra), 1)
+            grads, extra = by_hand.first((grads, extra))
+            return by_hand.replicate(tx.update(grads, state, params, **extra), 1)
 
-        grads = oxs.replicate(params, WORKERS)
+        grads = by_hand.replicate(params, WORKERS)
         mapped = jax.shard_map(
             local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
         )
@@ -402,7 +403,7 @@ def test_shards_of_a_replica_are_one():
     specs = {"w": P(None, "model"), "b": P()}
 
     def local(params, grads):
-        grads = oxs.first(grads)
+        grads = by_hand.first(grads)
         return oxs.metrics(tx.update(grads, tx.init(params), params)[1])
 
     found = jax.jit(
@@ -436,7 +437,7 @@ def test_shards_of_a_replica_are_one():
     ],
 )
 def test_the_batch_that_the_noise_asks_for(scale, options, expected):
-    assert oxs.next_batch_size(scale, 256, **options) == expected
+    assert oxs.outer.next_batch_size(scale, 256, **options) == expected
 
 
 @pytest.mark.parametrize(
@@ -450,4 +451,4 @@ def test_the_batch_that_the_noise_asks_for(scale, options, expected):
 )
 def test_a_batch_that_cannot_be_is_refused(said, batch_size, options):
     with pytest.raises(ValueError, match=said):
-        oxs.next_batch_size(1.0, batch_size, **options)
+        oxs.outer.next_batch_size(1.0, batch_size, **options)

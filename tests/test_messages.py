@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
@@ -38,12 +39,13 @@ def refuse(error, message, fun, *args, most=700):
 
 @keeping
 def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
-    params, axes = oxs.replicate(PARAMS, N), oxs.state_axes(tx, PARAMS)
-    state = oxs.replicate(tx.init(PARAMS), N)
+    params, axes = by_hand.replicate(PARAMS, N), by_hand.state_axes(tx, PARAMS)
+    state = by_hand.replicate(tx.init(PARAMS), N)
     run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
     refuse(
         ValueError,
-        r"counters .* shape \(4,\).* oxs.state_axes\(tx, params\).* oxs.map_workers",
+        r"counters .* shape \(4,\).* oxs.by_hand.state_axes\(tx, params\).*"
+        r" oxs.by_hand.map_workers",
         run,
         *(params, state, params),
     )
@@ -52,20 +54,20 @@ def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
 @keeping
 @pytest.mark.parametrize("forgotten", ["all", "params", "state"])
 def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
-    axes = oxs.state_axes(tx, PARAMS)
-    params = oxs.replicate(PARAMS, N)
-    state = oxs.replicate(tx.init(PARAMS), N, axes)
+    axes = by_hand.state_axes(tx, PARAMS)
+    params = by_hand.replicate(PARAMS, N)
+    state = by_hand.replicate(tx.init(PARAMS), N, axes)
     one = jax.tree.map(lambda _: P(), PARAMS)
-    specs = oxs.state_specs(tx, PARAMS, one, AXIS)
+    specs = by_hand.state_specs(tx, PARAMS, one, AXIS)
 
     def local(params, state):
         if forgotten == "state":
-            params = oxs.first(params)
+            params = by_hand.first(params)
         if forgotten == "params":
-            state = oxs.first(state, axes)
+            state = by_hand.first(state, axes)
         # The center has no worker axis that could be forgotten.
         updates, state = tx.update(params, state, params)
-        return updates, oxs.replicate(state, 1, axes)
+        return updates, by_hand.replicate(state, 1, axes)
 
     run = jax.shard_map(
         local,
@@ -78,7 +80,9 @@ def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
         return  # SGD and a center keep nothing of the worker's own
     if not center and forgotten == "all":
         return  # and all that `sync_replicas` keeps is the replica's
-    message = r"parameter at \['b'\] has shape .*oxs.first\(params\).*map_workers"
+    message = (
+        r"parameter at \['b'\] has shape .*oxs.by_hand.first\(params\).*map_workers"
+    )
     refuse(ValueError, message, run, params, state)
 
 
@@ -123,7 +127,7 @@ def test_rows_in_the_simulations():
 
     for run in (
         lambda: oxs.simulate.asynchronous(
-            optax.adam(0.1), oxs.local_sgd_rule(), PARAMS, grad_fn, [0], num_workers=1
+            optax.adam(0.1), oxs.rules.local_sgd(), PARAMS, grad_fn, [0], num_workers=1
         ),
         lambda: oxs.simulate.sync_replicas(
             optax.adam(0.1), PARAMS, grad_fn, jnp.array([0]), replicas_to_aggregate=1
@@ -221,12 +225,12 @@ def run(mesh, tx, state=None, *, params=None, axes=None, out=None, steps=1):
     good = start(tx)
     state = good[1] if state is None else state
     params = good[0] if params is None else params
-    axes = oxs.state_axes(tx, PARAMS) if axes is None else axes
+    axes = by_hand.state_axes(tx, PARAMS) if axes is None else axes
 
     def step(params, state, grads):
         return oxs.apply_gradients(tx, grads, state, params)
 
-    mapped = oxs.map_workers(
+    mapped = by_hand.map_workers(
         step,
         AXIS,
         mesh=mesh,
@@ -240,7 +244,7 @@ def run(mesh, tx, state=None, *, params=None, axes=None, out=None, steps=1):
 def made_by(tx, other):
     """A run of one transformation with the state of another."""
     state, axes = start(other)[1:]
-    good = oxs.state_axes(tx, PARAMS)
+    good = by_hand.state_axes(tx, PARAMS)
     return lambda mesh: run(mesh, tx, state, axes=axes, out=(0, good))
 
 
@@ -252,7 +256,7 @@ def localized(mesh):
         grads = jax.grad(lambda params: jnp.sum(inputs @ params["w"]))(params)
         return oxs.apply_gradients(tx, grads, state, params)
 
-    mapped = oxs.map_workers(
+    mapped = by_hand.map_workers(
         step, AXIS, mesh=mesh, in_axes=(None, None, 0), out_axes=None
     )
     jax.eval_shape(mapped, PARAMS, tx.init(PARAMS), jnp.ones((N, 2, 3)))
@@ -263,7 +267,7 @@ def around(wrap):
 
 
 def same(mesh, *args, in_axes: Any = 0):
-    mapped = oxs.map_workers(lambda *args: args, AXIS, mesh=mesh, in_axes=in_axes)
+    mapped = by_hand.map_workers(lambda *args: args, AXIS, mesh=mesh, in_axes=in_axes)
     return mapped(*args)
 
 
@@ -303,11 +307,14 @@ MISTAKES = {
     ),
     "stack": (
         lambda mesh: run(mesh, DILOCO, params=PARAMS),
-        r"stack\w* .*first.*: oxs.replicate\(x, n\), a state with axes=",
+        r"stack\w* .*first.*: oxs.by_hand.replicate\(x, n\), a state with axes=",
     ),
     "stack of the state": (
         lambda mesh: run(mesh, DILOCO, DILOCO.init(PARAMS)),
-        r"is a scalar.* oxs.replicate\(x, n\), which stacks a state .* axes=oxs",
+        (
+            r"is a scalar.* oxs.by_hand.replicate\(x, n\), which stacks a state .*"
+            r" axes=oxs"
+        ),
     ),
     "out_axes": (
         lambda mesh: run(mesh, DILOCO, out=0, steps=2),
@@ -317,8 +324,10 @@ MISTAKES = {
         lambda mesh: run(
             mesh,
             DILOCO,
-            oxs.replicate(
-                DILOCO.init(oxs.replicate(PARAMS, N)), N, oxs.state_axes(DILOCO, PARAMS)
+            by_hand.replicate(
+                DILOCO.init(by_hand.replicate(PARAMS, N)),
+                N,
+                by_hand.state_axes(DILOCO, PARAMS),
             ),
         ),
         r"in the state it has \(4, 2\): tx.init got the parameters of 4 workers",
@@ -327,9 +336,9 @@ MISTAKES = {
     "module, start": (lambda mesh: start(DILOCO, MODULE, mesh), FILTER.format("")),
     "module, Optax": (lambda mesh: start(SGD, MODULE, mesh), FILTER.format("")),
     "module, init": (lambda mesh: DILOCO.init(MODULE), FILTER.format("")),
-    "module, stack": (lambda mesh: oxs.replicate(MODULE, N), FILTER.format("")),
+    "module, stack": (lambda mesh: by_hand.replicate(MODULE, N), FILTER.format("")),
     "module, specs": (
-        lambda mesh: oxs.state_specs(SGD, MODULE, P(), AXIS),
+        lambda mesh: by_hand.state_specs(SGD, MODULE, P(), AXIS),
         FILTER.format(""),
     ),
     "module, map": (lambda mesh: same(mesh, MODULE), FILTER.format(r"\[0\]")),
@@ -354,8 +363,8 @@ MISTAKES = {
         "gossip: .*'exchange'.* without exchange=: partners send .* as they are",
     ),
     "swap_center": (
-        lambda mesh: oxs.swap_center(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
-        r"no optimizer's state in a Linear.* oxs.swap_center\(model, optimizer\)",
+        lambda mesh: oxs.flax.swap_center(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
+        r"no optimizer's state in a Linear.* oxs.flax.swap_center\(model, optimizer\)",
     ),
 }
 ON_MESH = ("localized",)

@@ -57,7 +57,7 @@ def simulated(kind, params, grads) -> Any:
         return run.final.params, run.final.inner
     run = oxs.simulate.asynchronous(
         INNER,
-        oxs.local_sgd_rule(),
+        oxs.rules.local_sgd(),
         params,
         lambda *_: grads,
         events,

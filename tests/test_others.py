@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 
 AXIS = "clients"
 FEDJAX = "google/fedjax c57ee19, "
@@ -256,8 +257,8 @@ def test_schedules_of_torchs_hierarchical_model_averager(levels):
 
     mapped: Any = run
     for place, (_, size) in enumerate(levels):  # the innermost first
-        axes = oxs.state_axes(tx, jnp.zeros(()), level=len(levels) - 1 - place)
-        params, state = oxs.replicate(params, 2), oxs.replicate(state, 2, axes)
+        axes = by_hand.state_axes(tx, jnp.zeros(()), level=len(levels) - 1 - place)
+        params, state = by_hand.replicate(params, 2), by_hand.replicate(state, 2, axes)
         mapped = jax.vmap(mapped, (0, axes, 0), axis_name=f"of {size}")
     grads = GRADS[:ranks].astype(np.float32).reshape(*(2 for _ in levels), 8)
     found = jax.jit(mapped)(params, state, grads)

@@ -217,7 +217,7 @@ def test_stale_gradients_of_tensorflow():
     def run(order, limit):
         return oxs.simulate.asynchronous(
             optax.sgd(1.0),
-            oxs.agn_rule(optax.sgd(1.0)),
+            oxs.rules.agn(optax.sgd(1.0)),
             {"v0": jnp.zeros(()), "v1": jnp.ones(())},
             lambda worker, params, event: {"v0": -jnp.ones(()), "v1": -jnp.ones(())},
             workers=order,

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 
 AXIS, N, STEPS = contexts.AXIS, contexts.REPLICAS, 4
@@ -147,12 +148,12 @@ def on_mesh(wrapper, inner):
     run, own = pair(wrapper, inner), wrapper in MEANS
 
     def equal(inputs):
-        return run(oxs.first(inputs))
+        return run(by_hand.first(inputs))
 
     def workers(params, inputs):
-        return oxs.replicate(run(oxs.first(inputs), oxs.first(params)), 1)
+        return by_hand.replicate(run(by_hand.first(inputs), by_hand.first(params)), 1)
 
-    arguments = (OWN,) if own else (oxs.replicate(PARAMS, N), SAME)
+    arguments = (OWN,) if own else (by_hand.replicate(PARAMS, N), SAME)
     return jax.shard_map(
         equal if own else workers,
         mesh=contexts.mesh(),

@@ -21,6 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
 from tests.contexts import begun
 from tests.exchange.meeting import AXIS, mapped
@@ -63,8 +64,8 @@ CODED = ("quantized", "top_k", "power", "sign", "krum")  # Rounding can flip a c
 NAMED: dict[str, Any] = {
     **EXCHANGES,
     "schedule": lambda step: 1 + step // 2,
-    "strided(2)": oxs.strided(2),
-    "strided(3)": oxs.strided(3),
+    "strided(2)": oxs.rules.strided(2),
+    "strided(3)": oxs.rules.strided(3),
     "last row": lambda _, leaf: (
         [*[0] * (leaf.shape[0] - 1), 1] if leaf.shape and leaf.shape[0] else 0
     ),
@@ -80,7 +81,7 @@ NAMED: dict[str, Any] = {
     # Optax's own promotes dtypes, which tests/conftest.py forbids.
     "adam": oxs.optimizers.adam(0.1),
     "adagrad": oxs.optimizers.adagrad(0.1),
-    "delayed": oxs.delayed_nesterov(0.5, every=2),
+    "delayed": oxs.outer.delayed_nesterov(0.5, every=2),
     "half": lambda step: 0.5,
     "jnp.float32": jnp.float32,
     "jnp.bfloat16": jnp.bfloat16,
@@ -386,14 +387,14 @@ def program(case, context):
     params, state, axes = begun(tx, one_params(case), case.workers)
     if case.axis_name is None:  # It does not know of the others, if there are any.
         axes = jax.tree.map(lambda _: 0, state)
-        state = oxs.replicate(tx.init(one_params(case)), case.workers)
+        state = by_hand.replicate(tx.init(one_params(case)), case.workers)
     args = (jnp.arange(case.workers), params, state, all_grads(case), traced, equal)
     if context == "vmap":
-        within: Callable = oxs.map_workers(
+        within: Callable = by_hand.map_workers(
             run, AXIS, in_axes=(0, 0, axes, 0, 0, None), out_axes=(0, axes)
         )
     elif context == "shard_map":
-        within = oxs.map_workers(
+        within = by_hand.map_workers(
             run,
             AXIS,
             mesh=mesh_of({AXIS: case.workers}),
@@ -403,10 +404,10 @@ def program(case, context):
     else:
 
         def local(worker, params, state, grads, traced, equal):
-            params, grads, traced = oxs.first((params, grads, traced))
-            state = oxs.first(state, axes)
+            params, grads, traced = by_hand.first((params, grads, traced))
+            state = by_hand.first(state, axes)
             history, state = run(worker, params, state, grads, traced, equal)
-            return oxs.replicate(history, 1), oxs.replicate(state, 1, axes)
+            return by_hand.replicate(history, 1), by_hand.replicate(state, 1, axes)
 
         specs = jax.tree.map(
             lambda axis: P() if axis is None else P(AXIS),

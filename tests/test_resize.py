@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.placement.fields import declares, fields_of, nodes_of
 from tests.contexts import begun
 
@@ -38,8 +39,8 @@ SHARED = ("center", "outer", "taken", "local_step", "steps_since_round", "global
 def trained(tx, stacked=False, workers=N, params=PARAMS):
     """Parameters and state as after some steps: numbers of which none is 0."""
     rng = np.random.default_rng(0)
-    axes = oxs.state_axes(tx, params)
-    state = oxs.replicate(tx.init(params), workers, axes)
+    axes = by_hand.state_axes(tx, params)
+    state = by_hand.replicate(tx.init(params), workers, axes)
 
     def fill(x):
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -57,7 +58,7 @@ def trained(tx, stacked=False, workers=N, params=PARAMS):
     filled = treedef.unflatten(leaves)
     for counter in ("steps_since_round", "accumulated", "total_weight"):
         filled = at_a_round(filled, counter)
-    return jax.tree.map(fill, oxs.replicate(params, workers)), filled
+    return jax.tree.map(fill, by_hand.replicate(params, workers)), filled
 
 
 def at_a_round(state, counter):
@@ -108,7 +109,7 @@ def test_a_joiner_has_the_steps_of_whoever_made_most():
     params, state = trained(tx)
     counts = optax.tree_utils.tree_get(state, "count") * 0 + jnp.arange(N)
     state = optax.tree_utils.tree_set(state, count=counts)
-    _, more = oxs.resize(tx, params, state, N + 2)
+    _, more = by_hand.resize(tx, params, state, N + 2)
     found = optax.tree_utils.tree_get(more, "count")
     assert found.tolist() == [*range(N), N - 1, N - 1]
 
@@ -119,14 +120,14 @@ def test_laws(name, stacked):
     """Quick ones, on made up numbers."""
     tx = CASES[name]
     params, state = trained(tx, stacked)
-    equal(oxs.resize(tx, params, state, N), (params, state))
+    equal(by_hand.resize(tx, params, state, N), (params, state))
     with drops(name):
-        fewer, fewer_state = oxs.resize(tx, params, state, 3)
-    _, more_state = oxs.resize(tx, fewer, fewer_state, N)
-    axes = None if stacked else oxs.state_axes(tx, PARAMS)
+        fewer, fewer_state = by_hand.resize(tx, params, state, 3)
+    _, more_state = by_hand.resize(tx, fewer, fewer_state, N)
+    axes = None if stacked else by_hand.state_axes(tx, PARAMS)
     for of, workers in ((fewer_state, 3), (more_state, N)):
         shapes = jax.eval_shape(
-            lambda w=workers: oxs.replicate(tx.init(PARAMS), w, axes)
+            lambda w=workers: by_hand.replicate(tx.init(PARAMS), w, axes)
         )
         assert jax.tree.map(jnp.shape, of) == jax.tree.map(lambda x: x.shape, shapes)
     there = jax.tree.map(lambda x: x[:3] if stacked else x, shared_of(more_state))
@@ -142,7 +143,7 @@ def test_laws(name, stacked):
                 np.testing.assert_array_equal(after[:3], value[:3])
                 assert (np.asarray(after[3:], np.float32) >= 1).all()
     for joiners in ("first", "fresh"):
-        _, other = oxs.resize(tx, fewer, fewer_state, N, joiners=joiners)
+        _, other = by_hand.resize(tx, fewer, fewer_state, N, joiners=joiners)
         for path, counts in optax.tree_utils.tree_get_all_with_path(other, "count"):
             counts = np.asarray(counts)
             equals = name in ("sync", "cross_shard")  # They stay such.
@@ -156,31 +157,33 @@ def test_where_parameters_go():
         tx = CASES[name]
         params, state = trained(tx)
         for n in (3, 11):
-            resized, new = oxs.resize(tx, params, state, n)
-            center = oxs.center_params(new, oxs.first(resized))
-            equal(resized["w"], oxs.replicate(center["w"], n))
+            resized, new = by_hand.resize(tx, params, state, n)
+            center = oxs.center_params(new, by_hand.first(resized))
+            equal(resized["w"], by_hand.replicate(center["w"], n))
             if name == "masked":  # what no center holds stays a worker's own
                 kept = min(n, N)
                 np.testing.assert_array_equal(resized["b"][:kept], params["b"][:kept])
             else:
-                equal(resized["b"], oxs.replicate(center["b"], n))
+                equal(resized["b"], by_hand.replicate(center["b"], n))
     for name in ("elastic", "gossip", "plain", "fragments"):
         tx = CASES[name]
         params, state = trained(tx)
-        resized, new = oxs.resize(tx, params, state, 11)
+        resized, new = by_hand.resize(tx, params, state, 11)
         equal(jax.tree.map(lambda x: x[:N], resized), params)
         expected = np.asarray(params["w"], np.float64).mean(0)
         if name in ("elastic", "fragments"):
             expected = np.asarray(new.center["w"])
         np.testing.assert_allclose(resized["w"][9], expected, rtol=1e-6)
         with drops(name):
-            fewer, _ = oxs.resize(tx, params, state, 2)
+            fewer, _ = by_hand.resize(tx, params, state, 2)
         equal(fewer, jax.tree.map(lambda x: x[:2], params))
     # Equal replicas stay equal, to the bit, whatever they hold.
     tx = CASES["plain"]
     one = {"w": PARAMS["w"] * 0.1, "b": PARAMS["b"] * jnp.inf}
-    params, state = oxs.replicate((one, tx.init(one)), 3)
-    equal(oxs.resize(tx, params, state, 7), oxs.replicate((one, tx.init(one)), 7))
+    params, state = by_hand.replicate((one, tx.init(one)), 3)
+    equal(
+        by_hand.resize(tx, params, state, 7), by_hand.replicate((one, tx.init(one)), 7)
+    )
 
 
 HALF_WAY = oxs.CenterRule(
@@ -206,7 +209,7 @@ def test_what_is_owed_is_shared_out():
     ):
         params, state = trained(tx)
         for n in (3, 11):
-            _, new = oxs.resize(tx, params, state, n)
+            _, new = by_hand.resize(tx, params, state, n)
             before, after = (
                 np.asarray(s.exchange.error["w"], np.float64).sum(0)
                 for s in (state, new)
@@ -234,7 +237,7 @@ def test_a_joiner_was_no_outlier_before(tx):
     state = optax.tree_utils.tree_set(
         state, lambda path, x: isinstance(x, jax.Array), outliers=counts
     )
-    _, new = oxs.resize(tx, params, state, 10)
+    _, new = by_hand.resize(tx, params, state, 10)
     found = dict(optax.tree_utils.tree_get_all_with_path(new, "outliers"))
     assert any(not isinstance(x, tuple) for x in found.values())
     for x in found.values():
@@ -258,12 +261,12 @@ def test_four_go_on_as_four_from_that_center():
         )
         return params, state, history
 
-    axes = oxs.state_axes(tx, one)
+    axes = by_hand.state_axes(tx, one)
     run = jax.jit(
-        oxs.map_workers(run, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes, 0))
+        by_hand.map_workers(run, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes, 0))
     )
     params, state, _ = run(*begun(tx, one, N)[:2], target)
-    resized = oxs.resize(tx, params, state, 4)
+    resized = by_hand.resize(tx, params, state, 4)
     found = run(*resized, target[:4])
     fresh: Any
     started, fresh, _ = begun(tx, oxs.center_params(state, one), 4)
@@ -286,33 +289,33 @@ def test_the_middle_of_a_round():
         counter = "accumulated" if name == "sync" else "steps_since_round"
         state = state._replace(**{counter: jnp.int32(3)})
         with pytest.raises(ValueError, match=what):
-            oxs.resize(tx, params, state, 4, strict=True)
+            by_hand.resize(tx, params, state, 4, strict=True)
         with pytest.warns(UserWarning, match=what):
-            _, new = oxs.resize(tx, params, state, 4)
+            _, new = by_hand.resize(tx, params, state, 4)
         summed = new.accumulator if name == "sync" else new.accumulated
         assert not any(jnp.any(x != 0) for x in jax.tree.leaves(summed))
         assert int(getattr(new, counter)) == (0 if name == "sync" else 3)
-        equal(oxs.resize(tx, params, state, N, strict=True), (params, state))
+        equal(by_hand.resize(tx, params, state, N, strict=True), (params, state))
 
 
 def test_rules_in_each_other_and_replicas_without_an_axis():
     nested = oxs.diloco(oxs.local_sgd(ADAM, "data"), AXIS)
     one = nested.init(PARAMS)
-    inside = oxs.replicate(one, 2, oxs.state_axes(nested, PARAMS, level=1))
-    state = oxs.replicate(inside, N, oxs.state_axes(nested, PARAMS))
-    params = oxs.replicate(oxs.replicate(PARAMS, 2), N)
-    resized, new = oxs.resize(nested, params, state, 3)
+    inside = by_hand.replicate(one, 2, by_hand.state_axes(nested, PARAMS, level=1))
+    state = by_hand.replicate(inside, N, by_hand.state_axes(nested, PARAMS))
+    params = by_hand.replicate(by_hand.replicate(PARAMS, 2), N)
+    resized, new = by_hand.resize(nested, params, state, 3)
     assert resized["w"].shape == (3, 2, 3, 2)
     assert new.inner.center["w"].shape == (3, 3, 2)
     assert new.inner.inner[0].mu["w"].shape == (3, 2, 3, 2)
     with pytest.raises(ValueError, match="right after a round of the outer rule"):
         late = state._replace(steps_since_round=jnp.int32(1))
-        oxs.resize(nested, params, late, 3)
+        by_hand.resize(nested, params, late, 3)
 
     tx: Any = CASES["sync"]
-    axes = oxs.state_axes(tx, PARAMS, replicated=True)
-    state = oxs.replicate(tx.init(PARAMS), N, axes)
-    params, new = oxs.resize(tx, PARAMS, state, 3, replicated=True)
+    axes = by_hand.state_axes(tx, PARAMS, replicated=True)
+    state = by_hand.replicate(tx.init(PARAMS), N, axes)
+    params, new = by_hand.resize(tx, PARAMS, state, 3, replicated=True)
     equal((params, new.inner), (PARAMS, state.inner))
     assert new.info.outcome.shape == (3,)
 
@@ -320,7 +323,7 @@ def test_rules_in_each_other_and_replicas_without_an_axis():
 def test_what_is_refused():
     tx: Any = CASES["diloco"]
     params, state = trained(tx)
-    wrong: Any = oxs.resize
+    wrong: Any = by_hand.resize
     for arguments, error, message in (
         ((tx, params, state, 0), ValueError, "n must be 1 or more"),
         ((tx, params, state, 2.0), TypeError, "n must be an integer"),
@@ -351,14 +354,14 @@ def test_random_keys_are_no_numbers():
     tx = oxs.local_sgd(optax.GradientTransformation(init, update), AXIS)
     state: Any
     params, state, _ = begun(tx, PARAMS, 2)
-    _, new = oxs.resize(tx, params, state, 5)
+    _, new = by_hand.resize(tx, params, state, 5)
     keys = new.inner["key"]
     equal(keys[:2], state.inner["key"])
     assert len(np.unique(jax.random.key_data(keys), axis=0)) == 5
     shared = oxs.cross_shard(optax.GradientTransformation(init, update), AXIS)
     held = jax.tree.map(lambda x: jnp.stack([x, x]), shared.init(PARAMS))
-    _, held = oxs.resize(shared, params, held, 3)
+    _, held = by_hand.resize(shared, params, held, 3)
     equal(held["key"], jnp.stack([jax.random.key(3)] * 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        oxs.resize(tx, params, state, 1, strict=True)
+        by_hand.resize(tx, params, state, 1, strict=True)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.center.state import CenterState
 from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
@@ -60,17 +61,17 @@ def leaves(tree):
 def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
     """Its specs and axes place a step of all workers, which keeps the types."""
     tx: Any = WITH_OPTAX[name]
-    one, axes = tx.init(PARAMS), oxs.state_axes(tx, PARAMS)
+    one, axes = tx.init(PARAMS), by_hand.state_axes(tx, PARAMS)
     assert axes == jax.tree.map(lambda _: 0, one)
     shapes = {(4, 2): SPECS["w"], (2,): SPECS["b"], (): P()}
-    specs = oxs.state_specs(tx, PARAMS, SPECS, None)
+    specs = by_hand.state_specs(tx, PARAMS, SPECS, None)
     assert specs == jax.tree.map(lambda x: shapes[x.shape], one)
-    specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     assert specs == jax.tree.map(lambda x: P("workers", *shapes[x.shape]), one)
     mesh = mesh_of({"workers": 4, "fsdp": 2})
     state = jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        oxs.replicate(one, 4, axes),
+        by_hand.replicate(one, 4, axes),
         specs,
     )
 
@@ -79,7 +80,7 @@ def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
 
     mapped = jax.vmap(step, in_axes=(0, axes), out_axes=axes, axis_name="workers")
     with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        after = jax.eval_shape(mapped, oxs.replicate(PARAMS, 4), state)
+        after = jax.eval_shape(mapped, by_hand.replicate(PARAMS, 4), state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
@@ -88,8 +89,8 @@ def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
 def test_what_workers_share_has_no_worker_axis():
     tx = center()
     state: Any = tx.init(PARAMS)
-    axes: Any = oxs.state_axes(tx, PARAMS)
-    specs: Any = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    axes: Any = by_hand.state_axes(tx, PARAMS)
+    specs: Any = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     whose = {name: kind.is_shared for name, kind, _ in fields_of(state)}
     own = {"accumulated", "broken", "exchange", "inner"}
     told = {"dropped", "outliers", "outcome", "outcome_counts", "distance", "gathered"}
@@ -102,7 +103,7 @@ def test_what_workers_share_has_no_worker_axis():
         assert all(("workers" in spec) != whose[name] for spec in leaves(spec))
     assert specs.center == SPECS
     assert leaves(specs.inner) == [P("workers"), P("workers", "fsdp", None)]
-    assert "workers" not in str(oxs.state_specs(tx, PARAMS, SPECS, None))
+    assert "workers" not in str(by_hand.state_specs(tx, PARAMS, SPECS, None))
 
 
 @pytest.mark.parametrize("around", ["chain", "masked", "multi_transform", "inject"])
@@ -117,14 +118,14 @@ def test_what_workers_share_is_found_inside_of_optax(around):
             rate=0.1
         ),
     }[around]
-    axes = oxs.state_axes(tx, PARAMS)
-    specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    axes = by_hand.state_axes(tx, PARAMS)
+    specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     assert optax.tree_utils.tree_get(axes, "local_step") is None
     assert optax.tree_utils.tree_get(axes, "center")["w"] is None
     assert optax.tree_utils.tree_get(specs, "local_step") == P()
     assert optax.tree_utils.tree_get(specs, "center")["w"] == SPECS["w"]
     state = tx.init(PARAMS)
-    stacked = oxs.replicate(state, 3, axes)
+    stacked = by_hand.replicate(state, 3, axes)
     assert optax.tree_utils.tree_get(stacked, "center")["w"].shape == (4, 2)
     assert jax.tree.structure(stacked) == jax.tree.structure(state)
 
@@ -162,7 +163,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
     mesh = None
     if on_mesh:
         mesh = mesh_of({"workers": 4}, "Explicit")
-    grads = oxs.replicate(PARAMS, 4)
+    grads = by_hand.replicate(PARAMS, 4)
     results = []
     for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
         params, state, axes = begun(tx, PARAMS, 4, "workers", mesh)
@@ -171,7 +172,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
             return oxs.apply_gradients(tx, grads, state, params)
 
         step = jax.jit(
-            oxs.map_workers(
+            by_hand.map_workers(
                 step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes)
             )
         )
@@ -182,7 +183,7 @@ def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
     (expected, _), (found, state) = results
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), found, expected)
     assert state.hyperparams["rate"].shape == state.count.shape == ()
-    _, new = oxs.resize(tx, found, state, 3, strict=True)
+    _, new = by_hand.resize(tx, found, state, 3, strict=True)
     assert new.count.shape == () and int(new.count) == 4
 
 
@@ -202,7 +203,7 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     }
     specs = {name: spec for name, (_, spec) in shapes.items()}
     tx = optax.adafactor(0.1, min_dim_size_to_factor=128)
-    state: Any = oxs.state_specs(tx, params, specs, None)[0]
+    state: Any = by_hand.state_specs(tx, params, specs, None)[0]
     assert state.v_row == {  # the sums over the larger axis
         "wide": P("row"),
         "tall": P(None),
@@ -221,7 +222,7 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     }
     whole = {"small": P("row", "column"), "bias": P("column")}
     assert state.v == {name: whole.get(name, P()) for name in shapes}
-    placed = oxs.state_specs(tx, params, specs, "workers")[0]
+    placed = by_hand.state_specs(tx, params, specs, "workers")[0]
     assert placed.v_row["wide"] == P("workers", "row")
 
 
@@ -234,7 +235,7 @@ def test_adafactor_trains_where_its_specs_place_it():
     specs = {"w": P("row", "column")}
     places = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
-        (specs, oxs.state_specs(tx, params, specs, None)),
+        (specs, by_hand.state_specs(tx, params, specs, None)),
         is_leaf=lambda x: isinstance(x, P),
     )
     state = jax.device_put(tx.init(params), places[1])
@@ -246,7 +247,7 @@ def test_adafactor_trains_where_its_specs_place_it():
 
 
 def test_several_mesh_axes_of_workers():
-    specs = oxs.state_specs(optax.adam(0.1), PARAMS, SPECS, ("pod", "workers"))
+    specs = by_hand.state_specs(optax.adam(0.1), PARAMS, SPECS, ("pod", "workers"))
     assert specs[0].mu == {
         "w": P(("pod", "workers"), "fsdp", None),
         "b": P(("pod", "workers")),
@@ -256,20 +257,22 @@ def test_several_mesh_axes_of_workers():
 
 def test_specs_that_are_a_prefix_of_the_parameters():
     nested = {"layer": PARAMS, "head": jnp.ones(3)}
-    specs = oxs.state_specs(
+    specs = by_hand.state_specs(
         optax.sgd(0.1, momentum=0.9), nested, {"layer": P("fsdp"), "head": P()}, None
     )
     assert specs[0].trace == {"layer": {"w": P("fsdp"), "b": P("fsdp")}, "head": P()}
-    everywhere = oxs.state_specs(optax.sgd(0.1, momentum=0.9), nested, P(), "workers")
+    everywhere = by_hand.state_specs(
+        optax.sgd(0.1, momentum=0.9), nested, P(), "workers"
+    )
     assert set(leaves(everywhere)) == {P("workers")}
 
 
 def test_shapes_do_for_parameters():
     shapes = jax.eval_shape(lambda: PARAMS)
     for tx in (*WITH_OPTAX.values(), center()):
-        assert oxs.state_axes(tx, shapes) == oxs.state_axes(tx, PARAMS)
-        specs = oxs.state_specs(tx, PARAMS, SPECS, "workers")
-        assert oxs.state_specs(tx, shapes, SPECS, "workers") == specs
+        assert by_hand.state_axes(tx, shapes) == by_hand.state_axes(tx, PARAMS)
+        specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
+        assert by_hand.state_specs(tx, shapes, SPECS, "workers") == specs
 
 
 # The worker axis.
@@ -288,13 +291,13 @@ def equal(a, b):
 def test_replicate_and_first_are_each_other_s_inverse(n):
     for tx in (*WITH_OPTAX.values(), center()):
         state = tx.init(PARAMS)
-        for axes in (jax.tree.map(lambda _: 0, state), oxs.state_axes(tx, PARAMS)):
-            stacked = oxs.replicate(state, n, axes)
+        for axes in (jax.tree.map(lambda _: 0, state), by_hand.state_axes(tx, PARAMS)):
+            stacked = by_hand.replicate(state, n, axes)
             for leaf, whole, mark in zip(
                 *map(jax.tree.leaves, (state, stacked)), leaves(axes), strict=True
             ):
                 assert whole.shape == (leaf.shape if mark is None else (n, *leaf.shape))
-            assert equal(oxs.first(stacked, axes), state)
+            assert equal(by_hand.first(stacked, axes), state)
 
 
 def test_stack_of_other_leaves():
@@ -304,11 +307,11 @@ def test_stack_of_other_leaves():
         "none": None,
         "rows": oxs.IndexedSlices(jnp.array([1, 4]), jnp.ones((2, 3))),
     }
-    stacked: Any = oxs.replicate(tree, 4)
+    stacked: Any = by_hand.replicate(tree, 4)
     assert stacked["number"].shape == (4,) and stacked["none"] is None
     assert stacked["numpy"].shape == (4, 3)
     assert stacked["rows"].values.shape == (4, 2, 3)
-    one: Any = oxs.first(stacked)
+    one: Any = by_hand.first(stacked)
     assert np.array_equal(one["rows"].indices, [1, 4])
 
 
@@ -317,11 +320,11 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
     tx = center()
     params = jax.tree.map(jnp.copy, PARAMS)
     state = tx.init(params)
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
     stacked = (
-        oxs.replicate(params, n),
-        oxs.replicate(state, n, axes),
-        oxs.replicate(state, n),
+        by_hand.replicate(params, n),
+        by_hand.replicate(state, n, axes),
+        by_hand.replicate(state, n),
     )
 
     def pointers(tree):
@@ -335,11 +338,11 @@ def test_a_stacked_state_does_not_alias_what_it_came_from(n):
 
 def test_first_of_what_has_no_worker_axis():
     with pytest.raises(ValueError, match=r"worker axis in front.*Pass axes=oxs"):
-        oxs.first({"scalar": jnp.float32(1)})
+        by_hand.first({"scalar": jnp.float32(1)})
     with pytest.raises(ValueError, match=r"n must be 1 or more.*number of workers"):
-        oxs.replicate(PARAMS, 0)
+        by_hand.replicate(PARAMS, 0)
     axes = {"scalar": None}
-    assert oxs.first({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
+    assert by_hand.first({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
 
 
 # Random keys.
@@ -385,7 +388,7 @@ def test_random_keys_of_a_state_differ_where_workers_may(tx, differ):
     expected = folded(key) if differ else [words(key)] * WORKERS
     np.testing.assert_array_equal(found, expected)
     # There and back is the identity: a step may end with `replicate(state, 1, axes)`.
-    back = oxs.replicate(oxs.first(state, axes), 1, axes)
+    back = by_hand.replicate(by_hand.first(state, axes), 1, axes)
     np.testing.assert_array_equal(words(noise_key(back)), found[:1])
 
 
@@ -395,7 +398,7 @@ def test_random_keys_beside_other_leaves():
     several = jax.random.split(key, (2, 3))
     tree = {"key": key, "raw": raw, "rows": rows, "several": several, "equal": key}
     axes = jax.tree.map(lambda _: 0, tree) | {"equal": None}
-    stacked = oxs.replicate(tree, WORKERS, axes)
+    stacked = by_hand.replicate(tree, WORKERS, axes)
     np.testing.assert_array_equal(words(stacked["key"]), folded(key))
     assert stacked["several"].shape == (WORKERS, 2, 3)
     np.testing.assert_array_equal(

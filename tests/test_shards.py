@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.comm.shards import spec_like
 from tests.meshes import mesh_of
 
@@ -65,7 +66,7 @@ def started(group, grads):
         for name, (x, _) in GROUPS[group].items()
     }
     one = jax.tree.map(lambda x: x[0], grads)
-    states = oxs.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
+    states = by_hand.replicate({name: tx.init(one) for name, tx in txs.items()}, 2)
 
     def step(grads, states, due):
         def met(states):
@@ -81,7 +82,7 @@ def started(group, grads):
     return (
         txs,
         states,
-        functools.partial(oxs.map_workers, step, "pods", in_axes=(0, 0, None)),
+        functools.partial(by_hand.map_workers, step, "pods", in_axes=(0, 0, None)),
     )
 
 
@@ -127,7 +128,7 @@ def test_each_device_sends_its_shards(group, which, kind):
 
     grads = {name: lies(x, specs[name]) for name, x in grads.items()}
     for name, tx in txs.items():
-        places = oxs.state_specs(tx, one, specs, None)
+        places = by_hand.state_specs(tx, one, specs, None)
         states[name] = jax.tree.map(lies, states[name], places)
     step = mapped(mesh=mesh, specs=specs if kind == "Auto" else None)
     compiled = jax.jit(step).lower(grads, states, True).compile()
@@ -210,7 +211,7 @@ def test_specs_that_do_not_fit():
         with pytest.raises(ValueError, match=message):
             oxs.Workers(2, "pods", mesh=mesh, specs=specs)
     with pytest.raises(TypeError, match="specs is a tree of"):
-        oxs.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
+        by_hand.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
     tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())
     x = {"w": jnp.ones((2, 4))}
 
@@ -222,7 +223,7 @@ def test_specs_that_do_not_fit():
         (P("a", None), "has shape .4,., and specs has"),
     ):
         with pytest.raises(ValueError, match=message):
-            oxs.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)
+            by_hand.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)
 
 
 @pytest.mark.parametrize(

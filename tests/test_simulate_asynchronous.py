@@ -59,11 +59,11 @@ def inner_of(case):
 
 def rule_of(case, inner):
     if case["optimizer"] == "AGNOptimizer":
-        return oxs.agn_rule(inner)
+        return oxs.rules.agn(inner)
     given = case["hyperparameters"]
     # apply_gradients alone adds no penalty in the original.
     rho = 0.0 if case["name"].endswith("_applyonly") else given["rho"]
-    return oxs.elastic_rule(
+    return oxs.rules.elastic(
         moving_rate=given["moving_rate"],
         rho=rho,
         learning_rate=given["inner"]["learning_rate"],
@@ -230,9 +230,9 @@ def restate(name, start, grads, schedule, period):
 )
 def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
     rule = {
-        "local_sgd": oxs.local_sgd_rule(),
-        "diloco": oxs.diloco_rule(),
-        "downpour": oxs.agn_rule(INNER, reduction="sum"),
+        "local_sgd": oxs.rules.local_sgd(),
+        "diloco": oxs.rules.diloco(),
+        "downpour": oxs.rules.agn(INNER, reduction="sum"),
     }[name]
     grads = gradients()
     settings: Any = {"num_workers": WORKERS, "communication_period": period}
@@ -288,7 +288,7 @@ def short_run(schedule, record: Any = "all"):
     def grad_fn(worker, params, event):
         return {"vector": params["vector"] - jnp.float32(worker) - jnp.float32(event)}
 
-    rule = oxs.elastic_rule(moving_rate=0.1, rho=0.3)
+    rule = oxs.rules.elastic(moving_rate=0.1, rho=0.3)
     params = {"vector": PARAMS["vector"]}
     settings: Any = {"num_workers": WORKERS, "communication_period": 2}
     return asynchronous(
@@ -341,7 +341,7 @@ def test_by_default_the_record_takes_no_more_than_a_quarter_of_a_gigabyte(whole)
     assert_equal(short_run(SHORT, None), whole)
 
     def run(params, schedule):
-        rule = oxs.local_sgd_rule()
+        rule = oxs.rules.local_sgd()
         return asynchronous(INNER, rule, params, itself, schedule, num_workers=2)
 
     # Parameters and center of 4 MB each: 256 MB are those of 32 events.
@@ -370,7 +370,7 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
 
     @jax.jit
     def run(schedule):
-        rule, params = oxs.local_sgd_rule(), PARAMS["vector"]
+        rule, params = oxs.rules.local_sgd(), PARAMS["vector"]
         settings: Any = {"num_workers": WORKERS, "communication_period": 2}
         return asynchronous(INNER, rule, params, itself, schedule, **settings)
 
@@ -384,7 +384,7 @@ def test_an_unknown_worker_in_a_traced_schedule_changes_nothing(whole):
 def test_row_sparse_and_missing_gradients():
     params = {"table": jnp.ones((4, 2)), "frozen": jnp.ones(3)}
     inner = oxs.optimizers.gradient_descent(0.1)
-    rule = oxs.agn_rule(inner)
+    rule = oxs.rules.agn(inner)
     settings: Any = {"num_workers": 2, "communication_period": 2}
     indices, values = jnp.array([2, 0, 2]), jnp.arange(6.0).reshape(3, 2)
 
@@ -406,7 +406,7 @@ def test_row_sparse_and_missing_gradients():
 @pytest.mark.parametrize("shared", [True, False])
 def test_powers_are_shared_with_the_center_by_one_optimizer_only(shared):
     inner = oxs.optimizers.adam(0.1, b1=0.5)
-    rule = oxs.agn_rule(inner if shared else oxs.optimizers.adam(0.1, b1=0.5))
+    rule = oxs.rules.agn(inner if shared else oxs.optimizers.adam(0.1, b1=0.5))
     params, schedule = PARAMS["vector"], [0, 0, 0, 1, 0, 1, 0]
     settings: Any = {"num_workers": 2, "communication_period": 2}
     record = asynchronous(inner, rule, params, itself, schedule, **settings)
@@ -426,8 +426,8 @@ def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
     start = {"w": jnp.ones((32, 16)), "b": jnp.ones(16)}
     inner = oxs.optimizers.adam(0.01)
     rule = {
-        "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.1),
-        "agn": oxs.agn_rule(inner),
+        "elastic": oxs.rules.elastic(moving_rate=0.1, rho=0.1),
+        "agn": oxs.rules.agn(inner),
     }[name]
 
     @jax.jit
@@ -452,8 +452,8 @@ def test_an_event_of_a_thousand_workers_copies_no_stack(name, record):
 
 
 # Its rate comes from the period where none is passed, and this period is no number.
-BY_PERIOD = {"rule": oxs.elastic_rule(rho=0.0), "communication_period": warm_up}
-OF_THREE = {"rule": oxs.local_sgd_rule()._replace(num_workers=3)}
+BY_PERIOD = {"rule": oxs.rules.elastic(rho=0.0), "communication_period": warm_up}
+OF_THREE = {"rule": oxs.rules.local_sgd()._replace(num_workers=3)}
 
 
 @pytest.mark.parametrize(
@@ -478,17 +478,17 @@ OF_THREE = {"rule": oxs.local_sgd_rule()._replace(num_workers=3)}
     ],
 )
 def test_bad_input_is_refused(said, changes):
-    given: Any = {"inner": INNER, "rule": oxs.local_sgd_rule(), "params": PARAMS}
+    given: Any = {"inner": INNER, "rule": oxs.rules.local_sgd(), "params": PARAMS}
     given |= {"grad_fn": itself, "workers": np.array([0, 1]), "num_workers": 2}
     with refused(said):
         asynchronous(**given | changes)
 
 
 PART_CASES = {
-    "diloco": (oxs.diloco_rule(optax.sgd(0.7)), [0] * 4 + [1] * 4, 4, 1, 0.5),
-    "elastic": (oxs.elastic_rule(moving_rate=0.2, rho=0.0), [0, 0, 1, 1] * 2, 2, 1, 0),
-    "agn": (oxs.agn_rule(optax.sgd(0.3)), [0, 0, 2, 2, 0, 0, 1, 1], 6, 2, 0.0),
-    "local_sgd": (oxs.local_sgd_rule(), [0] * 8, 3, 3, 0.25),
+    "diloco": (oxs.rules.diloco(optax.sgd(0.7)), [0] * 4 + [1] * 4, 4, 1, 0.5),
+    "elastic": (oxs.rules.elastic(moving_rate=0.2, rho=0.0), [0, 0, 1, 1] * 2, 2, 1, 0),
+    "agn": (oxs.rules.agn(optax.sgd(0.3)), [0, 0, 2, 2, 0, 0, 1, 1], 6, 2, 0.0),
+    "local_sgd": (oxs.rules.local_sgd(), [0] * 8, 3, 3, 0.25),
 }
 
 

@@ -39,22 +39,24 @@ PARAMS = {"a": jnp.ones(2), "b": jnp.ones((2, 3))}
 )  # fmt: skip
 def test_names_lead_to_slots(tx, names):
     state = tx.init(PARAMS)
-    assert oxs.slot_names(state) == names
+    assert oxs.optimizers.slot_names(state) == names
     for name in names:
-        assert set(oxs.slot(state, name)) == {"a", "b"}
+        assert set(oxs.optimizers.slot(state, name)) == {"a", "b"}
 
 
 def test_a_slot_is_the_tree_in_the_state():
     state = oxs.agn(catalogue.adagrad(0.1), "w").init(PARAMS)
     np.testing.assert_array_equal(
-        oxs.slot(state, "inner.accumulator")["a"], jnp.full(2, 0.1)
+        oxs.optimizers.slot(state, "inner.accumulator")["a"], jnp.full(2, 0.1)
     )
-    assert oxs.slot(state, "center") is optax.tree_utils.tree_get(state, "center")
+    assert oxs.optimizers.slot(state, "center") is optax.tree_utils.tree_get(
+        state, "center"
+    )
 
 
 def test_unknown_and_ambiguous_names_list_what_there_is():
     state = oxs.agn(optax.sgd(0.1, momentum=0.9), "w").init(PARAMS)
     with pytest.raises(ValueError, match=r"No slot .* 'mu'.*'outer.trace'"):
-        oxs.slot(state, "mu")
+        oxs.optimizers.slot(state, "mu")
     with pytest.raises(ValueError, match=r"More than one slot .* 'trace'"):
-        oxs.slot(state, "trace")
+        oxs.optimizers.slot(state, "trace")

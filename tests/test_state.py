@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.meshes import mesh_of
 
 AXIS, WORKERS = "workers", 3
@@ -21,9 +22,9 @@ TX = oxs.local_sgd(optax.sgd(0.5), AXIS, communication_period=2, drop_nonfinite=
 def trained(tx: Any = TX, stacked=False, steps=3, dtype=jnp.float32) -> Any:
     """All workers' (parameters, state) after some steps; gradients are 1, 2, 3."""
     one = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
-    axes = None if stacked else oxs.state_axes(tx, one)
-    state = oxs.replicate(tx.init(one), WORKERS, axes)
-    params: Any = oxs.replicate(one, WORKERS)
+    axes = None if stacked else by_hand.state_axes(tx, one)
+    state = by_hand.replicate(tx.init(one), WORKERS, axes)
+    params: Any = by_hand.replicate(one, WORKERS)
     placed = 0 if stacked else axes
     run = jax.jit(jax.vmap(tx.update, (0, placed, 0), (0, placed), axis_name=AXIS))
     sizes = 1 + jnp.arange(WORKERS, dtype=dtype).reshape(-1, 1, 1)
@@ -47,8 +48,8 @@ def test_the_center_in_every_layout(stacked, chained):
         assert center["w"].shape == (3, 2)
         np.testing.assert_allclose(center["w"], expected, rtol=1e-6)
     # One worker's own, without a worker axis.
-    axes = None if stacked else oxs.state_axes(tx, PARAMS)
-    own: Any = oxs.center_params(oxs.first(state, axes), PARAMS)
+    axes = None if stacked else by_hand.state_axes(tx, PARAMS)
+    own: Any = oxs.center_params(by_hand.first(state, axes), PARAMS)
     np.testing.assert_allclose(own["w"], expected, rtol=1e-6)
 
 
@@ -71,8 +72,8 @@ def test_metrics_of_every_worker(stacked):
     np.testing.assert_allclose(
         found.distance, 0.5 * np.array([1, 2, 3]) * np.sqrt(6), rtol=1e-5
     )
-    axes = None if stacked else oxs.state_axes(TX, PARAMS)
-    own = oxs.metrics(oxs.first(state, axes), oxs.first(params))
+    axes = None if stacked else by_hand.state_axes(TX, PARAMS)
+    own = oxs.metrics(by_hand.first(state, axes), by_hand.first(params))
     np.testing.assert_allclose(own.distance, 0.5 * np.sqrt(6), rtol=1e-5)
     assert own.distance.shape == own.rounds.shape == own.dropped.shape == ()
     assert oxs.metrics(state).distance is None
@@ -80,8 +81,8 @@ def test_metrics_of_every_worker(stacked):
 
 def test_metrics_send_nothing():
     def local(state, params):
-        found = oxs.metrics(*oxs.first((state, params)))
-        return oxs.replicate(found, 1)
+        found = oxs.metrics(*by_hand.first((state, params)))
+        return by_hand.replicate(found, 1)
 
     mesh = mesh_of({AXIS: WORKERS}, "Explicit")
     run = jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
@@ -115,7 +116,7 @@ def test_what_is_read_outlives_the_state(stacked):
     ):
         params, state = trained(tx, stacked=True)
         if not stacked:
-            params, state = oxs.first((params, state))
+            params, state = by_hand.first((params, state))
         found = [read(state, params) for read in reads]
         jax.tree.map(lambda x: x.delete(), state)
         jax.tree.map(np.asarray, found)
@@ -126,7 +127,7 @@ def test_swap_center_of_a_flax_train_state():
     train_state = TrainState(
         step=0, apply_fn=lambda p: p, params=params, tx=TX, opt_state=state
     )
-    swapped = oxs.swap_center(train_state)
+    swapped = oxs.flax.swap_center(train_state)
     np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 2, rtol=1e-6)
     assert swapped.params["w"].shape == (3, 2)
     assert train_state.params is params
@@ -144,7 +145,7 @@ def test_a_train_state_trains_with_a_center():
     step = jax.jit(jax.vmap(step, axis_name=AXIS))
     after = step({"w": jnp.ones((WORKERS, 3, 2))})
     np.testing.assert_allclose(after.params["w"][1], PARAMS["w"] - 1, atol=1e-6)
-    swapped = oxs.swap_center(after)
+    swapped = oxs.flax.swap_center(after)
     np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 1, atol=1e-6)
 
 
@@ -171,5 +172,7 @@ def test_metrics_of_a_cross_shard_that_measures_nothing():
     ],
 )
 def test_optax_maps_no_state_in_parts_or_pieces(tx):
-    with pytest.raises(ValueError, match=r"map_params does not .* oxs.state_specs"):
+    with pytest.raises(
+        ValueError, match=r"map_params does not .* oxs.by_hand.state_specs"
+    ):
         optax.tree.map_params(tx, lambda x: x, ())

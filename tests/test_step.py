@@ -39,10 +39,10 @@ def grads_of(step):
 
 
 def start(tx):
-    axes = oxs.state_axes(tx, PARAMS)
+    axes = oxs.by_hand.state_axes(tx, PARAMS)
     return (
-        oxs.replicate(PARAMS, WORKERS),
-        oxs.replicate(tx.init(PARAMS), WORKERS, axes),
+        oxs.by_hand.replicate(PARAMS, WORKERS),
+        oxs.by_hand.replicate(tx.init(PARAMS), WORKERS, axes),
         axes,
     )
 
@@ -73,9 +73,11 @@ def test_the_host_may_decide_when_workers_meet(rule):
     run_traced, run_update = jax.jit(traced), jax.jit(mapped(tx, axes, apply=by_update))
     runs = {
         "counter": lambda carry, step: by_counter(*carry, grads_of(step)),
-        "host": lambda carry, step: by_host[oxs.due(tx, step)](*carry, grads_of(step)),
+        "host": lambda carry, step: by_host[oxs.by_hand.due(tx, step)](
+            *carry, grads_of(step)
+        ),
         "traced": lambda carry, step: run_traced(
-            *carry, grads_of(step), jnp.bool_(oxs.due(PERIOD, step))
+            *carry, grads_of(step), jnp.bool_(oxs.by_hand.due(PERIOD, step))
         ),
         "update": lambda carry, step: run_update(*carry, grads_of(step)),
     }
@@ -94,17 +96,19 @@ def test_the_host_may_decide_when_workers_meet(rule):
 def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
     tx = RULES[rule](PERIOD)
     params, state, axes = start(tx)
-    specs = oxs.state_specs(tx, PARAMS, P(), AXIS)
+    specs = oxs.by_hand.state_specs(tx, PARAMS, P(), AXIS)
     mesh = mesh_of({AXIS: WORKERS})
     found = {}
     for meet in (False, True):
 
         def local(params, state, grads, meet=meet):
-            params, grads = oxs.first((params, grads))
+            params, grads = oxs.by_hand.first((params, grads))
             params, state = oxs.apply_gradients(
-                tx, grads, oxs.first(state, axes), params, meet=meet
+                tx, grads, oxs.by_hand.first(state, axes), params, meet=meet
             )
-            return oxs.replicate(params, 1), oxs.replicate(state, 1, axes)
+            return oxs.by_hand.replicate(params, 1), oxs.by_hand.replicate(
+                state, 1, axes
+            )
 
         step = jax.shard_map(
             local,
@@ -183,7 +187,10 @@ def test_sync_replicas_gives_parameters_directly():
     """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
     tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)
     params = {"table": jnp.ones((5, 2)), "w": jnp.arange(3.0)}
-    states = oxs.replicate(tx.init(params), WORKERS), oxs.replicate(params, WORKERS)
+    states = (
+        oxs.by_hand.replicate(tx.init(params), WORKERS),
+        oxs.by_hand.replicate(params, WORKERS),
+    )
 
     def run(apply):
         def body(state, params, number):
@@ -219,19 +226,19 @@ def test_sync_replicas_where_the_host_knows_that_all_contribute():
 
 
 def test_due():
-    assert [oxs.due(4, step) for step in range(8)] == [False] * 3 + [True] + [
+    assert [oxs.by_hand.due(4, step) for step in range(8)] == [False] * 3 + [True] + [
         False
     ] * 3 + [True]
     # Every step in a warm-up of four, then every third; read where a period begins.
     schedule = optax.join_schedules(
         [optax.constant_schedule(1), optax.constant_schedule(3)], [4]
     )
-    met = [step for step in range(14) if oxs.due(schedule, step)]
+    met = [step for step in range(14) if oxs.by_hand.due(schedule, step)]
     assert met == [0, 1, 2, 3, 6, 9, 12]
     tx = oxs.local_sgd(INNER, AXIS, communication_period=schedule)
-    assert [step for step in range(14) if oxs.due(tx, step)] == met
+    assert [step for step in range(14) if oxs.by_hand.due(tx, step)] == met
     with pytest.raises(TypeError, match=r"due needs .*Inside optax.chain"):
-        oxs.due(optax.chain(tx, optax.identity()), 3)
+        oxs.by_hand.due(optax.chain(tx, optax.identity()), 3)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +258,7 @@ def test_due_of_a_fraction(period, first):
         return state, state.steps_since_round == 0
 
     _, met = jax.jit(lambda: jax.lax.scan(step, tx.init(jnp.ones(2)), length=700))()
-    expected = [step for step in range(700) if oxs.due(tx, step)]
+    expected = [step for step in range(700) if oxs.by_hand.due(tx, step)]
     assert np.flatnonzero(met).tolist() == expected and expected[:3] == first
 
 
@@ -268,9 +275,13 @@ class Growing:
 def test_due_of_a_schedule_without_a_hash():
     for _ in range(2):
         schedule = Growing(2)
-        assert [step for step in range(9) if oxs.due(schedule, step)] == [1, 4, 7]
+        assert [step for step in range(9) if oxs.by_hand.due(schedule, step)] == [
+            1,
+            4,
+            7,
+        ]
         schedule = Growing(3)
-        assert [step for step in range(9) if oxs.due(schedule, step)] == [2, 6]
+        assert [step for step in range(9) if oxs.by_hand.due(schedule, step)] == [2, 6]
 
 
 @pytest.mark.parametrize("length", [np.nan, jnp.nan, np.ones(1), None])
@@ -278,9 +289,9 @@ def test_due_refuses_a_period_that_is_no_number(length):
     def schedule(step):
         return 2 if step < 2 else length
 
-    assert [oxs.due(schedule, step) for step in range(2)] == [False, True]
+    assert [oxs.by_hand.due(schedule, step) for step in range(2)] == [False, True]
     with pytest.raises(ValueError, match=r"gave .* begins in step 2"):
-        oxs.due(schedule, 2)
+        oxs.by_hand.due(schedule, 2)
 
 
 def test_wide_updates_are_added_before_the_sum_is_rounded():

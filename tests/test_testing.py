@@ -14,12 +14,12 @@ from tests.transformations import AFFINE, EXCHANGES
 testing, Exchange = oxs.testing, oxs.exchange.Exchange
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
 RULES = {
-    "elastic": oxs.elastic_rule(moving_rate=0.1, rho=0.0),
-    "elastic, penalty": oxs.elastic_rule(learning_rate=0.1),
-    "agn": oxs.agn_rule(optax.adam(SCHEDULE)),
-    "agn, updates": oxs.agn_rule(None, accumulate="updates", reduction="sum"),
-    "local_sgd": oxs.local_sgd_rule(),
-    "diloco": oxs.diloco_rule(),
+    "elastic": oxs.rules.elastic(moving_rate=0.1, rho=0.0),
+    "elastic, penalty": oxs.rules.elastic(learning_rate=0.1),
+    "agn": oxs.rules.agn(optax.adam(SCHEDULE)),
+    "agn, updates": oxs.rules.agn(None, accumulate="updates", reduction="sum"),
+    "local_sgd": oxs.rules.local_sgd(),
+    "diloco": oxs.rules.diloco(),
     "affine": AFFINE,
 }
 ALL_EXCHANGES = [

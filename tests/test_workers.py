@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.contexts import begun
 from tests.meshes import mesh_of
 
@@ -61,7 +62,7 @@ def train(workers, mesh, params):
             )
         return params, state, losses, oxs.reduce(losses, AXIS)
 
-    mapped = oxs.map_workers(
+    mapped = by_hand.map_workers(
         step, AXIS, mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0, None)
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1))
@@ -113,7 +114,7 @@ def test_workers_along_two_mesh_axes():
     def around(x, shift):
         return x - oxs.reduce(x, ("a", "b")) + shift
 
-    mapped = oxs.map_workers(around, ("a", "b"), mesh=mesh, in_axes=(0, None))
+    mapped = by_hand.map_workers(around, ("a", "b"), mesh=mesh, in_axes=(0, None))
     x = np.arange(8, dtype=np.float32)
     np.testing.assert_allclose(mapped(x, np.float32(1)), x - 2.5)
     params, state, axes = begun(optax.sgd(0.1, 0.9), PARAMS, 8, ("a", "b"), mesh)
@@ -139,7 +140,9 @@ def test_gradients_of_replicated_parameters_are_local():
         return sparse[0], sparse[1]["table"].to_dense(4), dense, aux, grads
 
     results = [
-        jax.jit(oxs.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0)))(table, ids)
+        jax.jit(by_hand.map_workers(both, AXIS, mesh=mesh, in_axes=(None, 0)))(
+            table, ids
+        )
         for mesh in (None, mesh_of({AXIS: 8}))
     ]
     for simulated, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
@@ -161,7 +164,7 @@ def test_keys_keywords_and_trees_with_holes():
     axes = {"a": 0, "hole": None, "all": None}
     results = []
     for mesh in (None, mesh_of({AXIS: 8}), mesh_of({AXIS: 8}, "Explicit")):
-        mapped = oxs.map_workers(
+        mapped = by_hand.map_workers(
             draw, AXIS, mesh=mesh, in_axes=[0, axes], out_axes=(0, axes)
         )
         results.append(mapped(keys, tree, shift=shift))
@@ -179,31 +182,35 @@ EIGHT = np.arange(8.0)
 FOUR = mesh_of({AXIS: 4})
 REFUSED = {
     "more workers than devices": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh or FOUR)(EIGHT),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh or FOUR)(EIGHT),
         r"8 workers, but the mesh has \d positions.*mesh=None",
     ),
     "a scalar": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh)(1.0),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh)(1.0),
         "is a scalar. Give it None in in_axes",
     ),
     "another tree": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=({"a": 0},))(EIGHT),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=({"a": 0},))(
+            EIGHT
+        ),
         "in_axes of map_workers do not fit",
     ),
     "too many axes": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=(0, 0))(EIGHT),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=(0, 0))(EIGHT),
         "for 2 positional arguments; got 1",
     ),
     "another axis": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, in_axes=1),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=1),
         "got 1. Move the worker axis to the front",
     ),
     "unequal numbers": (
-        lambda mesh: oxs.map_workers(max, AXIS, mesh=mesh)(EIGHT[:4], EIGHT[:3]),
+        lambda mesh: by_hand.map_workers(max, AXIS, mesh=mesh)(EIGHT[:4], EIGHT[:3]),
         r"\[1\] of map_workers has shape \(3,\), of 3 workers",
     ),
     "a result that is not equal": (
-        lambda mesh: oxs.map_workers(same, AXIS, mesh=mesh, out_axes=None)(EIGHT[:4]),
+        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, out_axes=None)(
+            EIGHT[:4]
+        ),
         "of map_workers has None in out_axes, equal on all",
     ),
 }
@@ -221,11 +228,14 @@ def test_meshes_and_parameters_that_do_not_fit():
     mesh = mesh_of({AXIS: 2, "fsdp": 4})
     across = jax.device_put(np.ones((4, 2)), NamedSharding(mesh, P(AXIS)))
     for call, message in (
-        (lambda: oxs.map_workers(same, "pods", mesh=mesh), "no axis 'pods'; its axes"),
-        (lambda: oxs.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
-        (lambda: oxs.map_workers(same, AXIS)({}), "nothing tells how many workers"),
         (
-            lambda: oxs.state_axes(optax.sgd(0.1), PARAMS, level=-1),
+            lambda: by_hand.map_workers(same, "pods", mesh=mesh),
+            "no axis 'pods'; its axes",
+        ),
+        (lambda: by_hand.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
+        (lambda: by_hand.map_workers(same, AXIS)({}), "nothing tells how many workers"),
+        (
+            lambda: by_hand.state_axes(optax.sgd(0.1), PARAMS, level=-1),
             "from 0; got level -1",
         ),
         (
@@ -240,7 +250,7 @@ def test_meshes_and_parameters_that_do_not_fit():
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(TypeError, match="mesh must be a jax"):
-        oxs.map_workers(same, AXIS, mesh=8)
+        by_hand.map_workers(same, AXIS, mesh=8)
 
 
 # JAX's version, NPROC, devices of the mesh; the cores are 3 and the CPU devices 8.
@@ -269,9 +279,9 @@ def test_cpu_devices_that_may_wait_for_ever_are_told_once(name, monkeypatch):
     shape: Any = mesh.abstract_mesh  # without devices
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        oxs.map_workers(lambda x: x, axis, mesh=shape)
+        by_hand.map_workers(lambda x: x, axis, mesh=shape)
         oxs.Workers(devices, axis, mesh=mesh).start(PARAMS)
-        oxs.map_workers(lambda x: x, axis, mesh=mesh)
+        by_hand.map_workers(lambda x: x, axis, mesh=mesh)
     assert len(caught) == (told is not None)
     for warning in caught:
         assert re.search(told, str(warning.message)) and warning.filename == __file__
@@ -303,12 +313,14 @@ def test_explicit_axes_are_compiled_once():
         return oxs.apply_gradients(tx, params, state, params)
 
     mapped = jax.jit(
-        oxs.map_workers(step, AXIS, mesh=mesh, in_axes=(0, axes), out_axes=(0, axes))
+        by_hand.map_workers(
+            step, AXIS, mesh=mesh, in_axes=(0, axes), out_axes=(0, axes)
+        )
     )
     for _ in range(3):
         params, state = mapped(params, state)
     assert mapped._cache_size() == 1
-    first = oxs.first(params)["w"]
+    first = by_hand.first(params)["w"]
     np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])
 
 
@@ -322,6 +334,8 @@ def test_a_gradient_of_shared_parameters_is_not_taken_for_their_sum(mesh):
         tx = oxs.cross_shard(optax.sgd(1.0), axis_name, grads="summed")
         return oxs.apply_gradients(tx, grads, tx.init(params), params)[0]
 
-    run = oxs.map_workers(step, axis_name, mesh=mesh, in_axes=(None, 0), out_axes=None)
+    run = by_hand.map_workers(
+        step, axis_name, mesh=mesh, in_axes=(None, 0), out_axes=None
+    )
     with pytest.raises(ValueError, match="has None in out_axes, equal on all workers"):
         run(np.ones(3, np.float32), np.ones((4, 3), np.float32))

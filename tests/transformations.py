@@ -57,9 +57,9 @@ CENTERS: dict[str, Callable[..., Any]] = {
 GUARDED: dict[str, Any] = {"drop_nonfinite": True, "measure": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "guarded": {"inner_state": "average", **GUARDED},
-    "qsr": {"communication_period": oxs.qsr(0.1, 0.2)},
+    "qsr": {"communication_period": oxs.outer.qsr(0.1, 0.2)},
     "parts": {"communication_period": 8, "fragments": 2},
-    "rows": {"communication_period": 8, "fragments": oxs.strided(4)},
+    "rows": {"communication_period": 8, "fragments": oxs.rules.strided(4)},
     "later": {"communication_period": 8, "delay": 2},
     "in_line": {"communication_period": 2, "fragments": 2, "delay": 1},
     "streaming": {
@@ -89,7 +89,7 @@ def made(inner: Any = None, axis: str = AXIS) -> dict[str, Any]:
     for kind, graph in GRAPHS.items():
         found[f"gossip, {kind}"] = oxs.gossip(inner, axis, graph=graph, outer=SGD)
     coded = EXCHANGES["error_feedback"][0]
-    outer = oxs.delayed_nesterov(0.7, 0.9, 4)
+    outer = oxs.outer.delayed_nesterov(0.7, 0.9, 4)
     halves = [list(range(N // 2)), list(range(N // 2, N))]
     return found | {
         "elastic_average, parts": CENTERS["elastic_average"](

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 
 CASES = (
@@ -54,7 +55,7 @@ def styles_of(tx, params, grads, extra, styles=None):
     """The style of a case: with axes where these say something, else stacked."""
     if styles is not None:
         return styles
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
     marks = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
     return STYLES[1:2] if None in marks else STYLES[:1]
 
@@ -63,7 +64,7 @@ def replicated(tx, over, axis_name=contexts.AXIS):
     """The body of `contexts.steps` with equal parameters and state on all replicas."""
 
     def local(params, state, grads, extra):
-        grads, extra = oxs.first((grads, extra))
+        grads, extra = by_hand.first((grads, extra))
         return contexts.steps(tx)(params, state, grads, extra)
 
     return jax.jit(
@@ -174,12 +175,12 @@ def _replay(style, tx, params, grads, extra):
         run = replicated(tx, over)
         specs = (P(), P(), P(contexts.AXIS), P(contexts.AXIS))
     else:
-        axes = oxs.state_axes(tx, params) if style == "shard_map_axes" else None
+        axes = by_hand.state_axes(tx, params) if style == "shard_map_axes" else None
         state_specs = P(contexts.AXIS)
         if axes is not None:
-            state_specs = oxs.state_specs(tx, params, P(), contexts.AXIS)
-        state = oxs.replicate(state, contexts.REPLICAS, axes)
-        params = oxs.replicate(params, contexts.REPLICAS)
+            state_specs = by_hand.state_specs(tx, params, P(), contexts.AXIS)
+        state = by_hand.replicate(state, contexts.REPLICAS, axes)
+        params = by_hand.replicate(params, contexts.REPLICAS)
         run = contexts.mapped(contexts.steps(tx), tx, params, axes, over, True)
         specs = (P(contexts.AXIS), state_specs, P(contexts.AXIS), P(contexts.AXIS))
     history, _ = run(*_place((params, state, grads, extra), specs, over))

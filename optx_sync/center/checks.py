@@ -77,11 +77,11 @@ def check_meet(meet: object) -> None:
     if not isinstance(meet, bool):
         got = "no meet=" if meet is None else f"meet={meet!r}"
         raise ValueError(
-            "center_memory='pinned_host' needs two programs, one that moves the center "
-            "to the device and one that does not: a conditional inside of one would "
-            f"hold room for it in every step. Got {got}. Pass a Python bool as a "
-            "static argument of the step, meet=oxs.due(tx, number). (A rule inside of "
-            "another one is not told: give center_memory to the outer one.)"
+            "center_memory='pinned_host' needs two programs, one that moves the center"
+            " to the device and one that does not: a conditional inside of one would"
+            f" hold room for it in every step. Got {got}. Pass a Python bool as a"
+            " static argument of the step, meet=oxs.by_hand.due(tx, number). (A rule"
+            " inside of another one is not told: give center_memory to the outer one.)"
         )
 
 
@@ -170,7 +170,7 @@ def _require_within(tree: Tree, pending: Tree) -> None:
             f"The parameters vary over the mesh axes {sorted(missing)}, where a worker "
             "is cut in shards by hand; the pending sum, with delay, is stored as equal "
             "over them, but would vary. Leave these axes to the compiler, "
-            "oxs.map_workers, or pass delay=0."
+            "oxs.by_hand.map_workers, or pass delay=0."
         )
 
 
@@ -190,9 +190,9 @@ def check_step(
         grads,
         axis_name,
         "gradient",
-        "A worker has parameters of its own: lay them along the worker axis, "
-        f"`oxs.replicate(params, n)` with in_specs=P({axis_name!r}), or start with "
-        "oxs.Workers(n, axis_name).start(state).",
+        "A worker has parameters of its own: lay them along the worker axis,"
+        f" `oxs.by_hand.replicate(params, n)` with in_specs=P({axis_name!r}), or start"
+        " with oxs.Workers(n, axis_name).start(state).",
     )
     require_varying(state.center, params, axis_name, "center")
     center = () if lies_in_pieces(state.center) else state.center

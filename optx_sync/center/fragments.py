@@ -75,7 +75,7 @@ def strided(number: int) -> Fragments:
         >>> import optx_sync as oxs
         >>> params = {"layer_0": jnp.zeros(2), "layer_1": jnp.zeros(2)}
         >>> params["scanned"] = jnp.zeros((5, 2))
-        >>> jax.tree_util.tree_map_with_path(oxs.strided(2), params)
+        >>> jax.tree_util.tree_map_with_path(oxs.rules.strided(2), params)
         {'layer_0': 0, 'layer_1': 1, 'scanned': array([0, 1, 0, 1, 0])}
 
     References:
@@ -92,7 +92,9 @@ def check_fragments(fragments: object) -> Fragments:
     if callable(fragments):
         function: Any = fragments
         return function
-    mend = "Pass 4, say, or a function (path, leaf) -> parts such as oxs.strided(4)."
+    mend = (
+        "Pass 4, say, or a function (path, leaf) -> parts such as oxs.rules.strided(4)."
+    )
     return integer("fragments", fragments, mend)
 
 

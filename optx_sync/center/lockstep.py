@@ -93,8 +93,8 @@ def center_variable(
 
     Both take `weight`, how much this worker's contribution counts in this step's
     meeting: a number or a bool. And `meet`: `None`, the counter decides; a bool, equal
-    on all workers, the caller does; a Python bool (`oxs.due`) leaves the conditional
-    out of the program.
+    on all workers, the caller does; a Python bool (`oxs.by_hand.due`) leaves the
+    conditional out of the program.
 
     Args:
         inner: The worker's own optimizer, or a center rule over another axis.
@@ -116,7 +116,7 @@ def center_variable(
         shard_center: Keep 1/N of center and outer state on each worker (ZeRO's idea).
         fragments: P parts of the parameters, one of which meets every
             `communication_period / P` steps; or a function of path and leaf, such as
-            `oxs.strided(P)`. `None`: 1.
+            `oxs.rules.strided(P)`. `None`: 1.
         delay: Steps from a part's sum until it lands, at most
             `communication_period / P`. `None`: 0.
         keep_local: The share of its own parameters, in [0, 1], that a worker keeps
@@ -137,7 +137,7 @@ def center_variable(
         >>> import jax, jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> tx = oxs.center_variable(
-        ...     optax.sgd(0.5), oxs.local_sgd_rule(), "workers", communication_period=1
+        ...     optax.sgd(0.5), oxs.rules.local_sgd(), "workers", communication_period=1
         ... )
         >>> params = jnp.zeros(())
         >>> def step(target):
@@ -145,7 +145,7 @@ def center_variable(
         >>> jax.vmap(step, axis_name="workers")(jnp.array([1.0, 3.0])).tolist()
         [1.0, 1.0]
     """
-    call = "oxs.center_variable(optax.sgd(0.1), oxs.local_sgd_rule(), 'workers')"
+    call = "oxs.center_variable(optax.sgd(0.1), oxs.rules.local_sgd(), 'workers')"
     inner = check_inner(inner, call)
     checks.check_lockstep_rule(rule, call)
     axis_name = ALONE if axis_name is None else axis_name

@@ -301,10 +301,10 @@ def whole_center(center: Tree, params: Tree, of_all: bool | None) -> Tree:
         raise ValueError(fields.ONE_PIECE)
     if workers > 1 and len(found) > 1:
         raise ValueError(
-            f"The parameters' shapes do not tell whether they are one worker's or all "
-            f"{workers} workers'. Pass oxs.first(params) if they are all workers', and "
-            f"oxs.replicate(params, {workers}) if they are one's; or take the center "
-            "by oxs.Workers."
+            "The parameters' shapes do not tell whether they are one worker's or all"
+            f" {workers} workers'. Pass oxs.by_hand.first(params) if they are all"
+            f" workers', and oxs.by_hand.replicate(params, {workers}) if they are"
+            " one's; or take the center by oxs.Workers."
         )
 
     def join(c, p):

@@ -5,9 +5,9 @@ Such workers communicate shard by shard: in a `jax.shard_map` inside the workers
 each device has one shard and sends only that. If it were left to the compiler, a coded
 collective would make each device gather and send all of the worker's arrays.
 
-`oxs.map_workers(specs=)` says how a worker is sharded while it traces, in a JAX user
-context, which is part of the key of compiled programs. Along `Explicit` axes the types
-say it.
+`oxs.by_hand.map_workers(specs=)` says how a worker is sharded while it traces, in a JAX
+user context, which is part of the key of compiled programs. Along `Explicit` axes the
+types say it.
 """
 
 import itertools

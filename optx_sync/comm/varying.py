@@ -148,7 +148,7 @@ def require_varying(
             raise VaryingTypeError(
                 f"The parameter at {path_name(path)} varies over the mesh axes "
                 f"{sorted(missing)}, but the {what} in the state does not. Place the "
-                "state as the parameters are: oxs.state_specs(tx, params, "
+                "state as the parameters are: oxs.by_hand.state_specs(tx, params, "
                 "param_specs, worker_axis) with these axes in param_specs, or call "
                 "init where the axes are mapped."
             )

@@ -43,10 +43,11 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     nothing is known to have arrived, and e stays as it was; so a step that is skipped
     for a NaN (`optax.apply_if_finite` inside) does no lasting harm.
 
-    The state is one float32 for each number and belongs in checkpoints; `oxs.resize`
-    shares out what leaving replicas owe. Adam and others that divide by second moments
-    of the gradient see spikes when e is paid back: feedback is proven for SGD, and fits
-    the contributions of `diloco` and `local_sgd` better than gradients of Adam.
+    The state is one float32 for each number and belongs in checkpoints;
+    `oxs.by_hand.resize` shares out what leaving replicas owe. Adam and others that
+    divide by second moments of the gradient see spikes when e is paid back: feedback is
+    proven for SGD, and fits the contributions of `diloco` and `local_sgd` better than
+    gradients of Adam.
 
     Args:
         exchange: A linear exchange: `quantized`, `top_k`, `power_sgd`, or your own.

@@ -195,11 +195,12 @@ def check_pieces(
     ):
         if jnp.shape(found) != x.shape:
             raise ValueError(
-                f"The state at {path_name(path)} has shape {jnp.shape(found)}, but "
-                f"a piece for one of {replicas} replicas has {x.shape}. Start with "
-                "oxs.Workers(n, axis_name).start(state), with oxs.replicate(state, n, "
-                "axes), or call init where the axis is mapped. Inside jax.shard_map "
-                "take the worker axis off, oxs.first(state, axes)."
+                f"The state at {path_name(path)} has shape {jnp.shape(found)}, but a"
+                f" piece for one of {replicas} replicas has {x.shape}. Start with"
+                " oxs.Workers(n, axis_name).start(state), with"
+                " oxs.by_hand.replicate(state, n, axes), or call init where the axis"
+                " is mapped. Inside jax.shard_map take the worker axis off,"
+                " oxs.by_hand.first(state, axes)."
             )
 
 

@@ -446,9 +446,9 @@ class Workers:
     ) -> Tree:
         """Continue with another number of workers: the state for `n` of them.
 
-        `oxs.resize` describes what becomes of the optimizer's state. Whatever stands
-        beside it is each worker's own: survivors keep theirs; joiners get the mean, for
-        integers the largest, and a random key of their own. Continue with
+        `oxs.by_hand.resize` describes what becomes of the optimizer's state. Whatever
+        stands beside it is each worker's own: survivors keep theirs; joiners get the
+        mean, for integers the largest, and a random key of their own. Continue with
         `oxs.Workers(n, axis_name, mesh=True)`: on a mesh, the state lies on its first
         positions.
 
@@ -456,7 +456,8 @@ class Workers:
             state: A state of all workers, of whatever number.
             n: How many continue; for several axes a tuple, whose first number may
                 change. `None`: as many as these workers are.
-            joiners: As for `oxs.resize`, whose `"fresh"` needs the transformation.
+            joiners: As for `oxs.by_hand.resize`, whose `"fresh"` needs the
+            transformation.
             strict: Refuse a resize in the middle of a round that would lose
                 something.
 

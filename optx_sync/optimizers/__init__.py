@@ -31,6 +31,8 @@ from optx_sync.optimizers.grad_variance_scaled import (
     grad_variance_scaled as grad_variance_scaled,
 )
 from optx_sync.optimizers.keras import keras as keras
+from optx_sync.optimizers.slots import slot as slot
+from optx_sync.optimizers.slots import slot_names as slot_names
 
 __all__ = [
     "LeafRule",
@@ -52,4 +54,6 @@ __all__ = [
     "proximal_adagrad",
     "proximal_gradient_descent",
     "rmsprop",
+    "slot",
+    "slot_names",
 ]

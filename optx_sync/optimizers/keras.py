@@ -30,7 +30,7 @@ class KerasState(NamedTuple):
     slots: dict[str, Tree]  # "momentum", "velocity", ...: trees like the parameters
 
     def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, as `oxs.slot` reads them."""
+        """The slots by name, as `oxs.optimizers.slot` reads them."""
         return self.slots
 
 

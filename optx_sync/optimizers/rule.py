@@ -136,7 +136,7 @@ class RuleState(NamedTuple):
     slots: Tree  # the rule's NamedTuple, each field a tree like the parameters'
 
     def named_slots(self) -> dict[str, Tree]:
-        """The slots by name, as `oxs.slot` reads them."""
+        """The slots by name, as `oxs.optimizers.slot` reads them."""
         return self.slots._asdict()
 
 

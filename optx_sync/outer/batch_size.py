@@ -54,9 +54,9 @@ def next_batch_size(
 
     Example:
         >>> import optx_sync as oxs
-        >>> oxs.next_batch_size(900.0, 256, multiple=64)
+        >>> oxs.outer.next_batch_size(900.0, 256, multiple=64)
         960
-        >>> oxs.next_batch_size(100.0, 256, multiple=64)
+        >>> oxs.outer.next_batch_size(100.0, 256, multiple=64)
         256
 
     References:

@@ -43,8 +43,8 @@ def delayed_nesterov(
         x &\leftarrow x - r (c b m + g) \quad\text{at the others}
 
     With n = 1 it is `optax.sgd(r, b, nesterov=True)`. Use it as
-    `oxs.diloco_rule(outer=oxs.delayed_nesterov(0.7))` in `oxs.simulate.asynchronous`
-    and `oxs.runtime.run`.
+    `oxs.rules.diloco(outer=oxs.outer.delayed_nesterov(0.7))` in
+    `oxs.simulate.asynchronous` and `oxs.runtime.run`.
 
     Args:
         learning_rate: r; a schedule counts arrivals.
@@ -64,7 +64,7 @@ def delayed_nesterov(
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> tx = oxs.delayed_nesterov(1.0, momentum=0.5, every=2)
+        >>> tx = oxs.outer.delayed_nesterov(1.0, momentum=0.5, every=2)
         >>> state = tx.init(jnp.zeros(()))
         >>> for g in (1.0, 2.0, 4.0):
         ...     updates, state = tx.update(jnp.float32(g), state)

@@ -44,8 +44,8 @@ def qsr(
             with the run's last step. `None`: the run may end in the middle of a period.
 
     Returns:
-        A schedule for `communication_period=`, which `oxs.due` reads too. Where the
-        learning rate is 0 the period is infinite: no round is due.
+        A schedule for `communication_period=`, which `oxs.by_hand.due` reads too. Where
+        the learning rate is 0 the period is infinite: no round is due.
 
     Raises:
         TypeError: A number of steps or `base` is not an integer.
@@ -55,8 +55,8 @@ def qsr(
         >>> import optax
         >>> import optx_sync as oxs
         >>> rate = optax.cosine_decay_schedule(0.1, 60)
-        >>> period = oxs.qsr(rate, 0.2, total_steps=60)
-        >>> [step for step in range(60) if oxs.due(period, step)]
+        >>> period = oxs.outer.qsr(rate, 0.2, total_steps=60)
+        >>> [step for step in range(60) if oxs.by_hand.due(period, step)]
         [3, 7, 11, 15, 20, 27, 40, 59]
         >>> tx = oxs.local_sgd(optax.sgd(rate), "workers", communication_period=period)
 

@@ -130,11 +130,11 @@ def gossip(
     their disagreement, and is a few `collective-permute` inside a conditional (a
     grouped all-reduce for `grid`): other steps send nothing.
 
-    One worker's parameters are not the model: evaluate `oxs.mean_params(params)`. It
-    computes `params + updates`, so it stands last in a chain, and `update` needs
-    `params`. `update` and `apply_gradients` take `meet` and `weight` as those of
-    `center_variable` do: with weights w_j the mean is `sum_j W_ij w_j x_j` over
-    `sum_j W_ij w_j`.
+    One worker's parameters are not the model: evaluate
+    `oxs.by_hand.mean_params(params)`. It computes `params + updates`, so it stands last
+    in a chain, and `update` needs `params`. `update` and `apply_gradients` take `meet`
+    and `weight` as those of `center_variable` do: with weights w_j the mean is `sum_j
+    W_ij w_j x_j` over `sum_j W_ij w_j`.
 
     Args:
         inner: The worker's own optimizer.
@@ -167,15 +167,17 @@ def gossip(
         >>> import optx_sync as oxs
         >>> tx = oxs.gossip(optax.sgd(1.0), "workers", graph=oxs.graphs.ring())
         >>> params = jnp.zeros(2)
-        >>> axes = oxs.state_axes(tx, params)
+        >>> axes = oxs.by_hand.state_axes(tx, params)
         >>> def step(grads, state, params):
         ...     return oxs.apply_gradients(tx, grads, state, params)
         >>> step = jax.vmap(step, (0, axes, 0), (0, axes), axis_name="workers")
         >>> grads = jnp.array([[0.0, 3.0], [3.0, 0.0], [0.0, 0.0], [6.0, 0.0]])
         >>> params, state = step(
-        ...     grads, oxs.replicate(tx.init(params), 4, axes), oxs.replicate(params, 4)
+        ...     grads,
+        ...     oxs.by_hand.replicate(tx.init(params), 4, axes),
+        ...     oxs.by_hand.replicate(params, 4),
         ... )
-        >>> oxs.mean_params(params).round(4)
+        >>> oxs.by_hand.mean_params(params).round(4)
         Array([-2.25, -0.75], dtype=float32)
 
     References:
@@ -253,7 +255,8 @@ def noloco(
 
     The outer momentum must be lower than DiLoCo's: under a heavy ball momentum of 0.9
     workers drift apart even without gradients, so an unstable `outer` is refused. The
-    workers' shards of the data should look alike; evaluate `oxs.mean_params(params)`.
+    workers' shards of the data should look alike. Evaluate
+    `oxs.by_hand.mean_params(params)`.
 
     Args:
         inner: The worker's own optimizer.
@@ -275,7 +278,7 @@ def noloco(
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> tx = oxs.noloco(optax.adamw(1e-3), "workers", communication_period=100)
-        >>> [oxs.due(tx, step) for step in (98, 99)]
+        >>> [oxs.by_hand.due(tx, step) for step in (98, 99)]
         [False, True]
 
     References:
@@ -309,7 +312,7 @@ def mean_params(params: Tree) -> Tree:
     Example:
         >>> import jax.numpy as jnp
         >>> import optx_sync as oxs
-        >>> oxs.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
+        >>> oxs.by_hand.mean_params({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})
         {'w': Array([2., 4.], dtype=float32)}
     """
 

@@ -91,7 +91,7 @@ def map_marked(
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"axes do not fit the tree: {str(error).rstrip('.')}. Pass None, or a tree "
-            "like it of 0 and None: oxs.state_axes(tx, params) for a state."
+            "like it of 0 and None: oxs.by_hand.state_axes(tx, params) for a state."
         ) from None
     cut = jax.tree.leaves(in_pieces(tree, level)) if pieces else [False] * len(leaves)
 

@@ -241,7 +241,7 @@ class Layout(NamedTuple):
                     raise ValueError(
                         f"The state {'.'.join(name)} lies in pieces, and no parameter "
                         "tells how many numbers it has. Cut it anew with "
-                        "oxs.resize(tx, params, state, n)."
+                        "oxs.by_hand.resize(tx, params, state, n)."
                     )
                 shapes[place] = (whole[place],)
         return [

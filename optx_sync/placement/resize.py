@@ -53,7 +53,7 @@ def resize_tree(
     if len(sizes) > 1:
         raise ValueError(
             f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
-            "workers, of one run, as oxs.replicate stacks them."
+            "workers, of one run, as oxs.by_hand.replicate stacks them."
         )
     before = sizes.pop() if sizes else n
     if n == before:
@@ -298,10 +298,10 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
         if not fits:
             what = "it has no worker axis" if more < own else "it is of another run"
             raise ValueError(
-                f"The state at {path_name(path)} has shape {shape}, of one worker "
-                f"{one.shape}: {what}. Pass the parameters and state of all workers, "
-                "as oxs.replicate stacks them; with replicas whose parameters have "
-                "no worker axis pass replicated=True."
+                f"The state at {path_name(path)} has shape {shape}, of one worker"
+                f" {one.shape}: {what}. Pass the parameters and state of all workers,"
+                " as oxs.by_hand.replicate stacks them; with replicas whose parameters"
+                " have no worker axis pass replicated=True."
             )
         found.append(_Leaf(x, one, own, cut))
     return found

@@ -67,8 +67,8 @@ def map_workers(
             tuple of its axes, along which one worker axis lies, the first one major.
         mesh: The devices, with axes of type `Auto` or `Explicit`; `None` to simulate.
         in_axes: 0 or `None` for each positional argument, or a tree of them that is a
-            prefix of it, as `oxs.state_axes` gives it for a state. Keyword arguments
-            have axis 0. (Only these: stack workers in front.)
+            prefix of it, as `oxs.by_hand.state_axes` gives it for a state. Keyword
+            arguments have axis 0. (Only these: stack workers in front.)
         out_axes: The same for what `fun` returns. `None` is for results that are equal
             on all workers: counters and center of a state, results of `oxs.reduce`.
         specs: With a mesh, how one worker is sharded over its other axes: a tree like
@@ -94,7 +94,7 @@ def map_workers(
         >>> def above_mean(x):
         ...     return x - oxs.reduce(x, "workers")
         >>> x = jnp.array([1.0, 2.0, 6.0])
-        >>> jax.jit(oxs.map_workers(above_mean, "workers"))(x)
+        >>> jax.jit(oxs.by_hand.map_workers(above_mean, "workers"))(x)
         Array([-2., -1.,  3.], dtype=float32)
     """
     axes = check_axis_name(axis_name)
@@ -144,10 +144,11 @@ def _simulated(
     """`map_workers` without a mesh."""
     if len(axes) > 1:
         raise ValueError(
-            f"map_workers over the axes {axes!r} needs a mesh, which says how many "
-            "workers lie along each of them. To simulate them on one device name one "
-            "axis, or map over one at a time: "
-            f"oxs.map_workers(oxs.map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
+            f"map_workers over the axes {axes!r} needs a mesh, which says how many"
+            " workers lie along each of them. To simulate them on one device name one"
+            " axis, or map over one at a time:"
+            f" oxs.by_hand.map_workers(oxs.by_hand.map_workers(fun, {axes[-1]!r}),"
+            f" {axes[0]!r})."
         )
     mapped = jax.vmap(fun, in_axes, out_axes, axis_name=entry_of(axes))
 
@@ -373,9 +374,9 @@ def _fit(marks: Tree, tree: Tree, what: str) -> list[int | None]:
         )
     except ValueError as error:
         raise ValueError(
-            f"{what} do not fit: {str(error).rstrip('.')}. Axes are 0 or None, or a "
-            "tree of them like the first levels of the value; oxs.state_axes(tx, "
-            "params) gives those of a state."
+            f"{what} do not fit: {str(error).rstrip('.')}. Axes are 0 or None, or a"
+            " tree of them like the first levels of the value;"
+            " oxs.by_hand.state_axes(tx, params) gives those of a state."
         ) from None
     return jax.tree.leaves(broadcast, is_leaf=_is_none)
 
@@ -404,10 +405,10 @@ def _marks_of(
         shape = jnp.shape(leaf)
         if not shape:
             raise ValueError(
-                f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give "
-                "it None in in_axes if it is equal for all workers, else "
-                "oxs.replicate(x, n), which stacks a state that tx.init gives with "
-                "axes=oxs.state_axes(tx, params)."
+                f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give it"
+                " None in in_axes if it is equal for all workers, else"
+                " oxs.by_hand.replicate(x, n), which stacks a state that tx.init gives"
+                " with axes=oxs.by_hand.state_axes(tx, params)."
             )
         workers = shape[0] if workers is None else workers
         if shape[0] != workers:
@@ -417,9 +418,10 @@ def _marks_of(
             else:
                 what = wrong_number(what, axes, positions)
             raise ValueError(
-                f"{what} What is one worker's is stacked first: oxs.replicate(x, n), "
-                "a state with axes=oxs.state_axes(tx, params); what is equal for all "
-                "has None in in_axes."
+                f"{what} What is one worker's is stacked first:"
+                " oxs.by_hand.replicate(x, n), a state with"
+                " axes=oxs.by_hand.state_axes(tx, params); what is equal for all has"
+                " None in in_axes."
             )
     if workers is None:
         raise ValueError(

@@ -219,9 +219,10 @@ def sync_replicas(
     (a number such as its tokens, or a bool; 0 is not counted). `meet` (bool, equal on
     all replicas) decides in place of the counter.
 
-    Each replica's state has fields of its own (`oxs.Workers`, `oxs.state_axes`). With
-    `variable_averages` it computes `params + updates`: it stands last in a chain, and
-    `oxs.averaged_params(state, params)` reads the averages.
+    Each replica's state has fields of its own (`oxs.Workers`,
+    `oxs.by_hand.state_axes`). With `variable_averages` it computes `params + updates`:
+    it stands last in a chain, and `oxs.averaged_params(state, params)` reads the
+    averages.
 
     Args:
         inner: The transformation that gets the mean gradient.

@@ -96,9 +96,9 @@ def run(
         worker_fn: The worker's program, for cloudpickle.
         params: The parameters to start from.
         inner: The workers' optimizer; with `SyncReplicas`, the server's.
-        agreement: A center rule (`oxs.local_sgd_rule()`), or `SyncReplicas(...)`, which
-            needs one server and refuses `exchange`, `pull_exchange`, `replay`, `weigh`,
-            `fragments`, `delay` and `keep_local`.
+        agreement: A center rule (`oxs.rules.local_sgd()`), or `SyncReplicas(...)`,
+            which needs one server and refuses `exchange`, `pull_exchange`, `replay`,
+            `weigh`, `fragments`, `delay` and `keep_local`.
         num_workers: How many workers.
         num_servers: The processes that hold the center, each some parts of it.
         communication_period: Steps between a worker's rounds, an int or a schedule of
@@ -140,7 +140,7 @@ def run(
             folder.
     """
     if weigh is not None:
-        contract.check_rule(agreement, "run(..., oxs.diloco_rule(), ..., weigh=weigh)")
+        contract.check_rule(agreement, "run(..., oxs.rules.diloco(), ..., weigh=weigh)")
         agreement = contract.weighed(agreement, weigh)  # pyright: ignore[reportArgumentType] # checked above
     settings = Settings(
         num_workers, communication_period, exchange, fragments, delay, keep_local,

@@ -110,7 +110,7 @@ class Worker:
         >>> import jax.numpy as jnp, optax
         >>> import optx_sync as oxs
         >>> from optx_sync.runtime import Server, Worker
-        >>> rule, params = oxs.local_sgd_rule(), {"w": jnp.zeros(2)}
+        >>> rule, params = oxs.rules.local_sgd(), {"w": jnp.zeros(2)}
         >>> server = Server(params, rule, num_workers=2, communication_period=1)
         >>> settings = dict(num_workers=2, communication_period=1)
         >>> one = Worker(server, params, optax.sgd(1.0), rule, index=0, **settings)

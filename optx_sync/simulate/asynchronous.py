@@ -180,7 +180,7 @@ def asynchronous(
         >>> target = jnp.array([1.0, 3.0])
         >>> run = oxs.simulate.asynchronous(
         ...     optax.sgd(0.5),
-        ...     oxs.local_sgd_rule(),
+        ...     oxs.rules.local_sgd(),
         ...     jnp.zeros(()),
         ...     lambda worker, params, event: params - target[worker],
         ...     workers=jnp.array([0, 0, 1] * 20),
@@ -194,7 +194,7 @@ def asynchronous(
     References:
         Dean et al., "Large Scale Distributed Deep Networks", 2012 (DOWNPOUR).
     """
-    call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.local_sgd_rule(), ...)"
+    call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.rules.local_sgd(), ...)"
     inner = check_inner(inner, call)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     check_rule(rule, call)

@@ -23,14 +23,14 @@ def measured(workers, shard_center):
         optax.sgd(0.1), "workers", communication_period=4, shard_center=shard_center
     )
     params = jax.ShapeDtypeStruct((FLOATS // 64, 64), "float32")
-    axes = oxs.state_axes(tx, params)
+    axes = oxs.by_hand.state_axes(tx, params)
     one = params, jax.eval_shape(tx.init, params)
     params, state = oxs.Workers(workers, "workers", mesh=mesh).expect(one)
 
     def step(params, state):
         return oxs.apply_gradients(tx, params, state, params)
 
-    mapped = oxs.map_workers(
+    mapped = oxs.by_hand.map_workers(
         step, "workers", mesh=mesh, in_axes=(0, axes), out_axes=(0, axes)
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state).compile()

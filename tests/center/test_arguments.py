@@ -132,15 +132,21 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
         ),
         (
             lambda: wrong.diloco(SGD, AXIS, outer=0.7),
-            r"TypeError: must be an Optax .*transformation; got 0.7 .* oxs.diloco_rule",
+            (
+                r"TypeError: must be an Optax .*transformation; got 0.7 .*"
+                r" oxs.rules.diloco"
+            ),
         ),
         (
             lambda: wrong.agn_rule(None),
-            r"TypeError: must be an Optax .*transformation; got None .* oxs.agn_rule",
+            r"TypeError: must be an Optax .*transformation; got None .* oxs.rules.agn",
         ),
         (
-            lambda: wrong.center_variable(SGD, oxs.local_sgd_rule, AXIS),
-            r"TypeError: must be a CenterRule; got <function .* oxs.local_sgd_rule\(\)",
+            lambda: wrong.center_variable(SGD, oxs.rules.local_sgd, AXIS),
+            (
+                r"TypeError: must be a CenterRule; got <function .*"
+                r" oxs.rules.local_sgd\(\)"
+            ),
         ),
         (
             lambda: wrong.local_sgd(SGD, 0),
@@ -226,7 +232,7 @@ def test_a_gradient_that_autodiff_has_summed_is_refused(tx):
         local, mesh=contexts.mesh(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS)
     )
     with pytest.raises(
-        ValueError, match=r"already summed .*oxs.replicate\(params, n\)"
+        ValueError, match=r"already summed .*oxs.by_hand.replicate\(params, n\)"
     ):
         jax.eval_shape(run, PARAMS, jnp.ones(contexts.REPLICAS))
 

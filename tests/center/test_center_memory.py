@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -127,15 +128,15 @@ def test_a_center_is_saved_restored_resized_and_compared_where_it_is(tmp_path):
     simulated = oxs.Workers(REPLICAS, AXIS)
     _, state = simulated.resize(simulated.start((PARAMS, tx.init(PARAMS))), 3)
     assert kinds((state.center, state.outer)) == {"pinned_host"}
-    copied = oxs.replicate(tx.init(PARAMS), 3, oxs.state_axes(tx, PARAMS))
+    copied = by_hand.replicate(tx.init(PARAMS), 3, by_hand.state_axes(tx, PARAMS))
     assert kinds(copied.center) == {"pinned_host"}
 
 
 def test_quiet_steps_hand_the_center_on():
     """They hold no operation on it: each array goes from argument to result."""
     tx = make("diloco")
-    axes = oxs.state_axes(tx, PARAMS)
-    state = oxs.replicate(tx.init(PARAMS), REPLICAS, axes)
+    axes = by_hand.state_axes(tx, PARAMS)
+    state = by_hand.replicate(tx.init(PARAMS), REPLICAS, axes)
 
     def touched(meet):
         def step(state, params):

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.center import test_lockstep
 
@@ -34,13 +35,15 @@ EXPECTED_BYTES = {
 
 def compiled(tx) -> Any:
     """`update` of a transformation in shard_map, state placed by `state_specs`."""
-    axes = oxs.state_axes(tx, PARAMS)
-    state_specs = oxs.state_specs(tx, PARAMS, jax.tree.map(lambda _: P(), PARAMS), AXIS)
+    axes = by_hand.state_axes(tx, PARAMS)
+    state_specs = by_hand.state_specs(
+        tx, PARAMS, jax.tree.map(lambda _: P(), PARAMS), AXIS
+    )
 
     def local(grads, state, params):
-        grads, params = oxs.first((grads, params))
-        updates, state = tx.update(grads, oxs.first(state, axes), params)
-        return oxs.replicate(updates, 1), oxs.replicate(state, 1, axes)
+        grads, params = by_hand.first((grads, params))
+        updates, state = tx.update(grads, by_hand.first(state, axes), params)
+        return by_hand.replicate(updates, 1), by_hand.replicate(state, 1, axes)
 
     update = jax.shard_map(
         local,
@@ -48,8 +51,8 @@ def compiled(tx) -> Any:
         in_specs=(P(AXIS), state_specs, P(AXIS)),
         out_specs=(P(AXIS), state_specs),
     )
-    params = oxs.replicate(PARAMS, WORKERS)
-    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
+    params = by_hand.replicate(PARAMS, WORKERS)
+    state = by_hand.replicate(tx.init(PARAMS), WORKERS, axes)
     lowered = jax.jit(update, donate_argnums=1).lower(params, state, params)
     return lowered.compile()
 
@@ -66,16 +69,16 @@ def test_a_round_sends_the_parameters_once_inside_a_conditional(name):
 @pytest.mark.parametrize("name", ["elastic_schedule", "agn", "local_sgd", "diloco"])
 def test_islands_send_their_shards_inside_a_conditional(name):
     tx, _ = test_lockstep.CASES[name]
-    axes = oxs.state_axes(tx, PARAMS)
+    axes = by_hand.state_axes(tx, PARAMS)
     mesh = contexts.island_mesh()
     specs = {"matrix": P("inside"), "vector": P("inside")}
     stacked = jax.tree.map(lambda spec: P(AXIS, *spec), specs)
     arguments = []
     for tree, tree_specs in (
-        (oxs.replicate(PARAMS, WORKERS), stacked),
+        (by_hand.replicate(PARAMS, WORKERS), stacked),
         (
-            oxs.replicate(tx.init(PARAMS), WORKERS, axes),
-            oxs.state_specs(tx, PARAMS, specs, AXIS),
+            by_hand.replicate(tx.init(PARAMS), WORKERS, axes),
+            by_hand.state_specs(tx, PARAMS, specs, AXIS),
         ),
     ):
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree_specs)

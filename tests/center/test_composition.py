@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.center.test_laws import RULES, STEPS, gradients, replay
 from tests.meshes import mesh_of
@@ -85,7 +86,7 @@ def test_none_gradients(rule):
         "used": jnp.ones((WORKERS, 3)),
         "unused": jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2),
     }
-    state = oxs.replicate(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+    state = by_hand.replicate(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
     # The center of the unused leaf is [0, 1] on all workers, as at worker 0.
     grads = {"used": jnp.ones((WORKERS, 3)), "unused": None}
     quiet, state = one_step(tx, grads, state, params)
@@ -158,15 +159,15 @@ def test_a_tuple_of_axes(rule):
     tx = rules[rule](names)
     params: Any = jnp.ones(3)
     grads = gradients(params=np.ones(3))
-    axes = oxs.state_axes(tx, params)
-    specs = oxs.state_specs(tx, params, P(), names)
+    axes = by_hand.state_axes(tx, params)
+    specs = by_hand.state_specs(tx, params, P(), names)
     mesh = mesh_of(dict.fromkeys(names, 2))
 
     def local(params, state, grads):
-        params, state, grads = params[0], oxs.first(state, axes), grads[0]
+        params, state, grads = params[0], by_hand.first(state, axes), grads[0]
         run: Any = contexts.steps(tx)
         history, state = run(params, state, grads, {})
-        return history[None], oxs.replicate(state, 1, axes)
+        return history[None], by_hand.replicate(state, 1, axes)
 
     history, _ = jax.jit(
         jax.shard_map(
@@ -176,8 +177,8 @@ def test_a_tuple_of_axes(rule):
             out_specs=(P(names), specs),
         )
     )(
-        oxs.replicate(params, 4),
-        oxs.replicate(tx.init(params), 4, axes),
+        by_hand.replicate(params, 4),
+        by_hand.replicate(tx.init(params), 4, axes),
         np.swapaxes(grads, 0, 1),
     )
     expected, _ = replay(rules[rule](AXIS), grads, np.ones(3, np.float32))
@@ -221,7 +222,7 @@ def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     )
     # With rho = a / learning rate the penalty doubles the pull, but for the first step.
     params: Any = jnp.full((2, 1), 4.0, dtype)
-    state = oxs.replicate(tx.init(params[0]), 2)
+    state = by_hand.replicate(tx.init(params[0]), 2)
     grads = jnp.zeros((2, 1), dtype)
     params = params.at[1].set(0.0)
     values = []
@@ -259,7 +260,9 @@ def test_optax_finds_its_way_in_a_state(name):
     np.testing.assert_array_equal(doubled.center["matrix"], params["matrix"] + 1)
     assert int(doubled.local_step) == 0
 
-    specs = oxs.state_specs(tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers")
+    specs = by_hand.state_specs(
+        tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers"
+    )
     assert specs.center == {"scalar": P(), "matrix": P("fsdp")}
     assert specs.local_step == specs.steps_since_round == specs.global_step == P()
     assert specs.info.dropped == P("workers")
@@ -268,7 +271,7 @@ def test_optax_finds_its_way_in_a_state(name):
     assert specs.accumulated in ((), own)
     assert specs.taken in ((), whole)
     assert specs.broken in ((), P("workers"))
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
     assert (axes.center["matrix"], axes.local_step) == (None, None)
     assert (axes.info.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
 

@@ -30,7 +30,10 @@ def test_every_arrival_is_nesterov():
     nesterov = steps(optax.sgd(rate, 0.9, nesterov=True))
     for every in (1, None):
         np.testing.assert_allclose(
-            steps(oxs.delayed_nesterov(rate, 0.9, every)), nesterov, rtol=0, atol=1e-6
+            steps(oxs.outer.delayed_nesterov(rate, 0.9, every)),
+            nesterov,
+            rtol=0,
+            atol=1e-6,
         )
 
 
@@ -39,7 +42,7 @@ def test_the_momentum_waits():
     for c in (0.0, 0.1):
         number, rate, factor = 4, 0.7, 0.9
         x, m, d = np.ones(3), np.zeros(3), np.zeros(3)
-        found = steps(oxs.delayed_nesterov(rate, factor, c=c), num_workers=number)
+        found = steps(oxs.outer.delayed_nesterov(rate, factor, c=c), num_workers=number)
         for t, mean_part in enumerate(GRADS.astype(np.float64)):
             g = number * mean_part  # as it comes from the worker, not yet divided
             d = d + g
@@ -60,7 +63,7 @@ def test_weights_of_contributions():
     order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
     tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
     target = np.array([1.0, 3.0], np.float32)
-    rule = oxs.diloco_rule(oxs.delayed_nesterov(0.5, 0.9))
+    rule = oxs.rules.diloco(oxs.outer.delayed_nesterov(0.5, 0.9))
     run = oxs.simulate.asynchronous(
         optax.sgd(0.5),
         rule,
@@ -116,7 +119,7 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
     read the variables, and then neither the optimizer nor the global step moves.
     """
     order, target = np.array([0, 1, 2] * 6), np.array([1.0, 3.0, 8.0], np.float32)
-    rule = oxs.diloco_rule(optax.sgd(0.5, momentum=0.9))
+    rule = oxs.rules.diloco(optax.sgd(0.5, momentum=0.9))
     settings: dict[str, Any] = {"num_workers": 3, "communication_period": 1}
 
     def drop_stale(at):
@@ -164,7 +167,7 @@ def test_what_is_refused():
         (lambda: wrong.delayed_nesterov("0.7"), TypeError, "or an Optax schedule"),
         (
             lambda: wrong.center_variable(
-                optax.sgd(1.0), oxs.diloco_rule()._replace(weigh=weigh), "workers"
+                optax.sgd(1.0), oxs.rules.diloco()._replace(weigh=weigh), "workers"
             ),
             ValueError,
             "in lockstep nobody is late",
@@ -183,7 +186,7 @@ def test_what_is_refused():
     def run(**options):
         return wrong.simulate.asynchronous(
             optax.sgd(0.5),
-            oxs.local_sgd_rule(),
+            oxs.rules.local_sgd(),
             jnp.zeros(()),
             lambda worker, params, event: params,
             [0, 1],

@@ -37,8 +37,8 @@ OUTER = optax.sgd(0.7, momentum=0.5, nesterov=True)
 CODE = oxs.exchange.error_feedback(oxs.exchange.quantized(4, block=16))
 WEIGHTS = RNG.integers(0, 3, STEPS + 1).astype(np.float32)
 WEIGHTS[[2, 3, 11, 12]] = 0  # alone and with another
-ELASTIC = oxs.elastic_rule(moving_rate=0.2, rho=0.3)
-AGN = oxs.agn_rule(optax.sgd(0.3))
+ELASTIC = oxs.rules.elastic(moving_rate=0.2, rho=0.3)
+AGN = oxs.rules.agn(optax.sgd(0.3))
 
 
 def grads_at(step, params, scale=SCALE, place: Any = 0):
@@ -87,7 +87,7 @@ def on_an_axis(driver, rule, workers=1, **options):
         lambda params, place: driver(rule, "workers", params, place, **options),
         axis_name="workers",
     )
-    return mapped(oxs.replicate(start(), workers), jnp.arange(workers))
+    return mapped(oxs.by_hand.replicate(start(), workers), jnp.arange(workers))
 
 
 def asynchronous(rule, scale=SCALE, workers=1, **options):
@@ -131,9 +131,9 @@ def runtime(rule, workers=1, weigh=None, **options):
     return tuple(jax.tree.map(lambda *x: np.stack(x), *of) for of in (params, centers))
 
 
-LOCAL, DILOCO = oxs.local_sgd_rule(), oxs.diloco_rule(OUTER)
-ELASTIC = oxs.elastic_rule(moving_rate=0.2, rho=0.3)
-AGN = oxs.agn_rule(optax.sgd(0.3))
+LOCAL, DILOCO = oxs.rules.local_sgd(), oxs.rules.diloco(OUTER)
+ELASTIC = oxs.rules.elastic(moving_rate=0.2, rho=0.3)
+AGN = oxs.rules.agn(optax.sgd(0.3))
 DROPS = {"drop_nonfinite": True, "scale": BROKEN}
 # name: (rule, the drivers beside lockstep, options)
 CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
     "diloco": (DILOCO, "gossip asynchronous runtime", {}),
     "elastic": (ELASTIC, "asynchronous runtime", {}),
     "agn": (AGN, "asynchronous runtime", {}),
-    "agn_updates": (oxs.agn_rule(None, accumulate="updates"), "asynchronous", {}),
+    "agn_updates": (oxs.rules.agn(None, accumulate="updates"), "asynchronous", {}),
     "schedule": (
         DILOCO,
         "gossip asynchronous runtime",
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
             "exchange": CODE,
         },
     ),
-    "rows": (AGN, "asynchronous runtime", {"fragments": oxs.strided(2)}),
+    "rows": (AGN, "asynchronous runtime", {"fragments": oxs.rules.strided(2)}),
     "together": (
         DILOCO,
         "asynchronous",

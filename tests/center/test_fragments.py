@@ -44,7 +44,7 @@ OWNERS = {
     3: [0] * 6 + [1] * 6 + [2] * 6,
     4: [0] * 4 + [1] * 4 + [2] * 5 + [3] * 5,
     unequal: [0] * 4 + [1] * 2 + [0] * 4 + [2] * 2 + [1] + [2] * 5,
-    oxs.strided(3): [0, 0, 1, 1, 2, 2] * 2 + [0] + [0, 1, 2, 0, 1],
+    oxs.rules.strided(3): [0, 0, 1, 1, 2, 2] * 2 + [0] + [0, 1, 2, 0, 1],
 }
 # Worker 2 breaks in the middle of a period, 1 while a part is on its way, all of them
 # in one of the next, 0 in the step of a round.
@@ -88,7 +88,7 @@ def case(rule, fragments, period, delay=0, keep=0.0, outer="sgd", drop=False):
 EVERYWHERE = {
     "general, ": case("diloco", unequal, 6, 2, 0.5, "nesterov", drop=True),
     "at once, ": case("elastic", 4, 8),
-    "in line, ": case("agn", oxs.strided(3), 3, 1, 0.25, "nesterov", drop=True),
+    "in line, ": case("agn", oxs.rules.strided(3), 3, 1, 0.25, "nesterov", drop=True),
 }
 OTHERS = {
     "whole, ": case("diloco", 1, 3, 3, 0.0, "nesterov", drop=True),
@@ -146,7 +146,7 @@ def check(context, cases):
         if name != "whole, ":  # It meets half as often.
             np.testing.assert_array_equal(dropped, expected)
         if context not in contexts.AXES_CONTEXTS:
-            own = oxs.first(own)
+            own = oxs.by_hand.first(own)
         center = flat(own.center[name], 0)[None]
         contexts.assert_close({name: center}, {name: centers[-1:]})
 
@@ -179,7 +179,7 @@ def program(**options):
     ("fragments", "number", "period", "delay"),
     [
         (4, 4, 8, 0),
-        (oxs.strided(4), 4, 8, 2),
+        (oxs.rules.strided(4), 4, 8, 2),
         (4, 4, 4, 1),
         (3, 3, 3, 1),  # of unequal size, in a flat buffer
     ],
@@ -315,7 +315,7 @@ def test_a_worker_in_half_precision_lands_on_the_center():
         for name, x in params.items()
     }
     history, state = contexts.replay("vmap_axes", tx, params, grads)
-    center: Any = oxs.center_params(state, oxs.replicate(params, 3))
+    center: Any = oxs.center_params(state, oxs.by_hand.replicate(params, 3))
     # The first part landed in step 2 and 4; that of the second is on its way.
     assert center["a"].dtype == jnp.bfloat16
     own, center = history["a"][-1], contexts._numpy(center["a"])
@@ -341,8 +341,8 @@ def test_the_caller_may_say_when_a_part_meets():
             carry = step(*carry, grads, meet)
         return carry
 
-    counted = run([oxs.due(tx, number) for number in range(6)])
-    assert oxs.due(tx, 1) and not oxs.due(tx, 2)
+    counted = run([oxs.by_hand.due(tx, number) for number in range(6)])
+    assert oxs.by_hand.due(tx, 1) and not oxs.by_hand.due(tx, 2)
     assert counted[1].global_step == 3
     early = run([True] * 3 + [False] * 3)
     assert early[1].global_step == 3
@@ -359,18 +359,18 @@ def test_what_of_an_outer_state_belongs_to_a_part_is_placed_as_its_parameter():
     params = {"table": jnp.zeros((4, 6)), "bias": jnp.zeros(6)}
     specs = {"table": P("row", "column"), "bias": P("column")}
     # Some of a parameter's rows lie as it does but for the rows; half a bias is whole.
-    for fragments, bias in ((rows, P("column")), (oxs.strided(2), P())):
+    for fragments, bias in ((rows, P("column")), (oxs.rules.strided(2), P())):
         tx = oxs.diloco(INNER, AXIS, fragments=fragments, delay=1)
-        got = oxs.state_specs(tx, params, specs, AXIS)
+        got = oxs.by_hand.state_specs(tx, params, specs, AXIS)
         assert got.outer[0][0].trace["table"] == P(None, "column")
         assert got.center == specs
         assert got.pending.values == (bias, P(None, "column")) and got.ages == P()
         in_line = oxs.diloco(
             INNER, AXIS, fragments=fragments, delay=1, communication_period=2
         )
-        got = oxs.state_specs(in_line, params, specs, AXIS)
+        got = oxs.by_hand.state_specs(in_line, params, specs, AXIS)
         assert got.pending.values == (P(AXIS, *bias), P(AXIS, None, "column"))
-        axes = oxs.state_axes(in_line, params)
+        axes = oxs.by_hand.state_axes(in_line, params)
         assert set(axes.pending.values) == {0} and axes.ages is None
 
 
@@ -388,7 +388,7 @@ LAYERS = {
 def test_strided_reads_the_number_of_a_layer(names):
     tree, parts = LAYERS[names]
     params = jax.tree.map(lambda _: np.zeros(4), tree)
-    part_of: Any = oxs.strided(3)
+    part_of: Any = oxs.rules.strided(3)
     found = jax.tree.leaves(jax.tree_util.tree_map_with_path(part_of, params))
     if parts is None:
         parts = [[0, 1, 2, 0]] * len(found)
@@ -421,26 +421,26 @@ def parts(fragments):
 
 def step_of(tx, made_by: Any = None, **extra):
     made_by, params = made_by or tx, {"a": jnp.ones(4), "b": jnp.ones(4)}
-    axes = oxs.state_axes(made_by, params)
+    axes = oxs.by_hand.state_axes(made_by, params)
 
     def one(params, state):
         return oxs.apply_gradients(tx, params, state, params, **extra)
 
     one = jax.vmap(one, in_axes=(0, axes), axis_name=AXIS)
-    state = oxs.replicate(made_by.init(params), 2, axes)
-    return lambda: jax.eval_shape(one, oxs.replicate(params, 2), state)
+    state = oxs.by_hand.replicate(made_by.init(params), 2, axes)
+    return lambda: jax.eval_shape(one, oxs.by_hand.replicate(params, 2), state)
 
 
 IN_LINE = oxs.agn(INNER, AXIS, communication_period=2, fragments=2, delay=1)
 HALVES, LAYERED = (
     oxs.agn(INNER, AXIS, communication_period=4, fragments=fragments)
-    for fragments in (2, oxs.strided(2))
+    for fragments in (2, oxs.rules.strided(2))
 )
 NO_PART = "ValueError: nothing is in number"
 REFUSED: list[tuple[Any, str]] = [
     (lambda: made(fragments=0), "ValueError: 1 or more"),
-    (lambda: oxs.strided(-1), "ValueError: 1 or more"),
-    (lambda: made(fragments=2.0), "TypeError: oxs.strided"),
+    (lambda: oxs.rules.strided(-1), "ValueError: 1 or more"),
+    (lambda: made(fragments=2.0), "TypeError: oxs.rules.strided"),
     (lambda: made(fragments=True), "TypeError: or a function"),
     (lambda: made(delay=-1), "ValueError: delay must be 0 or more"),
     (lambda: made(delay=0.5), "TypeError: delay must be an integer"),
@@ -471,7 +471,7 @@ REFUSED: list[tuple[Any, str]] = [
         "ValueError: around another center rule",
     ),
     (
-        lambda: oxs.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3),
+        lambda: oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3),
         "TypeError: pass the period itself",
     ),
 ]

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.step import landing
 from tests import contexts
 
@@ -35,7 +36,7 @@ def start():
 def test_a_hard_pull_lands_a_thousand_times(rule):
     tx = HARD[rule]
     one = start()
-    axes = oxs.state_axes(tx, one)
+    axes = by_hand.state_axes(tx, one)
 
     def body(params, state, key):
         def step(carry, key):
@@ -52,8 +53,8 @@ def test_a_hard_pull_lands_a_thousand_times(rule):
 
     run = jax.vmap(body, (0, axes, 0), (0, None), axis_name=AXIS)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    stacked = oxs.replicate(one, WORKERS)
-    state = oxs.replicate(tx.init(one), WORKERS, axes)
+    stacked = by_hand.replicate(one, WORKERS)
+    state = by_hand.replicate(tx.init(one), WORKERS, axes)
     history, centers = jax.jit(run)(stacked, state, keys)
     for name in one:
         assert history[name].dtype == name
@@ -133,7 +134,7 @@ def test_parameters_and_state_are_donated_from_the_first_step(rule):
 
     def one_worker(params, state, grads):
         run = jax.vmap(step, (None, None, 0), axis_name=AXIS)
-        return oxs.first(run(params, state, grads))
+        return by_hand.first(run(params, state, grads))
 
     run = jax.jit(one_worker, donate_argnums=(0, 1))
     for init in (tx.init, jax.jit(tx.init)):
@@ -184,7 +185,7 @@ def test_init_and_a_scan_inside_of_a_checked_shard_map(rule):
     params = jnp.arange(3.0)
     first = jax.jit(
         jax.shard_map(varying, in_specs=P(AXIS), out_specs=P(AXIS), **over)
-    )(oxs.replicate(params, WORKERS), grads)
+    )(by_hand.replicate(params, WORKERS), grads)
     second, center = jax.jit(
         jax.shard_map(
             replicated, in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P()), **over

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.center.worker import is_due
 from tests import contexts
 
@@ -104,8 +105,8 @@ def test_an_elastic_exchange_conserves_the_sum_of_workers_and_center():
     tx: Any = oxs.elastic_average(
         optax.sgd(0.1), AXIS, moving_rate=0.3, rho=0.0, communication_period=1
     )
-    axes = oxs.state_axes(tx, PARAMS)
-    state = oxs.replicate(tx.init(PARAMS), WORKERS, axes)
+    axes = by_hand.state_axes(tx, PARAMS)
+    state = by_hand.replicate(tx.init(PARAMS), WORKERS, axes)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda p: rng.normal(size=(WORKERS, *np.shape(p))).astype(np.float32), PARAMS
@@ -312,7 +313,7 @@ def test_a_period_that_grows_is_reached():
     assert rounds[:31] == list(range(2, 64, 2))
     assert rounds[31:] == [64, 67, 71, 77, 93]
     tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=period)
-    assert [end for end in range(1, 101) if oxs.due(tx, end - 1)] == rounds
+    assert [end for end in range(1, 101) if by_hand.due(tx, end - 1)] == rounds
 
 
 def test_where_a_period_is_nan_the_workers_meet():
@@ -341,7 +342,7 @@ def test_what_a_round_measures():
             0.25,
         ),
     ):
-        state = oxs.replicate(tx.init(params[0]), WORKERS)
+        state = by_hand.replicate(tx.init(params[0]), WORKERS)
         step = jax.jit(
             jax.vmap(functools.partial(oxs.apply_gradients, tx), axis_name=AXIS)
         )
@@ -356,8 +357,10 @@ def test_what_a_round_measures():
         np.testing.assert_allclose(
             after.contribution_norm, np.full(WORKERS, mean_square**0.5), rtol=1e-6
         )
-        assert oxs.slot_names(oxs.first(state))[0] == "center"
-        assert "distance_before_round" not in str(oxs.slot_names(oxs.first(state)))
+        assert oxs.optimizers.slot_names(by_hand.first(state))[0] == "center"
+        assert "distance_before_round" not in str(
+            oxs.optimizers.slot_names(by_hand.first(state))
+        )
     without = oxs.metrics(oxs.local_sgd(optax.sgd(0.5), AXIS).init(params[0]))
     assert without.distance_before_round is without.contribution_norm is None
 

@@ -297,7 +297,7 @@ def check(context, names, extra=None):
         contexts.assert_close(history[name], workers)
         center = own.center
         if context not in contexts.AXES_CONTEXTS:
-            center = oxs.first(center)
+            center = oxs.by_hand.first(center)
         contexts.assert_close(
             jax.tree.map(lambda c: np.asarray(c)[None], center[name]),
             jax.tree.map(lambda c: c[-1:], centers),

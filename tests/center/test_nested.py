@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.meshes import mesh_of
 from tests.reference.center import nested
@@ -72,10 +73,10 @@ def expected(levels, grads):
 
 def start(tx, shape=(PODS, WORKERS)) -> Any:
     """Stacked parameters and state, and the axes of the state, the outer first."""
-    axes = [oxs.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
+    axes = [by_hand.state_axes(tx, PARAMS, level=at) for at in range(len(shape))]
     params, state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
     for n, marks in reversed(list(zip(shape, axes, strict=True))):
-        params, state = oxs.replicate(params, n), oxs.replicate(state, n, marks)
+        params, state = by_hand.replicate(params, n), by_hand.replicate(state, n, marks)
     return params, state, axes
 
 
@@ -89,16 +90,16 @@ def lanes(tx, names=AXES, shape=(PODS, WORKERS)) -> Any:
 
 def on_mesh(tx, check_vma=True) -> Any:
     """The body of `contexts.steps` under shard_map over both levels' axes."""
-    specs = oxs.state_specs(tx, PARAMS, P(), P(*AXES))
+    specs = by_hand.state_specs(tx, PARAMS, P(), P(*AXES))
     outer, inner = start(tx)[2]
 
     def local(params, state, grads, extra):
-        params, grads = (oxs.first(oxs.first(x)) for x in (params, grads))
-        state = oxs.first(oxs.first(state, outer), inner)
+        params, grads = (by_hand.first(by_hand.first(x)) for x in (params, grads))
+        state = by_hand.first(by_hand.first(state, outer), inner)
         run: Any = contexts.steps(tx)
         history, state = run(params, state, grads, extra)
-        history = oxs.replicate(oxs.replicate(history, 1), 1)
-        return history, oxs.replicate(oxs.replicate(state, 1, inner), 1, outer)
+        history = by_hand.replicate(by_hand.replicate(history, 1), 1)
+        return history, by_hand.replicate(by_hand.replicate(state, 1, inner), 1, outer)
 
     mesh = mesh_of(dict(zip(AXES, (PODS, WORKERS), strict=True)))
     return jax.shard_map(
@@ -190,26 +191,26 @@ def test_levels_of_a_state():
         for state in (axes, axes.inner):
             assert state.local_step is state.steps_since_round is None
             assert state.global_step is None
-    specs: Any = oxs.state_specs(tx, PARAMS, P(), P(*AXES))
+    specs: Any = by_hand.state_specs(tx, PARAMS, P(), P(*AXES))
     assert specs.center["scalar"] == P("data")
     assert specs.inner.taken["vector"] == P("pods")
     assert specs.local_step == specs.inner.local_step == P()
     assert specs.info.dropped == P(*AXES)
     # Of gradients that meet inside of a worker the counters are the worker's own.
     replicas = oxs.local_sgd(oxs.sync_replicas(SGD, "data", 2), "pods")
-    outer, inner = (oxs.state_axes(replicas, PARAMS, level=at) for at in (0, 1))
+    outer, inner = (by_hand.state_axes(replicas, PARAMS, level=at) for at in (0, 1))
     assert (outer.inner.global_step, inner.inner.global_step) == (0, None)
     # Where replicas hold one inner state, all of it is shared, whatever it is made of.
     inside = oxs.sync_replicas(optax.adam(0.1), "inside", 2)
     both = oxs.sync_replicas(inside, "data", 2)
-    shared: Any = oxs.state_axes(both, PARAMS, replicated=True)
+    shared: Any = by_hand.state_axes(both, PARAMS, replicated=True)
     assert shared.accumulator.row_weights == 0
     assert jax.tree.leaves(shared.inner) == []
     for level in (-1, 2):
         with pytest.raises(ValueError, match=r"has 2 level.*got level"):
-            oxs.state_axes(tx, PARAMS, level=level)
+            by_hand.state_axes(tx, PARAMS, level=level)
     with pytest.raises(ValueError, match=r"has 1 level.*got level 1"):
-        oxs.state_specs(oxs.local_sgd(SGD, "data"), PARAMS, P(), P(*AXES))
+        by_hand.state_specs(oxs.local_sgd(SGD, "data"), PARAMS, P(), P(*AXES))
 
 
 def test_metrics_and_center_of_two_levels():

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 
 STEPS = 120
 
@@ -47,15 +48,15 @@ def test_rounds_are_those_of_the_rule(arguments):
     numbers = dict(arguments)
     total = numbers.pop("total", None)
     # Compiled, as the host asks often.
-    period = jax.jit(oxs.qsr(falling, **numbers, total_steps=total))
-    found = [step for step in range(STEPS) if oxs.due(period, step)]
+    period = jax.jit(oxs.outer.qsr(falling, **numbers, total_steps=total))
+    found = [step for step in range(STEPS) if by_hand.due(period, step)]
     assert found == rounds(**arguments)
     assert (found[-1] == STEPS - 1) or total is None
     assert max(np.diff(found)) > 2 * min(np.diff(found))
 
 
 def test_a_compiled_run_meets_where_the_host_says():
-    period = jax.jit(oxs.qsr(falling, 0.3, warmup=10, total_steps=STEPS))
+    period = jax.jit(oxs.outer.qsr(falling, 0.3, warmup=10, total_steps=STEPS))
     tx = oxs.local_sgd(optax.sgd(0.1), "workers", communication_period=period)
 
     def run(x):
@@ -66,13 +67,13 @@ def test_a_compiled_run_meets_where_the_host_says():
         return jax.lax.scan(step, (x, tx.init(x)), length=STEPS)[1]
 
     met = jax.jit(jax.vmap(run, axis_name="workers"))(jnp.arange(2.0))
-    expected = [oxs.due(tx, step) for step in range(STEPS)]
+    expected = [by_hand.due(tx, step) for step in range(STEPS)]
     np.testing.assert_array_equal(met, [expected] * 2)
     assert expected[-1]
 
 
 def test_a_constant_rate_gives_a_constant_period():
-    period = oxs.qsr(0.1, 0.3, base=2)
+    period = oxs.outer.qsr(0.1, 0.3, base=2)
     # 0.3 / 0.1 is not quite 3 in floats.
     np.testing.assert_array_equal([period(0), period(jnp.int32(50))], [9.0, 9.0])
 
@@ -90,4 +91,4 @@ def test_a_constant_rate_gives_a_constant_period():
 )
 def test_bad_numbers_are_refused(arguments, error):
     with pytest.raises(error):
-        oxs.qsr(0.1, **arguments)
+        oxs.outer.qsr(0.1, **arguments)

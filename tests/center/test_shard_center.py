@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.center.sharded_memory import FLOATS, measured
 from tests.meshes import mesh_of
@@ -34,7 +35,7 @@ INNER = optax.sgd(0.1, momentum=0.5)
 LATE: dict[str, Any] = {"drop_nonfinite": True, "fragments": 2, "delay": 2}
 PAPER = {"accumulate": "updates", "reduction": "sum"}
 AGN = {"outer": oxs.optimizers.adam(0.01), "inner_state": "average"}
-KEPT = {"fragments": oxs.strided(2), "keep_local": 0.5, "measure": True}
+KEPT = {"fragments": oxs.rules.strided(2), "keep_local": 0.5, "measure": True}
 # (rule, period, options)
 RULES: dict[str, tuple[Any, int, Any]] = {
     "local_sgd": (oxs.local_sgd, 2, {}),
@@ -123,7 +124,7 @@ def test_the_numbers_are_those_of_a_whole_center(context):
         if name == "diloco":
             pieces = state[name].center.tree["matrix"]
             assert pieces.shape == (REPLICAS, -(-33 // REPLICAS))
-            outer = oxs.slot(state[name], "outer.trace")["matrix"]
+            outer = oxs.optimizers.slot(state[name], "outer.trace")["matrix"]
             assert outer.shape == pieces.shape
             assert measured.dropped.tolist() == [1, 2, 1, 1]
 
@@ -168,8 +169,8 @@ def test_codes_go_up_and_down_and_nothing_is_lost(context, name):
     grads["matrix"][:, :, 0, 0] = -50
     _, now = contexts.replay(context, coded(name), params, grads)
     if context == "vmap_axes":
-        four = oxs.replicate(params, REPLICAS)
-        three, more = oxs.resize(coded("8 bits"), four, now, 3)
+        four = by_hand.replicate(params, REPLICAS)
+        three, more = by_hand.resize(coded("8 bits"), four, now, 3)
         # They go on where workers are, not where the owners' pieces are.
         for leaf, x in more.taken.items():
             assert np.array_equal(x, now.taken[leaf])
@@ -222,7 +223,7 @@ def test_workers_that_are_sharded():
         )
         params, state, axes = contexts.begun(tx, one, 2)
         grads = {"w": params["w"] + jnp.arange(2.0)[:, None, None]}
-        step = oxs.map_workers(
+        step = by_hand.map_workers(
             lambda params, state, grads, tx=tx: oxs.apply_gradients(
                 tx, grads, state, params
             ),
@@ -337,9 +338,9 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
     # Three workers go on from the center and the outer state of four.
     params, state = train(step, *now, 1)
     center = oxs.center_params(state, params)
-    more_params, more = oxs.resize(tx, params, state, 3)
+    more_params, more = by_hand.resize(tx, params, state, 3)
     same(oxs.center_params(more, more_params), center)
-    before, after = (oxs.slot(s, "outer.trace")["w"] for s in (state, more))
+    before, after = (oxs.optimizers.slot(s, "outer.trace")["w"] for s in (state, more))
     assert (before.shape, after.shape) == ((4, 4), (3, 5)) and np.abs(before).max() > 0
     same(before.reshape(-1)[:13], after.reshape(-1)[:13])
     moved, more = train(start(tx, 3)[0], more_params, more, 2)
@@ -359,10 +360,10 @@ def test_parts_in_pieces_are_saved_and_cut_anew(tmp_path):
     step, *now = start(tx, 4)
     params, state = train(step, *now, 4)
     restored = saved_and_read(tmp_path, state)
-    moved, more = oxs.resize(tx, params, restored, 4)
+    moved, more = by_hand.resize(tx, params, restored, 4)
     same(more, state)
     with pytest.warns(UserWarning, match="have learned"):
-        moved, more = oxs.resize(tx, params, restored, 3)
+        moved, more = by_hand.resize(tx, params, restored, 3)
     same(oxs.center_params(more, moved), oxs.center_params(state, params))
     same(pending(more), pending(state))
     assert np.abs(pending(state)[9:]).min() > 0 and not pending(state)[:9].any()

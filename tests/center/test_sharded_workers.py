@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.meshes import mesh_of
 
 PARAMS = {"sharded": jnp.zeros(2), "whole": jnp.zeros(3)}
@@ -19,16 +20,16 @@ WITH_WORKERS = jax.tree.map(lambda spec: P("workers", *spec), SPECS)
 
 def run(tx, grads, steps=1, check_vma=True, state_specs=None):
     """(parameters, state) of two workers of two shards after some equal steps."""
-    axes = oxs.state_axes(tx, PARAMS)
-    specs = state_specs or oxs.state_specs(tx, PARAMS, SPECS, "workers")
+    axes = by_hand.state_axes(tx, PARAMS)
+    specs = state_specs or by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     mesh = mesh_of({"workers": 2, "shards": 2})
 
     def local(params, state, grads):
-        params, grads = oxs.first((params, grads))
-        state = oxs.first(state, axes)
+        params, grads = by_hand.first((params, grads))
+        state = by_hand.first(state, axes)
         for _ in range(steps):
             params, state = oxs.apply_gradients(tx, grads, state, params)
-        return oxs.replicate(params, 1), oxs.replicate(state, 1, axes)
+        return by_hand.replicate(params, 1), by_hand.replicate(state, 1, axes)
 
     step = jax.shard_map(
         local,
@@ -37,8 +38,8 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
         out_specs=(WITH_WORKERS, specs),
         check_vma=check_vma,
     )
-    state = oxs.replicate(tx.init(PARAMS), 2, axes)
-    return jax.jit(step)(oxs.replicate(PARAMS, 2), state, grads)
+    state = by_hand.replicate(tx.init(PARAMS), 2, axes)
+    return jax.jit(step)(by_hand.replicate(PARAMS, 2), state, grads)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -79,19 +80,19 @@ def test_updates_that_vary_over_fewer_axes_than_the_parameters(drop_nonfinite):
     tx = oxs.local_sgd(
         constant(), "workers", communication_period=2, drop_nonfinite=drop_nonfinite
     )
-    params, state = run(tx, oxs.replicate(PARAMS, 2), steps=3)
+    params, state = run(tx, by_hand.replicate(PARAMS, 2), steps=3)
     np.testing.assert_array_equal(params["sharded"], np.full((2, 2), -3.0))
     np.testing.assert_array_equal(state.center["sharded"], [-2.0, -2.0])
 
 
 def test_a_center_that_does_not_lie_as_the_parameters_do():
     tx = oxs.local_sgd(optax.sgd(1.0), "workers")
-    specs: Any = oxs.state_specs(tx, PARAMS, P(), "workers")
+    specs: Any = by_hand.state_specs(tx, PARAMS, P(), "workers")
     with pytest.raises(ValueError, match=r"'sharded'\].*\['shards'\], but the center"):
-        run(tx, oxs.replicate(PARAMS, 2), state_specs=specs)
+        run(tx, by_hand.replicate(PARAMS, 2), state_specs=specs)
 
 
 def test_what_is_pending_of_a_whole_worker_does_not_fit_its_shards():
     tx = oxs.diloco(optax.sgd(1.0), "workers", delay=1, communication_period=2)
     with pytest.raises(ValueError, match=r"state\.pending.*of shape .* such as shards"):
-        run(tx, oxs.replicate(PARAMS, 2), check_vma=False)
+        run(tx, by_hand.replicate(PARAMS, 2), check_vma=False)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 
 STEPS = 4000  # The slowest mode of these grids moves by 0.37 % in a step.
 
@@ -43,7 +44,7 @@ def test_stability_map_of_900_points(workers):
         params: Any = 1 + jnp.arange(
             workers, dtype=jnp.float32
         )  # All modes are excited.
-        state = oxs.replicate(tx.init(jnp.float32(-1)), workers)
+        state = by_hand.replicate(tx.init(jnp.float32(-1)), workers)
 
         def step(carry, _):
             params, state = carry
@@ -67,10 +68,10 @@ def test_a_moving_rate_that_diverges_without_gradients_is_refused_in_lockstep():
     """A round multiplies the distance by 1 - a (p + 1); one by one any rate is well."""
 
     def step(moving_rate, workers=8):
-        rule = oxs.elastic_rule(moving_rate=moving_rate, rho=0.0)
+        rule = oxs.rules.elastic(moving_rate=moving_rate, rho=0.0)
         tx = oxs.center_variable(optax.sgd(0.0), rule, "workers")
         params = jnp.arange(float(workers))
-        state = oxs.replicate(tx.init(params[0]), workers)
+        state = by_hand.replicate(tx.init(params[0]), workers)
         jax.eval_shape(jax.vmap(tx.update, axis_name="workers"), params, state, params)
 
     for rate, workers in ((2 / 9, 8), (0.9 / 8, 8), (1.0, 1)):
@@ -96,7 +97,7 @@ def test_turns_of_workers_are_a_linear_map(workers):
     def run(eta, alpha):
         final = oxs.simulate.asynchronous(
             optax.sgd(eta),
-            oxs.elastic_rule(moving_rate=alpha, rho=0.0),
+            oxs.rules.elastic(moving_rate=alpha, rho=0.0),
             jnp.ones(()),
             lambda worker, params, event: params,
             np.arange(3 * workers) % workers,

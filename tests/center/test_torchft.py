@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.reference import torchft
 
@@ -101,9 +102,9 @@ def test_diloco_mocked_failure_recovery():
         params, state = step(params, state)
         if number == 6:
             with pytest.warns(UserWarning, match="what leaving workers have learned"):
-                params, state = oxs.resize(tx, params, state, 1)
+                params, state = by_hand.resize(tx, params, state, 1)
         if number == 9:
-            params, state = oxs.resize(tx, params, state, 2)
+            params, state = by_hand.resize(tx, params, state, 2)
         own.append(np.stack(params, -1))
         center.append(np.stack(state.center))
     recorded = RECORDED[0, 0.0]

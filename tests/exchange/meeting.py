@@ -21,7 +21,7 @@ def mapped(context, function, replicas):
         return jax.pmap(function, axis_name=AXIS, devices=jax.devices()[:replicas])
 
     def stacked(*args):
-        return jax.tree.map(lambda x: x[None], function(*oxs.first(args)))
+        return jax.tree.map(lambda x: x[None], function(*oxs.by_hand.first(args)))
 
     keywords: Any = {"check_vma": context != "shard_map_unchecked"}
     if context == "sharded_workers":

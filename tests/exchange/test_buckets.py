@@ -65,7 +65,7 @@ def test_each_bucket_travels_by_itself_and_no_number_changes(case):
     for function, buckets in ((whole, 1), (cut, 3)):
         mapped = jax.shard_map(
             lambda grads, function=function: jax.tree.map(
-                lambda x: x[None], function(oxs.first(grads))
+                lambda x: x[None], function(oxs.by_hand.first(grads))
             ),
             mesh=mesh(),
             in_specs=jax.P(AXIS),

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.exchange.meeting import AXIS, mapped, placed
 from tests.meshes import mesh_of
 from tests.refusals import refused
@@ -67,7 +68,7 @@ def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
     specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
 
     def meet(tree):
-        mean = exchange.meet(oxs.first(tree), (), AXIS)[0]
+        mean = exchange.meet(by_hand.first(tree), (), AXIS)[0]
         return jax.tree.map(lambda x: x[None], mean)
 
     mapped_by_hand = jax.jit(
@@ -112,13 +113,13 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
     axes, specs = ({} for _ in range(2))
     for kind, one in tx.items():
         same = {"replicated": kind == "replicas"}
-        axes[kind] = oxs.state_axes(one, params, **same)
-        specs[kind] = oxs.state_specs(one, params, SHARDS, AXIS, **same)
+        axes[kind] = by_hand.state_axes(one, params, **same)
+        specs[kind] = by_hand.state_specs(one, params, SHARDS, AXIS, **same)
 
     def train(params, state, grads):
-        state = {kind: oxs.first(state[kind], axes[kind]) for kind in tx}
-        params["workers"] = oxs.first(params["workers"])
-        grads = oxs.first(grads)
+        state = {kind: by_hand.first(state[kind], axes[kind]) for kind in tx}
+        params["workers"] = by_hand.first(params["workers"])
+        grads = by_hand.first(grads)
 
         def step(carry, _):
             params, state = carry
@@ -129,8 +130,10 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
             return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
 
         params, state = jax.lax.scan(step, (params, state), length=steps)[0]
-        params["workers"] = oxs.replicate(params["workers"], 1)
-        return params, {kind: oxs.replicate(state[kind], 1, axes[kind]) for kind in tx}
+        params["workers"] = by_hand.replicate(params["workers"], 1)
+        return params, {
+            kind: by_hand.replicate(state[kind], 1, axes[kind]) for kind in tx
+        }
 
     placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
     run = jax.shard_map(
@@ -141,15 +144,15 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
         check_vma=check_vma,
     )
     state = {
-        kind: oxs.replicate(one.init(params), REPLICAS, axes[kind])
+        kind: by_hand.replicate(one.init(params), REPLICAS, axes[kind])
         for kind, one in tx.items()
     }
-    start = {"replicas": params, "workers": oxs.replicate(params, REPLICAS)}
+    start = {"replicas": params, "workers": by_hand.replicate(params, REPLICAS)}
     trained, state = jax.jit(run)(start, state, grads)
     for kind in tx:
         # Workers send how far they moved, which is minus their gradients.
         sign = 1 if kind == "replicas" else -1
-        owed = oxs.slot(state[kind], "error")
+        owed = oxs.optimizers.slot(state[kind], "error")
         for leaf, grad in grads.items():
             arrived = (steps * grad - sign * owed[leaf]).mean(0)
             found = np.asarray(trained[kind][leaf]).reshape(-1, *params[leaf].shape)[0]

@@ -237,7 +237,7 @@ def test_measures_through_an_exchange_of_your_own():
             measure=True,
         )
         params, state, axes = begun(tx, jnp.zeros(2), 2)
-        step = oxs.map_workers(
+        step = oxs.by_hand.map_workers(
             lambda params, state, grads, tx=tx: oxs.apply_gradients(
                 tx, grads, state, params
             ),

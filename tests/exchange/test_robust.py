@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.meshes import mesh_of
 from tests.reference import robust
 from tests.refusals import refused
@@ -339,7 +340,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
         )
 
         def local(tree, counts):
-            return oxs.replicate(steps(AXIS)(*oxs.first((tree, counts))), 1)
+            return by_hand.replicate(steps(AXIS)(*by_hand.first((tree, counts))), 1)
 
         shape = jax.shard_map(
             local,
@@ -477,7 +478,7 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
         drop_nonfinite=True,
         exchange=oxs.exchange.krum(1),
     )
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
 
     def step(gradient, state, params):
         return oxs.apply_gradients(tx, gradient, state, params)
@@ -485,8 +486,8 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
     steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     found, state = jax.jit(steps)(
         jnp.asarray(gradients),
-        oxs.replicate(tx.init(params), n, axes),
-        oxs.replicate(params, n),
+        by_hand.replicate(tx.init(params), n, axes),
+        by_hand.replicate(params, n),
     )
     # Five are left, of which the rule takes the four that are close to each other.
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
@@ -575,7 +576,7 @@ def mapped(exchange, tree, n=4):
         return exchange.meet(tree, (), AXIS).mean
 
     # Traced only: what does not fit is refused then.
-    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), oxs.replicate(tree, n))
+    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), by_hand.replicate(tree, n))
 
 
 ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
@@ -640,7 +641,7 @@ ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
         (
             lambda: jax.eval_shape(
                 jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
-                oxs.replicate({"w": ROWS}, 3),
+                by_hand.replicate({"w": ROWS}, 3),
                 jnp.ones(3, bool),
             ),
             "ValueError: row-sparse",

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts
 from tests.meshes import mesh_of
 from tests.refusals import refused
@@ -200,10 +201,10 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
         found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
     elif context == "map_workers":
         over = mesh_of({AXIS: 4, "fsdp": 2})
-        found = jax.jit(oxs.map_workers(one, AXIS, mesh=over))(params)
+        found = jax.jit(by_hand.map_workers(one, AXIS, mesh=over))(params)
     else:
         mapped = jax.shard_map(
-            lambda params: oxs.replicate(one(oxs.first(params)), 1),
+            lambda params: by_hand.replicate(one(by_hand.first(params)), 1),
             mesh=mesh_of({AXIS: 8}),
             in_specs=P(AXIS),
             out_specs=P(AXIS),
@@ -252,7 +253,7 @@ def test_the_complete_graph_is_local_sgd_to_the_bit():
         ]
 
     mapped = jax.vmap(histories, (0, 1), axis_name=AXIS)
-    found = jax.jit(mapped)(oxs.replicate(start, 4), tree(grads))
+    found = jax.jit(mapped)(by_hand.replicate(start, 4), tree(grads))
     for center, peers in (found[:2], found[2:]):
         for one, other in zip(*map(jax.tree.leaves, (center, peers)), strict=True):
             assert np.all(np.isfinite(one))
@@ -267,7 +268,7 @@ def test_noloco_is_the_released_form_of_two_arrays():
     start = rng.normal(size=D)
     tx = oxs.noloco(optax.sgd(1.0), AXIS, communication_period=period)
     params = tree(start)
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
 
     def run(params, state, grads):
         def step(carry, grads):
@@ -278,7 +279,9 @@ def test_noloco_is_the_released_form_of_two_arrays():
 
     mapped = jax.vmap(run, (0, axes, 1), ((0, axes), 1), axis_name=AXIS)
     (_, state), found = jax.jit(mapped)(
-        oxs.replicate(params, n), oxs.replicate(tx.init(params), n, axes), tree(steps)
+        by_hand.replicate(params, n),
+        by_hand.replicate(tx.init(params), n, axes),
+        tree(steps),
     )
     # The released program: m, s and x of each worker; groups of two.
     sources = [made.takes[0].source for made in oxs.graphs.random_pairs().rounds(n)]
@@ -303,7 +306,7 @@ def test_noloco_is_the_released_form_of_two_arrays():
     np.testing.assert_allclose(
         rows(oxs.center_params(state, last)), x.mean(0), atol=1e-6
     )
-    np.testing.assert_allclose(rows(oxs.mean_params(last)), x.mean(0), atol=1e-6)
+    np.testing.assert_allclose(rows(by_hand.mean_params(last)), x.mean(0), atol=1e-6)
     measured = oxs.metrics(state, last)
     assert int(measured.rounds) == rounds
     np.testing.assert_allclose(
@@ -379,7 +382,7 @@ def test_half_precision_travels_and_is_averaged_in_float32():
     history, state = contexts.replay("vmap_axes", tx, params, grads)
     assert history.dtype == np.float32  # as numpy holds bfloat16 here
     assert state.center.dtype == jnp.float32
-    assert oxs.center_params(state, oxs.replicate(params, 4)).dtype == jnp.bfloat16
+    assert oxs.center_params(state, by_hand.replicate(params, 4)).dtype == jnp.bfloat16
     found = rounded = np.asarray(state.center)
     rounded = np.asarray(jnp.asarray(found, jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(history[-1], rounded)
@@ -397,7 +400,7 @@ def compiled(tx, params, over, specs):
     def step(grads, state, params):
         return oxs.apply_gradients(tx, grads, state, params)
 
-    step = oxs.map_workers(
+    step = by_hand.map_workers(
         step, AXIS, mesh=over, in_axes=(0, axes, 0), out_axes=(0, axes)
     )
     return jax.jit(step).lower(params, state, params).compile()
@@ -522,14 +525,14 @@ _Module: Any = type("Module", (), {"__module__": "flax.nnx.module"})
             lambda: step_of(oxs.gossip(optax.sgd(0.1), AXIS, graph=oxs.graphs.grid(3))),
             "ValueError: the axis has 8",
         ),
-        (lambda: oxs.mean_params(jnp.ones(())), "ValueError: worker axis"),
+        (lambda: by_hand.mean_params(jnp.ones(())), "ValueError: worker axis"),
         (
             lambda: PLAIN.update(jnp.ones(3), PLAIN.init(jnp.ones(3))),
             "ValueError: got params=None",
         ),
         (lambda: PLAIN.init(_Module()), "TypeError: Flax NNX module"),
         (
-            lambda: step_of(PLAIN, state=oxs.replicate(PLAIN.init(jnp.ones(3)), 8)),
+            lambda: step_of(PLAIN, state=by_hand.replicate(PLAIN.init(jnp.ones(3)), 8)),
             "ValueError: takes the state of one worker",
         ),
         (

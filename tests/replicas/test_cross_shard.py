@@ -229,7 +229,7 @@ def test_groups_that_start_inside_checked_shard_map(inner):
     def train(grads):
         params = oxs.localize(jnp.ones(3), AXIS)
         history, _ = contexts.steps(tx)(params, tx.init(params), grads[0], {})
-        return oxs.replicate(history, 1)
+        return oxs.by_hand.replicate(history, 1)
 
     run = jax.jit(
         jax.shard_map(train, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P(AXIS))
@@ -270,7 +270,7 @@ LAYERS = {f"layer{i}": np.ones((i % 3 + 1, 4), np.float32) for i in range(8)}
 
 def compiled(tx, check_vma=True, weight=None):
     def step(params, state, grads, extra):
-        grads, extra = oxs.first((grads, extra))
+        grads, extra = oxs.by_hand.first((grads, extra))
         updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
@@ -282,7 +282,7 @@ def compiled(tx, check_vma=True, weight=None):
         check_vma=check_vma,
     )
     extra = {} if weight is None else {"weight": weight}
-    grads = oxs.replicate(LAYERS, N)
+    grads = oxs.by_hand.replicate(LAYERS, N)
     return jax.jit(mapped).lower(LAYERS, tx.init(LAYERS), grads, extra).compile()
 
 
@@ -329,10 +329,13 @@ def test_reduced_gradients_are_not_sent_again():
 
 def test_groups_use_the_collectives_that_there_are():
     def step(grads):
-        reduced = oxs.reduce(oxs.first(grads), AXIS, group_assignment=GROUPS)
-        return oxs.replicate(reduced, 1)
+        reduced = oxs.reduce(oxs.by_hand.first(grads), AXIS, group_assignment=GROUPS)
+        return oxs.by_hand.replicate(reduced, 1)
 
-    grads, specs = oxs.replicate(LAYERS, N), {"in_specs": P(AXIS), "out_specs": P(AXIS)}
+    grads, specs = (
+        oxs.by_hand.replicate(LAYERS, N),
+        {"in_specs": P(AXIS), "out_specs": P(AXIS)},
+    )
     for check_vma, kinds in (
         (False, {"all-reduce": 1}),
         (True, {"reduce-scatter": 1, "all-gather": 1}),
@@ -471,7 +474,9 @@ def test_recorded_from_the_original(name):
 
         return jax.lax.scan(step, (params, state), length=RECORDED[name]["steps"])[1]
 
-    start = oxs.replicate((named("p0"), tx.init(named("p0"))), hyper["num_shards"])
+    start = oxs.by_hand.replicate(
+        (named("p0"), tx.init(named("p0"))), hyper["num_shards"]
+    )
     run = jax.jit(jax.vmap(train, axis_name=AXIS, out_axes=1))
     contexts.assert_close(run(*start, named("a"), named("c")), named("p"))
 
@@ -532,7 +537,7 @@ def test_refused_at_construction(said, arguments):
 def test_refused_at_the_call(said, arguments):
     tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
     with refused(said):
-        lanes(tx, oxs.replicate(TREE, N), TREE, weight=jnp.ones(N))
+        lanes(tx, oxs.by_hand.replicate(TREE, N), TREE, weight=jnp.ones(N))
 
 
 OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)

@@ -58,8 +58,8 @@ def transformation():
 def started():
     """The state of all, [N, ...] where it lies on owners, and its axes."""
     tx = transformation()
-    axes = oxs.state_axes(tx, PARAMS, replicated=True)
-    return oxs.replicate(tx.init(PARAMS), REPLICAS, axes), axes
+    axes = oxs.by_hand.state_axes(tx, PARAMS, replicated=True)
+    return oxs.by_hand.replicate(tx.init(PARAMS), REPLICAS, axes), axes
 
 
 def body(params, state, grads):
@@ -101,7 +101,7 @@ def program(context):
     inputs = PARAMS, state, grads
     if context == "shard_map":
         axes = (None, axes, 0), (None, axes)
-        run = oxs.map_workers(
+        run = oxs.by_hand.map_workers(
             body, AXIS, mesh=contexts.mesh(), in_axes=axes[0], out_axes=axes[1]
         )
         return jax.jit(run), inputs
@@ -141,7 +141,7 @@ def test_one_scatter_one_gather_and_memory():
     state, axes = started()
     tx = transformation()
     step = jax.jit(
-        oxs.map_workers(
+        oxs.by_hand.map_workers(
             lambda grads, state: tx.update(grads, state, PARAMS),
             AXIS,
             mesh=contexts.mesh(),
@@ -178,13 +178,13 @@ def test_another_number_of_replicas():
     )
     back = numbered
     for n in (3, REPLICAS):
-        _, back = oxs.resize(tx, PARAMS, back, n, replicated=True)
+        _, back = oxs.by_hand.resize(tx, PARAMS, back, n, replicated=True)
         mu = momentum(back.own.tree.leaves["['blocks'][0]"])
         assert mu.shape == (n, 2, 6, 4)
         rows = np.asarray(mu).reshape(-1, 6, 4)[:5]
         assert np.array_equal(rows.ravel(), np.arange(5 * 24))
     with pytest.raises(ValueError, match="for one of 2 replicas"):
-        two = oxs.first(numbered, axes)
+        two = oxs.by_hand.first(numbered, axes)
         jax.vmap(lambda g: tx.update(g, two, PARAMS), axis_name=AXIS)(
             jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
         )
@@ -221,7 +221,7 @@ def test_a_partition_of_whole_matrices_and_numbers():
     labels = {"alone": "whole", "bias": "numbers", "blocks": ["whole", "whole"]}
     inner = optax.partition(rules, labels)
     tx = cross_shard(inner, AXIS, shard_state="leaves")
-    state, axes = tx.init(params), oxs.state_axes(tx, params, replicated=True)
+    state, axes = tx.init(params), oxs.by_hand.state_axes(tx, params, replicated=True)
     assert set(state.own.tree.leaves) == {"['alone']", "['blocks'][0]"}
     grads = jax.tree.map(lambda x: drawn(REPLICAS, *x.shape), params)
 
@@ -235,7 +235,7 @@ def test_a_partition_of_whole_matrices_and_numbers():
         )(grads, stacked)
         return ours, inner.update(mean, inner.init(params), params)[0]
 
-    ours, theirs = both(grads, oxs.replicate(state, REPLICAS, axes))
+    ours, theirs = both(grads, oxs.by_hand.replicate(state, REPLICAS, axes))
     for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(one, np.broadcast_to(other, one.shape), atol=1e-6)
 
@@ -347,14 +347,14 @@ def test_leaves_are_alike_only_if_their_constants_are(name, wrapper):
 def test_scalars_of_each_leaf_go_on_with_another_number_of_replicas():
     params = {"blocks": [drawn(3, 2) for _ in range(5)]}
     tx = cross_shard(optax.novograd(0.1), AXIS, shard_state="leaves")
-    axes = oxs.state_axes(tx, params, replicated=True)
-    state = oxs.replicate(tx.init(params), 4, axes)
+    axes = oxs.by_hand.state_axes(tx, params, replicated=True)
+    state = oxs.by_hand.replicate(tx.init(params), 4, axes)
     [group] = state.own.tree.leaves.values()
     assert group[0].nu["blocks"][0].shape == (4, 2)
     numbered = jax.tree.map(
         lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state
     )
-    _, three = oxs.resize(tx, params, numbered, 3, replicated=True)
+    _, three = oxs.by_hand.resize(tx, params, numbered, 3, replicated=True)
     [group] = three.own.tree.leaves.values()
     nu = np.ravel(group[0].nu["blocks"][0])
     assert nu.tolist()[:5] == [0, 1, 2, 3, 4] and nu.shape == (6,)

@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_the_whole(context, names):
                 )
     for name, param in PARAMS.items():
         if LABELS[name] == "adam":
-            m = oxs.slot(state["mean"], "m")[name]
+            m = oxs.optimizers.slot(state["mean"], "m")[name]
             assert m.shape == (REPLICAS, -(-param.size // REPLICAS))
 
 
@@ -144,7 +144,7 @@ def test_codes_to_the_owners_and_whole_updates_back():
         wanted = x - 0.1 * (grads[name].mean(1).sum(0) - owed)
         np.testing.assert_allclose(moved[0], wanted, rtol=1e-5, atol=1e-5)
     # Another number of replicas owes the same to the mean.
-    more = oxs.resize(tx, oxs.replicate(params, REPLICAS), state, 3)[1]
+    more = oxs.by_hand.resize(tx, oxs.by_hand.replicate(params, REPLICAS), state, 3)[1]
     for name, error in more.exchange.error.items():
         owed = np.asarray(state.exchange.error[name])
         np.testing.assert_allclose(error.mean(0), owed.mean(0), rtol=1e-4, atol=1e-6)
@@ -179,7 +179,7 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
             grads="summed",
             shard_state=sharded,
         )
-        axes = oxs.state_axes(tx, params, replicated=True)
+        axes = oxs.by_hand.state_axes(tx, params, replicated=True)
 
         def step(params, state, x, tx=tx):
             def loss(params):
@@ -189,19 +189,23 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
             return optax.apply_updates(params, updates), state
 
         def of_one(params, state, x, axes=axes, step=step):
-            params, state = step(params, oxs.first(state, axes), x[0])
-            return params, oxs.replicate(state, 1, axes)
+            params, state = step(params, oxs.by_hand.first(state, axes), x[0])
+            return params, oxs.by_hand.replicate(state, 1, axes)
 
-        marks = P(), oxs.state_specs(tx, params, P(), AXIS, replicated=True), P(AXIS)
+        marks = (
+            P(),
+            oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=True),
+            P(AXIS),
+        )
         mapped = jax.shard_map(of_one, mesh=mesh, in_specs=marks, out_specs=marks[:2])
-        now = params, oxs.replicate(tx.init(params), REPLICAS, axes)
+        now = params, oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
         for _ in range(3):
             now = jax.jit(mapped)(*now, batch)
         ends[sharded] = now[0]
         if sharded:
             # A count is no piece: it is one for all. And `init` knows where it runs.
             assert optax.tree_utils.tree_get(now[1], "count").shape == ()
-            there = oxs.map_workers(
+            there = oxs.by_hand.map_workers(
                 tx.init, AXIS, mesh=mesh, in_axes=(None,), out_axes=axes
             )(params)
             assert jax.tree.map(jnp.shape, there) == jax.tree.map(jnp.shape, now[1])
@@ -214,14 +218,14 @@ def test_bytes_and_memory():
     memory = {}
     for sharded in (True, False):
         tx = cross_shard(optax.adam(0.1), AXIS, shard_state=sharded)
-        axes = oxs.state_axes(tx, params, replicated=True)
-        state = oxs.replicate(tx.init(params), REPLICAS, axes)
+        axes = oxs.by_hand.state_axes(tx, params, replicated=True)
+        state = oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
 
         def update(grads, state, tx=tx):
             return tx.update(grads, state)
 
         step = jax.jit(
-            oxs.map_workers(
+            oxs.by_hand.map_workers(
                 update,
                 AXIS,
                 mesh=contexts.mesh(),
@@ -230,7 +234,7 @@ def test_bytes_and_memory():
             ),
             donate_argnums=1,
         )
-        grads = oxs.replicate(params, REPLICAS)
+        grads = oxs.by_hand.replicate(params, REPLICAS)
         # Adam's own arithmetic with a count.
         with jax.numpy_dtype_promotion("standard"):
             compiled = step.lower(grads, state).compile()
@@ -253,7 +257,7 @@ def test_bytes_and_memory():
 def test_a_missing_gradient_and_another_number_of_replicas():
     tx = cross_shard(oxs.optimizers.adagrad(0.1), AXIS, shard_state=True)
     params = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
-    axes = oxs.state_axes(tx, params)
+    axes = oxs.by_hand.state_axes(tx, params)
 
     def train(state, replicas):
         grads = jnp.tile(jnp.arange(7.0), (replicas, 1))
@@ -261,15 +265,17 @@ def test_a_missing_gradient_and_another_number_of_replicas():
         def step(grad, state):
             return tx.update({"w": grad, "none": None}, state, params)
 
-        mapped = oxs.map_workers(step, AXIS, in_axes=(0, axes), out_axes=(0, axes))
+        mapped = oxs.by_hand.map_workers(
+            step, AXIS, in_axes=(0, axes), out_axes=(0, axes)
+        )
         updates, state = jax.jit(mapped)(grads, state)
         assert np.array_equal(updates["none"], np.zeros((replicas, 3)))
         return updates["w"][0], state
 
-    first, state = train(oxs.replicate(tx.init(params), 3, axes), 3)
-    state = oxs.resize(tx, oxs.replicate(params, 3), state, 4)[1]
+    first, state = train(oxs.by_hand.replicate(tx.init(params), 3, axes), 3)
+    state = oxs.by_hand.resize(tx, oxs.by_hand.replicate(params, 3), state, 4)[1]
     second, state = train(state, 4)
-    accumulated = oxs.slot(state, "accumulator")["w"]
+    accumulated = oxs.optimizers.slot(state, "accumulator")["w"]
     assert accumulated.shape == (4, 2)
     np.testing.assert_allclose(
         accumulated.reshape(-1)[:7], 0.1 + 2 * np.square(np.arange(7.0)), rtol=1e-6
@@ -377,9 +383,9 @@ def test_hyperparameters_may_be_traced():
     )
     tx = make(learning_rate=0.5)
     state = tx.init(jnp.zeros(3))
-    axes = oxs.state_axes(tx, jnp.zeros(3))
+    axes = oxs.by_hand.state_axes(tx, jnp.zeros(3))
     step = jax.jit(
-        oxs.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
+        oxs.by_hand.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
     )
-    updates, _ = step(jnp.ones((2, 3)), oxs.replicate(state, 2, axes))
+    updates, _ = step(jnp.ones((2, 3)), oxs.by_hand.replicate(state, 2, axes))
     assert np.array_equal(updates, np.full((2, 3), -0.5))

@@ -146,7 +146,7 @@ def test_pods_that_share_out_their_matrices():
         owned = oxs.stacked(muon(), jax.P("fsdp"))
         params, state = trained(owned, mesh=mesh, specs=specs)
         tx = oxs.diloco(owned, "pods", communication_period=2)
-        asked = oxs.state_specs(tx, start, specs, "pods").inner.stacks
+        asked = oxs.by_hand.state_specs(tx, start, specs, "pods").inner.stacks
     for one, two in zip(*map(jax.tree.leaves, (params, expected)), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
     assert params["blocks"][0].sharding.spec == jax.P("pods", "fsdp")

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import sync_replicas
+from optx_sync import by_hand, sync_replicas
 from tests import contexts
 from tests.reference import sync_replicas as reference
 from tests.refusals import refused
@@ -162,13 +162,16 @@ def on_all(tree):
 
 def replicated(tx, params, grads, extra):
     """check_vma=True with `P()` for parameters and inner state, in and out."""
-    axes = oxs.state_axes(tx, params, replicated=True)
-    specs = oxs.state_specs(tx, params, P(), AXIS, replicated=True)
+    axes = by_hand.state_axes(tx, params, replicated=True)
+    specs = by_hand.state_specs(tx, params, P(), AXIS, replicated=True)
 
     def local(params, state, grads, extra):
-        state, (grads, extra) = oxs.first(state, axes), oxs.first((grads, extra))
+        state, (grads, extra) = (
+            by_hand.first(state, axes),
+            by_hand.first((grads, extra)),
+        )
         history, state = contexts.steps(tx)(params, state, grads, extra)
-        return history, oxs.replicate(state, 1, axes)
+        return history, by_hand.replicate(state, 1, axes)
 
     run = jax.shard_map(
         local,
@@ -176,7 +179,7 @@ def replicated(tx, params, grads, extra):
         in_specs=(P(), specs, P(AXIS), P(AXIS)),
         out_specs=(P(), specs),
     )
-    state = oxs.replicate(tx.init(params), N, axes)
+    state = by_hand.replicate(tx.init(params), N, axes)
     history, state = jax.jit(run)(params, state, *contexts.by_replica((grads, extra)))
     return on_all(history), state
 
@@ -209,13 +212,13 @@ def test_one_answer_everywhere(context):
 def test_replicated_state_has_an_axis_where_it_is_a_replicas_own():
     params = {"w": jnp.zeros(3)}
     tx = optax.chain(optax.trace(0.9), sync_replicas(optax.adam(0.1), AXIS, 2))
-    trace, own = oxs.state_axes(tx, params, replicated=True)
+    trace, own = by_hand.state_axes(tx, params, replicated=True)
     shared = (trace, own.inner, own.averages, own.global_step, own.accumulated)
     assert not jax.tree.leaves(shared)
     assert set(jax.tree.leaves((own.accumulator, own.info.outcome))) == {0}
     plain = oxs.cross_shard(optax.adam(0.1), AXIS)
-    assert not jax.tree.leaves(oxs.state_axes(plain, params, replicated=True))
-    specs = oxs.state_specs(plain, params, P("fsdp"), AXIS, replicated=True)
+    assert not jax.tree.leaves(by_hand.state_axes(plain, params, replicated=True))
+    specs = by_hand.state_specs(plain, params, P("fsdp"), AXIS, replicated=True)
     assert set(jax.tree.leaves(specs)) == {P(), P("fsdp")}
 
 
@@ -233,8 +236,8 @@ def test_an_inner_state_that_forgets_where_it_varies():
 
 def lanes(tx, params, replicas=N) -> Any:
     """Steps of all replicas on one device: (updates of the first, state) of each."""
-    axes = oxs.state_axes(tx, params)
-    start = oxs.replicate(tx.init(params), replicas, axes)
+    axes = by_hand.state_axes(tx, params)
+    start = by_hand.replicate(tx.init(params), replicas, axes)
 
     def one(state, grads, extra):
         return tx.update(grads, state, params, **extra)
@@ -265,10 +268,10 @@ def marking():
 def test_a_quiet_step_sends_flags_only():
     params = {"w": np.zeros((6, 5), np.float32), "b": np.zeros(3, np.float32)}
     tx = sync_replicas(marking(), AXIS, 6, variable_averages=0.9, drop_nonfinite=True)
-    axes, every = oxs.state_axes(tx, params), oxs.replicate(params, N)
+    axes, every = by_hand.state_axes(tx, params), by_hand.replicate(params, N)
     run = contexts.mapped(contexts.steps(tx), tx, every, axes, contexts.mesh(), True)
-    state = oxs.replicate(tx.init(params), N, axes)
-    two_steps = oxs.replicate(oxs.replicate(params, 2), N)
+    state = by_hand.replicate(tx.init(params), N, axes)
+    two_steps = by_hand.replicate(by_hand.replicate(params, 2), N)
     rows = oxs.audit.collectives(run, every, state, two_steps, {})
     always = [row for row in rows if not row.conditional]
     assert [(row.kind, row.bytes) for row in always] == [("all-reduce", 4 * N)]
@@ -281,12 +284,15 @@ def test_a_quiet_step_sends_flags_only():
 def test_a_quiet_step_of_islands_sends_flags_only():
     params = {"w": np.zeros((6, 4), np.float32)}
     tx = sync_replicas(optax.sgd(0.1), AXIS, 6)
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
     ways = {"in_axes": (0, axes, 0, 0), "out_axes": (0, axes)}
     mapped = jax.vmap(contexts.steps(tx), **ways, axis_name=AXIS, spmd_axis_name=AXIS)
-    every = oxs.replicate(params, N), oxs.replicate(oxs.replicate(params, 2), N)
+    every = (
+        by_hand.replicate(params, N),
+        by_hand.replicate(by_hand.replicate(params, 2), N),
+    )
     stacked, grads = jax.tree.map(contexts._on_islands, every)
-    state = oxs.replicate(tx.init(params), N, axes)
+    state = by_hand.replicate(tx.init(params), N, axes)
     rows = oxs.audit.collectives(jax.jit(mapped), stacked, state, grads, {})
     assert sum(row.bytes for row in rows if not row.conditional) <= 4 * N
     assert any(row.conditional and row.bytes >= 4 * 6 * 2 for row in rows)
@@ -548,7 +554,7 @@ def test_averages_are_read_in_the_parameters_dtype():
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(3)}
     only = {"variables_to_average": {"a": True, "b": False}}
     tx = sync_replicas(optax.identity(), AXIS, 1, variable_averages=0.5, **only)
-    state = oxs.replicate(tx.init(params), N)
+    state = by_hand.replicate(tx.init(params), N)
     read: Any = oxs.averaged_params(state, {"a": params["a"], "b": 7 * params["b"]})
     assert read["a"].dtype == jnp.bfloat16 and read["a"].shape == (N, 2)
     assert read["b"].tolist() == [7, 7, 7]

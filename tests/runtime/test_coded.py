@@ -96,7 +96,7 @@ def test_what_is_lost_is_known_and_fed_back():
 def test_a_run_is_its_simulation():
     """Two workers, one of them twice as fast."""
     code = exchange.error_feedback(exchange.quantized())
-    rule, inner, order = oxs.diloco_rule(), optax.sgd(0.05), [0, 0, 1] * 8
+    rule, inner, order = oxs.rules.diloco(), optax.sgd(0.05), [0, 0, 1] * 8
     params = {name: PARAMS[name] for name in ("matrix", "scalar")}
     settings: Any = {"num_workers": 2, "communication_period": 2, "exchange": code}
     server = Server(params, rule, **settings)
@@ -188,7 +188,7 @@ def lacking(worker: Any, server):
 def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
     """Two workers, one of them twice as fast, in parts that travel for a step."""
     pulls, inner = CODES[name][0], optax.sgd(0.05)
-    for rule in (oxs.diloco_rule(), oxs.elastic_rule(moving_rate=0.3, rho=0.0)):
+    for rule in (oxs.rules.diloco(), oxs.rules.elastic(moving_rate=0.3, rho=0.0)):
         settings: Any = {"num_workers": 2, "communication_period": 2, "fragments": 2}
         settings["pull_exchange"] = pulls
         params = {name: PARAMS[name] for name in ("matrix", "vector")}
@@ -222,7 +222,7 @@ def test_what_a_worker_is_told_is_what_it_knows_and_is_made_up_for(name):
 
 
 def test_who_did_not_hear_an_answer_is_told_whole_arrays(tmp_path):
-    rule, size = oxs.local_sgd_rule(), 4 * 40
+    rule, size = oxs.rules.local_sgd(), 4 * 40
     settings: Any = {"num_workers": 1, "pull_exchange": exchange.quantized()}
     params = {"w": jnp.linspace(0, 1, 40)}
 
@@ -263,7 +263,7 @@ def test_refused():
         "bits of the wrong size": np.zeros(3, np.uint8),
         "no codes": np.zeros(40, np.float32),
     }
-    rule, code = oxs.local_sgd_rule(), exchange.quantized()
+    rule, code = oxs.rules.local_sgd(), exchange.quantized()
     settings: Any = {"num_workers": 1, "exchange": code}
     server = Server({"w": jnp.zeros(40)}, rule, **settings)
     for array in wrong.values():
@@ -273,7 +273,7 @@ def test_refused():
     def start(agreement: Any, code: Any, params: Any = PARAMS):
         return Server(params, agreement, num_workers=1, exchange=code)
 
-    elastic = oxs.elastic_rule(moving_rate=0.1, rho=0.0)
+    elastic = oxs.rules.elastic(moving_rate=0.1, rho=0.0)
     cases: dict[str, tuple[Any, Any, Any, Any]] = {
         "reads the center": (elastic, code, PARAMS, ValueError),
         "one by one": (rule, exchange.median(), PARAMS, ValueError),

@@ -113,7 +113,7 @@ def one_worker_is_the_replay(rule, servers, code=None):
 
 def test_one_worker_is_the_replay_with_two_servers_and_coded_pushes():
     code = oxs.exchange.error_feedback(oxs.exchange.quantized())
-    one_worker_is_the_replay(oxs.diloco_rule(), 2, code)
+    one_worker_is_the_replay(oxs.rules.diloco(), 2, code)
 
 
 def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
@@ -657,5 +657,5 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
 def test_run_starts_ray_where_there_is_none_and_stops_it():
     """The last one: it takes the module's Ray away."""
     ray.shutdown()
-    one_worker_is_the_replay(oxs.elastic_rule(learning_rate=0.1), 1)
+    one_worker_is_the_replay(oxs.rules.elastic(learning_rate=0.1), 1)
     assert not ray.is_initialized()

@@ -56,12 +56,12 @@ GREEDY = oxs.CenterRule(
     accumulate="gradients",
 )
 RULES = {
-    "elastic": oxs.elastic_rule(learning_rate=0.1),
-    "elastic without penalty": oxs.elastic_rule(moving_rate=0.3, rho=0.0),
-    "agn": oxs.agn_rule(oxs.optimizers.adam(0.1)),
-    "agn of updates": oxs.agn_rule(None, accumulate="updates"),
-    "local_sgd": oxs.local_sgd_rule(),
-    "diloco": oxs.diloco_rule(),
+    "elastic": oxs.rules.elastic(learning_rate=0.1),
+    "elastic without penalty": oxs.rules.elastic(moving_rate=0.3, rho=0.0),
+    "agn": oxs.rules.agn(oxs.optimizers.adam(0.1)),
+    "agn of updates": oxs.rules.agn(None, accumulate="updates"),
+    "local_sgd": oxs.rules.local_sgd(),
+    "diloco": oxs.rules.diloco(),
     "all of it": GREEDY,
 }
 
@@ -123,7 +123,7 @@ def test_only_what_the_formulas_read_travels():
 
 def center_server(**settings):
     return Server(
-        PARAMS, oxs.local_sgd_rule(), num_workers=2, communication_period=1, **settings
+        PARAMS, oxs.rules.local_sgd(), num_workers=2, communication_period=1, **settings
     )
 
 
@@ -237,7 +237,7 @@ def test_views_hold_until_the_next_push(rule):
 
 def test_pushes_from_many_threads_all_count():
     params = {"w": jnp.zeros(3000)}
-    rule = oxs.agn_rule(None, accumulate="updates")
+    rule = oxs.rules.agn(None, accumulate="updates")
     server = Server(params, rule, num_workers=4)
     one = {"contribution": {"['w']": np.ones(3000, np.float32)}}
     torn = []
@@ -313,13 +313,13 @@ def test_checkpoint_is_what_orbax_reads(tmp_path):
 
 def test_checkpoint_of_something_else_is_refused(tmp_path):
     def start(params=PARAMS, outer: Any = None):
-        rule = oxs.diloco_rule(outer or oxs.optimizers.momentum(0.1, 0.9))
+        rule = oxs.rules.diloco(outer or oxs.optimizers.momentum(0.1, 0.9))
         return Server(params, rule, num_workers=1, checkpoint_dir=tmp_path / "center")
 
     def waits(workers):
         return sync_server(1, workers, checkpoint_dir=tmp_path / "waits")
 
-    def part(name, rule=oxs.local_sgd_rule(), num_servers=2, **settings):  # noqa: B008
+    def part(name, rule=oxs.rules.local_sgd(), num_servers=2, **settings):  # noqa: B008
         settings |= {"checkpoint_dir": tmp_path / name, "num_servers": num_servers}
         return Server(PARAMS, rule, num_workers=1, **settings)
 
@@ -338,7 +338,7 @@ def test_checkpoint_of_something_else_is_refused(tmp_path):
             r"made by a state of .*Momentum.* server has .*Adagrad",
         ),
         (
-            lambda: part("center", rule=oxs.agn_rule(optax.sgd(1.0)), num_servers=1),
+            lambda: part("center", rule=oxs.rules.agn(optax.sgd(1.0)), num_servers=1),
             r"made by \['[\w.]*\.diloco_rule'.* this server has \['[\w.]*\.agn_rule'",
         ),
         (lambda: part("part", fragments=2), r"server's part .* lacks .*before\."),
@@ -358,7 +358,7 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
             server.push(Push(worker, number, moves(), incarnation=mine, local_step=9))
     center = bits(server.center())
     server.checkpoint()
-    rule = oxs.local_sgd_rule()
+    rule = oxs.rules.local_sgd()
     more = Server(PARAMS, rule, num_workers=3, checkpoint_dir=tmp_path)
     assert bits(more.center()) == center and more.global_step == 3
     found = [more.join(worker) for worker in range(3)]
@@ -381,7 +381,7 @@ def test_the_requests_of_each_worker_are_counted():
 
 def test_half_precision_center_is_float32():
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    server = Server(params, oxs.local_sgd_rule(), num_workers=2)
+    server = Server(params, oxs.rules.local_sgd(), num_workers=2)
     server.push(Push(0, 1, {"contribution": {"['w']": np.full(2, 1e-4, np.float32)}}))
     np.testing.assert_array_equal(server.center()["w"], np.float32(1 + 1e-4))
 
@@ -645,7 +645,7 @@ def test_nobody_waits_for_ever_after_a_restore():
 
 
 def test_settings_that_make_no_sense_are_refused():
-    rule = oxs.local_sgd_rule()
+    rule = oxs.rules.local_sgd()
     for make, message in [
         (lambda: SyncReplicas(0), "replicas_to_aggregate must be 1 or more"),
         (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be -1 or more"),
@@ -778,7 +778,7 @@ def test_a_checkpoint_holds_what_has_no_elements_and_numpys_integers(tmp_path):
 
     def start():
         saves: Any = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
-        return Server(params, oxs.local_sgd_rule(), num_workers=1, **saves)
+        return Server(params, oxs.rules.local_sgd(), num_workers=1, **saves)
 
     moved = {"['w']": np.ones((2, 3), np.float32), "['none']": params["none"]}
     server = start()
@@ -817,7 +817,7 @@ def test_nothing_is_begun_afresh_without_a_word(tmp_path):
 def test_server_without_a_start_says_so_until_it_is_told(tmp_path):
     """Its process may die before it has been told, and be told again."""
     shapes = jax.eval_shape(lambda: PARAMS)
-    rule, enter = oxs.local_sgd_rule(), protocol.Enter(0, 0)
+    rule, enter = oxs.rules.local_sgd(), protocol.Enter(0, 0)
 
     def start(folder=None):
         return Server(shapes, rule, num_workers=2, checkpoint_dir=folder)
@@ -877,22 +877,22 @@ def test_a_server_whose_disk_can_only_be_read_goes_on_and_no_run_begins_there(
     shapes, told = jax.eval_shape(lambda: PARAMS), {0: PARAMS}
     settings: Any = {"num_workers": 1, "checkpoint_every": 1}
     settings["checkpoint_dir"] = tmp_path
-    Server(PARAMS, oxs.local_sgd_rule(), **settings).push(Push(0, 1, moves()))
+    Server(PARAMS, oxs.rules.local_sgd(), **settings).push(Push(0, 1, moves()))
     with monkeypatch.context() as patch:
 
         def of(folder):
             raise OSError(30, "Read-only file system", str(folder))
 
         patch.setattr(checkpoints.Lock, "of", of)
-        again = Server(shapes, oxs.local_sgd_rule(), **settings)
+        again = Server(shapes, oxs.rules.local_sgd(), **settings)
         again.push(Push(0, 2, moves()))
         assert [e.kind for e in again.events()[1]] == ["restored", "push", "unsaved"]
         with pytest.raises(ValueError, match="cannot be written: "):
             again.begin(told)
         with pytest.raises(ValueError, match="cannot be put aside: "):
-            Server(shapes, oxs.local_sgd_rule(), **settings, resume=False)
+            Server(shapes, oxs.rules.local_sgd(), **settings, resume=False)
     again.push(Push(0, 3, moves()))  # The disk can be written again.
-    assert Server(shapes, oxs.local_sgd_rule(), **settings).global_step == 3
+    assert Server(shapes, oxs.rules.local_sgd(), **settings).global_step == 3
 
 
 def test_stale_gradients_are_not_told_as_lost(tmp_path):
@@ -954,7 +954,7 @@ def test_checkpoints_elsewhere_are_handed_to_orbax():
 def test_optimizers_whose_state_holds_the_parameters(optimizer):
     params = {"w": jnp.arange(1.0, 7.0)}
     expected, state = params, optimizer.init(params)
-    center = Server(params, oxs.diloco_rule(optimizer), num_workers=1)
+    center = Server(params, oxs.rules.diloco(optimizer), num_workers=1)
     sync = Server(params, SyncReplicas(1), num_workers=1, inner=optimizer)
     step = jax.jit(optimizer.update)
     for number in range(1, 5):
@@ -986,7 +986,7 @@ def test_numbers_of_rows_share_their_programs():
 
 def test_messages_stay_short_and_checks_quick_with_many_leaves():
     params = {f"layer {i}": np.zeros(1, np.float32) for i in range(2000)}
-    server = Server(params, oxs.local_sgd_rule(), num_workers=1)
+    server = Server(params, oxs.rules.local_sgd(), num_workers=1)
     other = {f"block {i}": np.zeros(1, np.float32) for i in range(2000)}
     with pytest.raises(PushRefused) as error:
         server.push(Push(0, 1, {"contribution": other}))
@@ -1010,7 +1010,7 @@ def test_what_waits_at_a_server_outlives_it(tmp_path):
 
 
 def test_thousands_of_pushes_leave_nothing_behind():
-    rule = oxs.agn_rule(None, accumulate="updates")
+    rule = oxs.rules.agn(None, accumulate="updates")
     server = Server(PARAMS, rule, num_workers=2, copy_replies=False)
     place, sizes = ("", 0), []
     tracemalloc.start()
@@ -1030,7 +1030,7 @@ def test_thousands_of_pushes_leave_nothing_behind():
 
 
 def test_small_push_that_a_rule_amplifies_into_an_overflow_is_refused():
-    server = Server(PARAMS, oxs.diloco_rule(optax.sgd(1e38)), num_workers=1)
+    server = Server(PARAMS, oxs.rules.diloco(optax.sgd(1e38)), num_workers=1)
     server.push(Push(0, 1, moves(0.0)))
     before = server.center()
     with pytest.raises(PushRefused, match="the center would overflow"):

@@ -52,7 +52,7 @@ def test_memory_cannot_be_made_shorter_than_its_reader_believes():
 def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
     """Another machine has another process of that number, or none."""
     actor = ServerActor(
-        {"w": LARGE}, oxs.local_sgd_rule(), {"num_workers": 1, "copy_replies": False}
+        {"w": LARGE}, oxs.rules.local_sgd(), {"num_workers": 1, "copy_replies": False}
     )
     line = Line(begins=True)
     seen = shared.seen
@@ -80,7 +80,7 @@ def test_who_does_not_see_the_memory_is_spoken_to_through_ray(monkeypatch):
 def test_both_speak_through_pipes_once_the_server_has_opened_them():
     """Where one of them is gone the other one is told, and speaks through Ray."""
     settings = {"num_workers": 2, "copy_replies": False}
-    actor = ServerActor({"w": LARGE}, oxs.local_sgd_rule(), settings)
+    actor = ServerActor({"w": LARGE}, oxs.rules.local_sgd(), settings)
     actor.call("begin", {0: {"w": LARGE}})
 
     def enter(worker):

@@ -189,7 +189,7 @@ def test_successor_goes_on_with_the_inner_state_and_the_place_in_the_data(tmp_pa
 
 def test_half_precision_lands_on_the_rounded_center():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    server, workers = party(oxs.local_sgd_rule(), 2, 1, params, optax.sgd(1e-3))
+    server, workers = party(oxs.rules.local_sgd(), 2, 1, params, optax.sgd(1e-3))
     grads = jax.tree.map(jnp.ones_like, params)
     for worker in [*workers, *workers]:
         worker.step(grads)
@@ -309,7 +309,7 @@ def test_refused_parts_are_still_the_workers():
         "communication_period": 2,
         "fragments": lambda path, leaf: int("w" in str(path[0])),
     }
-    rule = oxs.agn_rule(optax.sgd(1.0), accumulate="gradients")
+    rule = oxs.rules.agn(optax.sgd(1.0), accumulate="gradients")
     server = Server(PARAMS, rule, **settings)
     inner = optax.sgd(0.0)
     worker = Worker(server, PARAMS, inner, rule, index=0, delay=1, **settings)
@@ -327,7 +327,7 @@ def test_refused_parts_are_still_the_workers():
 
 def test_delayed_push_travels_while_the_worker_steps():
     """What it does until the answer lands is not in the push, and is not forgotten."""
-    rule = oxs.local_sgd_rule()
+    rule = oxs.rules.local_sgd()
     settings: dict[str, Any] = {"num_workers": 1, "communication_period": 2}
     server = Server(PARAMS, rule, **settings)
     inner = optax.sgd(1.0)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.users.data import WORKERS, batches, square_error
 
 
@@ -45,7 +46,7 @@ def test_partitioned_module_trains(name):
     tx = WRAPPERS[name]
     params, static = eqx.partition(Network(jax.random.key(0)), eqx.is_inexact_array)
     assert params.calls is params.out.bias is params.activation is None
-    axes = oxs.state_axes(tx, params)
+    axes = by_hand.state_axes(tx, params)
 
     def loss_of(params, inputs, targets):
         network = eqx.combine(params, static)
@@ -59,8 +60,8 @@ def test_partitioned_module_trains(name):
     step = jax.jit(
         jax.vmap(step, in_axes=(0, axes, 0, 0), out_axes=(0, axes, 0), axis_name="data")
     )
-    workers = oxs.replicate(params, WORKERS)
-    state = oxs.replicate(tx.init(params), WORKERS, axes)
+    workers = by_hand.replicate(params, WORKERS)
+    state = by_hand.replicate(tx.init(params), WORKERS, axes)
     losses = []
     inputs, targets = batches(1)
     for _ in range(6):
@@ -75,5 +76,5 @@ def test_partitioned_module_trains(name):
     assert jax.vmap(network)(inputs[0, 0]).shape == (5, 2)
     chex.assert_trees_all_equal(center, state.center)
     # The sixth step is a round: a hard pull.
-    pulled = oxs.replicate(center, WORKERS)
+    pulled = by_hand.replicate(center, WORKERS)
     chex.assert_trees_all_close(workers, pulled, rtol=1e-6, atol=1e-7)

@@ -13,6 +13,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.flax import SyncTrainState
 from tests.users.data import WORKERS, batches, square_error
 
@@ -39,14 +40,14 @@ def train_step(state, inputs, targets, **extra):
 
 
 def test_train_state_in_pmap_trains_as_on_one_device():
-    state = oxs.replicate(start(oxs.cross_shard(optax.adam(0.1), "data")), WORKERS)
+    state = by_hand.replicate(start(oxs.cross_shard(optax.adam(0.1), "data")), WORKERS)
     step = jax.pmap(train_step, axis_name="data", devices=jax.devices()[:WORKERS])
     alone, alone_step = start(optax.adam(0.1)), jax.jit(train_step)
     for inputs, targets in zip(*batches(5), strict=True):
         state = step(state, inputs, targets)
         alone = alone_step(alone, inputs.reshape(-1, 3), targets.reshape(-1, 2))
     assert state.step.tolist() == [5] * WORKERS
-    expected = oxs.replicate(alone.params, WORKERS)
+    expected = by_hand.replicate(alone.params, WORKERS)
     chex.assert_trees_all_close(state.params, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -55,12 +56,12 @@ def test_swap_center_is_for_evaluation_and_leaves_training_alone():
         optax.sgd(0.1), "data", communication_period=2, moving_rate=0.2, rho=0.0
     )
     first = start(tx)
-    state = oxs.replicate(first, WORKERS)
+    state = by_hand.replicate(first, WORKERS)
     step = jax.jit(jax.vmap(train_step, axis_name="data"), donate_argnums=0)
     inputs, targets = batches(4)
     for now in range(2):
         state = step(state, inputs[now], targets[now])
-    swapped = oxs.swap_center(state)
+    swapped = oxs.flax.swap_center(state)
     assert swapped.opt_state is state.opt_state
     center = jax.tree.map(lambda x: x[0], state.opt_state.center)
     chex.assert_trees_all_equal(swapped.params, center)
@@ -74,7 +75,9 @@ def test_swap_center_is_for_evaluation_and_leaves_training_alone():
     for now in (2, 3):
         state = step(state, inputs[now], targets[now])
     assert np.isfinite(kernel).all()
-    assert not np.array_equal(oxs.swap_center(state).params["params"]["kernel"], kernel)
+    assert not np.array_equal(
+        oxs.flax.swap_center(state).params["params"]["kernel"], kernel
+    )
 
 
 def test_what_a_state_says_of_itself_is_in_flax_bytes():
@@ -89,7 +92,7 @@ def test_what_a_state_says_of_itself_is_in_flax_bytes():
 
 def test_contributes_and_gradient_step_reach_sync_replicas():
     tx = oxs.sync_replicas(optax.sgd(0.1), "data", replicas_to_aggregate=2)
-    state = oxs.replicate(start(tx, SyncTrainState), WORKERS)
+    state = by_hand.replicate(start(tx, SyncTrainState), WORKERS)
 
     def step(state, inputs, targets, contributes, computed_at):
         return train_step(

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests.meshes import mesh_of
 from tests.users.data import WORKERS
 
@@ -69,8 +70,8 @@ def test_masks_differ_and_are_the_same_on_a_mesh_and_after_a_restart(start, tmp_
     mesh = mesh_of({"data": WORKERS})
     drawn = []
     for place in (mesh, None):
-        mapped = jax.jit(oxs.map_workers(step, "data", mesh=place))
-        held, first = mapped(oxs.replicate(one, WORKERS), ROW)
+        mapped = jax.jit(by_hand.map_workers(step, "data", mesh=place))
+        held, first = mapped(by_hand.replicate(one, WORKERS), ROW)
         _, second = mapped(held, ROW)
         drawn.append(np.concatenate([first, second]))
     assert len(np.unique(drawn[0], axis=0)) == 2 * WORKERS

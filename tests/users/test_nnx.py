@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from optx_sync.flax import SyncOptimizer
 from tests.meshes import mesh_of
 from tests.users.data import WORKERS, batches, square_error
@@ -33,7 +34,7 @@ def train_step(model, optimizer, inputs, targets, **extra):
 def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
     # Arrays alone: what `jax.pmap` wants.
     graph, state = nnx.split(start(oxs.cross_shard(optax.adam(0.1), "data")))
-    state = oxs.replicate(state, WORKERS)
+    state = by_hand.replicate(state, WORKERS)
 
     def step(state, inputs, targets):
         model, optimizer = nnx.merge(graph, state)
@@ -47,7 +48,7 @@ def test_nnx_optimizer_in_pmap_trains_as_on_one_device():
         train_step(alone, optimizer, inputs.reshape(-1, 3), targets.reshape(-1, 2))
     model, _ = nnx.merge(graph, state)
     found, expected = (nnx.as_pure(nnx.state(x)) for x in (model, alone))
-    expected = oxs.replicate(expected, WORKERS)
+    expected = by_hand.replicate(expected, WORKERS)
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -78,7 +79,7 @@ def test_sync_optimizer_steps_directly(on_mesh):
     pure = (nnx.as_pure(nnx.state(x)) for x in (model, plain))
     chex.assert_trees_all_close(*pure, rtol=1e-6)
     assert optimizer.step[...].tolist() == [4] * WORKERS
-    center = oxs.swap_center(model, optimizer)
+    center = oxs.flax.swap_center(model, optimizer)
     assert center.kernel.shape == (3, 2)
     for kernel in np.asarray(model.kernel[...]):
         np.testing.assert_array_equal(kernel, np.asarray(center.kernel[...]))
@@ -89,7 +90,7 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
     tx = oxs.local_sgd(
         optax.adam(0.1), "data", communication_period=2, fragments=2, measure=True
     )
-    model, optimizer = oxs.replicate(start(tx), WORKERS)
+    model, optimizer = by_hand.replicate(start(tx), WORKERS)
     params = nnx.state(model, nnx.Param)
     state = optimizer.opt_state
     pure = nnx.as_pure((state, params))
@@ -100,11 +101,11 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
     center = oxs.center_params(state, params)
     assert isinstance(center["kernel"], nnx.Param)
     chex.assert_trees_all_equal(nnx.as_pure(center), oxs.center_params(*pure))
-    resized = oxs.resize(tx, params, state, 6)
+    resized = by_hand.resize(tx, params, state, 6)
     assert isinstance(resized[0]["kernel"], nnx.Param)
     assert resized[0]["kernel"].shape == (6, 3, 2)
     chex.assert_trees_all_equal(
-        nnx.as_pure(resized), oxs.resize(tx, pure[1], pure[0], 6)
+        nnx.as_pure(resized), by_hand.resize(tx, pure[1], pure[0], 6)
     )
     # As it is put back.
     nnx.update(model, resized[0])
@@ -116,11 +117,11 @@ def test_what_is_read_of_an_nnx_optimizer_and_resized():
 def test_objects_are_not_mapped_by_hand(on_mesh):
     """Changes to the copies that a mapped function gets would be lost."""
     model, optimizer = start(optax.sgd(0.1))
-    mapped = jax.jit(oxs.map_workers(train_step, "data", mesh=place_of(on_mesh)))
+    mapped = jax.jit(by_hand.map_workers(train_step, "data", mesh=place_of(on_mesh)))
     batch = [x[0] for x in batches(1)]
     for objects, name in (
         ((model, optimizer), r"\[0\] .* a Linear"),
         (({"w": model.kernel}, 0.0), r"\[0\]\['w'\] .* a Param"),
     ):
         with pytest.raises(TypeError, match=f"{name}, .*use oxs.Workers.*nnx.split"):
-            mapped(*oxs.replicate(objects, WORKERS), *batch)
+            mapped(*by_hand.replicate(objects, WORKERS), *batch)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
+from optx_sync import by_hand
 from tests import contexts, scripts
 from tests.contexts import AXIS, REPLICAS
 
@@ -74,23 +75,26 @@ def train(run, params, state, *grads):
 
 def trainer(context) -> Any:
     """A program in one of the contexts, and what places a start."""
-    axes = oxs.state_axes(TX, PARAMS)
+    axes = by_hand.state_axes(TX, PARAMS)
     # Orbax restores to the devices of the template, and there it must stay.
     if context == "shard_map_axes":
-        params, mesh = oxs.replicate(PARAMS, REPLICAS), contexts.mesh()
+        params, mesh = by_hand.replicate(PARAMS, REPLICAS), contexts.mesh()
         run = contexts.mapped(contexts.steps(TX), TX, params, axes, mesh, True)
         inside, own = P(), P(AXIS)
     else:
         run, mesh = in_lanes(TX, axes, spmd_axis_name=AXIS), contexts.island_mesh()
         inside = {key: {"w": P(None, "inside"), "b": P("inside")} for key in PARAMS}
         own = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
-    specs = own, oxs.state_specs(TX, PARAMS, inside, AXIS)
+    specs = own, by_hand.state_specs(TX, PARAMS, inside, AXIS)
 
     def put(spec, below):
         return jax.device_put(below, NamedSharding(mesh, spec))
 
     def start():
-        now = oxs.replicate(PARAMS, REPLICAS), oxs.replicate(TX.init(PARAMS), 4, axes)
+        now = (
+            by_hand.replicate(PARAMS, REPLICAS),
+            by_hand.replicate(TX.init(PARAMS), 4, axes),
+        )
         return jax.tree.map(put, specs, now, is_leaf=lambda x: isinstance(x, P))
 
     return run, start

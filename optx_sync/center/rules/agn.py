@@ -30,7 +30,7 @@ def agn_rule(
             "has no part in it. Leave outer out, or pass accumulate='gradients'."
         )
     if accumulate == "gradients":
-        outer = check_inner(outer, "oxs.agn_rule(optax.sgd(0.1))")
+        outer = check_inner(outer, "oxs.rules.agn(optax.sgd(0.1))")
     return CenterRule(
         contribute=lambda own, center, at: (
             own.accumulated / at.steps.astype(own.accumulated.dtype)

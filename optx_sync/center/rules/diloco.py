@@ -19,7 +19,9 @@ def diloco_rule(outer: optax.GradientTransformation | None = None) -> CenterRule
     return CenterRule(
         # Optax negates: the gradient points from where the worker went to the center.
         contribute=lambda own, center, at: own.taken - own.params,
-        outer=check_inner(outer, "oxs.diloco_rule(optax.sgd(0.7, 0.9, nesterov=True))"),
+        outer=check_inner(
+            outer, "oxs.rules.diloco(optax.sgd(0.7, 0.9, nesterov=True))"
+        ),
         mean_over="workers",
         reads=("params", "taken"),
         affine=True,

@@ -62,13 +62,13 @@ def local_sgd(
         >>> import optx_sync as oxs
         >>> tx = oxs.local_sgd(optax.sgd(1.0), "workers", communication_period=1)
         >>> params = jnp.zeros(())
-        >>> axes = oxs.state_axes(tx, params)
-        >>> state = oxs.replicate(tx.init(params), 2, axes)
+        >>> axes = oxs.by_hand.state_axes(tx, params)
+        >>> state = oxs.by_hand.replicate(tx.init(params), 2, axes)
         >>> def step(gradient, state, params):
         ...     updates, state = tx.update(gradient, state, params)
         ...     return optax.apply_updates(params, updates)
         >>> two = jax.vmap(step, in_axes=(0, axes, 0), axis_name="workers")
-        >>> two(jnp.array([1.0, 3.0]), state, oxs.replicate(params, 2))
+        >>> two(jnp.array([1.0, 3.0]), state, oxs.by_hand.replicate(params, 2))
         Array([-2., -2.], dtype=float32)
 
     References:

@@ -45,6 +45,6 @@ def way_of(agreement: Any, settings: Settings) -> Way:
     if isinstance(agreement, CenterRule):
         return center_way(agreement, settings)
     raise TypeError(
-        "agreement must be a center rule such as oxs.local_sgd_rule(), or "
+        "agreement must be a center rule such as oxs.rules.local_sgd(), or "
         f"oxs.runtime.SyncReplicas(3); got {brief(agreement)}."
     )
