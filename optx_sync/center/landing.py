@@ -5,6 +5,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from optx_sync.center import fragments
 from optx_sync.center import worker as work
@@ -14,7 +15,8 @@ from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import vary_with
-from optx_sync.exchange.landing import Whole
+from optx_sync.exchange.contract import Exchange, Met, Scalars
+from optx_sync.exchange.landing import Square, Whole
 from optx_sync.trees import Tree
 
 
@@ -54,7 +56,16 @@ class Landing:
         """The landing for one meeting."""
         return self
 
-    def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
+    def meet(
+        self,
+        exchange: Exchange,
+        tree: Tree,
+        memory: Tree,
+        *,
+        weight: ArrayLike | None = None,
+        also: Scalars | None = None,
+        square: Square | None = None,
+    ) -> Met:
         """A meeting of all workers, whose mean is this worker's share."""
         whole = Whole(self.axis_name)
         return whole.meet(

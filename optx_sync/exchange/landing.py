@@ -96,16 +96,31 @@ class Whole(NamedTuple):
     axis_name: AxisName
     group_assignment: GroupAssignment | None = None
 
-    def init(self, inner, params):
+    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
         """The state of `inner`."""
         return inner.init(params)
 
-    def fit(self, inner, grads, like, state):
+    def fit(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        like: Tree,
+        state: Tree,
+    ) -> "Landing":
         """Anything fits."""
         del inner, grads, like, state
         return self
 
-    def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
+    def meet(
+        self,
+        exchange: Exchange,
+        tree: Tree,
+        memory: Tree,
+        *,
+        weight: ArrayLike | None = None,
+        also: Scalars | None = None,
+        square: Square | None = None,
+    ) -> Met:
         """The meeting of the exchange, in groups if there are some."""
         groups = self.group_assignment
         met = exchange.meet(
@@ -120,15 +135,22 @@ class Whole(NamedTuple):
             return met
         return met._replace(also={**met.also, "mean": square(met.mean)})
 
-    def share(self, tree):
+    def share(self, tree: Tree) -> Tree:
         """All of it."""
         return tree
 
-    def step(self, inner, grads, state, params, extra_args):
+    def step(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        state: Tree,
+        params: Tree | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
         """A step of `inner`."""
         return inner.update(grads, state, params, **extra_args)
 
-    def whole(self, updates):
+    def whole(self, updates: Tree) -> Tree:
         """They are whole."""
         return updates
 
@@ -141,7 +163,7 @@ class Pieces(NamedTuple):
     bucket_bytes: int = BUCKET_BYTES
     like: Tree = None  # the whole arrays; their shapes and dtypes matter
 
-    def init(self, inner, params):
+    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
         """The state of this replica's pieces."""
         refuse_placeholder(params, "shard_state=True")
         if self.elementwise is not None:
@@ -150,21 +172,35 @@ class Pieces(NamedTuple):
         refuse_center(pieces, "True")
         return pieces
 
-    def fit(self, inner, grads, like, state):
+    def fit(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        like: Tree,
+        state: Tree,
+    ) -> "Landing":
         """Refuse gradients that have no pieces, and pieces of other replicas."""
         require_cuttable(grads, like, "shard_state=True")
         check_pieces(state, inner.init, like, self.axis_name)
         return self._replace(like=like)
 
     def meet(
-        self, exchange, tree, memory, *, weight=None, also=None, square=None
+        self,
+        exchange: Exchange,
+        tree: Tree,
+        memory: Tree,
+        *,
+        weight: ArrayLike | None = None,
+        also: Scalars | None = None,
+        square: Square | None = None,
     ) -> Met:
         """The first half of the exchange, and one sum of scalars."""
         axis_name = self.axis_name
+        scatter: Any = exchange.scatter  # one of the two, as the wrapper has checked
         if exchange.halves is not None:
             met = exchange.halves.up(tree, memory, axis_name, weight=weight)
         else:
-            met = Met(exchange.scatter(tree, axis_name, weight=weight), state=memory)
+            met = Met(scatter(tree, axis_name, weight=weight), state=memory)
         scalars = {} if also is None else dict(also)
         if square is not None:
             scalars["mean"] = localize(square(met.mean), axis_name)
@@ -175,16 +211,23 @@ class Pieces(NamedTuple):
         total = sums.get("weight", axis_size(axis_name))
         return met._replace(weight=total, also=sums)
 
-    def share(self, tree):
+    def share(self, tree: Tree) -> Tree:
         """This replica's pieces."""
         return cut(tree, self.axis_name)
 
-    def step(self, inner, grads, state, params, extra_args):
+    def step(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        state: Tree,
+        params: Tree | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
         """A step of `inner` with the pieces."""
         updates, now = inner.update(grads, state.tree, params, **extra_args)
         return updates, InPieces(trees.cast_like(now, state.tree))
 
-    def whole(self, updates):
+    def whole(self, updates: Tree) -> Tree:
         """The updates, gathered from all pieces."""
         own = localize(updates, self.axis_name)
         return gather(own, self.like, self.axis_name, self.bucket_bytes)

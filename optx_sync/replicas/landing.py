@@ -3,13 +3,21 @@
 
 from typing import Any, NamedTuple
 
+import optax
+from jax.typing import ArrayLike
+
 from optx_sync import trees
 from optx_sync.checks import refuse_placeholder
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
-from optx_sync.exchange.contract import Met
-from optx_sync.exchange.landing import refuse_center, require_cuttable
+from optx_sync.exchange.contract import Exchange, Met, Scalars
+from optx_sync.exchange.landing import (
+    Landing,
+    Square,
+    refuse_center,
+    require_cuttable,
+)
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
@@ -37,7 +45,7 @@ class Leaves(NamedTuple):
     plan: Any = None  # an `owners.Plan`
     full: Tree = None  # the whole arrays, as the plan cuts them, padded
 
-    def init(self, inner, params):
+    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
         """The state of this replica's leaves and pieces."""
         refuse_placeholder(params, "shard_state='leaves'")
         plan = self.leaves.plan(params)
@@ -49,7 +57,13 @@ class Leaves(NamedTuple):
         constants = self.leaves.constants(cut(tree[0], None))
         return OwnedState(own, constants, plan.numbers())
 
-    def fit(self, inner, grads, like, state):
+    def fit(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        like: Tree,
+        state: Tree,
+    ) -> "Landing":
         """Plan for these parameters; refuse gradients and states that do not fit."""
         del inner
         require_cuttable(grads, like, 'shard_state="leaves"')
@@ -63,20 +77,37 @@ class Leaves(NamedTuple):
         )
         return self._replace(plan=plan, full=self._padded(plan.cut(like)))
 
-    def meet(self, exchange, tree, memory, *, weight=None, also=None, square=None):
+    def meet(
+        self,
+        exchange: Exchange,
+        tree: Tree,
+        memory: Tree,
+        *,
+        weight: ArrayLike | None = None,
+        also: Scalars | None = None,
+        square: Square | None = None,
+    ) -> Met:
         """The first half of the exchange; nothing is measured."""
         del also, square
         padded = self._padded(self.plan.cut(tree))
-        pieces = exchange.scatter(padded, self.axis_name, weight=weight)
+        scatter: Any = exchange.scatter  # there is one, as the wrapper has checked
+        pieces = scatter(padded, self.axis_name, weight=weight)
         replicas = axis_size(self.axis_name)
         return Met(self._in_rows(pieces, self.full), replicas, state=memory)
 
-    def share(self, tree):
+    def share(self, tree: Tree) -> Tree:
         """This replica's leaves and pieces."""
         padded = self._padded(self.plan.cut(tree))
         return self._in_rows(cut(padded, self.axis_name), self.full)
 
-    def step(self, inner, grads, state, params, extra_args):
+    def step(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        grads: Tree,
+        state: Tree,
+        params: Tree | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[Tree, Tree]:
         """A step of `inner` with each leaf, and one with all pieces."""
         del inner
         before = state.own.tree, state.constants
@@ -86,7 +117,7 @@ class Leaves(NamedTuple):
         after = OwnedState(fields.InPieces(own), constants, state.numbers)
         return updates, trees.cast_like(after, state)
 
-    def whole(self, updates):
+    def whole(self, updates: Tree) -> Tree:
         """The updates, gathered from their owners."""
         own = localize((updates[0], buffers.flat(updates[1])), self.axis_name)
         return self.plan.join(*gather(own, self.full, self.axis_name))

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.by_hand import replicate
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
 from optx_sync.center.coded import (
@@ -47,6 +46,7 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
+from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
 from optx_sync.trees import Tree, is_finite, row_of, where, with_row, zeros_like
@@ -356,7 +356,7 @@ class _Run(NamedTuple):
             broken=jnp.bool_(False) if self.phases.drop_nonfinite else (),
         )
         return AsynchronousState(
-            workers=replicate(worker, self.num_workers),
+            workers=stack(worker, self.num_workers, None),
             center=center,
             outer=()
             if rule.outer is None
