@@ -104,8 +104,9 @@ class Exchange(NamedTuple):
         init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
             replica remembers from one exchange to the next; `()` for nothing.
         meet: See `Meet` and `Met`.
-        linear: Whether the law in this module's head holds. `oxs.testing.
-            check_exchange` holds an exchange to all that it declares.
+        linear: Whether the law in this module's head holds. `None`: not declared,
+            and refused where it matters, by `error_feedback` and `sync_replicas`.
+            `oxs.testing.check_exchange` holds an exchange to all that it declares.
         exact: Whether the mean is exact, whatever the leaves: they may be
             row-sparse (`IndexedSlices`), `meet` takes `group_assignment`, and
             `measure=True` compares gradients with the mean.
@@ -143,7 +144,7 @@ class Exchange(NamedTuple):
 
     init: Callable[[Tree], Tree]
     meet: Callable[..., Met]  # a `Meet`
-    linear: bool
+    linear: bool | None = None
     exact: bool = False
     takes_weights: bool = False
     remembers: bool = True
@@ -224,6 +225,17 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
     return exchange._replace(meet=_on_shards(exchange, _complete(exchange)))
+
+
+def require_declared(exchange: Exchange, who: str) -> None:
+    """Refuse an exchange that does not say whether it is linear."""
+    if exchange.linear is None:
+        raise ValueError(
+            f"{who} asks whether an exchange is linear, and this one does not declare "
+            "it. Write Exchange(..., linear=True) for a mean, also a coded one, and "
+            "linear=False for a median and the like; oxs.testing.check_exchange holds "
+            "it to that."
+        )
 
 
 def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:

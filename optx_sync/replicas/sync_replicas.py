@@ -280,6 +280,7 @@ def sync_replicas(
             "average. Pass variable_averages=, a decay or a schedule, too."
         )
     exchange = contract.check_exchange(exchange, all_reduce())
+    contract.require_declared(exchange, "sync_replicas")
     if measure:
         contract.require_exact(exchange)
     replicas = _SyncReplicas(

@@ -258,3 +258,19 @@ def test_what_meet_returned_before_is_refused_by_name():
     )
     with pytest.raises(TypeError, match=r"oxs.exchange.Met; this one returned a tuple"):
         jax.vmap(lambda x: tx.update(x, tx.init(x)), axis_name="workers")(jnp.ones(2))
+
+
+def test_an_exchange_that_does_not_say_whether_it_is_linear_is_asked():
+    silent = oxs.exchange.Exchange(
+        lambda tree: (),
+        lambda tree, state, axis, **more: oxs.exchange.Met(oxs.reduce(tree, axis)),
+    )
+    for call in (
+        lambda: oxs.exchange.error_feedback(silent),
+        lambda: oxs.sync_replicas(optax.sgd(0.1), "data", 2, exchange=silent),
+    ):
+        with pytest.raises(ValueError, match="this one does not declare"):
+            call()
+    tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=silent)
+    step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")
+    np.testing.assert_array_equal(step(jnp.array([1.0, 3.0])), [-2, -2])
