@@ -82,14 +82,14 @@ class SyncOptimizer(nnx.Optimizer[Any]):
         >>> tx = oxs.local_sgd(optax.sgd(0.5), "workers", communication_period=1)
         >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         >>> optimizer = SyncOptimizer(model, tx, wrt=nnx.Param)
-        >>> def step(model, optimizer, x):
+        >>> workers = oxs.Workers(2, "workers")
+        >>> model, optimizer = workers.start((model, optimizer))
+        >>> @workers.step(state=2)
+        ... def step(model, optimizer, x):
         ...     grads = nnx.grad(lambda model: model(x).sum())(model)
         ...     optimizer.update(model, grads)
         ...     return model, optimizer
-        >>> model, optimizer = oxs.by_hand.replicate((model, optimizer), 2)
-        >>> model, _ = oxs.by_hand.map_workers(step, "workers")(
-        ...     model, optimizer, jnp.array([[1.0], [3.0]])
-        ... )
+        >>> model, optimizer = step(model, optimizer, jnp.array([[1.0], [3.0]]))
         >>> model.bias[...].ravel()
         Array([-0.5, -0.5], dtype=float32)
     """

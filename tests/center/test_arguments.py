@@ -138,7 +138,7 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
             ),
         ),
         (
-            lambda: wrong.agn_rule(None),
+            lambda: wrong.rules.agn(None),
             r"TypeError: must be an Optax .*transformation; got None .* oxs.rules.agn",
         ),
         (
