@@ -160,11 +160,12 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
 
 def test_what_is_refused():
     wrong: Any = oxs
+    nesterov = wrong.outer.delayed_nesterov
     for call, error, message in (
-        (lambda: wrong.outer.delayed_nesterov(0.7, every=0), ValueError, "every must be 1"),
-        (lambda: wrong.outer.delayed_nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
-        (lambda: wrong.outer.delayed_nesterov(0.7, c=-1), ValueError, "c must lie in"),
-        (lambda: wrong.outer.delayed_nesterov("0.7"), TypeError, "or an Optax schedule"),
+        (lambda: nesterov(0.7, every=0), ValueError, "every must be 1"),
+        (lambda: nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
+        (lambda: nesterov(0.7, c=-1), ValueError, "c must lie in"),
+        (lambda: nesterov("0.7"), TypeError, "or an Optax schedule"),
         (
             lambda: wrong.center_variable(
                 optax.sgd(1.0), oxs.rules.diloco()._replace(weigh=weigh), "workers"
