@@ -6,7 +6,7 @@ steps its share, and all gather what came out.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from optx_sync.trees import Tree
 Square = Callable[[Tree], jax.Array]
 
 
+@runtime_checkable
 class Lands(Protocol):
     """What an agreement asks of the place where its mean lands."""
 
@@ -53,6 +54,7 @@ class Lands(Protocol):
         ...
 
 
+@runtime_checkable
 class Landing(Lands, Protocol):
     """Where a mean lands. A step calls `fit`, `meet`, `share`, `step`, `whole`."""
 
