@@ -13,6 +13,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 FLOORS = {
+    "options": 0,
     "hlo": 1,
     "trees": 1,
     "forms": 2,
