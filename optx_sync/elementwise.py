@@ -4,7 +4,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -68,15 +68,8 @@ class Elementwise:
             self._refuse("its state has arrays of other sizes than the parameters")
         agrees = self._on_example
         if agrees is None:
-            small = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    tuple(min(4 if axis else 6, n) for axis, n in enumerate(x.shape)),
-                    np.float32,
-                ),
-                shapes,
-            )
             try:
-                agrees = self._agrees(small)
+                agrees = self._agrees(jax.tree.map(lambda x: small(x, 6, 4), shapes))
             except FAILURES as error:
                 raise ValueError(
                     f"{self._option} needs to try {self._who} on small arrays, and "
@@ -115,62 +108,40 @@ class Elementwise:
 
         With `constants` some may have shapes that are always the same.
         """
-        flat, halves = (
-            jax.tree.map(
-                lambda x, parts=parts: jax.ShapeDtypeStruct(
-                    (-(-x.size // parts),), x.dtype
-                ),
-                shapes,
-            )
-            for parts in (1, 2)
-        )
-        whole, flat, halves = (
-            jax.eval_shape(self._inner.init, tree) for tree in (shapes, flat, halves)
-        )
-        same = jax.tree.structure(whole) == jax.tree.structure(flat)
-        for one, two, half in zip(
-            *map(jax.tree.leaves, (whole, flat, halves)), strict=False
-        ):
-            whole_number = two.ndim == 0 and one.ndim == 0
-            piece = two.ndim == 1 and two.size == one.size
-            piece = piece and half.shape == (-(-one.size // 2),)
-            constant = constants and one.shape == two.shape == half.shape
-            same = same and (whole_number or piece or constant)
-        return same
+
+        def pieces(number):
+            def piece(x):
+                return jax.ShapeDtypeStruct((-(-x.size // number),), x.dtype)
+
+            return jax.eval_shape(self._inner.init, jax.tree.map(piece, shapes))
+
+        def fits(one, flat, half):
+            whole_number = flat.ndim == one.ndim == 0
+            piece = flat.shape == (one.size,) and half.shape == (-(-one.size // 2),)
+            constant = constants and one.shape == flat.shape == half.shape
+            return whole_number or piece or constant
+
+        states = jax.eval_shape(self._inner.init, shapes), pieces(1), pieces(2)
+        whole, flat, _ = map(jax.tree.structure, states)
+        return whole == flat and all(map(fits, *map(jax.tree.leaves, states)))
 
     def _agrees(self, shapes: Tree) -> bool:
         """Whether updates of the whole and of its halves agree."""
         with eager():
-            params, grads = draw(shapes)
-            halves = jax.tree.map(
-                lambda x: np.moveaxis(_halves(x, 2), 2, 0), (params, grads)
-            )
-            whole = jax.tree.map(lambda x: x[None], (params, grads))
-            # It runs once: not worth the compiler's time.
-            run = jax.jit(
-                lambda *replicas: [self._steps(*inputs) for inputs in replicas],
-                compiler_options={"xla_backend_optimization_level": 0},
-            )
+            drawn = draw(shapes)
+            halves = jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), drawn)
+            whole = jax.tree.map(lambda x: x[None], drawn)
             try:
-                whole, pieces = run(whole, halves)
+                found = updates_of(self._inner, self._axes, whole, halves)
             except jax.errors.UnexpectedTracerError:
                 return True  # It closes over a tracer and cannot be evaluated here.
-        for one, two in zip(*map(jax.tree.leaves, (whole, pieces)), strict=True):
-            one = np.asarray(one)[0].reshape(len(_SCALES), _STEPS, -1)
-            two = np.moveaxis(np.asarray(two), 0, 2).reshape(len(_SCALES), _STEPS, -1)
+        for one, two in zip(*map(jax.tree.leaves, found), strict=True):
+            one = one[0].reshape(len(_SCALES), _STEPS, -1)
+            two = np.moveaxis(two, 0, 2).reshape(len(_SCALES), _STEPS, -1)
             two = two[..., : one.shape[-1]]
             if not np.allclose(one, two, rtol=1e-4, atol=1e-12, equal_nan=True):
                 return False
         return True
-
-    def _steps(self, params: Tree, grads: Tree) -> Tree:
-        """The updates [replicas, cases, steps, ...], from arrays [replicas, ...]."""
-        # All replicas along the first axis, one along each of the others.
-        one = jax.vmap(functools.partial(steps, self._inner))
-        for axis in self._axes[1:]:
-            one = along(one, axis)
-        first = self._axes[0] if self._axes else None
-        return jax.vmap(one, axis_name=first)(params, grads)
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(
@@ -198,6 +169,34 @@ def as_optax_expects() -> Iterator[None]:
         jax.numpy_rank_promotion("allow"),
     ):
         yield
+
+
+def small(x: jax.ShapeDtypeStruct, rows: int, others: int) -> jax.ShapeDtypeStruct:
+    """A small float32 shape of as many axes: the first one, and all others."""
+    most = (others if axis else rows for axis in range(len(x.shape)))
+    return jax.ShapeDtypeStruct(tuple(map(min, most, x.shape)), np.float32)
+
+
+def updates_of(
+    inner: optax.GradientTransformationExtraArgs, axes: tuple[str, ...], *inputs: Any
+) -> list[Tree]:
+    """The updates [replicas, cases, steps, ...] for each (params, grads) in `inputs`.
+
+    All replicas lie along the first of the axes, one along each of the others.
+    """
+
+    def of_all(params, grads):
+        one = jax.vmap(functools.partial(steps, inner))
+        for axis in axes[1:]:
+            one = along(one, axis)
+        return jax.vmap(one, axis_name=axes[0] if axes else None)(params, grads)
+
+    # It runs once: not worth the compiler's time.
+    run = jax.jit(
+        lambda *inputs: [of_all(*drawn) for drawn in inputs],
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    return jax.device_get(run(*inputs))
 
 
 def steps(

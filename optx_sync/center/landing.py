@@ -5,7 +5,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from optx_sync.center import fragments
 from optx_sync.center import worker as work
@@ -15,8 +14,9 @@ from optx_sync.center.state import norm_of
 from optx_sync.center.worker import Center, Worker
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import vary_with
-from optx_sync.exchange.contract import Exchange, Met, Scalars
-from optx_sync.exchange.landing import Square, Whole
+from optx_sync.exchange import landing
+from optx_sync.exchange.contract import Exchange, Met
+from optx_sync.exchange.landing import Brought
 from optx_sync.trees import Tree
 
 
@@ -56,21 +56,9 @@ class Landing:
         """The landing for one meeting."""
         return self
 
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
         """A meeting of all workers, whose mean is this worker's share."""
-        whole = Whole(self.axis_name)
-        return whole.meet(
-            exchange, tree, memory, weight=weight, also=also, square=square
-        )
+        return landing.Landing(self.axis_name).meet(exchange, own)
 
     def open(self, center: Center) -> Center:
         """The arrays of this worker's share, which its formulas get."""

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm.collectives import AxisName
 from optx_sync.comm.varying import localize
 from optx_sync.exchange.contract import Exchange, Scalars, count_outlier
-from optx_sync.exchange.landing import Lands, Square
+from optx_sync.exchange.landing import Brought, Lands
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
 from optx_sync.trees import Tree, is_slices
 
@@ -57,28 +57,23 @@ def agree(
     """
     axis_name, measured = landing.axis_name, info.measured
     alike = alike or weight is None or jnp.result_type(weight) == jnp.bool_
-    also = own
-    square: Square | None = None
+    square = None
     if own is None and isinstance(measured, Measured):
         square = functools.partial(square_within, measured, axis_name)
-        also = to_sum(
+        own = to_sum(
             square(tree), axis_name, weight=weight, alike=alike, batch_size=batch_size
         )
     elif summed and not alike:
-        also = {"contributors": (jnp.asarray(weight) > 0).astype(jnp.float32)}
-    met = landing.meet(exchange, tree, memory, weight=weight, also=also, square=square)
+        own = {"contributors": (jnp.asarray(weight) > 0).astype(jnp.float32)}
+    met = landing.meet(exchange, Brought(tree, memory, weight, own, square))
     if square is not None:
-        mean_square = met.also["mean"]
-        info = info._replace(
-            measured=measure_of(measured, met.also, met.weight, mean_square, batch_size)
-        )
+        before, sums, mean_square = measured, met.also, met.also["mean"]
+        measured = measure_of(before, sums, met.weight, mean_square, batch_size)
     outliers = count_outlier(exchange, tree, met.mean, axis_name, weight, info.outliers)
-    mean = met.mean
-    if summed:
-        mean = times(mean, (met.also or {}).get("contributors", met.weight))
-    return Agreed(
-        mean, met.weight, met.also, met.state, info._replace(outliers=outliers)
-    )
+    info = info._replace(measured=measured, outliers=outliers)
+    contributors = (met.also or {}).get("contributors", met.weight)
+    mean = times(met.mean, contributors) if summed else met.mean
+    return Agreed(mean, met.weight, met.also, met.state, info)
 
 
 def with_update(info: Any, updates: Tree, axis_name: AxisName) -> Any:

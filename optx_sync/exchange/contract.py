@@ -187,6 +187,13 @@ def require_dense(tree: Tree, who: str = "this exchange") -> None:
             )
 
 
+def check_call(exchange: Exchange, grads: Tree, weight: ArrayLike | None) -> None:
+    """Refuse gradients and a weight that the exchange does not take."""
+    check_weight(exchange, weight)
+    if not exchange.exact:
+        require_dense(grads)
+
+
 def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
     """Refuse a weight that is more than a flag if the exchange counts all the same."""
     if weight is None:

@@ -5,12 +5,12 @@ Whole on every replica, or as pieces, each on the replica that owns it: the owne
 steps its share, and all gather what came out.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import ArrayLike
 
 from optx_sync import trees
@@ -25,7 +25,16 @@ from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement.fields import InPieces, holds_center
 from optx_sync.trees import Tree
 
-Square = Callable[[Tree], jax.Array]
+
+class Brought(NamedTuple):
+    """What a replica brings to a meeting."""
+
+    tree: Tree
+    memory: Tree  # what the exchange remembers
+    weight: ArrayLike | None = None
+    also: Scalars | None = None  # its scalars that are to be summed
+    # The sum of this of all shares of the mean comes back as `also["mean"]`.
+    square: Callable[[Tree], jax.Array] | None = None
 
 
 @runtime_checkable
@@ -37,178 +46,96 @@ class Lands(Protocol):
         """The mapped axis of the replicas."""
         ...
 
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
-        """A meeting of all replicas, whose mean is this replica's share.
-
-        `square` of all shares of the mean comes back as `also["mean"]`.
-        """
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
+        """A meeting of all replicas, whose mean is this replica's share."""
         ...
 
 
-@runtime_checkable
-class Landing(Lands, Protocol):
-    """Where a mean lands. A step calls `fit`, `meet`, `share`, `step`, `whole`."""
+@dataclasses.dataclass(frozen=True)
+class Landing:
+    """Whole, on every replica. A step calls `fit`, `meet`, `share`, `step`, `whole`."""
 
-    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
+    axis_name: AxisName
+    inner: Any = None  # the transformation that steps the mean, if any
+    group_assignment: GroupAssignment | None = None
+
+    def init(self, params: Tree) -> Tree:
         """The state of `inner` for this replica's share."""
-        ...
+        return self.inner.init(params)
 
-    def fit(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        like: Tree,
-        state: Tree,
-    ) -> "Landing":
+    def fit(self, grads: Tree, like: Tree, state: Tree) -> "Landing":
         """The landing for trees like this one; refuses what does not fit it."""
-        ...
+        return self
+
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
+        """A meeting of all replicas, whose mean is this replica's share."""
+        groups: Any = {"group_assignment": self.group_assignment}
+        met = exchange.meet(
+            own.tree,
+            own.memory,
+            self.axis_name,
+            weight=own.weight,
+            also=own.also,
+            **(groups if self.group_assignment else {}),
+        )
+        if own.square is None:
+            return met
+        return met._replace(also={**met.also, "mean": own.square(met.mean)})
 
     def share(self, tree: Tree) -> Tree:
         """This replica's share of a tree that is equal on all replicas."""
-        ...
-
-    def step(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        state: Tree,
-        params: Tree | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[Tree, Tree]:
-        """(the updates of this replica's share, the state)."""
-        ...
-
-    def whole(self, updates: Tree) -> Tree:
-        """The updates of all shares."""
-        ...
-
-
-class Whole(NamedTuple):
-    """Whole, on every replica."""
-
-    axis_name: AxisName
-    group_assignment: GroupAssignment | None = None
-
-    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
-        """The state of `inner`."""
-        return inner.init(params)
-
-    def fit(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        like: Tree,
-        state: Tree,
-    ) -> "Landing":
-        """Anything fits."""
-        del inner, grads, like, state
-        return self
-
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
-        """The meeting of the exchange, in groups if there are some."""
-        groups = self.group_assignment
-        met = exchange.meet(
-            tree,
-            memory,
-            self.axis_name,
-            weight=weight,
-            also=also,
-            **({} if groups is None else {"group_assignment": groups}),
-        )
-        if square is None:
-            return met
-        return met._replace(also={**met.also, "mean": square(met.mean)})
-
-    def share(self, tree: Tree) -> Tree:
-        """All of it."""
         return tree
 
     def step(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        state: Tree,
-        params: Tree | None,
-        extra_args: dict[str, Any],
+        self, mean: Tree, state: Tree, params: Tree | None, extra_args: dict[str, Any]
     ) -> tuple[Tree, Tree]:
-        """A step of `inner`."""
-        return inner.update(grads, state, params, **extra_args)
+        """(the updates of this replica's share, the state)."""
+        return self.inner.update(mean, state, params, **extra_args)
 
     def whole(self, updates: Tree) -> Tree:
-        """They are whole."""
+        """The updates of all shares."""
         return updates
 
 
-class Pieces(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Pieces(Landing):
     """A piece of every array on each replica; `inner` acts on each number alone."""
 
-    axis_name: AxisName
     elementwise: Elementwise | None = None  # the check of `inner`
     bucket_bytes: int = BUCKET_BYTES
     like: Tree = None  # the whole arrays; their shapes and dtypes matter
 
-    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
+    def init(self, params: Tree) -> Tree:
         """The state of this replica's pieces."""
         refuse_placeholder(params, "shard_state=True")
         if self.elementwise is not None:
             self.elementwise.check(params)
-        pieces = own_pieces(inner.init, params, self.axis_name)
+        pieces = own_pieces(self.inner.init, params, self.axis_name)
         refuse_center(pieces, "True")
         return pieces
 
-    def fit(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        like: Tree,
-        state: Tree,
-    ) -> "Landing":
+    def fit(self, grads: Tree, like: Tree, state: Tree) -> Landing:
         """Refuse gradients that have no pieces, and pieces of other replicas."""
         require_cuttable(grads, like, "shard_state=True")
-        check_pieces(state, inner.init, like, self.axis_name)
-        return self._replace(like=like)
+        check_pieces(state, self.inner.init, like, self.axis_name)
+        return dataclasses.replace(self, like=like)
 
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
         """The first half of the exchange, and one sum of scalars."""
         axis_name = self.axis_name
         scatter: Any = exchange.scatter  # one of the two, as the wrapper has checked
         if exchange.halves is not None:
-            met = exchange.halves.up(tree, memory, axis_name, weight=weight)
+            up = exchange.halves.up
+            met = up(own.tree, own.memory, axis_name, weight=own.weight)
         else:
-            met = Met(scatter(tree, axis_name, weight=weight), state=memory)
-        scalars = {} if also is None else dict(also)
-        if square is not None:
-            scalars["mean"] = localize(square(met.mean), axis_name)
-        own = own_weight(weight, axis_name)
-        if own is not None:
-            scalars["weight"] = own.astype(jnp.float32)
+            mean = scatter(own.tree, axis_name, weight=own.weight)
+            met = Met(mean, state=own.memory)
+        scalars = dict(own.also or {})
+        if own.square is not None:
+            scalars["mean"] = localize(own.square(met.mean), axis_name)
+        weight = own_weight(own.weight, axis_name)
+        if weight is not None:
+            scalars["weight"] = weight.astype(jnp.float32)
         sums = reduce(scalars, axis_name, reduction="sum")
         total = sums.get("weight", axis_size(axis_name))
         return met._replace(weight=total, also=sums)
@@ -218,15 +145,10 @@ class Pieces(NamedTuple):
         return cut(tree, self.axis_name)
 
     def step(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        state: Tree,
-        params: Tree | None,
-        extra_args: dict[str, Any],
+        self, mean: Tree, state: Tree, params: Tree | None, extra_args: dict[str, Any]
     ) -> tuple[Tree, Tree]:
         """A step of `inner` with the pieces."""
-        updates, now = inner.update(grads, state.tree, params, **extra_args)
+        updates, now = self.inner.update(mean, state.tree, params, **extra_args)
         return updates, InPieces(trees.cast_like(now, state.tree))
 
     def whole(self, updates: Tree) -> Tree:

@@ -24,12 +24,13 @@ import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optx_sync.comm.collectives import AxisName, varying_axes
+from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.reduce import or_one, own_weight, weigh
-from optx_sync.comm.varying import localize, sum_shards
+from optx_sync.comm.varying import axes_of, localize, sum_shards
+from optx_sync.options import Refused, refuse
 from optx_sync.rows.slices import IndexedSlices
 from optx_sync.shapes import Array, Float
-from optx_sync.trees import Tree, is_slices
+from optx_sync.trees import Tree, is_nothing, is_slices
 
 # Of the moving averages of S and |G|^2. Both start at 0, which cancels in the ratio.
 DECAY = 0.99
@@ -48,21 +49,20 @@ class Measured(NamedTuple):
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without the fields that the caller cannot know."""
+    known = dict.fromkeys(Measured._fields, True)
+    known |= {"agreement": exact, "noise": noise, "signal": noise}
     # An array for each: a buffer can be donated only once.
-    zeros = [jnp.zeros((), jnp.float32) for _ in Measured._fields]
-    measured = Measured(*zeros)
-    measured = measured if exact else measured._replace(agreement=())
-    return measured if noise else measured._replace(noise=(), signal=())
+    zeros = (jnp.zeros((), jnp.float32) if is_one else () for is_one in known.values())
+    return Measured(*zeros)
 
 
-def like_params(measured: Measured, params: Tree, axis_name: AxisName) -> Measured:
-    """The measures, varying over the replicas' axes where the parameters do."""
-    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    axes = names & frozenset().union(*map(varying_axes, jax.tree.leaves(params)))
-    return localize(measured, tuple(sorted(axes))) if axes else measured
+def start_like(params: Tree, axis_name: AxisName) -> Measured:
+    """Nothing measured yet, varying over the replicas' axes where the parameters do."""
+    axes = axes_of(params) & {*check_axis_name(axis_name)}
+    return localize(start(), tuple(sorted(axes))) if axes else start()
 
 
-def measures(measured: Any) -> dict[str, Any]:
+def shown(measured: Any) -> dict[str, Any]:
     """The fields of metrics that are measured; `None` each where nothing is.
 
     They are of the last meeting, except the noise scale: S / |G|^2 of the moving
@@ -144,7 +144,7 @@ def measure_of(
         batch_size: As for `to_sum`.
     """
     total = jnp.asarray(total, jnp.float32)
-    contributors = sums["contributors"] if "contributors" in sums else total
+    contributors = sums.get("contributors", total)
     total = or_one(total)
     squares = sums["squares"] / total
     # Weights that are all 0 or 1 equal their squares.
@@ -153,41 +153,47 @@ def measure_of(
     own_inverse = sums.get("own_inverse", inverse) / total**2
     inverse = inverse / total
     known = contributors > 1
-    agreement: Tree = ()
-    if not isinstance(before.agreement, tuple):
+    measured = before._replace(
+        contribution_norm=jnp.sqrt(squares), contributors=contributors
+    )
+    if not is_nothing(before.agreement):
         apart = or_one(squares - own_squares)
         agreement = jnp.where(known, (mean_square - own_squares) / apart, 1.0)
-    noise, signal = before.noise, before.signal
-    if not isinstance(noise, tuple):
-        now = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
-        now = now, mean_square - own_inverse * now
-        # A NaN, from a gradient or a batch of 0 examples, would stay forever.
-        counts = known & jnp.isfinite(now[0]) & jnp.isfinite(now[1])
-        noise, signal = (
-            jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
-            for old, new in zip((noise, signal), now, strict=True)
-        )
-    norm = jnp.sqrt(squares)
-    return Measured(agreement, norm, before.update_norm, contributors, noise, signal)
+        measured = measured._replace(agreement=agreement)
+    if is_nothing(before.noise):
+        return measured
+    noise = (squares - mean_square) / jnp.where(known, inverse - own_inverse, 1.0)
+    signal = mean_square - own_inverse * noise
+    # A NaN, from a gradient or a batch of 0 examples, would stay forever.
+    counts = known & jnp.isfinite(noise) & jnp.isfinite(signal)
+
+    def moved(old, new):
+        return jnp.where(counts, DECAY * old + (1 - DECAY) * new, old)
+
+    return measured._replace(
+        noise=moved(before.noise, noise), signal=moved(before.signal, signal)
+    )
 
 
-def check_batch_size(
-    batch_size: float | jax.Array | None,
-) -> float | jax.Array:
+def check_batch_size(batch_size: float | jax.Array | None) -> float | jax.Array:
     """The examples behind a gradient, 1 if left out; a ValueError for a bad number.
 
     A Python number is the same on all replicas, an array is each replica's own.
     """
-    if batch_size is None:
-        return 1
-    if jnp.shape(batch_size) != ():
-        raise ValueError(
-            "batch_size must be a scalar per replica, the number of examples behind "
-            f"its gradient; got an array of shape {jnp.shape(batch_size)}."
-        )
-    if not isinstance(batch_size, jax.core.Tracer) and not float(batch_size) >= 0:
-        raise ValueError(
-            f"batch_size must be a number of examples; got {batch_size!r}. Pass for "
-            "example batch.shape[0]."
-        )
-    return batch_size
+    number = 1 if batch_size is None else batch_size
+    refuse(number, _BATCH_SIZES)
+    return number
+
+
+_BATCH_SIZES: Refused[Any] = (
+    (
+        lambda x: jnp.shape(x) != (),
+        "batch_size must be a scalar per replica, the number of examples behind its "
+        "gradient; got an array of shape {0.shape}.",
+    ),
+    (
+        lambda x: not isinstance(x, jax.core.Tracer) and not float(x) >= 0,
+        "batch_size must be a number of examples; got {0!r}. Pass for example "
+        "batch.shape[0].",
+    ),
+)

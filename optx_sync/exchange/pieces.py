@@ -73,15 +73,19 @@ def cut(tree: Tree, axis_name: AxisName | None) -> Tree:
     replicas = 1 if axis_name is None else axis_size(axis_name)
 
     def piece(x):
-        dtype = at_least_float32(x.dtype)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((-(-x.size // replicas),), dtype)
-        rows = buffers.in_rows(x.astype(dtype).reshape(-1), replicas)
+        rows = buffers.in_rows(buffers.wide(x).reshape(-1), replicas)
         if axis_name is None:
             return rows[0]
         return jax.lax.dynamic_index_in_dim(rows, axis_index(axis_name), keepdims=False)
 
     return jax.tree.map(piece, tree)
+
+
+def shapes_too(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """`function(tree)`; for a tree of `jax.ShapeDtypeStruct`, the shapes of that."""
+    leaves = jax.tree.leaves(tree)
+    shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    return jax.eval_shape(function, tree) if shapes else function(tree)
 
 
 def scatter(
@@ -170,9 +174,11 @@ def own_pieces(
 
     Its arrays vary over the axis, its scalars do not.
     """
-    if not collectives.is_mapped(axis_name):
-        return InPieces(init(cut(tree, None)))
-    state = init(cut(tree, axis_name))
+    mapped = collectives.is_mapped(axis_name)
+    of = axis_name if mapped else None
+    state = init(shapes_too(lambda tree: cut(tree, of), tree))
+    if not mapped:
+        return InPieces(state)
     return InPieces(
         jax.tree.map(lambda x: localize(x, axis_name) if jnp.ndim(x) else x, state)
     )
@@ -187,7 +193,7 @@ def check_pieces(
 ) -> None:
     """Refuse a state in pieces that was cut for another number of replicas."""
     replicas = axis_size(axis_name)
-    wanted = jax.eval_shape(init, cut(jax.eval_shape(lambda x: x, like), axis_name))
+    wanted = jax.eval_shape(lambda like: init(cut(like, axis_name)), like)
     for (path, x), found in zip(
         jax.tree_util.tree_leaves_with_path(wanted),
         jax.tree.leaves(state.tree),

@@ -16,17 +16,11 @@ from optx_sync.comm.collectives import (
 )
 from optx_sync.comm.reduce import Reduction
 from optx_sync.elementwise import Elementwise
-from optx_sync.exchange import contract
+from optx_sync.exchange import contract, measures
 from optx_sync.exchange.agree import agree, times, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
-from optx_sync.exchange.landing import Landing, Pieces, Whole
-from optx_sync.exchange.measures import (
-    check_batch_size,
-    like_params,
-    measures,
-    start,
-)
+from optx_sync.exchange.landing import Landing, Pieces
 from optx_sync.metrics import Info, told
 from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
@@ -89,7 +83,7 @@ class CrossShardState(NamedTuple):
                 "This cross_shard measures nothing. Pass measure=True to it."
             )
         return CrossShardMetrics(
-            **measures(self.info.measured), outliers=told(self.info.outliers)
+            **measures.shown(self.info.measured), outliers=told(self.info.outliers)
         )
 
 
@@ -338,12 +332,13 @@ def _landing(options: _Options) -> Landing:
     """Where the mean lands, as `shard_state` says."""
     inner, axis_name = options.inner, options.axis_name
     if not options.shard_state:
-        return Whole(axis_name, options.group_assignment)
+        return Landing(axis_name, inner, options.group_assignment)
     axes = check_axis_name(axis_name)
     if options.leaves:
-        return Leaves(axis_name, owners.Leaves(inner, axes))
-    cut = Elementwise(inner, axes, f"shard_state={options.shard_state!r}")
-    return Pieces(axis_name, cut, options.exchange.bucket_bytes)
+        return Leaves(axis_name, leaves=owners.Leaves(inner, axes))
+    check = Elementwise(inner, axes, f"shard_state={options.shard_state!r}")
+    size = options.exchange.bucket_bytes
+    return Pieces(axis_name, inner, elementwise=check, bucket_bytes=size)
 
 
 class _CrossShard(NamedTuple):
@@ -356,9 +351,8 @@ class _CrossShard(NamedTuple):
     def keeps(self) -> bool:
         """Whether the state is more than that of `inner`."""
         exchange = self.options.exchange
-        return (
-            self.options.measure or exchange.remembers or exchange.outlier is not None
-        )
+        counts = exchange.outlier is not None
+        return self.options.measure or exchange.remembers or counts
 
     def init(self, params):
         """The state of a replica before its first step."""
@@ -371,43 +365,36 @@ class _CrossShard(NamedTuple):
         # The groups' states will differ, so all of the state varies from the start.
         grouped = options.group_assignment is not None
         params = own(params) if grouped else params
-        inner = self.landing.init(options.inner, params)
+        inner = self.landing.init(params)
         inner = own(inner) if grouped else inner
         if not self.keeps:
             return inner
-        memory, outliers = own(
-            (
-                options.exchange.init(params),
-                contract.start_outliers(options.exchange),
-            )
-        )
-        measured = (
-            like_params(start(), params, options.axis_name) if options.measure else ()
-        )
+        outliers = contract.start_outliers(options.exchange)
+        info = Info(outliers=own(outliers))
+        if options.measure:
+            measured = measures.start_like(params, options.axis_name)
+            info = info._replace(measured=measured)
         return CrossShardState(
-            memory,
-            Info(outliers=outliers, measured=measured),
+            own(options.exchange.init(params)),
+            info,
             inner,
             summed=fields.fact(options.reduction == "sum"),
-            cut=fields.fact(not isinstance(self.landing, Whole)),
+            cut=fields.fact(bool(options.shard_state)),
         )
 
     def update(
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
         """The updates of `inner` for the reduced gradients, and the state."""
-        inner = self.options.inner
         extra_args = self.check(updates, params, weight, extra_args)
-        batch_size = check_batch_size(batch_size)
+        batch_size = measures.check_batch_size(batch_size)
         before = state if self.keeps else CrossShardState((), Info(), state)
         like = updates if params is None else params
-        landing = self.landing.fit(inner, updates, like, before.inner)
+        landing = self.landing.fit(updates, like, before.inner)
         mean, now = self.meet(landing, updates, before, weight, batch_size)
         own = None if params is None else landing.share(params)
         with checks.explains_inner(mean):
-            new, state = landing.step(
-                self.options.inner, mean, before.inner, own, extra_args
-            )
+            new, state = landing.step(mean, before.inner, own, extra_args)
         new = checks.fill_missing(landing.whole(new), params)
         info = with_update(now.info, new, self.options.axis_name)
         now = now._replace(
@@ -427,9 +414,7 @@ class _CrossShard(NamedTuple):
             varying.require_reduced(grads, options.axis_name, options.grads)
         else:
             varying.require_local(grads, options.axis_name, "gradient")
-            contract.check_weight(options.exchange, weight)
-            if not options.exchange.exact:
-                contract.require_dense(grads)
+            contract.check_call(options.exchange, grads, weight)
         return reduce.mean_extra_args(
             extra_args,
             options.reduced_names,

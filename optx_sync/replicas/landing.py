@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The landing of `shard_state="leaves"`: whole leaves on their owners, else pieces."""
 
+import dataclasses
 from typing import Any, NamedTuple
-
-import optax
-from jax.typing import ArrayLike
 
 from optx_sync import trees
 from optx_sync.checks import refuse_placeholder
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
-from optx_sync.exchange.contract import Exchange, Met, Scalars
+from optx_sync.exchange.contract import Exchange, Met
 from optx_sync.exchange.landing import (
+    Brought,
     Landing,
-    Square,
     refuse_center,
     require_cuttable,
 )
-from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
+from optx_sync.exchange.pieces import (
+    check_pieces,
+    cut,
+    gather,
+    own_pieces,
+    shapes_too,
+)
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.trees import Tree
@@ -37,82 +41,60 @@ class OwnedState(NamedTuple):
     numbers: dict[str, Any]  # int32[] each, K of each group
 
 
-class Leaves(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Leaves(Landing):
     """Whole leaves on their owners; those that `inner` treats by numbers, in pieces."""
 
-    axis_name: AxisName
-    leaves: owners.Leaves
+    leaves: Any = None  # the `owners.Leaves` of `inner`
     plan: Any = None  # an `owners.Plan`
     full: Tree = None  # the whole arrays, as the plan cuts them, padded
 
-    def init(self, inner: optax.GradientTransformationExtraArgs, params: Tree) -> Tree:
+    def init(self, params: Tree) -> Tree:
         """The state of this replica's leaves and pieces."""
         refuse_placeholder(params, "shard_state='leaves'")
         plan = self.leaves.plan(params)
         tree = plan.cut(params)
         own = own_pieces(
-            lambda own: self.leaves.init(plan, *own), tree, self.axis_name, self._cut
+            lambda own: self.leaves.init(plan, *own), tree, self.axis_name, _cut
         )
         refuse_center(own, "'leaves'")
-        constants = self.leaves.constants(cut(tree[0], None))
+        rest = shapes_too(lambda rest: cut(rest, None), tree[0])
+        constants = self.leaves.constants(rest)
         return OwnedState(own, constants, plan.numbers())
 
-    def fit(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        like: Tree,
-        state: Tree,
-    ) -> "Landing":
+    def fit(self, grads: Tree, like: Tree, state: Tree) -> Landing:
         """Plan for these parameters; refuse gradients and states that do not fit."""
-        del inner
         require_cuttable(grads, like, 'shard_state="leaves"')
         plan = self.leaves.plan(like, set(state.own.tree.leaves))
+        tree = plan.cut(like)
         check_pieces(
             state.own,
             lambda own: self.leaves.init(plan, *own),
-            plan.cut(like),
+            tree,
             self.axis_name,
-            self._cut,
+            _cut,
         )
-        return self._replace(plan=plan, full=self._padded(plan.cut(like)))
+        return dataclasses.replace(self, plan=plan, full=_padded(tree, self.axis_name))
 
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
         """The first half of the exchange; nothing is measured."""
-        del also, square
-        padded = self._padded(self.plan.cut(tree))
+        padded = _padded(self.plan.cut(own.tree), self.axis_name)
         scatter: Any = exchange.scatter  # there is one, as the wrapper has checked
-        pieces = scatter(padded, self.axis_name, weight=weight)
+        pieces = scatter(padded, self.axis_name, weight=own.weight)
         replicas = axis_size(self.axis_name)
-        return Met(self._in_rows(pieces, self.full), replicas, state=memory)
+        return Met(_in_rows(pieces, padded), replicas, state=own.memory)
 
     def share(self, tree: Tree) -> Tree:
         """This replica's leaves and pieces."""
-        padded = self._padded(self.plan.cut(tree))
-        return self._in_rows(cut(padded, self.axis_name), self.full)
+        return _cut(self.plan.cut(tree), self.axis_name)
 
     def step(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        grads: Tree,
-        state: Tree,
-        params: Tree | None,
-        extra_args: dict[str, Any],
+        self, mean: Tree, state: Tree, params: Tree | None, extra_args: dict[str, Any]
     ) -> tuple[Tree, Tree]:
         """A step of `inner` with each leaf, and one with all pieces."""
-        del inner
         before = state.own.tree, state.constants
         updates, own, constants = self.leaves.update(
-            self.plan, grads, before, params, extra_args
+            self.plan, mean, before, params, extra_args
         )
         after = OwnedState(fields.InPieces(own), constants, state.numbers)
         return updates, trees.cast_like(after, state)
@@ -122,24 +104,21 @@ class Leaves(NamedTuple):
         own = localize((updates[0], buffers.flat(updates[1])), self.axis_name)
         return self.plan.join(*gather(own, self.full, self.axis_name))
 
-    def _cut(self, tree, axis_name):
-        """This replica's pieces, and its whole rows of padded stacks."""
-        if axis_name is None:
-            rest, stacks = tree
-            wide = [x.astype(trees.at_least_float32(x.dtype)) for x in stacks]
-            return cut(rest, None), wide
-        padded = self._padded(tree)
-        return self._in_rows(cut(padded, axis_name), padded)
 
-    def _padded(self, tree):
-        rest, stacks = tree
-        return rest, [owners.padded(x, axis_size(self.axis_name)) for x in stacks]
+def _cut(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """This replica's pieces, and its whole rows of padded stacks."""
+    padded = _padded(tree, axis_name)
+    return _in_rows(cut(padded, axis_name), padded)
 
-    def _in_rows(self, pieces, full):
-        """The flat pieces of stacks, shaped as the leaves that they hold."""
-        rest, stacks = pieces
-        rows = [
-            owners.reshaped(x, whole.shape[1:])
-            for x, whole in zip(stacks, full[1], strict=True)
-        ]
-        return rest, rows
+
+def _padded(tree: Tree, axis_name: AxisName | None) -> Tree:
+    rest, stacks = tree
+    replicas = 1 if axis_name is None else axis_size(axis_name)
+    return rest, [owners.padded(x, replicas) for x in stacks]
+
+
+def _in_rows(pieces: Tree, full: Tree) -> Tree:
+    """The flat pieces of stacks, shaped as the leaves that they hold."""
+    rest, stacks = pieces
+    pairs = zip(stacks, full[1], strict=True)
+    return rest, [x.reshape(-1, *whole.shape[1:]) for x, whole in pairs]

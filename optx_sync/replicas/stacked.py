@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optx_sync import checks
 from optx_sync.exchange import contract
+from optx_sync.exchange.pieces import shapes_too
 from optx_sync.placement import fields
 from optx_sync.placement.fields import InStacks, Owned
 from optx_sync.replicas import owners
@@ -17,6 +18,7 @@ from optx_sync.trees import Tree
 
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
+_NOT_CUT = None, PartitionSpec.UNCONSTRAINED
 _CALL = "oxs.stacked(optax.contrib.muon(0.02), jax.P('fsdp'))"
 _OPTION = "oxs.stacked"
 _AROUND = "optax.chain(optax.clip_by_global_norm(1.0), oxs.stacked(inner, spec))"
@@ -127,21 +129,13 @@ class _Places(NamedTuple):
         shape = dict(self.mesh().shape)
         return [shape[name] for name in self.names]
 
-    def devices(self) -> int:
-        """The number of devices that hold a piece of a stack."""
-        return math.prod(self.sizes())
-
-    def laid(self, stack: Any) -> Any:
+    def laid(self, stack: jax.Array) -> jax.Array:
         """A padded stack `[K, ...]`, placed as `spec` says."""
-        if isinstance(stack, jax.ShapeDtypeStruct):
-            return stack
         return self._put(stack, PartitionSpec(self.names))
 
-    def give(self, stack: Any) -> Any:
-        """A padded stack `[K, ...]`, resharded to whole leaves on each device."""
-        stack = owners.padded(stack, self.devices())
-        if isinstance(stack, jax.ShapeDtypeStruct):
-            return stack
+    def give(self, stack: jax.Array) -> jax.Array:
+        """A stack `[K, ...]`, padded and resharded to whole leaves on each device."""
+        stack = owners.padded(stack, math.prod(self.sizes()))
         # One axis after the other: for both at once the compiler gathers the stack.
         grid = stack.reshape(*self.sizes(), -1, *stack.shape[1:])
         for spec in self._ways(stack):
@@ -163,10 +157,10 @@ class _Places(NamedTuple):
             rest = [*own, *[None] * (stack.ndim - 1 - len(own))]
         ways = []
         for done in range(len(self.names) + 1):
-            first = *self.names[:done], *[None] * (len(self.names) - done)
-            taken = {*self.names[:done]}
-            other = [_without(part, taken) for part in rest]
-            if done == len(self.names):
+            taken = self.names[:done]
+            first = *taken, *[None] * (len(self.names) - done)
+            other = [_without(part, {*taken}) for part in rest]
+            if taken == self.names:
                 other = [None] * len(rest)
             ways.append(PartitionSpec(*first, None, *other))
         return ways
@@ -197,7 +191,8 @@ class _Stacked(NamedTuple):
         checks.refuse_placeholder(params, "stacked")
         plan = self.leaves.plan(params)
         rest, stacks = plan.cut(params)
-        own = self.leaves.init(plan, rest, [self.places.give(x) for x in stacks])
+        given = [shapes_too(self.places.give, x) for x in stacks]
+        own = self.leaves.init(plan, rest, given)
         return self._state(own, self.leaves.constants(rest))
 
     def update(self, updates, state, params=None, **extra_args):
@@ -209,20 +204,15 @@ class _Stacked(NamedTuple):
         plan = self.leaves.plan(like, set(own.leaves))
         self._check(plan, own, like)
         grads, full = plan.cut(updates), plan.cut(like)
-        give = self.places.give
-        before = None
-        if params is not None:
-            before = full[0], [give(x) for x in full[1]]
+
+        def given(tree):
+            return tree[0], [self.places.give(x) for x in tree[1]]
+
+        before = None if params is None else given(full)
         (rest, stacks), own, constants = self.leaves.update(
-            plan,
-            (grads[0], [give(x) for x in grads[1]]),
-            (own, state.constants),
-            before,
-            extra_args,
+            plan, given(grads), (own, state.constants), before, extra_args
         )
-        stacks = [
-            self.places.take(x, whole) for x, whole in zip(stacks, full[1], strict=True)
-        ]
+        stacks = list(map(self.places.take, stacks, full[1]))
         new = checks.fill_missing(plan.join(rest, stacks), params)
         return new, self._state(own, constants)
 
@@ -234,7 +224,7 @@ class _Stacked(NamedTuple):
 
     def _check(self, plan: owners.Plan, own: Owned, like: Tree) -> None:
         """Refuse a state of stacks for another number of devices."""
-        devices = self.places.devices()
+        devices = math.prod(self.places.sizes())
         for group in plan.groups:
             leaves = len(group.members)
             rows = leaves + -leaves % devices
@@ -257,9 +247,7 @@ def _check_spec(spec: object) -> tuple[str, ...]:
             f"leaves lie, such as jax.P('fsdp'); got {spec!r}."
         )
     first, *others = parts or (None,)
-    if first in (None, PartitionSpec.UNCONSTRAINED) or any(
-        x is not None for x in others
-    ):
+    if first in _NOT_CUT or any(x is not None for x in others):
         raise ValueError(
             "spec must name the axes along which stacks of whole leaves are cut, in "
             "its first place and no other, such as jax.P('fsdp') or "
@@ -270,8 +258,7 @@ def _check_spec(spec: object) -> tuple[str, ...]:
 
 def _without(part: Any, taken: set[str]) -> Any:
     """How a dimension is cut once these axes cut another one."""
-    if part is None or part is PartitionSpec.UNCONSTRAINED:
+    if part in _NOT_CUT:
         return part
     names = (part,) if isinstance(part, str) else part
-    left = tuple(name for name in names if name not in taken)
-    return left or None
+    return tuple(name for name in names if name not in taken) or None

@@ -5,58 +5,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from optx_sync import checks, trees
-from optx_sync.comm import collectives, varying
+from optx_sync.comm import collectives, reduce, varying
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import (
-    check_extra_args,
-    mean_extra_args,
-    or_one,
-    own_weight,
-    reduce,
-    weight_divisor,
-)
-from optx_sync.exchange import contract
+from optx_sync.exchange import contract, measures
 from optx_sync.exchange.agree import agree, square_within, with_update
 from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.contract import Exchange
-from optx_sync.exchange.landing import Whole
-from optx_sync.exchange.measures import (
-    check_batch_size,
-    like_params,
-    measure_of,
-    measures,
-    start,
-    to_sum,
-)
+from optx_sync.exchange.landing import Landing
 from optx_sync.metrics import Info, told
+from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
-from optx_sync.replicas.accumulator import (
-    Accumulator,
-    accumulate,
-    clear,
-    mean_of,
-    start_accumulator,
-    sums_of,
-)
-from optx_sync.replicas.averages import (
-    Decay,
-    advance_averages,
-    check_averages,
-    start_averages,
-)
-from optx_sync.replicas.tokens import (
-    Tokens,
-    check_replicas,
-    check_variables,
-    hand_out,
-    tokens_of_update,
-)
+from optx_sync.replicas import accumulator, averages, tokens
+from optx_sync.replicas.accumulator import Accumulator
+from optx_sync.replicas.averages import Decay
 from optx_sync.rows.slices import IndexedSlices, unique_rows
 from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation, take_weight
@@ -157,7 +123,7 @@ class SyncReplicasState(NamedTuple):
         return SyncReplicasMetrics(
             *last,
             counts=info.outcome_counts,
-            **measures(info.measured),
+            **measures.shown(info.measured),
             outliers=told(info.outliers),
         )
 
@@ -272,17 +238,9 @@ def sync_replicas(
     """
     inner = checks.check_inner(inner, "oxs.sync_replicas(optax.adam(1e-3), 'data', 6)")
     collectives.check_axis_name(axis_name)
-    required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
-    check_averages(variable_averages)
-    if variables_to_average is not None and variable_averages is None:
-        raise ValueError(
-            "variables_to_average says which parameters to average, but there is no "
-            "average. Pass variable_averages=, a decay or a schedule, too."
-        )
+    required, total = tokens.check_replicas(replicas_to_aggregate, total_num_replicas)
+    averages.check_averages(variable_averages)
     exchange = contract.check_exchange(exchange, all_reduce())
-    contract.require_declared(exchange, "sync_replicas")
-    if measure and not exchange.exact:
-        raise ValueError(contract.INEXACT)
     replicas = _SyncReplicas(
         inner,
         axis_name,
@@ -292,11 +250,43 @@ def sync_replicas(
         variables_to_average,
         drop_nonfinite,
         trees.check_accumulator_dtype(accumulator_dtype),
-        check_extra_args(reduce_extra_args),
+        reduce.check_extra_args(reduce_extra_args),
         exchange,
         measure,
     )
+    refuse(replicas, _TOGETHER)
+    contract.require_declared(exchange, "sync_replicas")
     return direct_transformation(replicas.init, replicas.update, replicas.apply)
+
+
+class _Call(NamedTuple):
+    """What is checked of a call."""
+
+    options: "_SyncReplicas"
+    params: Tree
+    replicas: int
+
+
+_TOGETHER: Refused["_SyncReplicas"] = (
+    (
+        lambda o: o.averaged is not None and o.decay is None,
+        "variables_to_average says which parameters to average, but there is no "
+        "average. Pass variable_averages=, a decay or a schedule, too.",
+    ),
+    (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
+)
+_AT_THE_CALL: Refused[_Call] = (
+    (
+        lambda call: call.params is None and call.options.decay is not None,
+        "A moving average of the parameters needs them; got params=None. Call "
+        "update(grads, state, params).",
+    ),
+    (
+        lambda call: call.options.total not in (None, call.replicas),
+        "total_num_replicas={0.options.total}, but the axis {0.options.axis_name!r} "
+        "has {0.replicas} replicas. Leave it out, or make them equal.",
+    ),
+)
 
 
 class _Step(NamedTuple):
@@ -328,39 +318,39 @@ class _SyncReplicas(NamedTuple):
     def init(self, params: Tree) -> SyncReplicasState:
         """The state of a replica before its first step."""
         checks.check_params(params)
-        check_variables(params)
-        accumulator = start_accumulator(params, self.dtype)
-        weights = accumulator.row_weights.dtype
+        tokens.check_variables(params)
+        empty = accumulator.start_accumulator(params, self.dtype)
+        weights = empty.row_weights.dtype
 
         def own(tree: Tree) -> Tree:
             # A replica's own fields vary over the axis from the start.
             return varying.localize_where_mapped(tree, self.axis_name)
 
+        info = own(
+            Info(
+                outliers=contract.start_outliers(self.exchange),
+                outcome=jnp.full((), -1, jnp.int32),
+                outcome_counts=_zeros(Outcomes, jnp.int32),
+                gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
+            )
+        )
+        if self.measure:
+            measured = measures.start_like(params, self.axis_name)
+            info = info._replace(measured=measured)
         return SyncReplicasState(
             global_step=jnp.zeros((), jnp.int32),
             accumulated=jnp.zeros((), jnp.int32),
             total_weight=jnp.zeros((), weights),
             weight_unit=jnp.zeros((), weights),
-            accumulator=own(accumulator),
+            accumulator=own(empty),
             exchange=own(self.exchange.init(params)),
             contributed=() if self.exchange.linear else own(jnp.zeros((), weights)),
-            info=self.start_info(params),
+            info=info,
             inner=self.inner.init(params),
-            averages=start_averages(params, self.decay, self.averaged, self.dtype),
+            averages=averages.start_averages(
+                params, self.decay, self.averaged, self.dtype
+            ),
         )
-
-    def start_info(self, params: Tree) -> Info:
-        """The measures before the first step."""
-        info = Info(
-            outliers=contract.start_outliers(self.exchange),
-            outcome=jnp.full((), -1, jnp.int32),
-            outcome_counts=_zeros(Outcomes, jnp.int32),
-            gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
-        )
-        info = varying.localize_where_mapped(info, self.axis_name)
-        if not self.measure:
-            return info
-        return info._replace(measured=like_params(start(), params, self.axis_name))
 
     def update(self, updates, state, params=None, **extra_args):
         """One step that returns updates."""
@@ -404,10 +394,10 @@ class _SyncReplicas(NamedTuple):
         """(what is known of the step, the state with this step's gradients added)."""
         self.check(grads, state, params, weight)
         take_weight(weight)
-        batch_size = check_batch_size(batch_size)
+        batch_size = measures.check_batch_size(batch_size)
         grads = unique_rows(grads)
         all_count = contributes is True and weight is None and gradient_step is None
-        given = own_weight(1 if weight is None else weight, self.axis_name)
+        given = reduce.own_weight(1 if weight is None else weight, self.axis_name)
         given = jnp.asarray(given, state.total_weight.dtype)
         contributes = _extra(contributes, "contributes", jnp.bool_) & (given != 0)
         fresh = finite = jnp.bool_(True)
@@ -417,11 +407,11 @@ class _SyncReplicas(NamedTuple):
         if self.drop_nonfinite:
             finite = trees.is_finite((grads, given))
         replicas = collectives.axis_size(self.axis_name)
-        tokens = tokens_of_update(replicas, self.required)
+        most = tokens.tokens_of_update(replicas, self.required)
         used, arrived = _hand_out(
             contributes & fresh & finite,
             given,
-            Tokens(old=0, new=tokens - state.accumulated),
+            tokens.Tokens(old=0, new=most - state.accumulated),
             state.global_step,
             self.axis_name,
         )
@@ -443,18 +433,15 @@ class _SyncReplicas(NamedTuple):
         )
         weight = jnp.where(used, given, 0)
         state = self.add(grads, state, used, weight, arrived, batch_size)
-        return _Step(grads, params, tokens, weight, due, extra_args), state
+        return _Step(grads, params, most, weight, due, extra_args), state
 
     def check(self, grads, state: SyncReplicasState, params, weight) -> None:
         """Refuse what does not fit a step of a replica."""
         axis_name = self.axis_name
-        check_variables(grads if params is None else params)
+        tokens.check_variables(grads if params is None else params)
         checks.check_grads(grads, params)
-        if params is None and self.decay is not None:
-            raise ValueError(
-                "A moving average of the parameters needs them; got params=None. Call "
-                "update(grads, state, params)."
-            )
+        replicas = collectives.axis_size(axis_name)
+        refuse(_Call(self, params, replicas), _AT_THE_CALL)
         varying.require_local(
             grads,
             axis_name,
@@ -464,17 +451,9 @@ class _SyncReplicas(NamedTuple):
         )
         collectives.require_whole_lanes(grads, axis_name)
         checks.check_one_worker(state.global_step, state.accumulator.sums, params)
-        replicas = collectives.axis_size(axis_name)
-        if self.total not in (None, replicas):
-            raise ValueError(
-                f"total_num_replicas={self.total}, but the axis {axis_name!r} "
-                f"has {replicas} replicas. Leave it out, or make them equal."
-            )
         if self.measure:
             contract.require_dense(grads, "measure=True")
-        elif not self.exchange.exact:
-            contract.require_dense(grads)
-        contract.check_weight(self.exchange, weight)
+        contract.check_call(self.exchange, grads, weight)
 
     def add(self, grads, state: SyncReplicasState, used, weight, arrived, batch_size):
         """The state with the gradient in this replica's own sums, if it is used."""
@@ -482,7 +461,7 @@ class _SyncReplicas(NamedTuple):
         weight_unit = jnp.where(state.weight_unit > 0, state.weight_unit, first)
 
         def in_units(weights):
-            unit = or_one(weight_unit)
+            unit = reduce.or_one(weight_unit)
             # Not every device divides a number by itself to exactly 1.
             return jnp.where(weights == unit, 1, weights / unit)
 
@@ -490,12 +469,12 @@ class _SyncReplicas(NamedTuple):
         state = state._replace(
             total_weight=state.total_weight + jnp.sum(in_units(arrived)),
             weight_unit=weight_unit,
-            accumulator=accumulate(state.accumulator, grads, used, own),
+            accumulator=accumulator.accumulate(state.accumulator, grads, used, own),
         )
         if not self.exchange.linear:
             state = state._replace(contributed=state.contributed + own)
         if self.measure:
-            now = to_sum(
+            now = measures.to_sum(
                 square_within(state.info.measured, self.axis_name, grads),
                 self.axis_name,
                 weight=own,
@@ -509,41 +488,40 @@ class _SyncReplicas(NamedTuple):
     def move(self, step: _Step, state: SyncReplicasState):
         """(updates, new parameters, state): the mean goes through `inner`."""
         mean, state = self.agree(step, state)
-        extra = mean_extra_args(
+        extra = reduce.mean_extra_args(
             step.extra_args, self.reduced_names, self.axis_name, weight=step.weight
         )
-        with checks.explains_inner(step.grads):
-            moved, inner = self.inner.update(mean, state.inner, step.params, **extra)
-        moved = checks.fill_missing(moved, step.params)
-        params = None if step.params is None else trees.add_updates(step.params, moved)
-        averages = advance_averages(
-            state.averages, params, self.decay, state.global_step
+        chief = tokens.Chief(self.inner, self.required, self.decay)
+        before = step.params, state.inner, state.averages, state.accumulator
+        count, number = state.accumulated, state.global_step
+        moved, held = chief.take(
+            tokens.Held(*before), mean, step.grads, count, number, extra
         )
         info = with_update(state.info, moved, self.axis_name)
         state = state._replace(
             accumulated=jnp.zeros_like(state.accumulated),
             total_weight=jnp.zeros_like(state.total_weight),
-            accumulator=clear(state.accumulator, mean, state.accumulated),
+            accumulator=held.accumulator,
             contributed=trees.zeros_like(state.contributed),
             info=info._replace(gathered=trees.zeros_like(info.gathered)),
-            inner=trees.cast_like(inner, state.inner),
-            averages=averages,
+            inner=held.inner,
+            averages=held.averages,
         )
-        return moved, params, state
+        return moved, held.params, state
 
     def agree(self, step: _Step, state: SyncReplicasState):
         """(the mean of all that was accumulated, the state, which measured it)."""
         exchange, axis_name = self.exchange, self.axis_name
-        sums, rows = sums_of(state.accumulator, step.grads)
+        sums, rows = accumulator.sums_of(state.accumulator, step.grads)
         weight = None
         if not exchange.linear:
             # Each replica has one vote: the mean of its own gradients.
-            weight, some = state.contributed, or_one(state.contributed)
+            weight, some = state.contributed, reduce.or_one(state.contributed)
             sums = jax.tree.map(lambda x: x / some.astype(x.dtype), sums)
             weight = weight if exchange.takes_weights else weight > 0
         agreed = agree(
             exchange,
-            Whole(axis_name),
+            Landing(axis_name),
             sums,
             state.exchange,
             state.info,
@@ -554,14 +532,14 @@ class _SyncReplicas(NamedTuple):
         if exchange.linear:
             # The sum is the mean times the number of replicas.
             replicas = jnp.asarray(agreed.weight, state.total_weight.dtype)
-            count = weight_divisor(state.total_weight) / replicas
-            rows = reduce(rows, axis_name, reduction="sum")
+            count = reduce.weight_divisor(state.total_weight) / replicas
+            rows = reduce.reduce(rows, axis_name, reduction="sum")
             rows = [weights / replicas for weights in rows]
-        mean = mean_of(agreed.mean, rows, step.grads, count, step.tokens)
+        mean = accumulator.mean_of(agreed.mean, rows, step.grads, count, step.tokens)
         info = agreed.info
         if self.measure:
             contributors = state.accumulated.astype(jnp.float32)
-            measured = measure_of(
+            measured = measures.measure_of(
                 info.measured,
                 {**agreed.sums, "contributors": contributors},
                 state.total_weight,
@@ -616,7 +594,7 @@ def _outcome(used, fresh, finite, contributes):
     return outcome
 
 
-def _hand_out(candidate, weight, tokens, global_step, axis_name):
+def _hand_out(candidate, weight, queue, global_step, axis_name):
     """(whether this replica's gradient gets a token, the weights [N] of all that do).
 
     The weights of the others are 0.
@@ -625,14 +603,14 @@ def _hand_out(candidate, weight, tokens, global_step, axis_name):
     numbers = jnp.arange(replicas, dtype=jnp.int32)
     mine = numbers == collectives.axis_index(axis_name)
     sent = jnp.where(mine & candidate, weight, jnp.zeros_like(weight))
-    everyone = reduce(sent, axis_name, reduction="sum")
+    everyone = reduce.reduce(sent, axis_name, reduction="sum")
     flags = (everyone != 0).astype(jnp.int32)
     # Each update starts with the next replica; those before it come last.
     last = numbers < global_step % replicas
     before = jnp.sum(flags, where=last, dtype=jnp.int32)
     ahead = jnp.where(last, jnp.sum(flags, dtype=jnp.int32), 0) - before
     place = ahead + jnp.cumsum(flags, dtype=jnp.int32)
-    served, _, _ = hand_out(tokens, flags > 0, place)
+    served, _, _ = tokens.hand_out(queue, flags > 0, place)
     arrived = jnp.where(served, everyone, jnp.zeros_like(everyone))
     return jnp.any(mine & served), arrived
 

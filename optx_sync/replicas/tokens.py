@@ -105,10 +105,24 @@ class Chief(NamedTuple):
         """
         sums = sums_of(held.accumulator, grads)
         mean = mean_of(*sums, grads, count, self.required)
+        return self.take(held, mean, grads, count, global_step, {})[1]
+
+    def take(
+        self,
+        held: Held,
+        mean: Tree,
+        grads: Tree,
+        count: Any,
+        global_step: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[Tree, Held]:
+        """(updates, what is held) after a mean went through `inner`; as `update`."""
+        before = held.params
         with explains_inner(grads):
-            updates, inner = self.inner.update(mean, held.inner, held.params)
-        params = add_updates(held.params, fill_missing(updates, held.params))
-        return Held(
+            updates, inner = self.inner.update(mean, held.inner, before, **extra_args)
+        updates = fill_missing(updates, before)
+        params = None if before is None else add_updates(before, updates)
+        return updates, Held(
             params,
             cast_like(inner, held.inner),
             advance_averages(held.averages, params, self.decay, global_step),

@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optx_sync.center import worker as work
 from optx_sync.center.contract import CenterRule, Round
@@ -39,8 +38,8 @@ from optx_sync.comm.reduce import reduce
 from optx_sync.comm.varying import localize, vary_like
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import landing
-from optx_sync.exchange.contract import Exchange, Met, Scalars
-from optx_sync.exchange.landing import Square
+from optx_sync.exchange.contract import Exchange, Met
+from optx_sync.exchange.landing import Brought
 from optx_sync.exchange.measures import square_sum
 from optx_sync.exchange.pieces import check_pieces, cut, gather, own_pieces
 from optx_sync.placement import memory
@@ -123,23 +122,12 @@ class Pieces(Landing):
         """The landing for one meeting, with the piece of the center that it is for."""
         return dataclasses.replace(self, piece=now.center.value.tree, at=at)
 
-    def meet(
-        self,
-        exchange: Exchange,
-        tree: Tree,
-        memory: Tree,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-        square: Square | None = None,
-    ) -> Met:
+    def meet(self, exchange: Exchange, own: Brought) -> Met:
         """The first half of the exchange, and what the rule makes of it."""
-        met = landing.Pieces(self.axis_name).meet(
-            exchange, tree, memory, weight=weight, also=also, square=square
-        )
+        met = landing.Pieces(self.axis_name).meet(exchange, own)
         mean = met.mean
         if self.blind and not self.alone:
-            mean = self._of_means(mean, met.weight, weight is not None)
+            mean = self._of_means(mean, met.weight, own.weight is not None)
         return met._replace(mean=InPieces(mean))
 
     def open(self, center: Center) -> Center:
