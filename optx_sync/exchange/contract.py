@@ -15,7 +15,7 @@ A sum is the mean times the sum of the weights, which `meet` returns with the me
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -50,29 +50,6 @@ class Met(NamedTuple):
     also: Tree = None  # the sums of the scalars, by their names
 
 
-class Meet(Protocol):
-    """`(tree, state, axis_name) -> Met`, where the axis is mapped.
-
-    `weight` is this replica's, a scalar that is not negative; `None`: all count the
-    same. A replica of weight 0 leaves no trace, NaN or not; if all weights are 0 the
-    mean is zero. `also` is a dictionary of this replica's scalars, to be summed over
-    all replicas: they travel with the arrays if the exchange can carry them. An `exact`
-    exchange takes `group_assignment` as well.
-    """
-
-    def __call__(
-        self,
-        tree: Tree,
-        state: Tree,
-        axis_name: AxisName,
-        *,
-        weight: ArrayLike | None = None,
-        also: Scalars | None = None,
-    ) -> Met:
-        """The mean over the replicas, and the rest of `Met`."""
-        ...
-
-
 class Code(NamedTuple):
     """One array as a message, and back: how a replica that comes alone sends it.
 
@@ -103,7 +80,13 @@ class Exchange(NamedTuple):
     Attributes:
         init: `(tree) -> state`, from arrays or `jax.ShapeDtypeStruct`: what a
             replica remembers from one exchange to the next; `()` for nothing.
-        meet: See `Meet` and `Met`.
+        meet: `(tree, state, axis_name, *, weight=None, also=None) -> Met`, where the
+            axis is mapped. `weight` is this replica's, a scalar that is not negative;
+            `None`: all count the same. A replica of weight 0 leaves no trace, NaN or
+            not; if all weights are 0 the mean is zero. `also` is a dictionary of this
+            replica's scalars, to be summed over all replicas: they travel with the
+            arrays if the exchange can carry them. An `exact` exchange takes
+            `group_assignment` as well.
         linear: Whether the law in this module's head holds. `None`: not declared,
             and refused where it matters, by `error_feedback` and `sync_replicas`.
             `oxs.testing.check_exchange` holds an exchange to all that it declares.
@@ -143,7 +126,7 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Tree], Tree]
-    meet: Callable[..., Met]  # a `Meet`
+    meet: Callable[..., Met]
     linear: bool | None = None
     exact: bool = False
     takes_weights: bool = False

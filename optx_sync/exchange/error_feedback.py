@@ -10,14 +10,8 @@ import jax.numpy as jnp
 from optx_sync.checks import interval
 from optx_sync.comm.reduce import own_weight, weigh
 from optx_sync.comm.varying import localize, vary_like
-from optx_sync.exchange.contract import (
-    Code,
-    Exchange,
-    Halves,
-    Met,
-    check_exchange,
-    require_declared,
-)
+from optx_sync.exchange import contract
+from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.exchange.pieces import require_meetable
 from optx_sync.placement.fields import OWED, OWN, declare
 from optx_sync.trees import Tree, at_least_float32, round_to
@@ -95,8 +89,8 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", arXiv:1901.09847.
         Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
     """
-    exchange = check_exchange(exchange)
-    require_declared(exchange, "error_feedback")
+    exchange = contract.check_exchange(exchange)
+    contract.require_declared(exchange, "error_feedback")
     if not exchange.linear:
         raise ValueError(
             "error_feedback needs a linear exchange, of which somebody knows what it "

@@ -49,11 +49,11 @@ class Measured(NamedTuple):
 
 def start(exact: bool = True, noise: bool = True) -> Measured:
     """Nothing measured yet; without the fields that the caller cannot know."""
-    known = dict.fromkeys(Measured._fields, True)
-    known |= {"agreement": exact, "noise": noise, "signal": noise}
-    # An array for each: a buffer can be donated only once.
-    zeros = (jnp.zeros((), jnp.float32) if is_one else () for is_one in known.values())
-    return Measured(*zeros)
+
+    def zero(known=True) -> Tree:  # an array for each, as it can be donated only once
+        return jnp.zeros((), jnp.float32) if known else ()
+
+    return Measured(zero(exact), zero(), zero(), zero(), zero(noise), zero(noise))
 
 
 def start_like(params: Tree, axis_name: AxisName) -> Measured:
@@ -144,7 +144,7 @@ def measure_of(
         batch_size: As for `to_sum`.
     """
     total = jnp.asarray(total, jnp.float32)
-    contributors = sums.get("contributors", total)
+    contributors = sums["contributors"] if "contributors" in sums else total
     total = or_one(total)
     squares = sums["squares"] / total
     # Weights that are all 0 or 1 equal their squares.

@@ -20,13 +20,7 @@ from optx_sync.comm.varying import localize, require_local
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
 from optx_sync.placement.fields import InPieces
 from optx_sync.shapes import Array, Float, UInt8
-from optx_sync.trees import (
-    Tree,
-    at_least_float32,
-    is_floating,
-    path_name,
-    round_to,
-)
+from optx_sync.trees import Tree, at_least_float32, is_floating, path_name, round_to
 
 # (a buffer w_i x_i for each dtype, the weight, the axis) -> (the means of these
 # buffers, what this replica owes of each, the sum of the weights).

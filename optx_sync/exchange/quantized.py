@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized means: codes of 8 or 4 bits with a scale per block, in two hops."""
 
-import functools
 import math
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from optx_sync.checks import integer
-from optx_sync.comm import buffers
+from optx_sync.comm import buffers, collectives
 from optx_sync.comm.buffers import BUCKET_BYTES
-from optx_sync.comm.collectives import (
-    AxisName,
-    all_to_all,
-    axis_index,
-    axis_size,
-    gather,
-)
+from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.exchange.pieces import joined, require_meetable, travel
 from optx_sync.shapes import Array, Float, UInt8
-from optx_sync.trees import Tree
 
+Weight: TypeAlias = Float[Array, ""]
 Blocks: TypeAlias = Float[Array, "pieces blocks block"]
 Messages: TypeAlias = UInt8[Array, "pieces bytes"]
 
@@ -98,32 +91,21 @@ def quantized(
         )
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
-    coder = _Coder(bits, block)
+    coder = _Coder(bits, block, bucket_bytes)
 
     def meet_buffers(whole, weight, axis_name):
         replicas = axis_size(axis_name)
         own = [coder.code(coder.in_blocks(x, replicas)) for x in whole]
-        sent = [coder.message(x) for x in own]
-        received, total = travel(
-            all_to_all, sent, weight, axis_name, bucket_bytes, replicas
-        )
-        divisor = weight_divisor(total)
-        # The mean of this replica's piece, and its codes.
-        means = []
-        for row, (x, *_) in zip(received, own, strict=True):
-            piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0, keepdims=True)
-            means.append(coder.code(piece / divisor.astype(x.dtype)))
-        back = [coder.message(mean) for mean in means]
+        means, total = coder.to_owners(own, weight, axis_name)
         # The weights travel again, so that their type, too, is equal on all replicas.
-        gathered, known = travel(gather, back, weight, axis_name, bucket_bytes)
+        second = [coder.code(mean) for mean in means]
+        read, known = coder.to_all(second, weight, axis_name)
         owners = jnp.arange(replicas, dtype=jnp.int32)[:, None, None]
         mine = owners == axis_index(axis_name)
-        read, lost = [], []
-        for row, first, second in zip(gathered, own, means, strict=True):
-            x = first.x
-            read.append(coder.read(row, x.shape, x.dtype))
-            at_second = second.lost * total.astype(x.dtype)
-            lost.append(first.lost + jnp.where(mine, at_second, 0.0))
+        lost = []
+        for codes, again in zip(own, second, strict=True):
+            at_second = again.lost * total.astype(codes.x.dtype)
+            lost.append(codes.lost + jnp.where(mine, at_second, 0.0))
         return buffers.flat(read), buffers.flat(lost), known
 
     def encode(x, state):
@@ -134,63 +116,32 @@ def quantized(
         shape = coder.blocks(math.prod(like.shape), 1)
         return buffers.shaped(coder.read(message[None], shape, like.dtype), like)
 
-    halves = Halves(
-        functools.partial(_to_owners, coder, bucket_bytes),
-        functools.partial(_to_all, coder, bucket_bytes),
-    )
-    code = Code(encode, decode)
-    exchange = joined("quantized", meet_buffers, code, bucket_bytes)
-    return exchange._replace(halves=halves)
+    def up(tree, state, axis_name, *, weight=None):
+        require_meetable(tree, axis_name, "quantized")
+        replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
+        leaves, treedef = jax.tree.flatten(tree)
+        rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
+        joint = buffers.Joint(rows, bucket_bytes=bucket_bytes)
+        own = [coder.code(coder.by_rows(weigh(x, weight))) for x in joint.join(rows)]
+        means, total = coder.to_owners(own, weight, axis_name)
+        mean = buffers.flat(joint.cut(buffers.flat(means)))
+        lost = [codes.lost.reshape(replicas, -1) for codes in own]
+        owed = map(buffers.shaped, joint.cut(lost), leaves)
+        return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
 
+    def down(pieces, like, axis_name):
+        replicas = axis_size(axis_name)
+        leaves, treedef = jax.tree.flatten(pieces)
+        rows = [x[None] for x in leaves]
+        joint = buffers.Joint(rows, bucket_bytes=bucket_bytes / replicas)
+        own = [coder.code(coder.by_rows(x)) for x in joint.join(rows)]
+        read, _ = coder.to_all(own, None, axis_name)
+        read = joint.cut([x.reshape(replicas, -1) for x in read])
+        found = map(buffers.shaped, read, treedef.flatten_up_to(like))
+        return treedef.unflatten(found)
 
-def _to_owners(
-    coder: "_Coder",
-    bucket_bytes: int,
-    tree: Tree,
-    state: Tree,
-    axis_name: AxisName,
-    *,
-    weight: ArrayLike | None = None,
-) -> Met:
-    """The mean of this replica's piece of every array, from the codes of all."""
-    require_meetable(tree, axis_name, "quantized")
-    replicas, weight = axis_size(axis_name), own_weight(weight, axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
-    rows = [buffers.in_rows(buffers.wide(x).reshape(-1), replicas) for x in leaves]
-    joint = buffers.Joint(rows, bucket_bytes=bucket_bytes)
-    own = [coder.code(coder.by_rows(weigh(x, weight))) for x in joint.join(rows)]
-    sent = [coder.message(x) for x in own]
-    received, total = travel(
-        all_to_all, sent, weight, axis_name, bucket_bytes, replicas
-    )
-    divisor = weight_divisor(total)
-    means, lost = [], []
-    for row, (x, *_), codes in zip(received, own, own, strict=True):
-        piece = jnp.sum(coder.read(row, x.shape, x.dtype), 0).reshape(-1)
-        means.append(piece / divisor.astype(x.dtype))
-        lost.append(codes.lost.reshape(replicas, -1))
-    owed = map(buffers.shaped, joint.cut(lost), leaves)
-    mean = buffers.flat(joint.cut(means))
-    return Met(treedef.unflatten(mean), total, treedef.unflatten(owed), state)
-
-
-def _to_all(
-    coder: "_Coder", bucket_bytes: int, pieces: Tree, like: Tree, axis_name: AxisName
-) -> Tree:
-    """The whole arrays, decoded from the codes of all replicas' pieces."""
-    replicas = axis_size(axis_name)
-    leaves, treedef = jax.tree.flatten(pieces)
-    rows = [x[None] for x in leaves]
-    joint = buffers.Joint(rows, bucket_bytes=bucket_bytes / replicas)
-    own = [coder.code(coder.by_rows(x)) for x in joint.join(rows)]
-    sent = [coder.message(x) for x in own]
-    gathered, _ = travel(gather, sent, None, axis_name, bucket_bytes)
-    read = [
-        coder.read(row, x.shape, x.dtype).reshape(replicas, -1)
-        for row, (x, *_) in zip(gathered, own, strict=True)
-    ]
-    found = map(buffers.shaped, joint.cut(read), treedef.flatten_up_to(like))
-    return treedef.unflatten(found)
+    exchange = joined("quantized", meet_buffers, Code(encode, decode), bucket_bytes)
+    return exchange._replace(halves=Halves(up, down))
 
 
 class _Codes(NamedTuple):
@@ -211,6 +162,7 @@ class _Coder(NamedTuple):
 
     bits: int
     block: int
+    bucket_bytes: int
 
     @property
     def top(self) -> int:
@@ -271,3 +223,31 @@ class _Coder(NamedTuple):
         codes = buffers.unpack(octets, self.bits, blocks * length)
         scales = buffers.from_bytes(scales, jnp.float32)[..., None].astype(dtype)
         return (codes.reshape(-1, blocks, length).astype(dtype) - self.top) * scales
+
+    def to_owners(
+        self, own: list[_Codes], weight: Weight | None, axis_name: AxisName
+    ) -> tuple[list[Blocks], Weight]:
+        """The mean of this replica's piece of each array, and the sum of the weights.
+
+        Every replica sends its codes of a piece to the owner.
+        """
+        sent, replicas = list(map(self.message, own)), axis_size(axis_name)
+        received, total = travel(
+            collectives.all_to_all, sent, weight, axis_name, self.bucket_bytes, replicas
+        )
+        divisor, means = weight_divisor(total), []
+        for row, (x, *_) in zip(received, own, strict=True):
+            piece = jnp.sum(self.read(row, x.shape, x.dtype), 0, keepdims=True)
+            means.append(piece / divisor.astype(x.dtype))
+        return means, total
+
+    def to_all(
+        self, own: list[_Codes], weight: Weight | None, axis_name: AxisName
+    ) -> tuple[list[Blocks], Weight]:
+        """All replicas' pieces of each array, decoded, and the sum of the weights."""
+        sent = list(map(self.message, own))
+        gathered, total = travel(
+            collectives.gather, sent, weight, axis_name, self.bucket_bytes
+        )
+        pairs = zip(gathered, own, strict=True)
+        return [self.read(row, x.shape, x.dtype) for row, (x, *_) in pairs], total

@@ -9,20 +9,9 @@ from optx_sync.checks import refuse_placeholder
 from optx_sync.comm import buffers
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.varying import localize
+from optx_sync.exchange import landing, pieces
 from optx_sync.exchange.contract import Exchange, Met
-from optx_sync.exchange.landing import (
-    Brought,
-    Landing,
-    refuse_center,
-    require_cuttable,
-)
-from optx_sync.exchange.pieces import (
-    check_pieces,
-    cut,
-    gather,
-    own_pieces,
-    shapes_too,
-)
+from optx_sync.exchange.landing import Brought, Landing
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.trees import Tree
@@ -54,20 +43,20 @@ class Leaves(Landing):
         refuse_placeholder(params, "shard_state='leaves'")
         plan = self.leaves.plan(params)
         tree = plan.cut(params)
-        own = own_pieces(
+        own = pieces.own_pieces(
             lambda own: self.leaves.init(plan, *own), tree, self.axis_name, _cut
         )
-        refuse_center(own, "'leaves'")
-        rest = shapes_too(lambda rest: cut(rest, None), tree[0])
+        landing.refuse_center(own, "'leaves'")
+        rest = pieces.shapes_too(lambda rest: pieces.cut(rest, None), tree[0])
         constants = self.leaves.constants(rest)
         return OwnedState(own, constants, plan.numbers())
 
     def fit(self, grads: Tree, like: Tree, state: Tree) -> Landing:
         """Plan for these parameters; refuse gradients and states that do not fit."""
-        require_cuttable(grads, like, 'shard_state="leaves"')
+        landing.require_cuttable(grads, like, 'shard_state="leaves"')
         plan = self.leaves.plan(like, set(state.own.tree.leaves))
         tree = plan.cut(like)
-        check_pieces(
+        pieces.check_pieces(
             state.own,
             lambda own: self.leaves.init(plan, *own),
             tree,
@@ -80,9 +69,9 @@ class Leaves(Landing):
         """The first half of the exchange; nothing is measured."""
         padded = _padded(self.plan.cut(own.tree), self.axis_name)
         scatter: Any = exchange.scatter  # there is one, as the wrapper has checked
-        pieces = scatter(padded, self.axis_name, weight=own.weight)
+        mean = scatter(padded, self.axis_name, weight=own.weight)
         replicas = axis_size(self.axis_name)
-        return Met(_in_rows(pieces, padded), replicas, state=own.memory)
+        return Met(_in_rows(mean, padded), replicas, state=own.memory)
 
     def share(self, tree: Tree) -> Tree:
         """This replica's leaves and pieces."""
@@ -102,13 +91,13 @@ class Leaves(Landing):
     def whole(self, updates: Tree) -> Tree:
         """The updates, gathered from their owners."""
         own = localize((updates[0], buffers.flat(updates[1])), self.axis_name)
-        return self.plan.join(*gather(own, self.full, self.axis_name))
+        return self.plan.join(*pieces.gather(own, self.full, self.axis_name))
 
 
 def _cut(tree: Tree, axis_name: AxisName | None) -> Tree:
     """This replica's pieces, and its whole rows of padded stacks."""
     padded = _padded(tree, axis_name)
-    return _in_rows(cut(padded, axis_name), padded)
+    return _in_rows(pieces.cut(padded, axis_name), padded)
 
 
 def _padded(tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -117,8 +106,8 @@ def _padded(tree: Tree, axis_name: AxisName | None) -> Tree:
     return rest, [owners.padded(x, replicas) for x in stacks]
 
 
-def _in_rows(pieces: Tree, full: Tree) -> Tree:
+def _in_rows(flat: Tree, full: Tree) -> Tree:
     """The flat pieces of stacks, shaped as the leaves that they hold."""
-    rest, stacks = pieces
+    rest, stacks = flat
     pairs = zip(stacks, full[1], strict=True)
     return rest, [x.reshape(-1, *whole.shape[1:]) for x, whole in pairs]

@@ -290,7 +290,7 @@ class Leaves:
     def _alone(self, treedef, place: int) -> optax.GradientTransformationExtraArgs:
         """`inner` for one leaf, which is given as an array."""
 
-        def only(x):
+        def only(x) -> Tree:
             return None if x is None else _only(treedef, {place: x})
 
         def update(updates, state, params=None, **extra_args):
@@ -313,21 +313,16 @@ def padded(stack: jax.Array, replicas: int) -> jax.Array:
 def _mapped(function: Callable[..., Tree], axes: Tree, *given: Any) -> set[int]:
     """The numbers of the results that depend on any argument of axis 0."""
     found: set[int] = set()
+    watch = jax.custom_batching.custom_vmap(lambda *results: results)
 
-    def watch(number, result):
-        same = jax.custom_batching.custom_vmap(lambda x: x)
-
-        @same.def_vmap
-        def _(size, mapped, x):  # it is called for what depends on the axis alone
-            del size
-            found.add(number)
-            return x, *mapped
-
-        same(result)
+    @watch.def_vmap
+    def _(size, mapped, *results):  # it is called if any depends on the axis
+        del size
+        found.update(number for number, depends in enumerate(mapped) if depends)
+        return results, tuple(mapped)
 
     def run(*given):
-        for number, result in enumerate(jax.tree.leaves(function(*given))):
-            watch(number, result)
+        watch(*jax.tree.leaves(function(*given)))
 
     def row(axis, x):
         return x if axis is None else jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
