@@ -2,9 +2,10 @@
 """Check that a transformation may work on pieces of arrays, by trying it on some."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.core
@@ -26,6 +27,7 @@ _STEPS = 3
 FAILURES = (TypeError, ValueError, KeyError, AttributeError)
 
 
+@dataclasses.dataclass(frozen=True)
 class Elementwise:
     """The check of one transformation that is to work on pieces of arrays.
 
@@ -34,7 +36,7 @@ class Elementwise:
     whole. A transformation that tells parameters apart by name, or fails on the
     example, is tried on small copies of the parameters.
 
-    Args:
+    Attributes:
         inner: The transformation.
         axes: The axes along which the pieces lie, if they are mapped. The
             transformation may use them to add up what it needs of the whole.
@@ -42,15 +44,10 @@ class Elementwise:
         who: The transformation's name, for the message.
     """
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        axes: tuple[str, ...],
-        option: str,
-        who: str = "inner",
-    ):
-        self._inner, self._axes = inner, axes
-        self._option, self._who = option, who
+    inner: optax.GradientTransformationExtraArgs
+    axes: tuple[str, ...]
+    option: str
+    who: str = "inner"
 
     def check(self, params: Tree) -> None:
         """Refuse a transformation that needs more than each number of these alone.
@@ -65,18 +62,19 @@ class Elementwise:
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params
         )
         if not self._fits_pieces(shapes):
-            self._refuse("its state has arrays of other sizes than the parameters")
-        agrees = self._on_example
-        if agrees is None:
-            try:
-                agrees = self._agrees(jax.tree.map(lambda x: small(x, 6, 4), shapes))
-            except FAILURES as error:
-                raise ValueError(
-                    f"{self._option} needs to try {self._who} on small arrays, and "
-                    f"that failed: {error} Leave {self._option} out."
-                ) from error
-        if not agrees:
-            self._refuse("it does not act on each number alone")
+            wrong = "its state has arrays of other sizes than the parameters"
+        elif not self._acts_alone(shapes):
+            wrong = "it does not act on each number alone"
+        else:
+            return
+        raise ValueError(
+            f"{self.option} lets {self.who} see pieces of arrays, which is right for "
+            "transformations that act on each number alone, such as Adam; but with "
+            f"this one {wrong}. Norms (clip_by_global_norm, LAMB), shapes (Adafactor, "
+            "Muon), noise and estimated rates (Prodigy, DoG) need whole arrays. Leave "
+            f"{self.option} out, or write a norm over all pieces: square sums of a "
+            "piece, added up by oxs.reduce(squares, axis_name, reduction='sum')."
+        )
 
     def holds_for(self, x: jax.ShapeDtypeStruct) -> bool:
         """Whether it is elementwise on a small array."""
@@ -84,6 +82,18 @@ class Elementwise:
             return self._fits_pieces(x, constants=True) and self._agrees(x)
         except FAILURES:
             return False  # It works on arrays of some shapes alone.
+
+    def _acts_alone(self, shapes: Tree) -> bool:
+        """Whether it is elementwise: on the example, or on small copies of these."""
+        if self._on_example is not None:
+            return self._on_example
+        try:
+            return self._agrees(jax.tree.map(lambda x: small(x, 6, 4), shapes))
+        except FAILURES as error:
+            raise ValueError(
+                f"{self.option} needs to try {self.who} on small arrays, and that "
+                f"failed: {error} Leave {self.option} out."
+            ) from error
 
     @functools.cached_property
     def _on_example(self) -> bool | None:
@@ -100,7 +110,7 @@ class Elementwise:
         def picks(x):
             return isinstance(x, optax.MaskedState | optax.transforms.PartitionState)
 
-        state = jax.eval_shape(self._inner.init, _EXAMPLE)
+        state = jax.eval_shape(self.inner.init, _EXAMPLE)
         return any(map(picks, jax.tree.leaves(state, is_leaf=picks)))
 
     def _fits_pieces(self, shapes: Tree, constants: bool = False) -> bool:
@@ -113,7 +123,7 @@ class Elementwise:
             def piece(x):
                 return jax.ShapeDtypeStruct((-(-x.size // number),), x.dtype)
 
-            return jax.eval_shape(self._inner.init, jax.tree.map(piece, shapes))
+            return jax.eval_shape(self.inner.init, jax.tree.map(piece, shapes))
 
         def fits(one, flat, half):
             whole_number = flat.ndim == one.ndim == 0
@@ -121,7 +131,7 @@ class Elementwise:
             constant = constants and one.shape == flat.shape == half.shape
             return whole_number or piece or constant
 
-        states = jax.eval_shape(self._inner.init, shapes), pieces(1), pieces(2)
+        states = jax.eval_shape(self.inner.init, shapes), pieces(1), pieces(2)
         whole, flat, _ = map(jax.tree.structure, states)
         return whole == flat and all(map(fits, *map(jax.tree.leaves, states)))
 
@@ -132,7 +142,7 @@ class Elementwise:
             halves = jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), drawn)
             whole = jax.tree.map(lambda x: x[None], drawn)
             try:
-                found = updates_of(self._inner, self._axes, whole, halves)
+                found = updates_of(self.inner, self.axes, whole, halves)
             except jax.errors.UnexpectedTracerError:
                 return True  # It closes over a tracer and cannot be evaluated here.
         for one, two in zip(*map(jax.tree.leaves, found), strict=True):
@@ -142,16 +152,6 @@ class Elementwise:
             if not np.allclose(one, two, rtol=1e-4, atol=1e-12, equal_nan=True):
                 return False
         return True
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(
-            f"{self._option} lets {self._who} see pieces of arrays, which is right for "
-            "transformations that act on each number alone, such as Adam; but with "
-            f"this one {reason}. Norms (clip_by_global_norm, LAMB), shapes (Adafactor, "
-            "Muon), noise and estimated rates (Prodigy, DoG) need whole arrays. Leave "
-            f"{self._option} out, or write a norm over all pieces: square sums of a "
-            "piece, added up by oxs.reduce(squares, axis_name, reduction='sum')."
-        )
 
 
 @contextlib.contextmanager

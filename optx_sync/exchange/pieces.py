@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, reduce, weigh, weight_divisor
-from optx_sync.comm.varying import localize, require_local
+from optx_sync.comm.varying import localize_where_mapped, require_local
 from optx_sync.exchange.contract import Code, Exchange, Met, require_dense, summed
 from optx_sync.placement.fields import InPieces
 from optx_sync.shapes import Array, Float, UInt8
@@ -168,14 +168,13 @@ def own_pieces(
 
     Its arrays vary over the axis, its scalars do not.
     """
-    mapped = collectives.is_mapped(axis_name)
-    of = axis_name if mapped else None
+    of = axis_name if collectives.is_mapped(axis_name) else None
     state = init(shapes_too(lambda tree: cut(tree, of), tree))
-    if not mapped:
-        return InPieces(state)
-    return InPieces(
-        jax.tree.map(lambda x: localize(x, axis_name) if jnp.ndim(x) else x, state)
-    )
+
+    def own(x):
+        return localize_where_mapped(x, axis_name) if jnp.ndim(x) else x
+
+    return InPieces(jax.tree.map(own, state))
 
 
 def check_pieces(

@@ -7,13 +7,8 @@ import jax
 import optax
 
 from optx_sync import checks, trees
-from optx_sync.comm import reduce, varying
-from optx_sync.comm.collectives import (
-    AxisName,
-    GroupAssignment,
-    axis_size,
-    check_axis_name,
-)
+from optx_sync.comm import collectives, reduce, varying
+from optx_sync.comm.collectives import AxisName, GroupAssignment
 from optx_sync.comm.reduce import Reduction
 from optx_sync.elementwise import Elementwise
 from optx_sync.exchange import contract, measures
@@ -171,7 +166,7 @@ def cross_shard(
                [-1., -2.]], dtype=float32)
     """
     inner = checks.check_inner(inner, _CALL)
-    check_axis_name(axis_name)
+    collectives.check_axis_name(axis_name)
     reduce.check_reduction(reduction)
     checks.one_of("grads", grads, Grads)
     if group_assignment is not None:
@@ -333,7 +328,7 @@ def _landing(options: _Options) -> Landing:
     inner, axis_name = options.inner, options.axis_name
     if not options.shard_state:
         return Landing(axis_name, inner, options.group_assignment)
-    axes = check_axis_name(axis_name)
+    axes = collectives.check_axis_name(axis_name)
     if options.leaves:
         return Leaves(axis_name, leaves=owners.Leaves(inner, axes))
     check = Elementwise(inner, axes, f"shard_state={options.shard_state!r}")
@@ -430,7 +425,7 @@ class _CrossShard(NamedTuple):
         if options.grads != "local":
             mean = landing.share(grads)
             if summed != (options.grads == "summed"):
-                replicas = axis_size(options.axis_name)
+                replicas = collectives.axis_size(options.axis_name)
                 mean = times(mean, replicas, divided=not summed)
             return mean, state
         agreed = agree(

@@ -32,9 +32,6 @@ class Group(NamedTuple):
 
     name: str  # the path of the first one
     members: tuple[int, ...]
-    # Of its state: 0 for what each leaf has of its own, `None` for scalars that are for
-    # all of them.
-    axes: Tree = ()
 
 
 class Plan(NamedTuple):
@@ -65,10 +62,10 @@ class Plan(NamedTuple):
         return self.treedef.unflatten(leaves)
 
 
-class Leaves:
+class Leaves(NamedTuple):
     """`inner` on whole leaves and on pieces, and the trials that tell which is which.
 
-    Args:
+    Attributes:
         inner: The transformation.
         axes: The mapped axes along which the owners lie, if any.
         option: The option that asked for owners, as the user wrote it, for
@@ -76,21 +73,13 @@ class Leaves:
         around: A chain in which another link sees all leaves, for messages.
     """
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        axes: tuple[str, ...],
-        option: str = "shard_state='leaves'",
-        around: str = (
-            "optax.chain(oxs.all_reduce_grads('data'), "
-            "optax.clip_by_global_norm(1.0), oxs.cross_shard(inner, 'data', "
-            "grads='averaged', shard_state='leaves'))"
-        ),
-    ):
-        self.inner: optax.GradientTransformationExtraArgs = inner
-        self.axes: tuple[str, ...] = axes
-        self.option: str = option
-        self._around: str = around
+    inner: optax.GradientTransformationExtraArgs
+    axes: tuple[str, ...]
+    option: str = "shard_state='leaves'"
+    around: str = (
+        "optax.chain(oxs.all_reduce_grads('data'), optax.clip_by_global_norm(1.0), "
+        "oxs.cross_shard(inner, 'data', grads='averaged', shard_state='leaves'))"
+    )
 
     def plan(self, params: Tree, names: set[str] | None = None) -> Plan:
         """Which leaves are owned whole: those not elementwise, or those of `names`.
@@ -106,27 +95,20 @@ class Leaves:
             if x.size:
                 label = x.shape, x.dtype, self._treatment(treedef, shapes, place)
                 alike.setdefault(label, []).append(place)
-        groups = [
-            Group(path_name(pairs[found[0]][0]), tuple(found))
-            for found in alike.values()
-        ]
+        firsts = [path_name(pairs[found[0]][0]) for found in alike.values()]
+        groups = list(map(Group, firsts, map(tuple, alike.values())))
         if names is None:
             names = {group.name for group in self._whole(treedef, shapes, groups)}
-        found = (group for group in groups if group.name in names)
-        return Plan(
-            treedef,
-            tuple(
-                group._replace(axes=self._axes(treedef, shapes, group.members[0]))
-                for group in found
-            ),
-        )
+        return Plan(treedef, tuple(group for group in groups if group.name in names))
 
     def init(self, plan: Plan, rest: Tree, stacks: list[Any]) -> Owned:
         """The state of pieces, and of the leaves of stacks `[J, ...]`."""
         found = {}
         for group, stack in zip(plan.groups, stacks, strict=True):
             alone = self._alone(plan.treedef, group.members[0])
-            found[group.name] = jax.vmap(alone.init, out_axes=group.axes)(stack)
+            found[group.name] = jax.vmap(alone.init, out_axes=_axes(alone, stack))(
+                stack
+            )
         return Owned(self._split(self.inner.init(rest), rest)[0], found)
 
     def constants(self, rest: Tree) -> list[jax.Array]:
@@ -150,12 +132,13 @@ class Leaves:
         updates, found = [], {}
         for group, *given in zip(plan.groups, stacks, params[1], strict=True):
             alone = self._alone(plan.treedef, group.members[0])
+            axes = _axes(alone, given[0])
 
             def one(state, grads, params, alone=alone):
                 new, now = alone.update(grads, state, params, **extra)
                 return new, cast_like(now, state)
 
-            step = jax.vmap(one, in_axes=(group.axes, 0, 0), out_axes=(0, group.axes))
+            step = jax.vmap(one, in_axes=(axes, 0, 0), out_axes=(0, axes))
             update, found[group.name] = step(own.leaves[group.name], *given)
             updates.append(update)
         return (new, updates), Owned(pieces, found), constants
@@ -187,32 +170,6 @@ class Leaves:
         treedef, flags = self._constant(rest)
         found, left = iter(jax.tree.leaves(state)), iter(constants)
         return treedef.unflatten(next(left if flag else found) for flag in flags)
-
-    def _axes(self, treedef, shapes, place: int) -> Tree:
-        """The `Group.axes` of a leaf: what depends on the leaf is its own."""
-        alone = self._alone(treedef, place)
-
-        def update(x, state):
-            return alone.update(x, state, x, value=jnp.float32(1))[1]
-
-        x = shapes[place]
-        with elementwise.as_optax_expects():
-            state = jax.eval_shape(alone.init, x)
-            leaves, structure = jax.tree.flatten(state)
-            numbers = range(len(leaves))
-
-            def axes(own):
-                return structure.unflatten(0 if k in own else None for k in numbers)
-
-            own: set[int] = set()
-            found = _mapped(alone.init, (0,), x) | {
-                k for k in numbers if leaves[k].ndim
-            }
-            # A scalar that becomes a leaf's own may make others so a step later.
-            while found != own:
-                own = found
-                found = own | _mapped(update, (0, axes(own)), x, state)
-        return axes(own)
 
     def _treatment(self, treedef, shapes, place: int) -> Hashable:
         """What `inner` does to one leaf: of equal ones it treats the leaves alike."""
@@ -284,7 +241,7 @@ class Leaves:
                     "this inner the update of a leaf depends on the others, as with "
                     "clip_by_global_norm, or with rates that are estimated from all "
                     f"leaves (Prodigy, DoG). Leave {self.option} out, or put what "
-                    f"needs all leaves into a chain around it: {self._around}."
+                    f"needs all leaves into a chain around it: {self.around}."
                 )
 
     def _alone(self, treedef, place: int) -> optax.GradientTransformationExtraArgs:
@@ -308,6 +265,33 @@ def padded(stack: jax.Array, replicas: int) -> jax.Array:
     """The stack with zero rows added, up to a multiple of the number of replicas."""
     missing = -stack.shape[0] % replicas
     return jnp.pad(stack, [(0, missing)] + [(0, 0)] * (stack.ndim - 1))
+
+
+def _axes(alone: optax.GradientTransformationExtraArgs, stack: Any) -> Tree:
+    """Of the state of stacked leaves: 0 for what each leaf has of its own, else `None`.
+
+    That are arrays, and scalars that depend on the leaf.
+    """
+
+    def update(x, state):
+        return alone.update(x, state, x, value=jnp.float32(1))[1]
+
+    x = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+    with elementwise.as_optax_expects():
+        state = jax.eval_shape(alone.init, x)
+        leaves, structure = jax.tree.flatten(state)
+        numbers = range(len(leaves))
+
+        def axes(own):
+            return structure.unflatten(0 if k in own else None for k in numbers)
+
+        own, found = set(), {k for k in numbers if leaves[k].ndim}
+        found = found | _mapped(alone.init, (0,), x)
+        # A scalar that becomes a leaf's own may make others so a step later.
+        while found != own:
+            own = found
+            found = own | _mapped(update, (0, axes(own)), x, state)
+    return axes(own)
 
 
 def _mapped(function: Callable[..., Tree], axes: Tree, *given: Any) -> set[int]:

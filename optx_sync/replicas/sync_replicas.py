@@ -2,7 +2,7 @@
 """`sync_replicas`: backup replicas, the mean of the first R fresh gradients."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from optx_sync.shapes import Array, Bool, Float, Int32
 from optx_sync.step import direct_transformation, take_weight
 from optx_sync.trees import Tree
 
-Record = TypeVar("Record", "Outcomes", "Gathered")
 # Flags for the last gradient, or counts of all gradients.
 Outcome: TypeAlias = Bool[Array, ""] | Int32[Array, ""]
 
@@ -259,36 +258,6 @@ def sync_replicas(
     return direct_transformation(replicas.init, replicas.update, replicas.apply)
 
 
-class _Call(NamedTuple):
-    """What is checked of a call."""
-
-    options: "_SyncReplicas"
-    params: Tree
-    replicas: int
-
-
-_TOGETHER: Refused["_SyncReplicas"] = (
-    (
-        lambda o: o.averaged is not None and o.decay is None,
-        "variables_to_average says which parameters to average, but there is no "
-        "average. Pass variable_averages=, a decay or a schedule, too.",
-    ),
-    (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
-)
-_AT_THE_CALL: Refused[_Call] = (
-    (
-        lambda call: call.params is None and call.options.decay is not None,
-        "A moving average of the parameters needs them; got params=None. Call "
-        "update(grads, state, params).",
-    ),
-    (
-        lambda call: call.options.total not in (None, call.replicas),
-        "total_num_replicas={0.options.total}, but the axis {0.options.axis_name!r} "
-        "has {0.replicas} replicas. Leave it out, or make them equal.",
-    ),
-)
-
-
 class _Step(NamedTuple):
     """What is known of a step once its gradients have been accumulated."""
 
@@ -326,12 +295,15 @@ class _SyncReplicas(NamedTuple):
             # A replica's own fields vary over the axis from the start.
             return varying.localize_where_mapped(tree, self.axis_name)
 
+        def zeros(kind, dtype):  # an array for each, as it can be donated only once
+            return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
+
         info = own(
             Info(
                 outliers=contract.start_outliers(self.exchange),
                 outcome=jnp.full((), -1, jnp.int32),
-                outcome_counts=_zeros(Outcomes, jnp.int32),
-                gathered=_zeros(Gathered, jnp.float32) if self.measure else (),
+                outcome_counts=zeros(Outcomes, jnp.int32),
+                gathered=zeros(Gathered, jnp.float32) if self.measure else (),
             )
         )
         if self.measure:
@@ -549,6 +521,36 @@ class _SyncReplicas(NamedTuple):
         return mean, state._replace(exchange=agreed.memory, info=info)
 
 
+class _Call(NamedTuple):
+    """What is checked of a call."""
+
+    options: _SyncReplicas
+    params: Tree
+    replicas: int
+
+
+_TOGETHER: Refused[_SyncReplicas] = (
+    (
+        lambda o: o.averaged is not None and o.decay is None,
+        "variables_to_average says which parameters to average, but there is no "
+        "average. Pass variable_averages=, a decay or a schedule, too.",
+    ),
+    (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
+)
+_AT_THE_CALL: Refused[_Call] = (
+    (
+        lambda call: call.params is None and call.options.decay is not None,
+        "A moving average of the parameters needs them; got params=None. Call "
+        "update(grads, state, params).",
+    ),
+    (
+        lambda call: call.options.total not in (None, call.replicas),
+        "total_num_replicas={0.options.total}, but the axis {0.options.axis_name!r} "
+        "has {0.replicas} replicas. Leave it out, or make them equal.",
+    ),
+)
+
+
 def _either(
     due: Bool[Array, ""] | bool,
     move: Callable[..., tuple[Tree, Tree]],
@@ -573,11 +575,6 @@ def _either(
     if isinstance(due, bool):
         return moved(*before) if due else waited(*before)
     return jax.lax.cond(due, moved, waited, *before)
-
-
-def _zeros(kind: type[Record], dtype: DTypeLike) -> Record:
-    """A NamedTuple of zeros, each its own array: a buffer can be donated only once."""
-    return kind(*(jnp.zeros((), dtype) for _ in kind._fields))
 
 
 def _outcome(used, fresh, finite, contributes):

@@ -12,13 +12,8 @@ import jax
 import optax
 
 from optx_sync.checks import explains_inner, fill_missing, integer
-from optx_sync.replicas.accumulator import (
-    Accumulator,
-    clear,
-    mean_of,
-    start_accumulator,
-    sums_of,
-)
+from optx_sync.replicas import accumulator
+from optx_sync.replicas.accumulator import Accumulator
 from optx_sync.replicas.averages import Decay, advance_averages, start_averages
 from optx_sync.trees import Tree, add_updates, cast_like, is_placeholder
 
@@ -90,9 +85,8 @@ class Chief(NamedTuple):
     def start(self, params: Tree) -> Held:
         """What is held before the first gradient."""
         averages = start_averages(params, self.decay)
-        return Held(
-            params, self.inner.init(params), averages, start_accumulator(params)
-        )
+        empty = accumulator.start_accumulator(params)
+        return Held(params, self.inner.init(params), averages, empty)
 
     def update(self, held: Held, grads: Tree, count: Any, global_step: Any) -> Held:
         """What is held after the mean of all that was accumulated went through `inner`.
@@ -103,8 +97,8 @@ class Chief(NamedTuple):
             count: How many they are.
             global_step: The number of this update, from 1.
         """
-        sums = sums_of(held.accumulator, grads)
-        mean = mean_of(*sums, grads, count, self.required)
+        sums = accumulator.sums_of(held.accumulator, grads)
+        mean = accumulator.mean_of(*sums, grads, count, self.required)
         return self.take(held, mean, grads, count, global_step, {})[1]
 
     def take(
@@ -126,7 +120,7 @@ class Chief(NamedTuple):
             params,
             cast_like(inner, held.inner),
             advance_averages(held.averages, params, self.decay, global_step),
-            clear(held.accumulator, mean, count),
+            accumulator.clear(held.accumulator, mean, count),
         )
 
 
