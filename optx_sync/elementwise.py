@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optx_sync.comm.buffers import cut_numbers
 from optx_sync.trees import Tree, cast_like
 
 # Shapes for the trial. The halves of each differ in all but their size.
@@ -139,7 +140,8 @@ class Elementwise:
         """Whether updates of the whole and of its halves agree."""
         with eager():
             drawn = draw(shapes)
-            halves = jax.tree.map(lambda x: np.moveaxis(_halves(x, 2), 2, 0), drawn)
+            flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), drawn)
+            halves = jax.tree.map(lambda x: cut_numbers(x, 2), flat)
             whole = jax.tree.map(lambda x: x[None], drawn)
             try:
                 found = updates_of(self.inner, self.axes, whole, halves)
@@ -259,10 +261,3 @@ def along(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
         return jax.tree.map(lambda x: x[0], result)
 
     return alone
-
-
-def _halves(x: np.ndarray, axis: int) -> np.ndarray:
-    """All axes from number `axis` on as two flat halves [.., 2, k]."""
-    flat = x.reshape(*x.shape[:axis], -1)
-    spare = [(0, 0)] * axis + [(0, flat.shape[-1] % 2)]
-    return np.pad(flat, spare).reshape(*x.shape[:axis], 2, -1)

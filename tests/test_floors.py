@@ -21,7 +21,7 @@ FLOORS = {
     "shapes": 0,
     "audit": 2,
     "checks": 3,
-    "elementwise": 3,
+    "elementwise": 4,
     "comm": 3,
     "placement": 4,
     "outer": 4,

@@ -18,20 +18,3 @@ from optx_sync.exchange.robust.coordinate import trimmed_mean as trimmed_mean
 from optx_sync.exchange.robust.distance import geometric_median as geometric_median
 from optx_sync.exchange.robust.distance import krum as krum
 from optx_sync.exchange.top_k import top_k as top_k
-
-__all__ = [
-    "Exchange",
-    "Met",
-    "adasum",
-    "all_reduce",
-    "clipped",
-    "error_feedback",
-    "geometric_median",
-    "krum",
-    "median",
-    "power_sgd",
-    "quantized",
-    "sign_majority",
-    "top_k",
-    "trimmed_mean",
-]

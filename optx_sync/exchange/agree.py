@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.varying import localize
-from optx_sync.exchange.contract import Exchange, Scalars, count_outlier
+from optx_sync.comm.varying import localize, vary_like
+from optx_sync.exchange.contract import Exchange, Scalars
 from optx_sync.exchange.landing import Brought, Lands
 from optx_sync.exchange.measures import Measured, measure_of, square_sum, to_sum
 from optx_sync.trees import Tree, is_slices
@@ -67,10 +67,12 @@ def agree(
         own = {"contributors": (jnp.asarray(weight) > 0).astype(jnp.float32)}
     met = landing.meet(exchange, Brought(tree, memory, weight, own, square))
     if square is not None:
-        before, sums, mean_square = measured, met.also, met.also["mean"]
-        measured = measure_of(before, sums, met.weight, mean_square, batch_size)
-    outliers = count_outlier(exchange, tree, met.mean, axis_name, weight, info.outliers)
-    info = info._replace(measured=measured, outliers=outliers)
+        measured = measure_of(measured, met.also, met.weight, batch_size)
+    info = info._replace(measured=measured)
+    if exchange.outlier is not None:
+        is_one = exchange.outlier(tree, met.mean, axis_name, weight)
+        counted = info.outliers + localize(is_one.astype(jnp.int32), axis_name)
+        info = info._replace(outliers=vary_like(counted, info.outliers))
     contributors = (met.also or {}).get("contributors", met.weight)
     mean = times(met.mean, contributors) if summed else met.mean
     return Agreed(mean, met.weight, met.also, met.state, info)

@@ -26,7 +26,7 @@ from optx_sync.comm import shards
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
 from optx_sync.comm.reduce import own_weight, reduce, require_number
-from optx_sync.comm.varying import localize, vary_like
+from optx_sync.comm.varying import localize
 from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, brief, is_slices, leaves_with_names
 
@@ -145,21 +145,6 @@ def start_outliers(exchange: Exchange) -> Tree:
     return () if exchange.outlier is None else jnp.zeros((), jnp.int32)
 
 
-def count_outlier(
-    exchange: Exchange,
-    tree: Tree,
-    mean: Tree,
-    axis_name: AxisName,
-    weight: ArrayLike | None,
-    so_far: Tree,
-) -> Tree:
-    """The count, plus one if this replica's tree lies far from the mean."""
-    if exchange.outlier is None:
-        return so_far
-    is_one = exchange.outlier(tree, mean, axis_name, weight)
-    return vary_like(so_far + localize(is_one.astype(jnp.int32), axis_name), so_far)
-
-
 def require_dense(tree: Tree, who: str = "this exchange") -> None:
     """Refuse row-sparse leaves; the message says that `who` does not take them."""
     for path, leaf in leaves_with_names(tree):
@@ -241,6 +226,10 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
     if exchange.exact:
         return meet
 
+    def inside(axis_name, tree, state, weight, also):
+        met = meet(tree, state, axis_name, weight=weight, also=also)
+        return met._replace(weight=jnp.asarray(met.weight), lost=None)
+
     @functools.wraps(meet)
     def of_shards(tree, state, axis_name, *, weight=None, also=None):
         found = shards.shards_of(tree, axis_name)
@@ -249,22 +238,13 @@ def _on_shards(exchange: Exchange, meet: Callable[..., Met]) -> Callable[..., Me
         specs, memory = found.of(tree), shards.like(state, tree, found)
         whole: Any = PartitionSpec()
         return shards.in_shards(
-            functools.partial(_inside, meet, axis_name),
+            functools.partial(inside, axis_name),
             found,
             (specs, memory, whole, whole),
             Met(specs, whole, None, memory, whole),
         )(tree, state, weight, also)
 
     return of_shards
-
-
-def _inside(
-    meet: Callable[..., Met], axis_name: AxisName, tree: Tree, state: Any, *scalars: Any
-) -> Met:
-    """A device's `meet`, of which what is lost stays there."""
-    weight, also = scalars
-    met = meet(tree, state, axis_name, weight=weight, also=also)
-    return met._replace(weight=jnp.asarray(met.weight), lost=None)
 
 
 def _complete(exchange: Exchange) -> Callable[..., Met]:

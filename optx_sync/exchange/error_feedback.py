@@ -100,7 +100,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
-        return ErrorFeedbackState(jax.tree.map(_zeros, tree), exchange.init(tree))
+        def nothing(x):
+            return vary_like(jnp.zeros(x.shape, at_least_float32(x.dtype)), x)
+
+        return ErrorFeedbackState(jax.tree.map(nothing, tree), exchange.init(tree))
 
     meet = _fed_back(exchange.meet, decay)
     halves = exchange.halves
@@ -176,8 +179,3 @@ def _fed_back_code(inside: Code, decay: float | jax.Array) -> Code:
         return message, lost, ErrorFeedbackState(error, inner)
 
     return Code(encode, inside.decode)
-
-
-def _zeros(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    error = jnp.zeros(leaf.shape, at_least_float32(leaf.dtype))
-    return vary_like(error, leaf)

@@ -131,22 +131,20 @@ def measure_of(
     before: Measured,
     sums: dict[str, jax.Array],
     total: Any,
-    mean_square: jax.Array,
     batch_size: float | jax.Array = 1,
 ) -> Measured:
     """The measures, from the sums over the replicas, except the norm of the update.
 
     Args:
         before: The measures so far.
-        sums: The summed scalars of `to_sum`.
+        sums: The summed scalars of `to_sum`, and `mean`, the squared norm of the mean.
         total: The sum of the weights, or the number of replicas.
-        mean_square: The squared norm of the mean.
         batch_size: As for `to_sum`.
     """
     total = jnp.asarray(total, jnp.float32)
     contributors = sums["contributors"] if "contributors" in sums else total
     total = or_one(total)
-    squares = sums["squares"] / total
+    squares, mean_square = sums["squares"] / total, sums["mean"]
     # Weights that are all 0 or 1 equal their squares.
     own_squares = sums.get("own_squares", sums["squares"]) / total**2
     inverse = sums["inverse"] if "inverse" in sums else total / batch_size

@@ -19,9 +19,8 @@ Decay: TypeAlias = float | optax.Schedule
 
 def check_averages(variable_averages: Any) -> None:
     """Refuse a decay outside of [0, 1]; traced values and schedules pass."""
-    if variable_averages is None or callable(variable_averages):
-        return
-    if isinstance(variable_averages, jax.core.Tracer):
+    traced = isinstance(variable_averages, jax.core.Tracer)
+    if variable_averages is None or callable(variable_averages) or traced:
         return
     number = isinstance(variable_averages, int | float | np.number | jax.Array)
     scalar = number and jnp.shape(variable_averages) == ()

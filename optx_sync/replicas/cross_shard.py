@@ -46,18 +46,10 @@ class CrossShardMetrics(NamedTuple):
     outliers: jax.Array | None
 
 
-def _kind_of_memory(state: "CrossShardState") -> fields.Kind:
-    return fields.OF_SUMS if state.summed else fields.OWN
-
-
-def _kind_of_inner(state: "CrossShardState") -> fields.Kind:
-    return fields.SHARED if state.cut else fields.LIKE_PARAMS
-
-
 @fields.declare(
-    exchange=_kind_of_memory,
+    exchange=lambda state: fields.OF_SUMS if state.summed else fields.OWN,
     info=fields.INFO,
-    inner=_kind_of_inner,
+    inner=lambda state: fields.SHARED if state.cut else fields.LIKE_PARAMS,
     summed=fields.FACT,
     cut=fields.FACT,
 )

@@ -412,8 +412,7 @@ class _SyncReplicas(NamedTuple):
         axis_name = self.axis_name
         tokens.check_variables(grads if params is None else params)
         checks.check_grads(grads, params)
-        replicas = collectives.axis_size(axis_name)
-        refuse(_Call(self, params, replicas), _AT_THE_CALL)
+        refuse(_Call(self, params), _AT_THE_CALL)
         varying.require_local(
             grads,
             axis_name,
@@ -510,14 +509,13 @@ class _SyncReplicas(NamedTuple):
         mean = accumulator.mean_of(agreed.mean, rows, step.grads, count, step.tokens)
         info = agreed.info
         if self.measure:
-            contributors = state.accumulated.astype(jnp.float32)
-            measured = measures.measure_of(
-                info.measured,
-                {**agreed.sums, "contributors": contributors},
-                state.total_weight,
-                square_within(info.measured, axis_name, mean),
-            )
-            info = info._replace(measured=measured)
+            of_all = {
+                **agreed.sums,
+                "contributors": state.accumulated.astype(jnp.float32),
+                "mean": square_within(info.measured, axis_name, mean),
+            }
+            now = measures.measure_of(info.measured, of_all, state.total_weight)
+            info = info._replace(measured=now)
         return mean, state._replace(exchange=agreed.memory, info=info)
 
 
@@ -526,7 +524,11 @@ class _Call(NamedTuple):
 
     options: _SyncReplicas
     params: Tree
-    replicas: int
+
+    @property
+    def replicas(self) -> int:
+        """How many they are."""
+        return collectives.axis_size(self.options.axis_name)
 
 
 _TOGETHER: Refused[_SyncReplicas] = (
