@@ -176,6 +176,12 @@ def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
         )
 
 
+# Said where an exchange does not say whether it is linear, and that matters.
+UNDECLARED = (
+    " asks whether an exchange is linear, and this one does not declare it. Write "
+    "Exchange(..., linear=True) for a mean, also a coded one, and linear=False for a "
+    "median and the like; oxs.testing.check_exchange holds it to that."
+)
 # Said where gradients are to be measured and the exchange has no exact mean.
 INEXACT = (
     "measure=True compares each replica's gradient with the mean of all, and this "
@@ -198,17 +204,6 @@ def check_exchange(exchange: object, default: Exchange | None = None) -> Exchang
             "example exchange=oxs.exchange.all_reduce(jnp.bfloat16)."
         )
     return exchange._replace(meet=_on_shards(exchange, _complete(exchange)))
-
-
-def require_declared(exchange: Exchange, who: str) -> None:
-    """Refuse an exchange that does not say whether it is linear."""
-    if exchange.linear is None:
-        raise ValueError(
-            f"{who} asks whether an exchange is linear, and this one does not declare "
-            "it. Write Exchange(..., linear=True) for a mean, also a coded one, and "
-            "linear=False for a median and the like; oxs.testing.check_exchange holds "
-            "it to that."
-        )
 
 
 def summed(also: Scalars | None, axis_name: AxisName) -> Scalars | None:

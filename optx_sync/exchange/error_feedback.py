@@ -13,6 +13,7 @@ from optx_sync.comm.varying import localize, vary_like
 from optx_sync.exchange import contract
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.exchange.pieces import require_meetable
+from optx_sync.options import Refused, refuse
 from optx_sync.placement.fields import OWED, OWN, declare
 from optx_sync.trees import Tree, at_least_float32, round_to
 
@@ -90,13 +91,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         Sarfi et al. 2025, "SparseLoCo", arXiv:2508.15706 (decay).
     """
     exchange = contract.check_exchange(exchange)
-    contract.require_declared(exchange, "error_feedback")
-    if not exchange.linear:
-        raise ValueError(
-            "error_feedback needs a linear exchange, of which somebody knows what it "
-            "loses: what a median leaves out is left out on purpose, and must not come "
-            "back. Use the robust exchange alone."
-        )
+    refuse(exchange, _REFUSED)
     interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
@@ -117,6 +112,17 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
         code=None if exchange.code is None else _fed_back_code(exchange.code, decay),
         halves=halves,
     )
+
+
+_REFUSED: Refused[Exchange] = (
+    (lambda x: x.linear is None, "error_feedback" + contract.UNDECLARED),
+    (
+        lambda x: not x.linear,
+        "error_feedback needs a linear exchange, of which somebody knows what it loses:"
+        " what a median leaves out is left out on purpose, and must not come back. Use "
+        "the robust exchange alone.",
+    ),
+)
 
 
 def _fed_back(

@@ -141,12 +141,10 @@ def gather(
 
     def send(rows):
         # Bytes, because XLA may widen narrow floating dtypes.
-        words = {1: jnp.uint8, 2: jnp.uint16}.get(rows.dtype.itemsize)
-        sent = rows if words is None else jax.lax.bitcast_convert_type(rows, words)
-        whole = collectives.gather(sent.reshape(-1), axis_name)
-        if words is not None:
-            whole = jax.lax.bitcast_convert_type(whole, rows.dtype)
-        return whole.reshape(replicas, -1)
+        words = {1: jnp.uint8, 2: jnp.uint16}.get(rows.dtype.itemsize, rows.dtype)
+        sent = jax.lax.bitcast_convert_type(rows, words).reshape(-1)
+        whole = collectives.gather(sent, axis_name)
+        return jax.lax.bitcast_convert_type(whole, rows.dtype).reshape(replicas, -1)
 
     leaves, treedef = jax.tree.flatten(pieces, is_leaf=lambda x: x is None)
     pairs = zip(leaves, treedef.flatten_up_to(like), strict=True)

@@ -16,6 +16,7 @@ from optx_sync.comm.collectives import AxisName, axis_index, axis_size
 from optx_sync.comm.reduce import own_weight, weigh, weight_divisor
 from optx_sync.exchange.contract import Code, Exchange, Halves, Met
 from optx_sync.exchange.pieces import joined, require_meetable, travel
+from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Float, UInt8
 
 Weight: TypeAlias = Float[Array, ""]
@@ -85,13 +86,10 @@ def quantized(
     References:
         Wang et al. 2023, "ZeRO++", arXiv:2306.10209 (qgZ: all-to-all, sum, code again).
     """
-    if bits not in (4, 8) or isinstance(bits, bool):
-        raise ValueError(
-            f"bits must be 8 or 4; got {bits!r}. For 2 bits see top_k(bits=2)."
-        )
     block = integer("block", block, "The default is 256.")
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
     coder = _Coder(bits, block, bucket_bytes)
+    refuse(coder, _REFUSED)
 
     def meet_buffers(whole, weight, axis_name):
         replicas = axis_size(axis_name)
@@ -251,3 +249,11 @@ class _Coder(NamedTuple):
         )
         pairs = zip(gathered, own, strict=True)
         return [self.read(row, x.shape, x.dtype) for row, (x, *_) in pairs], total
+
+
+_REFUSED: Refused[_Coder] = (
+    (
+        lambda coder: coder.bits not in (4, 8) or isinstance(coder.bits, bool),
+        "bits must be 8 or 4; got {0.bits!r}. For 2 bits see top_k(bits=2).",
+    ),
+)

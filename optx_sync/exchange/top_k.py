@@ -2,7 +2,7 @@
 """Top-k compression: the largest numbers of each chunk, as positions and values."""
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from optx_sync.comm.reduce import or_one, weight_divisor
 from optx_sync.comm.varying import vary_with
 from optx_sync.exchange.contract import Code, Exchange
 from optx_sync.exchange.pieces import joined, travel
+from optx_sync.options import Refused, refuse
 from optx_sync.shapes import Array, Bool, Float, Int32, UInt8
 
 Chunks: TypeAlias = Float[Array, "chunks chunk"]
@@ -87,29 +88,21 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
     """
     k = integer("k", k, "The default is 32.")
     chunk = integer("chunk", chunk, "The default is 4096.")
-    if k > chunk:
-        raise ValueError(
-            f"k numbers of each chunk are sent, so k can be at most chunk; got k={k} "
-            f"and chunk={chunk}. The defaults are 32 of 4096."
-        )
-    if bits is not None and (bits != 2 or isinstance(bits, bool)):
-        raise ValueError(
-            f"bits must be None, for whole values, or 2; got {bits!r}. For all numbers "
-            "in 8 or 4 bits see oxs.exchange.quantized."
-        )
+    coder = _Coder(k, chunk, bits)
+    refuse(coder, _REFUSED)
 
     def meet_buffers(whole, weight, axis_name):
-        own = [_in_chunks(x, chunk) for x in whole]
+        own = [coder.in_chunks(x) for x in whole]
         sent, lost = [], []
         for x in own:
-            sent.append(_encode(x, k, bits))
-            positions, values = _decode(sent[-1], x, k, bits)
+            sent.append(coder.encode(x))
+            positions, values = coder.decode(sent[-1], x)
             lost.append(_add(x, positions[0], -values[0]).reshape(-1))
         gathered, total = travel(gather, sent, weight, axis_name, BUCKET_BYTES)
         divisor = weight_divisor(total)
         means = []
         for x, messages in zip(own, gathered, strict=True):
-            everyone = _decode(messages, x, k, bits)
+            everyone = coder.decode(messages, x)
             # In a fixed order, one replica after the other: all at once, a GPU adds
             # equal positions in an order that differs from replica to replica.
             summed_up, _ = jax.lax.scan(
@@ -121,57 +114,77 @@ def top_k(k: int = 32, chunk: int = 4096, bits: int | None = None) -> Exchange:
         return means, lost, total
 
     def encode(x, state):
-        message = _encode(_in_chunks(x.reshape(-1), chunk), k, bits)[0]
+        message = coder.encode(coder.in_chunks(x.reshape(-1)))[0]
         return message, x - decode(message, x), state
 
     def decode(message, like):
-        rows = _in_chunks(jnp.zeros(math.prod(like.shape), like.dtype), chunk)
-        positions, values = _decode(message[None], rows, k, bits)
+        rows = coder.in_chunks(jnp.zeros(math.prod(like.shape), like.dtype))
+        positions, values = coder.decode(message[None], rows)
         return buffers.shaped(_add(rows, positions[0], values[0]), like)
 
     return joined("top_k", meet_buffers, Code(encode, decode), BUCKET_BYTES)
 
 
-def _in_chunks(buffer: Float[Array, " numbers"], chunk: int) -> Chunks:
-    """The buffer in chunks, padded."""
-    length = min(chunk, buffer.size)
-    return jnp.pad(buffer, (0, -buffer.size % length)).reshape(-1, length)
+class _Coder(NamedTuple):
+    """How the largest numbers become positions and values, and how these are read."""
+
+    k: int
+    chunk: int
+    bits: int | None
+
+    def in_chunks(self, buffer: Float[Array, " numbers"]) -> Chunks:
+        """The buffer in chunks, padded."""
+        length = min(self.chunk, buffer.size)
+        return jnp.pad(buffer, (0, -buffer.size % length)).reshape(-1, length)
+
+    def encode(self, x: Chunks) -> UInt8[Array, "1 bytes"]:
+        """The k largest numbers of each chunk: positions, then values."""
+        _, positions = jax.lax.top_k(jnp.abs(x), min(self.k, x.shape[1]))
+        values = jnp.take_along_axis(x, positions, axis=1)
+        parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
+        if self.bits is None:
+            parts.append(buffers.to_bytes(values))
+        else:
+            bins = _bins(values)
+            means = [_mean_where(values, bins == n) for n in range(4)]
+            table = buffers.to_bytes(jnp.stack(means, axis=1).astype(jnp.float32))
+            parts += [buffers.pack(bins, 2), table]
+        return jnp.concatenate(parts, axis=1).reshape(1, -1)
+
+    def decode(
+        self, messages: UInt8[Array, "messages bytes"], like: Chunks
+    ) -> tuple[Int32[Array, "messages chunks k"], Float[Array, "messages chunks k"]]:
+        """Decoded positions and values, for chunks like `like`."""
+        chunks, length = like.shape
+        dtype = _position_dtype(length)
+        rows = messages.reshape(messages.shape[0], chunks, -1)
+        k = min(self.k, length)
+        octets, rest = jnp.split(rows, [k * dtype.itemsize], axis=-1)
+        positions = buffers.from_bytes(octets, dtype).astype(jnp.int32)
+        if self.bits is None:
+            return positions, buffers.from_bytes(rest, like.dtype)
+        packed, table = jnp.split(rest, [rest.shape[-1] - 16], axis=-1)
+        bins = buffers.unpack(packed, 2, k).astype(jnp.int32)
+        table = buffers.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
+        return positions, jnp.take_along_axis(table, bins, axis=-1)
+
+
+_REFUSED: Refused[_Coder] = (
+    (
+        lambda coder: coder.k > coder.chunk,
+        "k numbers of each chunk are sent, so k can be at most chunk; got k={0.k} and "
+        "chunk={0.chunk}. The defaults are 32 of 4096.",
+    ),
+    (
+        lambda coder: coder.bits not in (None, 2) or isinstance(coder.bits, bool),
+        "bits must be None, for whole values, or 2; got {0.bits!r}. For all numbers in "
+        "8 or 4 bits see oxs.exchange.quantized.",
+    ),
+)
 
 
 def _position_dtype(length: int) -> np.dtype:
     return np.min_scalar_type(length - 1)
-
-
-def _encode(x: Chunks, k: int, bits: int | None) -> UInt8[Array, "1 bytes"]:
-    """The k largest numbers of each chunk: positions, then values."""
-    _, positions = jax.lax.top_k(jnp.abs(x), min(k, x.shape[1]))
-    values = jnp.take_along_axis(x, positions, axis=1)
-    parts = [buffers.to_bytes(positions.astype(_position_dtype(x.shape[1])))]
-    if bits is None:
-        parts.append(buffers.to_bytes(values))
-    else:
-        bins = _bins(values)
-        table = jnp.stack([_mean_where(values, bins == n) for n in range(4)], axis=1)
-        parts += [buffers.pack(bins, 2), buffers.to_bytes(table.astype(jnp.float32))]
-    return jnp.concatenate(parts, axis=1).reshape(1, -1)
-
-
-def _decode(
-    messages: UInt8[Array, "messages bytes"], like: Chunks, k: int, bits: int | None
-) -> tuple[Int32[Array, "messages chunks k"], Float[Array, "messages chunks k"]]:
-    """Decoded positions and values, for chunks like `like`."""
-    chunks, length = like.shape
-    dtype = _position_dtype(length)
-    rows = messages.reshape(messages.shape[0], chunks, -1)
-    k = min(k, length)
-    octets, rest = jnp.split(rows, [k * dtype.itemsize], axis=-1)
-    positions = buffers.from_bytes(octets, dtype).astype(jnp.int32)
-    if bits is None:
-        return positions, buffers.from_bytes(rest, like.dtype)
-    packed, table = jnp.split(rest, [rest.shape[-1] - 16], axis=-1)
-    bins = buffers.unpack(packed, 2, k).astype(jnp.int32)
-    table = buffers.from_bytes(table, np.dtype(np.float32)).astype(like.dtype)
-    return positions, jnp.take_along_axis(table, bins, axis=-1)
 
 
 def _bins(values: Chosen) -> UInt8[Array, "chunks k"]:

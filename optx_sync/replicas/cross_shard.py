@@ -349,11 +349,12 @@ class _CrossShard(NamedTuple):
         def own(tree):
             return varying.localize_where_mapped(tree, options.axis_name)
 
-        # The groups' states will differ, so all of the state varies from the start.
-        grouped = options.group_assignment is not None
-        params = own(params) if grouped else params
-        inner = self.landing.init(params)
-        inner = own(inner) if grouped else inner
+        def in_groups(tree):
+            # Their states will differ, so all of the state varies from the start.
+            return tree if options.group_assignment is None else own(tree)
+
+        params = in_groups(params)
+        inner = in_groups(self.landing.init(params))
         if not self.keeps:
             return inner
         outliers = contract.start_outliers(options.exchange)
@@ -373,7 +374,16 @@ class _CrossShard(NamedTuple):
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
         """The updates of `inner` for the reduced gradients, and the state."""
-        extra_args = self.check(updates, params, weight, extra_args)
+        options = self.options
+        self.check(updates, params, weight)
+        take_weight(weight)
+        extra_args = reduce.mean_extra_args(
+            extra_args,
+            options.reduced_names,
+            options.axis_name,
+            weight=weight,
+            group_assignment=options.group_assignment,
+        )
         batch_size = measures.check_batch_size(batch_size)
         before = state if self.keeps else CrossShardState((), Info(), state)
         like = updates if params is None else params
@@ -383,18 +393,17 @@ class _CrossShard(NamedTuple):
         with checks.explains_inner(mean):
             new, state = landing.step(mean, before.inner, own, extra_args)
         new = checks.fill_missing(landing.whole(new), params)
-        info = with_update(now.info, new, self.options.axis_name)
+        info = with_update(now.info, new, options.axis_name)
         now = now._replace(
             info=varying.vary_like(info, before.info),
             inner=varying.vary_like(state, before.inner),
         )
         return new, now if self.keeps else now.inner
 
-    def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
-        """Refuse arguments that do not fit; returns the extra arguments for `inner`."""
+    def check(self, grads, params, weight) -> None:
+        """Refuse arguments that do not fit."""
         options = self.options
         checks.check_grads(grads, params)
-        take_weight(weight)
         if weight is not None:
             refuse(options, _WEIGHED)
         if options.grads != "local":
@@ -402,13 +411,6 @@ class _CrossShard(NamedTuple):
         else:
             varying.require_local(grads, options.axis_name, "gradient")
             contract.check_call(options.exchange, grads, weight)
-        return reduce.mean_extra_args(
-            extra_args,
-            options.reduced_names,
-            options.axis_name,
-            weight=weight,
-            group_assignment=options.group_assignment,
-        )
 
     def meet(self, landing, grads, state: CrossShardState, weight, batch_size):
         """(this replica's share of the mean or sum of all gradients, the state)."""

@@ -254,7 +254,6 @@ def sync_replicas(
         measure,
     )
     refuse(replicas, _TOGETHER)
-    contract.require_declared(exchange, "sync_replicas")
     return direct_transformation(replicas.init, replicas.update, replicas.apply)
 
 
@@ -389,10 +388,10 @@ class _SyncReplicas(NamedTuple):
         )
         accumulated = state.accumulated + jnp.sum(arrived != 0, dtype=jnp.int32)
         due = accumulated >= self.required if meet is None else meet
-        if meet is not None and meet is not False:
+        sure = meet is False or (all_count and not self.drop_nonfinite)
+        if meet is not None and not sure:
             # The mean of no gradients does not exist.
-            sure = all_count and not self.drop_nonfinite
-            due = meet if sure else jnp.logical_and(meet, accumulated > 0)
+            due = jnp.logical_and(meet, accumulated > 0)
         outcome = _outcome(used, fresh, finite, contributes)
         counts = (
             count + (outcome == place).astype(jnp.int32)
@@ -538,6 +537,7 @@ _TOGETHER: Refused[_SyncReplicas] = (
         "average. Pass variable_averages=, a decay or a schedule, too.",
     ),
     (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
+    (lambda o: o.exchange.linear is None, "sync_replicas" + contract.UNDECLARED),
 )
 _AT_THE_CALL: Refused[_Call] = (
     (
