@@ -121,10 +121,10 @@ class Elementwise:
         """
 
         def pieces(number):
-            def piece(x):
-                return jax.ShapeDtypeStruct((-(-x.size // number),), x.dtype)
-
-            return jax.eval_shape(self.inner.init, jax.tree.map(piece, shapes))
+            cut = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((-(-x.size // number),), x.dtype), shapes
+            )
+            return jax.eval_shape(self.inner.init, cut)
 
         def fits(one, flat, half):
             whole_number = flat.ndim == one.ndim == 0

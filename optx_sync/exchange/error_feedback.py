@@ -95,10 +95,10 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     interval("decay", decay, "Pass for example 1.0.", 0, 1)
 
     def init(tree):
-        def nothing(x):
-            return vary_like(jnp.zeros(x.shape, at_least_float32(x.dtype)), x)
-
-        return ErrorFeedbackState(jax.tree.map(nothing, tree), exchange.init(tree))
+        zeros = jax.tree.map(
+            lambda x: vary_like(jnp.zeros(x.shape, at_least_float32(x.dtype)), x), tree
+        )
+        return ErrorFeedbackState(zeros, exchange.init(tree))
 
     meet = _fed_back(exchange.meet, decay)
     halves = exchange.halves

@@ -251,12 +251,6 @@ class _Options(NamedTuple):
         """Whether whole leaves of the state lie on their owners."""
         return self.shard_state == "leaves"
 
-    @property
-    def stops_half_way(self) -> bool:
-        """Whether the exchange can leave each replica the sum of its piece."""
-        coded = self.exchange.halves is not None and not self.leaves
-        return self.exchange.scatter is not None or coded
-
 
 _REDUCED = (
     " needs each replica's own gradient, but grads={0.grads!r} says that they are "
@@ -294,11 +288,11 @@ _TOGETHER: Refused[_Options] = (
         "that of the replicas inside a group.",
     ),
     (
-        lambda o: o.leaves and not o.stops_half_way,
+        lambda o: o.leaves and o.exchange.scatter is None,
         _HALF_WAY + "oxs.exchange.all_reduce(), or leave shard_state out.",
     ),
     (
-        lambda o: o.shard_state and not o.stops_half_way,
+        lambda o: o.shard_state and not (o.exchange.scatter or o.exchange.halves),
         _HALF_WAY + "oxs.exchange.all_reduce(), quantized() or "
         "error_feedback(quantized()), or leave shard_state out.",
     ),

@@ -139,16 +139,12 @@ class SyncReplicasState(NamedTuple):
                 "This state holds no averages. Pass variable_averages= to "
                 "sync_replicas."
             )
-        return jax.tree.map(
-            lambda average, param: (
-                param
-                if trees.is_masked(average)
-                else jnp.array(average, param.dtype, copy=True)
-            ),
-            self.averages,
-            params,
-            is_leaf=trees.is_masked,
-        )
+
+        def own(average, param):
+            masked = trees.is_masked(average)
+            return param if masked else jnp.array(average, param.dtype, copy=True)
+
+        return jax.tree.map(own, self.averages, params, is_leaf=trees.is_masked)
 
 
 def sync_replicas(
