@@ -90,7 +90,6 @@ def transposed(
         lambda tree: (),
         meet,
         linear=False,
-        takes_weights=False,
         remembers=False,
         outlier=norms.far_from_result(shard_axes),
     )
