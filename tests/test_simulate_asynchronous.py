@@ -15,8 +15,6 @@ from benchmarks import by_hand
 from optx_sync import hlo
 from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
-from tests import contexts
-from tests.reference import center
 from tests.refusals import refused
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -482,39 +480,3 @@ def test_bad_input_is_refused(said, changes):
     given |= {"grad_fn": itself, "workers": np.array([0, 1]), "num_workers": 2}
     with refused(said):
         asynchronous(**given | changes)
-
-
-PART_CASES = {
-    "diloco": (oxs.rules.diloco(optax.sgd(0.7)), [0] * 4 + [1] * 4, 4, 1, 0.5),
-    "elastic": (oxs.rules.elastic(moving_rate=0.2, rho=0.0), [0, 0, 1, 1] * 2, 2, 1, 0),
-    "agn": (oxs.rules.agn(optax.sgd(0.3)), [0, 0, 2, 2, 0, 0, 1, 1], 6, 2, 0.0),
-    "local_sgd": (oxs.rules.local_sgd(), [0] * 8, 3, 3, 0.25),
-}
-
-
-def test_fragments_are_those_of_each_worker():
-    """Against NumPy: parts, delays and shares, by each worker's own counter."""
-    rng = np.random.default_rng(0)
-    workers = rng.integers(0, 3, 50)
-    grads = rng.normal(size=(50, 8)).astype(np.float32)
-    outers = {"diloco": center.momentum(0.7), "agn": center.momentum(0.3)}
-
-    def run(rule, owner, period, delay, keep):
-        settings: Any = {"communication_period": period, "delay": delay}
-        settings |= {"fragments": lambda path, leaf: owner[::2], "keep_local": keep}
-        settings |= {"num_workers": 3, "record": "all"}
-        start, grad_fn = np.zeros((4, 2), np.float32), of_event(grads.reshape(50, 4, 2))
-        return asynchronous(INNER, rule, start, grad_fn, workers, **settings)
-
-    every = jax.jit(lambda: {name: run(*one) for name, one in PART_CASES.items()})
-    found = every()
-    for name, (_, owner, period, delay, keep) in PART_CASES.items():
-        start, inner = np.zeros(8, np.float32), center.momentum(0.05, 0.9)
-        given: Any = {"period": period, "delay": delay, "keep": keep, "rate": 0.2}
-        expected = center.asynchronous_in_fragments(
-            name, start, grads, workers, 3, inner, owner,
-            outer=outers.get(name, ()), **given,
-        )  # fmt: skip
-        got = [x.reshape(50, 8) for x in (found[name].params, found[name].center)]
-        contexts.assert_close(got, list(expected))
-    assert found["diloco"].final.workers.rounds.sum() == found["diloco"].global_step[-1]
