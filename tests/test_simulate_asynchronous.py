@@ -4,6 +4,7 @@ import json
 import pathlib
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -480,3 +481,26 @@ def test_bad_input_is_refused(said, changes):
     given |= {"grad_fn": itself, "workers": np.array([0, 1]), "num_workers": 2}
     with refused(said):
         asynchronous(**given | changes)
+
+
+def test_gradients_of_another_precision_change_no_dtype():
+    """After Optax's `test_multi_steps_mixed_precision`: equal gradients of 1."""
+    dtypes = {"half": jnp.bfloat16, "single": jnp.float32}
+    params = {name: jnp.full(3, 2.0, dtype) for name, dtype in dtypes.items()}
+    grads = {"half": jnp.ones(3), "single": jnp.ones(3, jnp.bfloat16)}
+    inner, events = optax.adam(0.1), [0, 1] * 3
+    with jax.numpy_dtype_promotion("standard"):  # As `optax.adam` asks.
+        own = inner.init(params)
+        run = asynchronous(
+            inner, oxs.rules.local_sgd(), params, lambda *_: grads, events,
+            num_workers=2, communication_period=1,
+        )  # fmt: skip
+        replicas: Any = oxs.simulate.sync_replicas(
+            inner, params, lambda *_: grads, events,
+            replicas_to_aggregate=2, num_tokens=0,
+        )  # fmt: skip
+    of_one = jax.tree.map(lambda x: x[-1], (run.params, run.final.workers.inner))
+    for found in (of_one, (replicas.final.params, replicas.final.inner)):
+        chex.assert_trees_all_equal_dtypes(found, (params, own))
+        for leaf in jax.tree.leaves(found[0]):
+            np.testing.assert_allclose(2 - np.float32(leaf), 0.3, atol=0.02)

@@ -35,6 +35,7 @@ from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
+from tests.refusals import refused
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 CASES = {
@@ -644,30 +645,56 @@ def test_nobody_waits_for_ever_after_a_restore():
         assert min(updates for updates, _ in ends) >= 3
 
 
-def test_settings_that_make_no_sense_are_refused():
-    rule = oxs.rules.local_sgd()
-    for make, message in [
-        (lambda: SyncReplicas(0), "replicas_to_aggregate must be 1 or more"),
-        (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be -1 or more"),
-        (lambda: SyncReplicas(1, variable_averages=2.0), "decay in"),
-        (lambda: sync_server(SyncReplicas(2, 4), 3), "there are 3 workers"),
-        (lambda: sync_server(SyncReplicas(4, num_tokens=1), 2), "and 2 are needed"),
-        (lambda: Server(PARAMS, rule, num_workers=0), "num_workers must be 1 or more"),
-        (lambda: center_server(checkpoint_every=0), "checkpoint_every must be"),
+LOCAL = oxs.rules.local_sgd()
+BIG: Any = {str(number): np.ones((9, 9)) for number in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("said", "make"),
+    [
         (
-            lambda: Server(PARAMS, rule._replace(num_workers=3), num_workers=2),
-            "made for 3 workers",
+            "ValueError: replicas_to_aggregate must be 1 or more",
+            lambda: SyncReplicas(0),
         ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make()
-    big = {str(number): np.ones((9, 9)) for number in range(9)}
-    with pytest.raises(TypeError, match=r"be a center rule.* got one of type dict\.$"):
-        Server(PARAMS, big, num_workers=2)
-    with pytest.raises(TypeError, match=r"inner must be an Optax .* one of type dict"):
-        Server(PARAMS, SyncReplicas(1), num_workers=2, inner=big)
-    with pytest.raises(TypeError, match=r"Pass for example jnp.asarray\(1.5\)"):
-        Server({"w": 1.5}, rule, num_workers=1)
+        (
+            "ValueError: num_tokens must be -1 or more",
+            lambda: SyncReplicas(1, num_tokens=-2),
+        ),
+        ("ValueError: decay in", lambda: SyncReplicas(1, variable_averages=2.0)),
+        ("ValueError: there are 3 workers", lambda: sync_server(SyncReplicas(2, 4), 3)),
+        (
+            "ValueError: and 2 are needed",
+            lambda: sync_server(SyncReplicas(4, num_tokens=1), 2),
+        ),
+        (
+            "ValueError: num_workers must be 1",
+            lambda: Server(PARAMS, LOCAL, num_workers=0),
+        ),
+        (
+            "ValueError: checkpoint_every must be",
+            lambda: center_server(checkpoint_every=0),
+        ),
+        (
+            "ValueError: made for 3 workers",
+            lambda: Server(PARAMS, LOCAL._replace(num_workers=3), num_workers=2),
+        ),
+        (
+            r"TypeError: be a center rule.* got one of type dict\.$",
+            lambda: Server(PARAMS, BIG, num_workers=2),
+        ),
+        (
+            "TypeError: inner must be an Optax .* one of type dict",
+            lambda: sync_server(1, 2, inner=BIG),
+        ),
+        (
+            r"TypeError: Pass for example jnp.asarray\(1.5\)",
+            lambda: Server({"w": 1.5}, LOCAL, num_workers=1),
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(said, make):
+    with refused(said):
+        make()
 
 
 # What a hostile cluster found.
@@ -944,11 +971,9 @@ def test_checkpoints_elsewhere_are_handed_to_orbax():
     "optimizer",
     [
         optax.contrib.prodigy(1.0),
-        optax.contrib.dog(1.0),
-        optax.contrib.dowg(1.0),
         optax.contrib.mechanize(optax.sgd(0.1)),
     ],
-    ids=["prodigy", "dog", "dowg", "mechanize"],
+    ids=["prodigy", "mechanize"],
 )
 @jax.numpy_dtype_promotion("standard")  # They count in integers and floats.
 def test_optimizers_whose_state_holds_the_parameters(optimizer):

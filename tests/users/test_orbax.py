@@ -1,7 +1,5 @@
 """Checkpoints with Orbax: bit-equal resumption, and another number of workers."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import by_hand
-from tests import contexts, scripts
+from tests import contexts
 from tests.contexts import AXIS, REPLICAS
 
 # One program trains all of them, each on parameters of its own.
@@ -163,36 +161,3 @@ def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
     actual, after = train(in_lanes(goes_on, fresh[2]), params, restored, ONE, 3, 1)
     assert_same_bits(actual, expected)
     assert oxs.metrics(after).contributors == 4
-
-
-# As docs/checkpoints.md has it: a mesh of eight devices in one process, of three in
-# another.
-WRITE = """
-mesh = jax.make_mesh((8,), ("workers",))
-workers = oxs.Workers(8, "workers", mesh=mesh)
-everyone = workers.start((params, tx.init(params)))
-with StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder, everyone)
-"""
-READ = """
-eight = read(folder, 8)
-mesh = jax.make_mesh((3,), ("workers",))
-three, state = oxs.Workers(3, "workers", mesh=mesh).resize(eight, strict=True)
-print(three["w"].shape, three["w"].sharding.spec[0], int(state[1].global_step))
-"""
-
-
-def test_another_number_of_workers_in_another_process(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-    first, *others = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    # Up to where the page trains.
-    first = first[: first.index("def step(")]
-    read = next(block for block in others if block.startswith("def read("))
-    printed = [
-        scripts.run(
-            f'import jax\njax.config.update("jax_num_cpu_devices", {devices})\n{first}'
-            f"folder = Path({str(tmp_path / 'of-eight')!r})\n{code}"
-        )
-        for devices, code in ((8, WRITE), (3, read + READ))
-    ]
-    assert printed[-1].split("\n")[-2] == "(3, 3) workers 0"
