@@ -19,6 +19,7 @@ import optx_sync as oxs
 from optx_sync import by_hand
 from tests import contexts
 from tests.meshes import mesh_of
+from tests.refusals import refused
 
 AXIS, WORKERS, STEPS = contexts.AXIS, contexts.REPLICAS, 7
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -161,37 +162,33 @@ def test_vmap_over_explicit_axes(answer):
         assert_same(run(lanes, mesh, some), answer)
 
 
-def test_islands_over_explicit_axes_are_refused():
-    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
-    x = jax.device_put(jnp.ones((4, 3, 2)), NamedSharding(mesh, P(AXIS, None, "model")))
-    mean = jax.vmap(lambda x: oxs.reduce(x, AXIS), axis_name=AXIS, spmd_axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
-        mean(x)
+SMALL: dict[str, Any] = {
+    "cross_shard": oxs.cross_shard(optax.sgd(0.1), AXIS),
+    "sync_replicas": oxs.sync_replicas(optax.sgd(0.1), AXIS, 3),
+}
 
 
-@pytest.mark.parametrize("is_set", [False, True])
-@pytest.mark.parametrize("name", ["cross_shard", "sync_replicas"])
-def test_wrappers_refuse_such_islands(name, is_set):
-    """JAX spoke of the shardings of a select's cases, where the state lay elsewhere."""
+def over_explicit(name, spec, is_set):
+    """A step whose gradients lie on a mesh of explicit axes, set or not."""
     mesh = jax.make_mesh((4, 2), (AXIS, "model"))
-    at = NamedSharding(mesh, P(None, "model"))
-    grads = jax.device_put(jnp.ones((4, 8)), at)
-    tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
-    if name == "cross_shard":
-        tx = oxs.cross_shard(optax.sgd(0.1), AXIS)
+    tx, grads = SMALL[name], jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, spec))
     state = by_hand.replicate(tx.init(jnp.zeros(8)), 4)
+    if spec == P(AXIS):
+        state = jax.device_put(state, NamedSharding(mesh, spec))
     step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        with pytest.raises(ValueError, match=r"Explicit mesh axes.*AxisType\.Auto"):
-            jax.eval_shape(step, grads, state)
+        jax.eval_shape(step, grads, state)
 
 
-def test_a_mesh_of_explicit_axes_that_is_not_set():
-    """JAX said of its axis that it was not found in mesh: ()."""
-    mesh = jax.make_mesh((4, 2), (AXIS, "model"))
-    tx = oxs.sync_replicas(optax.sgd(0.1), AXIS, 3)
-    state = by_hand.replicate(tx.init(jnp.zeros(8)), 4)
-    whole = jax.device_put((jnp.ones((4, 8)), state), NamedSharding(mesh, P(AXIS)))
-    step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
-    with pytest.raises(ValueError, match=r"with jax\.set_mesh\(mesh\).*AxisType\.Auto"):
-        jax.eval_shape(step, *whole)
+@pytest.mark.parametrize(
+    ("name", "spec", "is_set"),
+    [(name, P(None, "model"), is_set) for name in SMALL for is_set in (False, True)]
+    + [("sync_replicas", P(AXIS), False)],
+)
+def test_islands_over_explicit_axes_and_a_mesh_that_is_not_set_are_refused(
+    name, spec, is_set
+):
+    """JAX spoke of the shardings of a select's cases, or of an axis in mesh: ()."""
+    said = r"with jax\.set_mesh\(mesh\)" if spec == P(AXIS) else "Explicit mesh axes"
+    with refused(rf"ValueError: {said}.*AxisType\.Auto"):
+        over_explicit(name, spec, is_set)

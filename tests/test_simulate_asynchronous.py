@@ -1,7 +1,5 @@
 """Workers that meet a center one by one: the originals' recorded runs, and laws."""
 
-import json
-import pathlib
 from typing import Any
 
 import chex
@@ -16,13 +14,10 @@ from benchmarks import by_hand
 from optx_sync import hlo
 from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
+from tests.recorded import GOLDEN, arrays_of, inner_of, recorded
 from tests.refusals import refused
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-RECORDED = {
-    case["name"]: case for case in MANIFEST["cases"] if case["group"] == "async"
-}
+RECORDED = recorded("async")
 FILES = {path.stem for kind in ("agn_*", "easgd_*") for path in GOLDEN.glob(kind)}
 assert RECORDED.keys() == FILES and len(FILES) > 30
 
@@ -39,21 +34,6 @@ def remembering(tx):
         lambda updates, state, params=None: (updates, updates),
     )
     return optax.chain(seen, tx)
-
-
-def inner_of(case):
-    arguments = dict(case["hyperparameters"]["inner"])
-    kind, learning_rate = arguments.pop("class"), arguments.pop("learning_rate")
-    if kind == "GradientDescentOptimizer":
-        return oxs.optimizers.gradient_descent(learning_rate)
-    if kind == "MomentumOptimizer":
-        return oxs.optimizers.momentum(
-            learning_rate, arguments["momentum"], nesterov=arguments["use_nesterov"]
-        )
-    assert kind == "AdamOptimizer"
-    return oxs.optimizers.adam(
-        learning_rate, arguments["beta1"], arguments["beta2"], arguments["epsilon"]
-    )
 
 
 def rule_of(case, inner):
@@ -81,7 +61,7 @@ def run(case, arrays):
             for name in names
         }
 
-    inner = remembering(inner_of(case))
+    inner = remembering(inner_of(case["hyperparameters"]["inner"]))
 
     @jax.jit
     def replayed(params):
@@ -111,7 +91,7 @@ def check(actual, recorded, key, start=None):
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_run(name):
     case = RECORDED[name]
-    arrays = dict(np.load(GOLDEN / case["file"]))
+    arrays, _ = arrays_of(case)
     record = run(case, arrays)
     unchecked = set(case["arrays"]) - {"schedule"}
     unchecked -= {key for key in unchecked if key[:2] in ("a_", "c_", "g_", "p0")}

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import json
-import pathlib
 import random
 import subprocess
 import sys
@@ -35,13 +33,10 @@ from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
+from tests.recorded import arrays_of as recorded_arrays
+from tests.recorded import recorded
 from tests.refusals import refused
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-CASES = {
-    case["name"]: case
-    for case in json.loads((GOLDEN / "manifest.json").read_text())["cases"]
-}
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.array(0.5)}
 INNER = optax.sgd(0.1, momentum=0.9)
 # Reads all there is to read: own parameters, what was taken, what was summed up, and
@@ -422,7 +417,8 @@ def grads(amount):
     "name", ["sync_n2_r4_sgd_multi_batch", "sync_n1_r3_sgd_multi_batch_mintokens"]
 )
 def test_several_batches_per_update_are_the_original(name):
-    case, data = CASES[name], np.load(GOLDEN / f"{name}.npz")
+    case = recorded("sync_replicas")[name]
+    data, _ = recorded_arrays(case)
     given = case["hyperparameters"]
     names = [key[3:] for key in data if key.startswith("p0_")]
     agreement = SyncReplicas(
