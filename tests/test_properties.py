@@ -125,8 +125,6 @@ OPTIONS: dict[str, dict[str, list]] = {
     },
 }
 REQUIRED = ("communication_period", "replicas_to_aggregate", "moving_rate")
-# What no option takes, or few do.
-JUNK = [0, -1, 2.5, "nonsense", True, float("nan"), (), 2**31, "sgd", "ring()"]
 
 
 class Pair(NamedTuple):
@@ -160,26 +158,24 @@ class Case:
     direct: bool = True
     seed: int = 0
     nonfinite: bool = False
-    wrong: str | None = None  # what does not fit in the gradients
 
 
 SHAPES = [(), (3,), (0,), (1,), (0, 3), (2, 0), (2, 3), (5, 2), (1, 1), (17,)]
 SHAPES += [(2, 2, 2), (8, 8)]
 
 
-def leaves(dtypes):
-    return st.builds(
-        Leaf,
-        st.sampled_from(SHAPES),
-        st.sampled_from(dtypes),
-        st.sampled_from(["array"] * 4 + ["none", "rows"]),
-    )
+LEAVES = st.builds(
+    Leaf,
+    st.sampled_from(SHAPES),
+    st.sampled_from(("float32", "float32", "bfloat16", "float16")),
+    st.sampled_from(["array"] * 4 + ["none", "rows"]),
+)
 
 
-def trees(dtypes=("float32", "float32", "bfloat16", "float16")):
+def trees():
     """Nested containers of leaves, among them `None`."""
     return st.recursive(
-        leaves(dtypes) | st.none(),
+        LEAVES | st.none(),
         lambda inside: (
             st.lists(inside, max_size=3)
             | st.dictionaries(st.sampled_from("abc"), inside, max_size=3)
@@ -202,8 +198,8 @@ def options(wrapper):
 
 
 @st.composite
-def cases(draw, junk=False):
-    """Runs of all wrappers; with `junk` also those that make no sense."""
+def cases(draw):
+    """Runs of all wrappers."""
     wrapper = draw(st.sampled_from(list(OPTIONS)))
     chosen = draw(options(wrapper))
     workers = draw(st.sampled_from([2, 1, 3, 4, 8]))
@@ -213,17 +209,6 @@ def cases(draw, junk=False):
         chosen["group_assignment"] = [
             list(order[i : i + size]) for i in range(0, workers, size)
         ]
-    wrong, dtypes = None, ("float32", "float32", "bfloat16", "float16")
-    if junk:
-        if draw(st.integers(0, 3)) == 3:
-            name = draw(st.sampled_from(list(OPTIONS[wrapper])))
-            chosen[name] = draw(st.sampled_from(JUNK))
-        wrong = draw(
-            st.sampled_from(
-                [None] * 6 + ["missing", "shape", "dtype", "integer", "no params"]
-            )
-        )
-        dtypes = (*dtypes, "int32")
     extra = {}
     if wrapper not in ("cross_shard", "sync_replicas"):
         meet = draw(st.sampled_from([None, None, True, False, "traced"]))
@@ -247,7 +232,7 @@ def cases(draw, junk=False):
     return Case(
         wrapper,
         chosen,
-        draw(trees(dtypes)),
+        draw(trees()),
         workers,
         draw(st.integers(1, 5)),
         draw(st.sampled_from(["sgd", "momentum", "adam", "adagrad"])),
@@ -256,7 +241,6 @@ def cases(draw, junk=False):
         draw(st.booleans()),
         draw(st.integers(0, 9)),
         draw(st.sampled_from([False, False, True])),
-        wrong,
     )
 
 
@@ -289,28 +273,21 @@ def all_grads(case):
     lead = (case.workers, case.steps)
 
     def grad(leaf):
-        dtype = "float32" if leaf.dtype == "int32" else leaf.dtype
-        dtype = {"dtype": "bfloat16", "integer": "int32"}.get(case.wrong or "", dtype)
-        shape = (*leaf.shape, 2) if case.wrong == "shape" else leaf.shape
         if leaf.grad == "none":
             return None
         if leaf.grad == "rows" and leaf.shape:
             rows = min(3, leaf.shape[0])
             indices = rng.integers(0, max(1, leaf.shape[0]), (*lead, rows))
             values = rng.normal(size=(*lead, rows, *leaf.shape[1:]))
-            return oxs.IndexedSlices(
-                jnp.asarray(indices, jnp.int32), jnp.asarray(values, dtype)
-            )
-        x = rng.normal(size=lead + shape)
-        if case.nonfinite and dtype != "int32":
+            values = jnp.asarray(values, leaf.dtype)
+            return oxs.IndexedSlices(jnp.asarray(indices, jnp.int32), values)
+        x = rng.normal(size=lead + leaf.shape)
+        if case.nonfinite:
             where = rng.integers(0, case.workers), rng.integers(0, case.steps)
             x[where] = rng.choice([np.nan, np.inf])
-        return jnp.asarray(x, dtype)
+        return jnp.asarray(x, leaf.dtype)
 
-    grads = jax.tree.map(grad, case.tree, is_leaf=is_leaf)
-    if case.wrong == "missing" and isinstance(grads, dict | list | tuple) and grads:
-        grads = list(grads.values() if isinstance(grads, dict) else grads)[1:]
-    return grads
+    return jax.tree.map(grad, case.tree, is_leaf=is_leaf)
 
 
 def extras(case):
@@ -338,11 +315,10 @@ def steps_of(case, tx, static):
             params, state = carry
             grads, traced, equal = now
             extra = {**static, **traced, **equal}
-            given = None if case.wrong == "no params" else params
             if case.direct:
-                new, state = oxs.apply_gradients(tx, grads, state, given, **extra)
+                new, state = oxs.apply_gradients(tx, grads, state, params, **extra)
             else:
-                updates, state = tx.update(grads, state, given, **extra)
+                updates, state = tx.update(grads, state, params, **extra)
                 # Optax adds wide updates to half precision by promotion.
                 with jax.numpy_dtype_promotion("standard"):
                     new = optax.apply_updates(params, updates)
@@ -494,7 +470,7 @@ def assert_same(actual, expected, message, coded=False, rounded=False):
 
 # A property: what it is tried on, and what must hold of it.
 PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
-    "input": (cases(junk=True), check_input),
+    "input": (cases(), check_input),
     "answer": (cases(), check_answer),
 }
 # Enough for the budget of the suite; the same cases in every run.
@@ -528,15 +504,11 @@ def test_holds_for_any_case(name):
 # What `make fuzz` has found.
 EMPTY, MEETS = Leaf((0,)), "cross_shard"
 FOUND = [
-    (check_input, Case("gossip", {}, [[]], 2, wrong="missing")),
-    (check_answer, Case(MEETS, {"exchange": "sign_majority()"}, EMPTY, 2)),
-    (
-        check_answer,
-        Case(MEETS, {"exchange": "all_reduce('bfloat16')"}, [EMPTY, Leaf((3,))], 4, 2),
-    ),
+    Case(MEETS, {"exchange": "sign_majority()"}, EMPTY, 2),
+    Case(MEETS, {"exchange": "all_reduce('bfloat16')"}, [EMPTY, Leaf((3,))], 4, 2),
 ]
 
 
-@pytest.mark.parametrize(("check", "case"), FOUND)
-def test_what_failed_once_holds(check, case):
-    check(case)
+@pytest.mark.parametrize("case", FOUND)
+def test_what_failed_once_holds(case):
+    check_answer(case)

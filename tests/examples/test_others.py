@@ -5,9 +5,7 @@ import io
 import json
 import os
 import runpy
-import sysconfig
 
-import numpy as np
 import pytest
 from matplotlib.image import imread
 
@@ -114,20 +112,3 @@ def test_ftrl_trades_weights_for_loss(tmp_path):
     expected = f"ftrl, l1 = 1: {ftrl[3][4]} of adagrad's {adagrad[4]} weights"
     assert expected in printed.splitlines()[-1]
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_interpreter_without_tests_is_asked_for_packages(tmp_path, monkeypatch):
-    for name, text in {
-        "package/inside.py": "a = b + c\n" * 3,
-        "top.py": "x = y\n\nx\n",
-        "site-packages/other.py": "p = q\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    load = runpy.run_path(str(EXAMPLES / "train_clicks_ftrl.py"))["load"]
-    ids, labels = load(10)
-    # Three equal lines from the package, one with three tokens from the top.
-    assert sorted(labels) == [0, 1, 1, 1]
-    sizes = (ids < 2**18).sum(1)
-    np.testing.assert_array_equal(sizes, np.where(labels == 1, 9, 5))

@@ -413,15 +413,6 @@ def test_params_may_be_left_out_where_the_formula_allows(case):
 
 
 @every
-def test_slots_have_the_params_sharding(case):
-    mesh = mesh_of({"data": 2})
-    sharding = jax.NamedSharding(mesh, P("data"))
-    params = jax.device_put(make_params(), sharding)
-    for slot in jax.tree.leaves(case.make().init(params).slots):
-        assert slot.sharding == sharding
-
-
-@every
 def test_explicit_sharding(case):
     """After Optax's alias test of this name: init and update keep sharding types."""
     mesh = mesh_of({"data": 2, "model": 2}, "Explicit")

@@ -375,13 +375,6 @@ def test_the_requests_of_each_worker_are_counted():
     assert server.news("", 0)[2] == [0, 1]
 
 
-def test_half_precision_center_is_float32():
-    params = {"w": jnp.ones(2, jnp.bfloat16)}
-    server = Server(params, oxs.rules.local_sgd(), num_workers=2)
-    server.push(Push(0, 1, {"contribution": {"['w']": np.full(2, 1e-4, np.float32)}}))
-    np.testing.assert_array_equal(server.center()["w"], np.float32(1 + 1e-4))
-
-
 def test_parts_are_of_about_equal_size_and_none_is_empty():
     params = {
         str(i): np.full(size, i, np.float32) for i, size in enumerate([8, 0, 5, 4])
