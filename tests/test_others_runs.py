@@ -4,8 +4,6 @@ As in `tests/test_others.py`, each figure says whose it is: as their own tests h
 or as their code gave it, which was run for it.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +113,8 @@ def test_streaming_diloco_of_maxtext(case):
         np.testing.assert_array_equal(found[:, step - 1], np.float32(recorded))
 
 
-# microsoft/dion 0a059a4, dion.Muon(lr=0.1, mu=0.5, weight_decay=0.25, adjust_lr=...)
+# microsoft/dion 0a059a4, dion.Muon(lr=0.1, mu=0.5, weight_decay=0.25,
+# adjust_lr="rms_norm")
 # after three steps on torch 2.13.0, with its five Newton-Schulz polynomials in
 # double precision (`newton_schulz_func`; its own, in bfloat16, lies within 0.015). A
 # momentum of 1/2 and these gradients lose nothing where it casts them to bfloat16.
@@ -130,47 +129,26 @@ NEWTON_SCHULZ = (
 I, J = np.indices((4, 6))
 START = ((I * I + 2 * J) % 5 - 2) / np.float32(4)
 GRADS = np.stack([(3 * I * J + I * (s + 2) + J * J + s) % 9 - 4 for s in range(3)])
-MUON: dict[str, tuple[float | None, Any]] = {
-    "spectral_norm": (  # of the [6, 4] of torch
-        None,
-        [
-            [-0.2818031, 0.1447667, 0.4072979, -0.0500882, 0.1656331, -0.540311],
-            [-0.1927481, 0.1087084, -0.5006858, 0.0389668, 0.4049091, -0.3217837],
-            [0.4171178, -0.2670328, 0.2076053, -0.5097417, -0.0852606, 0.3588574],
-            [0.4637176, -0.3373436, 0.454522, -0.4631419, -0.1774419, 0.4098709],
-        ],
-    ),
-    "rms_norm": (
-        0.2,
-        [
-            [-0.3907791, 0.0579067, 0.440977, -0.1590642, 0.2052822, -0.4941822],
-            [-0.2161282, 0.1825123, -0.4783322, 0.0155867, 0.4400215, -0.2677424],
-            [0.444905, -0.245842, 0.222071, -0.4819545, -0.0341043, 0.4216008],
-            [0.4635449, -0.2739664, 0.3208377, -0.4633146, -0.0709768, 0.4420061],
-        ],
-    ),
-}
+MUON_RMS, MUON = (
+    0.2,
+    [
+        [-0.3907791, 0.0579067, 0.440977, -0.1590642, 0.2052822, -0.4941822],
+        [-0.2161282, 0.1825123, -0.4783322, 0.0155867, 0.4400215, -0.2677424],
+        [0.444905, -0.245842, 0.222071, -0.4819545, -0.0341043, 0.4216008],
+        [0.4635449, -0.2739664, 0.3208377, -0.4633146, -0.0709768, 0.4420061],
+    ],
+)
 
 
-@pytest.fixture
-def promotion():
-    """As Optax's own arithmetic asks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-@pytest.mark.usefixtures("promotion")
-@pytest.mark.parametrize("adjusted", MUON)
-def test_muon_of_dion(adjusted):
+def test_muon_of_dion():
     """On every replica, and on owners of whole matrices."""
-    rms, recorded = MUON[adjusted]
     muon = optax.contrib.muon(
         0.1,
         NEWTON_SCHULZ,
         beta=0.5,
         weight_decay=0.25,
         nesterov=False,
-        consistent_rms=rms,
+        consistent_rms=MUON_RMS,
     )
     start = [jnp.asarray(START), jnp.asarray(-START)]
 
@@ -191,8 +169,11 @@ def test_muon_of_dion(adjusted):
         ]
 
     own = np.array([-0.5, 0.5])  # their mean is the recorded gradient
-    for first, second in jax.jit(jax.vmap(both, axis_name=AXIS))(own):
-        np.testing.assert_allclose(first, [recorded] * N, rtol=0, atol=2e-6)
+    # As Optax's own arithmetic asks.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = jax.jit(jax.vmap(both, axis_name=AXIS))(own)
+    for first, second in found:
+        np.testing.assert_allclose(first, [MUON] * N, rtol=0, atol=2e-6)
         np.testing.assert_allclose(second, -first, rtol=0, atol=1e-6)
 
 

@@ -12,7 +12,6 @@ import pytest
 import optx_sync as oxs
 from benchmarks import by_hand
 from optx_sync import hlo
-from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
 from tests.recorded import GOLDEN, arrays_of, inner_of, recorded
 from tests.refusals import refused
@@ -224,43 +223,6 @@ def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
         np.testing.assert_array_equal(record.global_step, rounds)
     counts = np.bincount(schedule, minlength=WORKERS)
     np.testing.assert_array_equal(record.final.workers.local_step, counts)
-
-
-READS_TAKEN = {  # both with a `take` of their own
-    "contribute": oxs.CenterRule(
-        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
-        take=lambda x, before, after, at: x - 0.25 * (x - after),
-        reads=("params", "taken", "after"),
-    ),
-    "penalty": oxs.CenterRule(
-        contribute=lambda own, center, at: 0.5 * (own.params - center),
-        take=lambda x, before, after, at: x - 0.25 * (x - after),
-        penalty=lambda own, at: 0.3 * (own.params - own.taken),
-        reads=("params", "center", "after"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", READS_TAKEN)
-def test_a_rule_that_reads_what_was_taken_gets_it_from_servers_too(name):
-    rule, schedule = READS_TAKEN[name], [0, 1, 1, 0, 0, 1]
-    grads = gradients(len(schedule), seed=4)
-    settings: Any = {"num_workers": 2, "communication_period": 1}
-    expected = asynchronous(INNER, rule, PARAMS, of_event(grads), schedule, **settings)
-    server = Server(PARAMS, rule, **settings)
-    party = [Worker(server, PARAMS, INNER, rule, index=w, **settings) for w in (0, 1)]
-    for event, worker in enumerate(schedule):
-        party[worker].step(jax.tree.map(lambda g, t=event: g[t], grads))
-    actual: Any = (server.center(), *(worker.params for worker in party))
-    last = expected.final
-    workers = (jax.tree.map(lambda x, w=w: x[w], last.workers.params) for w in (0, 1))
-    for own, other in zip(actual, (last.center, *workers), strict=True):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
-            own,
-            other,
-        )
-    assert last.workers.taken != ()
 
 
 def short_run(schedule, record: Any = "all"):

@@ -1,15 +1,12 @@
 """Parts of the benchmarks that can be wrong: each against NumPy, or by hand."""
 
-import math
 import operator
-import sysconfig
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from scipy import stats
 
 from tests.cases import OPTIMIZERS
 
@@ -44,32 +41,6 @@ def test_the_step_by_hand_is_the_library_s(module, name):
             ends.append(np.asarray(carry[0]["w"]))
     np.testing.assert_allclose(*ends, rtol=1e-6, atol=1e-7)
     assert np.abs(ends[0] - np.asarray(params["w"])).max() > 1e-3
-
-
-def expected_seconds(law, spare):
-    """The mean of the (100 - b)-th smallest of 100 times, by formulas."""
-    if law == "1 + exponential":
-        return 1 + 0.3 * sum(1 / k for k in range(spare + 1, MACHINES + 1))
-    if law == "Pareto":
-        gammas = (MACHINES + 1, -0.4 + spare + 1), (spare + 1, MACHINES + 1 - 0.4)
-        (a, b), (c, d) = ([math.lgamma(x) for x in pair] for pair in gammas)
-        return math.exp(a + b - c - d)
-    seconds = np.linspace(0, 60, 60_001)
-    slow, fast = (stats.lognorm(0.3, scale=scale) for scale in (10, 1))
-    below = 0.98 * fast.cdf(seconds) + 0.02 * slow.cdf(seconds)
-    later = stats.binom.cdf(MACHINES - spare - 1, MACHINES, below)
-    return np.trapezoid(later, seconds)
-
-
-@pytest.mark.parametrize("law", ["log-normal, stragglers", "1 + exponential", "Pareto"])
-def test_steps_take_what_order_statistics_say(module, law):
-    script = module("reproduce_backup_workers")
-    times = script.times_of(0, law, 2000)
-    for spare in (4, 10, 20):
-        expected = expected_seconds(law, spare)
-        assert script.giving_up(times, spare).mean() == pytest.approx(
-            expected, rel=0.05
-        )
 
 
 def test_late_machines(module):
@@ -180,30 +151,6 @@ def test_nonzeros_at_equal_loss(module):
     assert script.shown([1.0, 2.0, 6.0]) == "+2 % (+1 to +6)"
     assert script.shown([-1.25], 1) == "-1.2 %"
     assert script.shown([1.0, np.nan]) == "-"
-
-
-def test_lines_and_labels(module, monkeypatch, tmp_path):
-    for name, text in {
-        "test/inside.py": "a = b + c\n" * 3,
-        "package/test/deeper.py": "p = q\n",
-        "top.py": "x = y\n\nx\n",
-        "site-packages/other.py": "p = q\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    load = module("reproduce_ftrl").load
-    ((ids, labels), (rest, _)), about = load((4, 1))
-    assert ids.shape == (4, 48) and rest.shape == (1, 48)
-    assert (about["files"], about["lines"]) == (3, 7)
-    ((ids, labels),), _ = load((5,))
-    # Three equal lines of five tokens and four pairs; two of three and two.
-    assert sorted(labels) == [0, 0, 1, 1, 1]
-    np.testing.assert_array_equal((ids < 2**18).sum(1), np.where(labels == 1, 9, 5))
-    # Without tests: is the file in a package?
-    (tmp_path / "test/inside.py").unlink()
-    ((_, labels),), _ = load((2,))
-    assert sorted(labels) == [0, 1]
 
 
 def test_every_peer_has_one_of_ours(module):

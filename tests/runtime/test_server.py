@@ -59,6 +59,17 @@ RULES = {
     "local_sgd": oxs.rules.local_sgd(),
     "diloco": oxs.rules.diloco(),
     "all of it": GREEDY,
+    "what was taken": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        reads=("params", "taken", "after"),
+    ),
+    "a penalty that does": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - center),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        penalty=lambda own, at: 0.3 * (own.params - own.taken),
+        reads=("params", "center", "after"),
+    ),
 }
 
 
@@ -114,6 +125,8 @@ def test_only_what_the_formulas_read_travels():
         "local_sgd": (("contribution",), ("after",)),
         "diloco": (("contribution",), ("after",)),
         "all of it": (("params", "taken", "accumulated"), ("before", "after")),
+        "what was taken": (("contribution",), ("before", "after")),
+        "a penalty that does": (("params",), ("before", "after")),
     }
 
 
