@@ -14,7 +14,7 @@ FILES = {
 }
 # The rooms of each floor.
 ROOMS = {
-    0: "shapes",
+    0: "options shapes",
     1: "hlo trees",
     2: "audit forms rows",
     3: "checks comm elementwise",
