@@ -14,6 +14,6 @@ def run(name, *arguments, **environment):
 
 
 def cells(printed):
-    """The rows of a printed table, the titles first."""
-    lines = (line.strip("│┃ ") for line in printed.splitlines() if line[:1] in "│┃")
-    return [re.split(r"\s*[│┃]\s*", line) for line in lines]
+    """The rows of a printed table, without its titles."""
+    lines = (line.strip("│ ") for line in printed.splitlines() if line.startswith("│"))
+    return [re.split(r"\s*│\s*", line) for line in lines]

@@ -78,8 +78,7 @@ def test_what_is_measured_is_shown_and_written(tmp_path):
 def test_every_simulated_method_learns_from_stale_pushes_and_is_drawn(tmp_path):
     picture, workers, events = tmp_path / "picture.png", 20, 2500
     arguments = "--workers", workers, "--events", events, "--out", picture
-    titles, *rows = cells(run("simulate_thousand_workers", *arguments))
-    assert titles[:4] == ["method", "period", "pushes", "staleness"]
+    rows = cells(run("simulate_thousand_workers", *arguments))
     assert [name for name, *_ in rows] == ["asynchronous SGD", "AGN", "EASGD"]
     for name, period, pushes, staleness, accuracy, _ in rows:
         every = 1 if name == "asynchronous SGD" else 10
