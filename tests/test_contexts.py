@@ -82,7 +82,9 @@ def over_explicit(name, spec, is_set):
     state = by_hand.replicate(tx.init(jnp.zeros(8)), 4)
     if spec == P(AXIS):
         state = jax.device_put(state, NamedSharding(mesh, spec))
-    step = jax.vmap(lambda grads, state: tx.update(grads, state)[0], axis_name=AXIS)
+    step = jax.vmap(
+        lambda grads, state: tx.update(grads, state, grads)[0], axis_name=AXIS
+    )
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         jax.eval_shape(step, grads, state)
 
