@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker
+from tests.refusals import refused, table
 
 GRADS = np.random.default_rng(0).normal(size=(14, 3)).astype(np.float32)
 
@@ -158,47 +158,37 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
     assert server.global_step == run.global_step[-1] == len(order)
 
 
-def test_what_is_refused():
-    wrong: Any = oxs
-    nesterov = wrong.outer.delayed_nesterov
-    for call, error, message in (
-        (lambda: nesterov(0.7, every=0), ValueError, "every must be 1"),
-        (lambda: nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
-        (lambda: nesterov(0.7, c=-1), ValueError, "c must lie in"),
-        (lambda: nesterov("0.7"), TypeError, "or an Optax schedule"),
-        (
-            lambda: wrong.center_variable(
-                optax.sgd(1.0), oxs.rules.diloco()._replace(weigh=weigh), "workers"
-            ),
-            ValueError,
-            "in lockstep nobody is late",
-        ),
-        (
-            lambda: wrong.runtime.run(
-                print, GRADS, optax.sgd(1.0), 3, num_workers=1, weigh=weigh
-            ),
-            TypeError,
-            "rule must be a CenterRule",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+nesterov, SGD = oxs.outer.delayed_nesterov, optax.sgd(1.0)
 
-    def run(**options):
-        return wrong.simulate.asynchronous(
-            optax.sgd(0.5),
-            oxs.rules.local_sgd(),
-            jnp.zeros(()),
-            lambda worker, params, event: params,
-            [0, 1],
-            num_workers=2,
-            communication_period=1,
-            **options,
-        )
 
-    with pytest.raises(TypeError, match="weigh must be a function"):
-        run(weigh=0.5)
-    with pytest.raises(ValueError, match=r"weigh must return a scalar.*\(2,\)"):
-        run(weigh=lambda at: jnp.ones(2))
-    with pytest.raises(ValueError, match="tokens must hold a number for each of the 2"):
-        run(tokens=np.ones(3))
+def simulated(**options):
+    return oxs.simulate.asynchronous(
+        SGD,
+        oxs.rules.local_sgd(),
+        jnp.zeros(()),
+        lambda worker, params, event: params,
+        [0, 1],
+        num_workers=2,
+        communication_period=1,
+        **options,
+    )
+
+
+@table(r"""
+nesterov(0.7, every=0)  # ValueError: every must be 1
+nesterov(0.7, 1.5)  # ValueError: momentum must lie in
+nesterov(0.7, c=-1)  # ValueError: c must lie in
+nesterov("0.7")  # TypeError: or an Optax schedule
+oxs.center_variable(SGD, oxs.rules.diloco()._replace(weigh=weigh), "workers")
+    # ValueError: in lockstep nobody is late
+oxs.runtime.run(print, GRADS, SGD, 3, num_workers=1, weigh=weigh)
+    # TypeError: rule must be a CenterRule
+simulated(weigh=0.5)  # TypeError: weigh must be a function
+simulated(weigh=lambda at: jnp.ones(2))
+    # ValueError: weigh must return a scalar.*\(2,\)
+simulated(tokens=np.ones(3))
+    # ValueError: tokens must hold a number for each of the 2
+""")
+def test_refused(call, said):
+    with refused(said):
+        eval(call, globals())

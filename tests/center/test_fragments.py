@@ -14,7 +14,7 @@ import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
 from tests.reference import center as reference
-from tests.refusals import refused
+from tests.refusals import refused, table
 
 AXIS, STEPS = contexts.AXIS, 26
 PARAMS = {
@@ -416,19 +416,17 @@ def made(period=10, params=None, **more):
 
 
 def parts(fragments):
-    return lambda: made(40, PARAMS, fragments=fragments)
+    return made(40, PARAMS, fragments=fragments)
 
 
 def step_of(tx, made_by: Any = None, **extra):
     made_by, params = made_by or tx, {"a": jnp.ones(4), "b": jnp.ones(4)}
-    axes = oxs.by_hand.state_axes(made_by, params)
+    params, state, axes = contexts.begun(made_by, params, 2)
 
     def one(params, state):
         return oxs.apply_gradients(tx, params, state, params, **extra)
 
-    one = jax.vmap(one, in_axes=(0, axes), axis_name=AXIS)
-    state = oxs.by_hand.replicate(made_by.init(params), 2, axes)
-    return lambda: jax.eval_shape(one, oxs.by_hand.replicate(params, 2), state)
+    jax.eval_shape(jax.vmap(one, (0, axes), axis_name=AXIS), params, state)
 
 
 IN_LINE = oxs.agn(INNER, AXIS, communication_period=2, fragments=2, delay=1)
@@ -436,48 +434,37 @@ HALVES, LAYERED = (
     oxs.agn(INNER, AXIS, communication_period=4, fragments=fragments)
     for fragments in (2, oxs.rules.strided(2))
 )
-NO_PART = "ValueError: nothing is in number"
-REFUSED: list[tuple[Any, str]] = [
-    (lambda: made(fragments=0), "ValueError: 1 or more"),
-    (lambda: oxs.rules.strided(-1), "ValueError: 1 or more"),
-    (lambda: made(fragments=2.0), "TypeError: oxs.rules.strided"),
-    (lambda: made(fragments=True), "TypeError: or a function"),
-    (lambda: made(delay=-1), "ValueError: delay must be 0 or more"),
-    (lambda: made(delay=0.5), "TypeError: delay must be an integer"),
-    (lambda: made(keep_local=2.0), "ValueError: lie in"),
-    (lambda: made(keep_local="a"), "TypeError: must be a number"),
-    (lambda: made(fragments=3), "ValueError: not a multiple of the 3"),
-    (lambda: made(fragments=2, delay=6), "ValueError: Pass delay=5 or less"),
-    (
-        lambda: made(lambda step: 4, fragments=2),
-        "ValueError: schedule, which fragments cannot",
-    ),
-    (lambda: made(delay=1, inner_state="average"), "ValueError: inner_state"),
-    (lambda: made(fragments=2, inner_state="reset"), "ValueError: inner_state"),
-    # When the parameters are seen.
-    (parts(40), NO_PART),
-    (parts(lambda path, leaf: 1), NO_PART + " 0"),
-    (parts(lambda path, leaf: -1), "ValueError: numbered from 0"),
-    (parts(lambda path, leaf: [0, 1]), "ValueError: one for each of its rows"),
-    (parts(lambda path, leaf: 0.5), "TypeError: must return an int"),
-    (parts(lambda path, leaf: min(leaf.ndim, 2)), "ValueError: not a multiple"),
-    # In a step.
-    (step_of(IN_LINE, meet=True), "ValueError: meet has no say"),
-    (step_of(IN_LINE, value=jnp.float32(0)), "ValueError: an optimizer of its own"),
-    (step_of(IN_LINE, weight=jnp.float32(1)), "ValueError: weight has to travel in"),
-    (step_of(HALVES, LAYERED), "ValueError: is not one of this transformation"),
-    (
-        lambda: oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2),
-        "ValueError: around another center rule",
-    ),
-    (
-        lambda: oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3),
-        "TypeError: pass the period itself",
-    ),
-]
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
+@table(r"""
+made(fragments=0)  # ValueError: 1 or more
+oxs.rules.strided(-1)  # ValueError: 1 or more
+made(fragments=2.0)  # TypeError: oxs.rules.strided
+made(fragments=True)  # TypeError: or a function
+made(delay=-1)  # ValueError: delay must be 0 or more
+made(delay=0.5)  # TypeError: delay must be an integer
+made(keep_local=2.0)  # ValueError: lie in
+made(keep_local="a")  # TypeError: must be a number
+made(fragments=3)  # ValueError: not a multiple of the 3
+made(fragments=2, delay=6)  # ValueError: Pass delay=5 or less
+made(lambda step: 4, fragments=2)  # ValueError: schedule, which fragments cannot
+made(delay=1, inner_state="average")  # ValueError: inner_state
+made(fragments=2, inner_state="reset")  # ValueError: inner_state
+parts(40)  # ValueError: nothing is in number
+parts(lambda path, leaf: 1)  # ValueError: nothing is in number 0
+parts(lambda path, leaf: -1)  # ValueError: numbered from 0
+parts(lambda path, leaf: [0, 1])  # ValueError: one for each of its rows
+parts(lambda path, leaf: 0.5)  # TypeError: must return an int
+parts(lambda path, leaf: min(leaf.ndim, 2))  # ValueError: not a multiple
+step_of(IN_LINE, meet=True)  # ValueError: meet has no say
+step_of(IN_LINE, value=jnp.float32(0))  # ValueError: an optimizer of its own
+step_of(IN_LINE, weight=jnp.float32(1))  # ValueError: weight has to travel in
+step_of(HALVES, LAYERED)  # ValueError: is not one of this transformation
+oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
+    # ValueError: around another center rule
+oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3)
+    # TypeError: pass the period itself
+""")
 def test_refused(call, said):
     with refused(said):
-        call()
+        eval(call, globals())
