@@ -134,6 +134,23 @@ def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **giv
     return jax.jit(run, donate_argnums=donate), params, state
 
 
+def by_workers(workers, txs, params, grads):
+    """Histories [N, T, ...] and last states by name, of gradients [N, T, ...].
+
+    What `oxs.Workers` make of several transformations, in one program.
+    """
+
+    @functools.partial(workers.step, split=False, average=False)
+    def run(state, grads):
+        ends = {name: steps(tx)(*state[name], grads, {}) for name, tx in txs.items()}
+        state = {name: (state[name][0], end) for name, (_, end) in ends.items()}
+        return state, {name: history for name, (history, _) in ends.items()}
+
+    start = {name: (params, tx.init(params)) for name, tx in txs.items()}
+    state, histories = run(workers.start(start), grads)
+    return histories, {name: own for name, (_, own) in state.items()}
+
+
 AXES_CONTEXTS = ("shard_map_axes", "vmap_axes", "islands")
 
 

@@ -143,46 +143,24 @@ def test_rows_reach_the_inner_optimizer_as_rows():
     np.testing.assert_array_equal(state.accumulated[0, :, 0], [1, 2, 0])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_tuple_of_axes(rule):
-    names = ("outer", "inner")
-    rules = {
-        "elastic": lambda axis: oxs.elastic_average(
-            optax.sgd(0.1), axis, learning_rate=0.1, communication_period=2
-        ),
-        "agn": lambda axis: oxs.agn(optax.sgd(0.1), axis, communication_period=2),
-        "local_sgd": lambda axis: oxs.local_sgd(
-            optax.sgd(0.1), axis, communication_period=2, drop_nonfinite=True
-        ),
-        "diloco": lambda axis: oxs.diloco(optax.sgd(0.1), axis, communication_period=2),
-    }
-    tx = rules[rule](names)
-    params: Any = jnp.ones(3)
-    grads = gradients(params=np.ones(3))
-    axes = by_hand.state_axes(tx, params)
-    specs = by_hand.state_specs(tx, params, P(), names)
-    mesh = mesh_of(dict.fromkeys(names, 2))
+def test_a_tuple_of_axes():
+    names, options = ("outer", "inner"), {"communication_period": 2}
 
-    def local(params, state, grads):
-        params, state, grads = params[0], by_hand.first(state, axes), grads[0]
-        run: Any = contexts.steps(tx)
-        history, state = run(params, state, grads, {})
-        return history[None], by_hand.replicate(state, 1, axes)
+    def rules(axis):
+        sgd = optax.sgd(0.1)
+        return {
+            "elastic": oxs.elastic_average(sgd, axis, learning_rate=0.1, **options),
+            "agn": oxs.agn(sgd, axis, **options),
+            "local_sgd": oxs.local_sgd(sgd, axis, drop_nonfinite=True, **options),
+            "diloco": oxs.diloco(sgd, axis, **options),
+        }
 
-    history, _ = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(P(names), specs, P(names)),
-            out_specs=(P(names), specs),
-        )
-    )(
-        by_hand.replicate(params, 4),
-        by_hand.replicate(tx.init(params), 4, axes),
-        np.swapaxes(grads, 0, 1),
-    )
-    expected, _ = replay(rules[rule](AXIS), grads, np.ones(3, np.float32))
-    contexts.assert_close(np.swapaxes(history, 0, 1), expected)
+    params, (along, alone) = jnp.ones(3), map(rules, (names, AXIS))
+    workers = oxs.Workers(WORKERS, names, mesh=mesh_of(dict.fromkeys(names, 2)))
+    grads = gradients(params=params).swapaxes(0, 1)
+    found, _ = contexts.by_workers(workers, along, params, grads)
+    wanted, _ = contexts.by_workers(oxs.Workers(WORKERS, AXIS), alone, params, grads)
+    contexts.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("rule", ["elastic", "diloco"])

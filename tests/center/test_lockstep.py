@@ -149,6 +149,7 @@ def breaks(grads):
     """The gradients with a NaN in one leaf of the broken workers."""
     matrix = grads["matrix"].copy()
     matrix[BROKEN, 1, 1] = np.nan
+    matrix[17, 0, 1, 1] = -np.inf
     return {**grads, "matrix": matrix}
 
 
@@ -182,6 +183,11 @@ VARIANTS = {
     "local_sgd_drop_average": (
         oxs.local_sgd(**EVERY_THIRD, drop_nonfinite=True, inner_state="average"),
         {"rule": "local_sgd", "inner_state": "average", "broken": BROKEN},
+    ),
+    # Without a momentum nothing but the flag remembers who is broken.
+    "local_sgd_plain_drop": (
+        oxs.local_sgd(**EVERY_THIRD | {"inner": optax.sgd(0.05)}, drop_nonfinite=True),
+        {"rule": "local_sgd", "inner": reference.momentum(0.05), "broken": BROKEN},
     ),
     "diloco_drop": (
         oxs.diloco(**EVERY_THIRD, drop_nonfinite=True),
