@@ -15,7 +15,7 @@ import optx_sync as oxs
 from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
 from tests.reference import replicas as reference
-from tests.refusals import refused
+from tests.refusals import refused, table
 from tests.test_simulate_sync_replicas import arrays_of, inner_of, recorded
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
@@ -483,80 +483,68 @@ def test_recorded_from_the_original(name):
 
 # What is refused; a test writes docs/combinations.md, which has pairs of options.
 
-
-def groups(*given):
-    return {"group_assignment": given[0] if len(given) == 1 else list(given)}
+SGD, PAIRS, ex = optax.sgd(0.1), [[0, 1], [2, 3]], oxs.exchange
 
 
-SGD = {"inner": optax.sgd(0.1), "axis_name": AXIS}
-ex = oxs.exchange
+def sharded(**options):
+    return cross_shard(SGD, AXIS, **options)
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        (r"TypeError: missing.*'inner'.*oxs\.cross_shard\(optax", {}),
-        ("TypeError: missing.*'axis_name'", {"inner": optax.sgd(0.1)}),
-        ("TypeError: missing.*'axis_name'", {"inner": "data"}),
-        ("TypeError: inner must be.*of type str", SGD | {"inner": "data"}),
-        ("TypeError: axis_name must be the name.*got 0", SGD | {"axis_name": 0}),
-        ("TypeError: axis_name must be the name", SGD | {"axis_name": ["a", 0]}),
-        ("ValueError: must be 'mean' or 'sum'; got 'x'", SGD | {"reduction": "x"}),
-        ("ValueError: grads must be one of.*got 'x'", SGD | {"grads": "x"}),
-        ("ValueError: shard_state must be .*'owners'", SGD | {"shard_state": "owners"}),
-        # A word alone is a tuple of its letters.
-        ("TypeError: tuple of names.*'key'", SGD | {"reduce_extra_args": "key"}),
-        ("TypeError: exchange must be one of.*'int8'", SGD | {"exchange": "int8"}),
-        ("ValueError: list of lists; got", SGD | groups(((0, 1), (2, 3)))),
-        ("ValueError: more than once", SGD | groups([0, 1], [2, 3], [0, 1])),
-        ("ValueError: size of each group", SGD | groups([0, 1, 2], [3])),
-        (r"ValueError: permutation of range\(4\)", SGD | groups([0, 1], [2, 7])),
-        (
-            r"ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize",
-            SGD | {"grads": "summed", "exchange": ex.all_reduce(jnp.bfloat16)},
-        ),
-        (
-            r"ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)",
-            SGD | {"exchange": ex.quantized()} | groups([0, 1], [2, 3]),
-        ),
-    ],
-)
-def test_refused_at_construction(said, arguments):
+def grouped(*groups):
+    return sharded(group_assignment=list(groups))
+
+
+@table(r"""
+cross_shard()  # TypeError: missing.*'inner'.*oxs\.cross_shard\(optax
+cross_shard(SGD)
+cross_shard("data")  # TypeError: missing.*'axis_name'
+cross_shard("data", AXIS)  # TypeError: inner must be.*of type str
+cross_shard(SGD, 0)  # TypeError: axis_name must be the name.*got 0
+cross_shard(SGD, ["a", 0])  # TypeError: axis_name must be the name
+sharded(reduction="x")  # ValueError: must be 'mean' or 'sum'; got 'x'
+sharded(grads="x")  # ValueError: grads must be one of.*got 'x'
+sharded(shard_state="owners")  # ValueError: shard_state must be .*'owners'
+sharded(reduce_extra_args="key")  # TypeError: tuple of names.*'key'
+sharded(exchange="int8")  # TypeError: exchange must be one of.*'int8'
+sharded(group_assignment=((0, 1), (2, 3)))  # ValueError: list of lists; got
+grouped([0, 1], [2, 3], [0, 1])  # ValueError: more than once
+grouped([0, 1, 2], [3])  # ValueError: size of each group
+grouped([0, 1], [2, 7])  # ValueError: permutation of range\(4\)
+sharded(grads="summed", exchange=ex.all_reduce(jnp.bfloat16))
+    # ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize
+sharded(exchange=ex.quantized(), group_assignment=PAIRS)
+    # ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)
+""")
+def test_refused_at_construction(call, said):
     with refused(said):
-        cross_shard(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        (r"ValueError: permutation of range\(4\)", groups([0], [1])),
-        ("ValueError: no meaning.*reduction='sum'", {"reduction": "sum"}),
-        ("ValueError: weight needs each.*'summed'", {"grads": "summed"}),
-    ],
-)
-def test_refused_at_the_call(said, arguments):
-    tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
-    with refused(said):
-        lanes(tx, oxs.by_hand.replicate(TREE, N), TREE, weight=jnp.ones(N))
+        eval(call, globals())
 
 
 OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)
 
 
-@pytest.mark.parametrize(
-    ("width", "index", "exchange", "said"),
-    [
-        (3, 0, None, r"IndexedSlices at \['m'\]"),
-        (2, 2, None, r"IndexedSlices at \['m'\]"),
-        (2, 0, OWN, "row-sparse, which this exchange does not take"),
-    ],
-)
-def test_rows_that_do_not_fit_are_refused(width, index, exchange, said):
+def weighted(tx):
+    return lanes(tx, oxs.by_hand.replicate(TREE, N), TREE, weight=jnp.ones(N))
+
+
+def rows_of(width, index, exchange=None):
     tx = all_reduce_grads(AXIS, exchange=exchange)
 
     def update(x):
         rows = oxs.IndexedSlices(np.array([index]), x * jnp.ones((1, width)))
         return tx.update({"m": rows}, tx.init(None), {"m": TREE["m"]})
 
-    with pytest.raises(ValueError, match=said):
-        jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
+    return jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
+
+
+@table(r"""
+weighted(grouped([0], [1]))  # ValueError: permutation of range\(4\)
+weighted(sharded(reduction="sum"))  # ValueError: no meaning.*reduction='sum'
+weighted(sharded(grads="summed"))  # ValueError: weight needs each.*'summed'
+rows_of(3, 0)
+rows_of(2, 2)  # ValueError: IndexedSlices at \['m'\]
+rows_of(2, 0, OWN)  # ValueError: row-sparse, which this exchange does not take
+""")
+def test_refused_at_the_call(call, said):
+    with refused(said):
+        eval(call, globals())

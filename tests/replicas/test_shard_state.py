@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
+from tests.refusals import refused, table
 from tests.replicas.test_cross_shard import together, with_weight
 
 cross_shard: Any = oxs.cross_shard
@@ -291,20 +292,16 @@ def started(inner, params=None):
     return sharded(inner).init(jnp.ones(5) if params is None else params)
 
 
-def a_whole_state(grads):
-    tx = sharded(optax.sgd(0.1, momentum=0.9))
-    state = tx.init(jnp.zeros(5))
-    return jax.vmap(lambda grads: tx.update(grads, state), axis_name=AXIS)(grads)
+def on_two(function, *shape):
+    return jax.vmap(function, axis_name=AXIS)(jnp.ones((2, *shape)))
 
 
-def a_row(values):
-    tx = sharded(optax.sgd(0.1))
-    return tx.update(oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values), ())
+def updated(grads, state=(), params=None):
+    return sharded(MOMENTUM).update(grads, state, params)
 
 
-def an_integer(grads):
-    tx = sharded(optax.sgd(0.1))
-    return tx.update(grads, tx.init(grads), jnp.arange(3))
+def rows(values):
+    return oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values)
 
 
 def needs(name):
@@ -314,54 +311,33 @@ def needs(name):
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
-NORM = optax.normalize_by_update_norm()
-REFUSED = {
-    "clip": (lambda: started(optax.clip_by_global_norm(1.0)), "each number alone"),
-    "lamb": (lambda: started(optax.lamb(0.1)), "Leave shard_state=True out"),
-    "guard": (lambda: started(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
-    "a rate of all": (
-        # It tells by the third step, where it passes no NaN on.
-        lambda: started(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())),
-        "alone",
-    ),
-    "factors of what is large": (
-        lambda: started(optax.scale_by_factored_rms(), jnp.zeros((128, 128))),
-        "other sizes",
-    ),
-    "a part": (
-        lambda: started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)}),
-        "alone",
-    ),
-    "no way to try": (
-        lambda: started(needs("curvature")), "small arrays"
-    ),
-    "groups": (
-        lambda: sharded(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]]),
-        "mesh with an axis per group",
-    ),
-    "codes of the largest": (
-        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.top_k()),
-        "half way",
-    ),
-    "median": (
-        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.median()),
-        "half way",
-    ),
-    "rows": (
-        lambda: jax.vmap(a_row, axis_name=AXIS)(jnp.ones((2, 1, 3))), "row-sparse"
-    ),
-    "integers": (
-        lambda: jax.vmap(an_integer, axis_name=AXIS)(jnp.ones((2, 3))), "dtype int32"
-    ),
-    "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
-}  # fmt: skip
+NORM, MOMENTUM = optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)
+# It tells by the third step, where it passes no NaN on.
+DADAPT = optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    call, message = REFUSED[name]
-    with pytest.raises((ValueError, TypeError), match=message):
-        call()
+@table(r"""
+started(optax.lamb(0.1))  # ValueError: Leave shard_state=True out
+started(optax.clip_by_global_norm(1.0))
+started(optax.apply_if_finite(MOMENTUM, 3))
+started(DADAPT)
+started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)})
+    # ValueError: each number alone
+started(optax.scale_by_factored_rms(), jnp.zeros((128, 128)))
+    # ValueError: other sizes
+started(needs("curvature"))  # ValueError: small arrays
+sharded(MOMENTUM, group_assignment=[[0, 1], [2, 3]])
+    # ValueError: mesh with an axis per group
+sharded(MOMENTUM, exchange=oxs.exchange.top_k())
+sharded(MOMENTUM, exchange=oxs.exchange.median())  # ValueError: half way
+on_two(lambda x: updated(rows(x)), 1, 3)  # ValueError: row-sparse
+on_two(lambda x: updated(x, started(MOMENTUM, x), jnp.arange(3)), 3)
+    # TypeError: dtype int32
+on_two(lambda x: updated(x, started(MOMENTUM)), 5)  # ValueError: for one of 2 replicas
+""")
+def test_refused(call, said):
+    with refused(said):
+        eval(call, globals())
 
 
 def test_which_trees_it_has_seen_changes_nothing():
@@ -373,7 +349,7 @@ def test_which_trees_it_has_seen_changes_nothing():
     tx, other = (sharded(optax.masked(NORM, named)) for _ in range(2))
     tx.init({"w": jnp.ones(5)})
     for one in (tx, other):
-        with pytest.raises(ValueError, match="each number alone"):
+        with refused("ValueError: each number alone"):
             one.init({"normed": jnp.ones(5)})
 
 
