@@ -13,27 +13,30 @@ from tests.meshes import mesh_of
 AXIS = "pods"
 
 
-def mapped(context, function, replicas):
+def mapped(context, function, replicas, axis=AXIS):
     """`function` of one replica's trees as a jitted one of [N, ...] trees."""
     if context == "vmap":
-        return jax.jit(jax.vmap(function, axis_name=AXIS))
+        return jax.jit(jax.vmap(function, axis_name=axis))
     if context == "pmap":
-        return jax.pmap(function, axis_name=AXIS, devices=jax.devices()[:replicas])
+        return jax.pmap(function, axis_name=axis, devices=jax.devices()[:replicas])
+    if context == "two_axes":  # "a" and "b"
+        nested = jax.vmap(jax.vmap(function, axis_name="b"), axis_name="a")
+
+        def flat(*args):
+            cut = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), args)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), nested(*cut))
+
+        return jax.jit(flat)
 
     def stacked(*args):
-        return jax.tree.map(lambda x: x[None], function(*oxs.by_hand.first(args)))
+        return oxs.by_hand.replicate(function(*oxs.by_hand.first(args)), 1)
 
     keywords: Any = {"check_vma": context != "shard_map_unchecked"}
+    sizes = {axis: replicas}
     if context == "sharded_workers":
-        mesh = mesh_of({AXIS: replicas, "inside": 2})
-        keywords = {"axis_names": {AXIS}}
-    else:
-        mesh = mesh_of({AXIS: replicas})
-    return jax.jit(
-        jax.shard_map(
-            stacked, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **keywords
-        )
-    )
+        sizes, keywords = {axis: replicas, "inside": 2}, {"axis_names": {axis}}
+    specs = {"in_specs": P(axis), "out_specs": P(axis)}
+    return jax.jit(jax.shard_map(stacked, mesh=mesh_of(sizes), **specs, **keywords))
 
 
 def placed(context, tree, replicas):

@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import by_hand
+from tests.contexts import started
+from tests.exchange.meeting import AXIS, mapped
 from tests.meshes import mesh_of
 from tests.reference import robust
-from tests.refusals import refused
+from tests.refusals import refused, table
 
-AXIS = "data"
 SHAPES = {"matrix": (3, 5), "scalar": (), "none": (0,), "vector": (7,)}
 SIZES = [int(np.prod(shape)) for shape in SHAPES.values()]
 ENDS = np.cumsum(SIZES)[:-1]
@@ -302,68 +303,36 @@ def weighted(rule, axis=AXIS):
 
 
 @pytest.mark.parametrize(
-    "context", ["pmap", "checked", "unchecked", "laid_out", "two_axes"]
+    "context",
+    ["pmap", "shard_map", "shard_map_unchecked", "sharded_workers", "two_axes"],
 )
 def test_every_context_gives_the_numbers_of_the_definition(context):
-    n = 4 if context == "laid_out" else 8
+    n = 4 if context == "sharded_workers" else 8
+    axis = ("a", "b") if context == "two_axes" else AXIS
     rules = {
         "krum": (oxs.exchange.krum(0, m=1), functools.partial(robust.krum, f=0, m=1)),
         "sign": (oxs.exchange.sign_majority(), robust.sign_majority),
     }
+    if context in ("pmap", "sharded_workers"):
+        rules.pop("sign")  # These take long to compile.
     v, counts = 0.1 * values(n, 2) + 1, np.arange(n) != 1
     v[3] = -20  # far away, and against all others' signs
-    tree, counts = as_tree(v), jnp.asarray(counts)
-    tree["half"] = tree_half = tree["vector"].astype(jnp.bfloat16)
+    tree = as_tree(v)
+    tree["half"] = tree["vector"].astype(jnp.bfloat16)
 
-    def steps(axis):
-        return lambda tree, counts: {
-            name: weighted(rule, axis)(tree, counts)
-            for name, (rule, _) in rules.items()
-        }
+    def steps(tree, counts):
+        return {name: weighted(x, axis)(tree, counts) for name, (x, _) in rules.items()}
 
-    if context in ("pmap", "laid_out"):
-        rules.pop("sign")  # These take long to compile.
-    if context == "pmap":
-        found = jax.pmap(steps(AXIS), axis_name=AXIS)(tree, counts)
-    elif context == "two_axes":
-        nested = jax.vmap(jax.vmap(steps(("a", "b")), axis_name="b"), axis_name="a")
-        tree, counts = jax.tree.map(
-            lambda x: x.reshape(2, 4, *x.shape[1:]), (tree, counts)
-        )
-        found = jax.jit(nested)(tree, counts)
-        found = jax.tree.map(lambda x: x.reshape(8, *x.shape[2:]), found)
-    else:
-        over = (
-            mesh_of({AXIS: 4, "fsdp": 2})
-            if context == "laid_out"
-            else mesh_of({AXIS: 8})
-        )
-
-        def local(tree, counts):
-            return by_hand.replicate(steps(AXIS)(*by_hand.first((tree, counts))), 1)
-
-        shape = jax.shard_map(
-            local,
-            mesh=over,
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
-            axis_names={AXIS},
-            check_vma=context != "unchecked",
-        )
-        found = jax.jit(shape)(tree, counts)
+    found = mapped(context, steps, n)(tree, jnp.asarray(counts))
+    rows = np.concatenate([v, np.asarray(tree["half"], np.float32)], axis=1)
     for name, (got, outliers) in found.items():
         half = got.pop("half")
         assert half.dtype == jnp.bfloat16
-        rows = np.concatenate([v, np.asarray(tree_half, np.float32)], axis=1)
         expected = rules[name][1](np.delete(rows, 1, axis=0).astype(float))[:D]
-        found_rows = as_rows(got)
-        expected = np.broadcast_to(expected, found_rows.shape)
-        np.testing.assert_allclose(
-            found_rows, expected, rtol=2e-6, atol=2e-6, err_msg=name
-        )
-        np.testing.assert_allclose(
-            np.asarray(half, np.float32), expected[:, -7:], rtol=1e-2, err_msg=name
-        )
+        near = {"rtol": 2e-6, "atol": 2e-6, "err_msg": name}
+        np.testing.assert_allclose(as_rows(got), [expected] * n, **near)
+        half = np.asarray(half, np.float32)
+        np.testing.assert_allclose(half, [expected[-7:]] * n, rtol=1e-2, err_msg=name)
         assert outliers.tolist() == [int(i == 3) for i in range(n)], name
 
 
@@ -478,17 +447,8 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
         drop_nonfinite=True,
         exchange=oxs.exchange.krum(1),
     )
-    axes = by_hand.state_axes(tx, params)
-
-    def step(gradient, state, params):
-        return oxs.apply_gradients(tx, gradient, state, params)
-
-    steps = jax.vmap(step, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    found, state = jax.jit(steps)(
-        jnp.asarray(gradients),
-        by_hand.replicate(tx.init(params), n, axes),
-        by_hand.replicate(params, n),
-    )
+    step, start, state = started(tx, params, n, AXIS)
+    found, state = step(start, state, jnp.asarray(gradients))
     # Five are left, of which the rule takes the four that are close to each other.
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
     np.testing.assert_allclose(found[0], -honest.mean(axis=0), rtol=1e-5, atol=1e-6)
@@ -571,83 +531,47 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
     assert len(numbers) >= 3  # of replicas that had a vote
 
 
-def mapped(exchange, tree, n=4):
-    def meet(tree):
-        return exchange.meet(tree, (), AXIS).mean
+def traced(function, tree, n=4):
+    """What does not fit is refused in tracing."""
+    return jax.eval_shape(
+        jax.vmap(function, axis_name=AXIS), by_hand.replicate(tree, n)
+    )
 
-    # Traced only: what does not fit is refused then.
-    return jax.eval_shape(jax.vmap(meet, axis_name=AXIS), by_hand.replicate(tree, n))
+
+def met(exchange, tree, n=4):
+    return traced(lambda tree: exchange.meet(tree, (), AXIS).mean, tree, n)
 
 
+ex, ONES = oxs.exchange, jnp.ones(3)
 ROWS = oxs.IndexedSlices(jnp.array([0, 1]), jnp.ones((2, 3)))
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: oxs.exchange.trimmed_mean(-1), "ValueError: f must be 0 or more"),
-        (lambda: oxs.exchange.trimmed_mean(1.0), "TypeError: f must be an integer"),
-        (lambda: oxs.exchange.krum(True), "TypeError: f must be an integer"),
-        (lambda: oxs.exchange.krum(1, m=0), "ValueError: m must be 1 or more"),
-        (
-            lambda: oxs.exchange.geometric_median(0),
-            "ValueError: steps must be 1 or more",
-        ),
-        (lambda: oxs.exchange.clipped(0.0), r"ValueError: lie in \(0, inf\)"),
-        (lambda: oxs.exchange.clipped("mean"), "TypeError: 'median'"),
-        (lambda: oxs.exchange.clipped(None), "TypeError: must be a number"),
-        (lambda: oxs.exchange.clipped(1.0, "sum"), "TypeError: exchange must be"),
-        (
-            lambda: mapped(oxs.exchange.trimmed_mean(2), jnp.ones(3)),
-            "ValueError: at least 5 replicas; the axis has 4",
-        ),
-        (
-            lambda: mapped(oxs.exchange.krum(1), jnp.ones(3)),
-            "ValueError: at least 5 replicas",
-        ),
-        (
-            lambda: mapped(oxs.exchange.adasum(), jnp.ones(3), n=6),
-            "ValueError: power of two",
-        ),
-        (lambda: mapped(oxs.exchange.median(), ROWS), "ValueError: row-sparse"),
-        (lambda: mapped(oxs.exchange.clipped(1.0), ROWS), "ValueError: row-sparse"),
-        (
-            lambda: mapped(oxs.exchange.median(), jnp.ones(3, jnp.int32)),
-            "TypeError: dtype int32",
-        ),
-        (
-            lambda: oxs.cross_shard(
-                optax.sgd(1.0),
-                AXIS,
-                exchange=oxs.exchange.median(),
-                group_assignment=[[0, 1]],
-            ),
-            "ValueError: groups",
-        ),
-        (
-            lambda: oxs.cross_shard(
-                optax.sgd(1.0), AXIS, exchange=oxs.exchange.adasum(), grads="summed"
-            ),
-            "ValueError: each replica's own gradient",
-        ),
-        (
-            lambda: jax.eval_shape(
-                jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
-                jnp.ones((3, 2)),
-                jnp.arange(3),
-            ),
-            "ValueError: takes no weight",
-        ),
-        (
-            lambda: jax.eval_shape(
-                jax.vmap(weighted(oxs.exchange.median()), axis_name=AXIS),
-                by_hand.replicate({"w": ROWS}, 3),
-                jnp.ones(3, bool),
-            ),
-            "ValueError: row-sparse",
-        ),
-    ],
-)
+def shard(**options):
+    return oxs.cross_shard(optax.sgd(1.0), AXIS, **options)
+
+
+@table(r"""
+ex.trimmed_mean(-1)  # ValueError: f must be 0 or more
+ex.trimmed_mean(1.0)
+ex.krum(True)  # TypeError: f must be an integer
+ex.krum(1, m=0)  # ValueError: m must be 1 or more
+ex.geometric_median(0)  # ValueError: steps must be 1 or more
+ex.clipped(0.0)  # ValueError: lie in \(0, inf\)
+ex.clipped("mean")  # TypeError: 'median'
+ex.clipped(None)  # TypeError: must be a number
+ex.clipped(1.0, "sum")  # TypeError: exchange must be
+met(ex.trimmed_mean(2), ONES)
+met(ex.krum(1), ONES)  # ValueError: at least 5 replicas; the axis has 4
+met(ex.adasum(), ONES, n=6)  # ValueError: power of two
+met(ex.median(), ROWS)
+met(ex.clipped(1.0), ROWS)  # ValueError: row-sparse
+met(ex.median(), jnp.ones(3, jnp.int32))  # TypeError: dtype int32
+shard(exchange=ex.median(), group_assignment=[[0, 1]])  # ValueError: groups
+shard(exchange=ex.adasum(), grads="summed")
+    # ValueError: each replica's own gradient
+traced(lambda x: weighted(ex.median())(x, x[0]), ONES)  # ValueError: takes no weight
+traced(lambda x: weighted(ex.median())({"w": x}, True), ROWS)  # ValueError: row-sparse
+""")
 def test_refused(call, said):
     with refused(said):
-        call()
+        eval(call, globals())
