@@ -13,28 +13,34 @@ from tests.meshes import mesh_of
 AXIS = "pods"
 
 
-def mapped(context, function, replicas, axis=AXIS):
-    """`function` of one replica's trees as a jitted one of [N, ...] trees."""
+def mapped(context, function, replicas, axis: Any = AXIS):
+    """`function` of one replica's trees as a jitted one of [N, ...] trees.
+
+    Along a tuple of two axes the replicas lie two by N/2.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    shape = (replicas,) if isinstance(axis, str) else (2, replicas // 2)
     if context == "vmap":
-        return jax.jit(jax.vmap(function, axis_name=axis))
-    if context == "pmap":
-        return jax.pmap(function, axis_name=axis, devices=jax.devices()[:replicas])
-    if context == "two_axes":  # "a" and "b"
-        nested = jax.vmap(jax.vmap(function, axis_name="b"), axis_name="a")
+        lanes = function
+        for name in reversed(names):
+            lanes = jax.vmap(lanes, axis_name=name)
 
         def flat(*args):
-            cut = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), args)
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), nested(*cut))
+            cut = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), args)
+            done = lanes(*cut)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(shape) :]), done)
 
         return jax.jit(flat)
+    if context == "pmap":
+        return jax.pmap(function, axis_name=axis, devices=jax.devices()[:replicas])
 
     def stacked(*args):
         return oxs.by_hand.replicate(function(*oxs.by_hand.first(args)), 1)
 
     keywords: Any = {"check_vma": context != "shard_map_unchecked"}
-    sizes = {axis: replicas}
+    sizes = dict(zip(names, shape, strict=True))
     if context == "sharded_workers":
-        sizes, keywords = {axis: replicas, "inside": 2}, {"axis_names": {axis}}
+        sizes, keywords = sizes | {"inside": 2}, {"axis_names": {axis}}
     specs = {"in_specs": P(axis), "out_specs": P(axis)}
     return jax.jit(jax.shard_map(stacked, mesh=mesh_of(sizes), **specs, **keywords))
 

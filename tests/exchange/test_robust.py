@@ -303,12 +303,14 @@ def weighted(rule, axis=AXIS):
 
 
 @pytest.mark.parametrize(
-    "context",
-    ["pmap", "shard_map", "shard_map_unchecked", "sharded_workers", "two_axes"],
+    ("context", "axis"),
+    [
+        *((c, AXIS) for c in ("pmap", "shard_map", "shard_map_unchecked")),
+        *(("sharded_workers", AXIS), ("vmap", ("a", "b"))),
+    ],
 )
-def test_every_context_gives_the_numbers_of_the_definition(context):
+def test_every_context_gives_the_numbers_of_the_definition(context, axis):
     n = 4 if context == "sharded_workers" else 8
-    axis = ("a", "b") if context == "two_axes" else AXIS
     rules = {
         "krum": (oxs.exchange.krum(0, m=1), functools.partial(robust.krum, f=0, m=1)),
         "sign": (oxs.exchange.sign_majority(), robust.sign_majority),
@@ -323,7 +325,7 @@ def test_every_context_gives_the_numbers_of_the_definition(context):
     def steps(tree, counts):
         return {name: weighted(x, axis)(tree, counts) for name, (x, _) in rules.items()}
 
-    found = mapped(context, steps, n)(tree, jnp.asarray(counts))
+    found = mapped(context, steps, n, axis)(tree, jnp.asarray(counts))
     rows = np.concatenate([v, np.asarray(tree["half"], np.float32)], axis=1)
     for name, (got, outliers) in found.items():
         half = got.pop("half")

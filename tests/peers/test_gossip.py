@@ -176,12 +176,14 @@ def test_pairs_meet_each_once_in_a_tournament_and_all_as_often():
 
 
 @pytest.mark.parametrize(
-    "context",
-    ["pmap", "shard_map", "shard_map_unchecked", "sharded_workers", "two_axes"],
+    ("context", "axis"),
+    [
+        *((c, AXIS) for c in ("pmap", "shard_map", "shard_map_unchecked")),
+        *(("sharded_workers", AXIS), ("vmap", ("a", "b"))),
+    ],
 )
-def test_every_context_gives_the_numbers_of_the_matrices(context):
+def test_every_context_gives_the_numbers_of_the_matrices(context, axis):
     n = 4 if context == "sharded_workers" else 8
-    axis = ("a", "b") if context == "two_axes" else AXIS
     graphs = {
         "exponential": oxs.graphs.exponential(),
         "grid": oxs.graphs.grid(2),
@@ -195,7 +197,7 @@ def test_every_context_gives_the_numbers_of_the_matrices(context):
             for name, graph in graphs.items()
         }
 
-    found = mapped(context, one, n, AXIS)(tree(x))
+    found = mapped(context, one, n, axis)(tree(x))
     for name, graph in graphs.items():
         got, wanted = rows(found[name]).swapaxes(0, 1), mixed(graph, x, rounds)
         np.testing.assert_allclose(got, wanted, atol=1e-6, err_msg=name)
