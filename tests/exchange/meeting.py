@@ -27,8 +27,9 @@ def mapped(context, function, replicas, axis: Any = AXIS):
 
         def flat(*args):
             cut = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), args)
-            done = lanes(*cut)
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(shape) :]), done)
+            return jax.tree.map(
+                lambda x: x.reshape(replicas, *x.shape[len(shape) :]), lanes(*cut)
+            )
 
         return jax.jit(flat)
     if context == "pmap":

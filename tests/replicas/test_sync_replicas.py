@@ -161,24 +161,10 @@ def on_all(tree):
 
 
 def replicated(tx, params, grads, extra):
-    """check_vma=True with `P()` for parameters and inner state, in and out."""
+    """Parameters and inner state are equal on all replicas of a mesh, in and out."""
     axes = by_hand.state_axes(tx, params, replicated=True)
-    specs = by_hand.state_specs(tx, params, P(), AXIS, replicated=True)
-
-    def local(params, state, grads, extra):
-        state, (grads, extra) = (
-            by_hand.first(state, axes),
-            by_hand.first((grads, extra)),
-        )
-        history, state = contexts.steps(tx)(params, state, grads, extra)
-        return history, by_hand.replicate(state, 1, axes)
-
-    run = jax.shard_map(
-        local,
-        mesh=contexts.mesh(),
-        in_specs=(P(), specs, P(AXIS), P(AXIS)),
-        out_specs=(P(), specs),
-    )
+    ways = {"in_axes": (None, axes, 0, 0), "out_axes": (None, axes)}
+    run = by_hand.map_workers(contexts.steps(tx), AXIS, mesh=contexts.mesh(), **ways)
     state = by_hand.replicate(tx.init(params), N, axes)
     history, state = jax.jit(run)(params, state, *contexts.by_replica((grads, extra)))
     return on_all(history), state
