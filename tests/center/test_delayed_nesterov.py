@@ -58,25 +58,42 @@ def weigh(at):
     return (1.0 + at.staleness) ** -0.5 * at.tokens / 8 / at.num_pushed
 
 
-def test_weights_of_contributions():
-    """Two workers, in the simulation and at a server; tokens of each event."""
-    order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
-    tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
-    target = np.array([1.0, 3.0], np.float32)
-    rule = oxs.rules.diloco(oxs.outer.delayed_nesterov(0.5, 0.9))
+def check_both(rule, weigh, order, target, expected, period, tokens=None):
+    """The centers by the simulation, and the last one by a server and its workers."""
+    number = len(target)
+    settings: dict[str, Any] = {"num_workers": number, "communication_period": period}
     run = oxs.simulate.asynchronous(
         optax.sgd(0.5),
         rule,
         jnp.zeros(()),
         lambda worker, params, event: params - jnp.asarray(target)[worker],
         jnp.asarray(order),
-        num_workers=2,
-        communication_period=2,
         weigh=weigh,
         tokens=tokens,
         record="all",
+        **settings,
     )
-    # By hand.
+    np.testing.assert_allclose(run.center, expected, rtol=1e-5)
+    params = {"x": jnp.zeros(())}
+    server = Server(params, rule._replace(weigh=weigh), **settings)
+    workers = [
+        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
+        for w in range(number)
+    ]
+    for event, w in enumerate(order):
+        grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
+        given = {} if tokens is None else {"tokens": float(tokens[event])}
+        workers[w].step(grads, **given)
+    np.testing.assert_allclose(server.center()["x"], expected[-1], rtol=1e-5)
+    assert server.global_step == run.global_step[-1]
+    return run
+
+
+def test_weights_of_contributions():
+    """Two workers, in the simulation and at a server; tokens of each event."""
+    order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
+    tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
+    target = np.array([1.0, 3.0], np.float32)
     x, taken, seen = np.zeros(2), np.zeros(2), [0, 0]
     count, behind, pushed = [0, 0], np.zeros(2), [0, 0]
     center, m, d, rounds, centers = 0.0, 0.0, 0.0, 0, []
@@ -97,19 +114,8 @@ def test_weights_of_contributions():
             x[w] = taken[w] = center
             count[w], behind[w], seen[w] = 0, 0.0, rounds
         centers.append(center)
-    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
-
-    params = {"x": jnp.zeros(())}
-    settings: dict[str, Any] = {"num_workers": 2, "communication_period": 2}
-    server = Server(params, rule._replace(weigh=weigh), **settings)
-    workers = [
-        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
-        for w in range(2)
-    ]
-    for w, of_event in zip(order, tokens, strict=True):
-        grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
-        workers[w].step(grads, tokens=float(of_event))
-    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
+    rule = oxs.rules.diloco(oxs.outer.delayed_nesterov(0.5, 0.9))
+    check_both(rule, weigh, order, target, centers, 2, tokens)
 
 
 def test_what_is_dropped_as_stale_leaves_no_trace():
@@ -119,12 +125,6 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
     read the variables, and then neither the optimizer nor the global step moves.
     """
     order, target = np.array([0, 1, 2] * 6), np.array([1.0, 3.0, 8.0], np.float32)
-    rule = oxs.rules.diloco(optax.sgd(0.5, momentum=0.9))
-    settings: dict[str, Any] = {"num_workers": 3, "communication_period": 1}
-
-    def drop_stale(at):
-        return at.staleness <= 1
-
     x, seen, center, trace, applied, centers = np.zeros(3), [0] * 3, 0.0, 0.0, 0, []
     for w in order:
         gradient = 0.5 * (x[w] - target[w]) / 3  # a third of its way, from the center
@@ -135,27 +135,9 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
         x[w], seen[w] = center, applied
         centers.append(center)
     assert applied == 12  # of each three in turn, the third is too late
-    run = oxs.simulate.asynchronous(
-        optax.sgd(0.5),
-        rule,
-        jnp.zeros(()),
-        lambda worker, params, event: params - jnp.asarray(target)[worker],
-        order,
-        weigh=drop_stale,
-        record="all",
-        **settings,
-    )
-    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
-    params = {"x": jnp.zeros(())}
-    server = Server(params, rule._replace(weigh=drop_stale), **settings)
-    workers = [
-        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
-        for w in range(3)
-    ]
-    for w in order:
-        workers[w].step(jax.tree.map(lambda p, w=w: p - target[w], workers[w].params))
-    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
-    assert server.global_step == run.global_step[-1] == len(order)
+    rule = oxs.rules.diloco(optax.sgd(0.5, momentum=0.9))
+    run = check_both(rule, lambda at: at.staleness <= 1, order, target, centers, 1)
+    assert run.global_step[-1] == len(order)
 
 
 nesterov, SGD = oxs.outer.delayed_nesterov, optax.sgd(1.0)

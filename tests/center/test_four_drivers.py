@@ -132,8 +132,6 @@ def runtime(rule, workers=1, weigh=None, **options):
 
 
 LOCAL, DILOCO = oxs.rules.local_sgd(), oxs.rules.diloco(OUTER)
-ELASTIC = oxs.rules.elastic(moving_rate=0.2, rho=0.3)
-AGN = oxs.rules.agn(optax.sgd(0.3))
 DROPS = {"drop_nonfinite": True, "scale": BROKEN}
 # name: (rule, the drivers beside lockstep, options)
 CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
