@@ -34,9 +34,8 @@ def start():
 
 @pytest.mark.parametrize("rule", HARD)
 def test_a_hard_pull_lands_a_thousand_times(rule):
-    tx = HARD[rule]
-    one = start()
-    axes = by_hand.state_axes(tx, one)
+    tx, one = HARD[rule], start()
+    stacked, state, axes = contexts.begun(tx, one)
 
     def body(params, state, key):
         def step(carry, key):
@@ -53,8 +52,6 @@ def test_a_hard_pull_lands_a_thousand_times(rule):
 
     run = jax.vmap(body, (0, axes, 0), (0, None), axis_name=AXIS)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    stacked = by_hand.replicate(one, WORKERS)
-    state = by_hand.replicate(tx.init(one), WORKERS, axes)
     history, centers = jax.jit(run)(stacked, state, keys)
     for name in one:
         assert history[name].dtype == name

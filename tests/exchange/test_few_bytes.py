@@ -103,62 +103,29 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
         leaf: rng.normal(size=(REPLICAS, *p.shape)).astype(np.float32)
         for leaf, p in params.items()
     }
-    tx = {
-        "replicas": oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=FED[name]),
-        "workers": oxs.local_sgd(
-            optax.sgd(1.0), AXIS, communication_period=1, exchange=FED[name]
-        ),
-    }
+    options: Any = {"communication_period": 1, "exchange": FED[name]}
+    tx = oxs.local_sgd(optax.sgd(1.0), AXIS, **options)
+    axes = by_hand.state_axes(tx, params)
     of_each = {leaf: jax.P(AXIS, *spec) for leaf, spec in SHARDS.items()}
-    axes, specs = ({} for _ in range(2))
-    for kind, one in tx.items():
-        same = {"replicated": kind == "replicas"}
-        axes[kind] = by_hand.state_axes(one, params, **same)
-        specs[kind] = by_hand.state_specs(one, params, SHARDS, AXIS, **same)
+    specs = of_each, by_hand.state_specs(tx, params, SHARDS, AXIS)
 
     def train(params, state, grads):
-        state = {kind: by_hand.first(state[kind], axes[kind]) for kind in tx}
-        params["workers"] = by_hand.first(params["workers"])
-        grads = by_hand.first(grads)
+        pair = by_hand.first((params, state), (0, axes))
+        for _ in range(steps):
+            pair = oxs.apply_gradients(tx, by_hand.first(grads), pair[1], pair[0])
+        return by_hand.replicate(pair, 1, (0, axes))
 
-        def step(carry, _):
-            params, state = carry
-            moved = {
-                kind: oxs.apply_gradients(one, grads, state[kind], params[kind])
-                for kind, one in tx.items()
-            }
-            return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
-
-        params, state = jax.lax.scan(step, (params, state), length=steps)[0]
-        params["workers"] = by_hand.replicate(params["workers"], 1)
-        return params, {
-            kind: by_hand.replicate(state[kind], 1, axes[kind]) for kind in tx
-        }
-
-    placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
-    run = jax.shard_map(
-        train,
-        mesh=mesh,
-        in_specs=(*placed_as, of_each),
-        out_specs=placed_as,
-        check_vma=check_vma,
-    )
-    state = {
-        kind: by_hand.replicate(one.init(params), REPLICAS, axes[kind])
-        for kind, one in tx.items()
-    }
-    start = {"replicas": params, "workers": by_hand.replicate(params, REPLICAS)}
-    trained, state = jax.jit(run)(start, state, grads)
-    for kind in tx:
+    ways = {"in_specs": (*specs, of_each), "out_specs": specs, "check_vma": check_vma}
+    run = jax.jit(jax.shard_map(train, mesh=mesh, **ways))
+    start = by_hand.replicate((params, tx.init(params)), REPLICAS, (0, axes))
+    trained, state = run(*start, grads)
+    owed = oxs.optimizers.slot(state, "error")
+    for leaf, grad in grads.items():
         # Workers send how far they moved, which is minus their gradients.
-        sign = 1 if kind == "replicas" else -1
-        owed = oxs.optimizers.slot(state[kind], "error")
-        for leaf, grad in grads.items():
-            arrived = (steps * grad - sign * owed[leaf]).mean(0)
-            found = np.asarray(trained[kind][leaf]).reshape(-1, *params[leaf].shape)[0]
-            np.testing.assert_allclose(-found, arrived, rtol=1e-5, atol=1e-5)
-            if leaf != "whole" or name == "quantized":
-                assert np.abs(owed[leaf]).max() > 0.01
+        arrived = (steps * grad + owed[leaf]).mean(0)
+        np.testing.assert_allclose(-trained[leaf][0], arrived, rtol=1e-5, atol=1e-5)
+        if leaf != "whole" or name == "quantized":
+            assert np.abs(owed[leaf]).max() > 0.01
 
 
 def test_bytes_of_the_largest_and_of_factors():

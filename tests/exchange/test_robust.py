@@ -338,75 +338,56 @@ def test_every_context_gives_the_numbers_of_the_definition(context, axis):
         assert outliers.tolist() == [int(i == 3) for i in range(n)], name
 
 
-def test_shards_of_one_replica_agree():
-    """A replica along `inside`: distances are of whole arrays, not of shards."""
-    over = mesh_of({AXIS: 4, "inside": 2})
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_of_one_replica_agree(check_vma):
+    """A replica along `inside`: distances and outliers are of whole arrays."""
+    over, spec = mesh_of({AXIS: 4, "inside": 2}), P(AXIS, "inside")
     v = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     v[0, :3] += 1  # The two halves alone would choose differently.
     v[1, 3:] += 3
+    far = np.ones((4, 6), np.float32) + 0.1 * values(4, 6)[:, :6]
+    far[2, 5] = 50.0  # One shard alone sees it.
+    # name: the exchange of axes, and whether it sees how large a number is.
     rules = {
-        "krum": lambda axes: oxs.exchange.krum(0, m=1, shard_axes=axes),
-        "clipped": lambda axes: oxs.exchange.clipped(1.0, shard_axes=axes),
+        "krum": (lambda axes: oxs.exchange.krum(0, m=1, shard_axes=axes), None),
+        "clipped": (lambda axes: oxs.exchange.clipped(1.0, shard_axes=axes), True),
+        "median": (lambda axes: oxs.exchange.median(), True),
+        "sign": (lambda axes: oxs.exchange.sign_majority(), False),
     }
 
-    def sharded(axes, check_vma):
-        def local(v):
+    def of(axes):
+        def one(v, far):
             return {
-                name: rule(axes).meet(v[0], (), AXIS)[0][None]
-                for name, rule in rules.items()
+                name: (
+                    rule(axes).meet(v, (), AXIS).mean,
+                    weighted(rule(axes))(far, jnp.bool_(True))[1],
+                )
+                for name, (rule, _) in rules.items()
             }
 
-        spec = P(AXIS, "inside")
-        return jax.jit(
-            jax.shard_map(
-                local, mesh=over, in_specs=spec, out_specs=spec, check_vma=check_vma
-            )
-        )(v)
+        return one
 
-    def whole(v):
-        return {name: rule(None).meet(v, (), AXIS)[0] for name, rule in rules.items()}
+    def sharded(axes):
+        def local(v, far):
+            found = of(axes)(v[0], far[0]).items()
+            return {name: (x[None], n[None, None]) for name, (x, n) in found}
 
-    expected = jax.jit(jax.vmap(whole, axis_name=AXIS))(v)
-    for check_vma in (True, False):
-        found = sharded("inside", check_vma)
-        for name in rules:
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-5, atol=1e-6
-            )
-        with pytest.raises(ValueError, match="shard_axes"):
-            sharded(None, check_vma)
+        # With types: that the shards are known to agree about outliers.
+        out = spec, P(AXIS) if check_vma else spec
+        ways = {"in_specs": spec, "out_specs": dict.fromkeys(rules, out)}
+        run = jax.shard_map(local, mesh=over, check_vma=check_vma, **ways)
+        return jax.jit(run)(v, far)
 
-
-def test_outliers_are_of_whole_replicas_also_in_shards():
-    """The shards of a replica agree, with and without types that say what varies."""
-    over = mesh_of({AXIS: 4, "inside": 2})
-    v = np.ones((4, 6), np.float32) + 0.1 * values(4, 6)[:, :6]
-    v[2, 5] = 50.0  # One shard alone sees it.
-    # name: the exchange, and who is an outlier: signs do not see the size.
-    rules = {
-        "median": (oxs.exchange.median(), [0, 0, 1, 0]),
-        "clipped": (oxs.exchange.clipped(1.0, shard_axes="inside"), [0, 0, 1, 0]),
-        "sign": (oxs.exchange.sign_majority(), [0, 0, 0, 0]),
-    }
-
-    def local(v):
-        return {
-            name: weighted(rule)(v[0], jnp.bool_(True))[1][None, None]
-            for name, (rule, _) in rules.items()
-        }
-
-    for check_vma in (True, False):
-        shape = jax.shard_map(
-            local,
-            mesh=over,
-            in_specs=P(AXIS, "inside"),
-            # With types: that the shards are known to agree.
-            out_specs=P(AXIS) if check_vma else P(AXIS, "inside"),
-            check_vma=check_vma,
-        )
-        for name, found in jax.jit(shape)(v).items():
-            for shard in np.asarray(found).T:
-                assert shard.tolist() == rules[name][1], (name, check_vma)
+    expected = jax.jit(jax.vmap(of(None), axis_name=AXIS))(v, far)
+    for name, (mean, outliers) in sharded("inside").items():
+        near = {"rtol": 1e-5, "atol": 1e-6, "err_msg": name}
+        np.testing.assert_allclose(mean, expected[name][0], **near)
+        sees = rules[name][1]
+        if sees is not None:
+            for shard in np.asarray(outliers).T:
+                assert shard.tolist() == [0, 0, int(sees), 0], name
+    with pytest.raises(ValueError, match="shard_axes"):
+        sharded(None)
 
 
 def test_what_travels_is_what_an_all_reduce_sends():

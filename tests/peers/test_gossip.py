@@ -209,41 +209,26 @@ GRADS = (
 
 
 def test_the_complete_graph_is_local_sgd_to_the_bit():
-    start, grads = tree(values(1)[0]), GRADS.copy()
-    grads[4, 1] = np.nan
-    inner = optax.sgd(0.1, momentum=0.9)
-    graph = oxs.graphs.grid(4)
+    inner, graph = optax.sgd(0.1, momentum=0.9), oxs.graphs.grid(4)
     all_edges = [(i, j) for j in range(4) for i in range(j)]
     assert oxs.graphs.metropolis(all_edges).rounds(4) == graph.rounds(4)
-    made = []
+    workers, found = oxs.Workers(4, AXIS), {}
     for drop in (False, True):
-        options = {"communication_period": 3, "drop_nonfinite": drop}
-        made += [
-            oxs.local_sgd(inner, AXIS, **options),
-            oxs.gossip(inner, AXIS, graph=graph, **options),
-        ]
-
-    def histories(params, grads):
-        def steps(tx, grads):
-            def step(carry, grads):
-                params, state = oxs.apply_gradients(tx, grads, carry[1], carry[0])
-                return (params, state), params
-
-            return jax.lax.scan(step, (params, tx.init(start)), grads)[1]
-
-        # Without dropping a NaN would be all that there is to compare.
-        finite = jax.tree.map(jnp.nan_to_num, grads)
-        return [
-            steps(tx, grads if place > 1 else finite) for place, tx in enumerate(made)
-        ]
-
-    mapped = jax.vmap(histories, (0, 1), axis_name=AXIS)
-    found = jax.jit(mapped)(by_hand.replicate(start, 4), tree(grads))
-    for center, peers in (found[:2], found[2:]):
-        for one, other in zip(*map(jax.tree.leaves, (center, peers)), strict=True):
+        options: Any = {"communication_period": 3, "drop_nonfinite": drop}
+        txs = {
+            "center": oxs.local_sgd(inner, AXIS, **options),
+            "peers": oxs.gossip(inner, AXIS, graph=graph, **options),
+        }
+        grads = GRADS.swapaxes(0, 1).copy()
+        grads[1, 4] = np.nan if drop else 0.0
+        start = tree(values(1)[0])
+        found[drop], _ = contexts.by_workers(workers, txs, start, tree(grads))
+        pairs = zip(*map(jax.tree.leaves, found[drop].values()), strict=True)
+        for one, other in pairs:
             assert np.all(np.isfinite(one))
             np.testing.assert_array_equal(one, other)
-    assert not np.array_equal(found[0]["vector"], found[2]["vector"])
+    dropped, kept = (found[drop]["center"]["vector"] for drop in (True, False))
+    assert not np.array_equal(dropped, kept)
 
 
 def test_noloco_is_the_released_form_of_two_arrays():
@@ -252,22 +237,10 @@ def test_noloco_is_the_released_form_of_two_arrays():
     steps = 0.1 * rng.normal(size=(rounds * period, n, D))
     start = rng.normal(size=D)
     tx = oxs.noloco(optax.sgd(1.0), AXIS, communication_period=period)
-    params = tree(start)
-    axes = by_hand.state_axes(tx, params)
-
-    def run(params, state, grads):
-        def step(carry, grads):
-            params, state = oxs.apply_gradients(tx, grads, carry[1], carry[0])
-            return (params, state), params
-
-        return jax.lax.scan(step, (params, state), grads)
-
-    mapped = jax.vmap(run, (0, axes, 1), ((0, axes), 1), axis_name=AXIS)
-    (_, state), found = jax.jit(mapped)(
-        by_hand.replicate(params, n),
-        by_hand.replicate(tx.init(params), n, axes),
-        tree(steps),
-    )
+    params, grads = tree(start), tree(steps.swapaxes(0, 1))
+    txs = {"noloco": tx}
+    every, states = contexts.by_workers(oxs.Workers(n, AXIS), txs, params, grads)
+    state, last = states["noloco"], jax.tree.map(lambda x: x[:, -1], every["noloco"])
     # The released program: m, s and x of each worker; groups of two.
     sources = [made.takes[0].source for made in oxs.graphs.random_pairs().rounds(n)]
     x = np.tile(start, (n, 1))
@@ -286,8 +259,8 @@ def test_noloco_is_the_released_form_of_two_arrays():
             s = s + m
             x = s.copy()
         expected.append(x)
-    np.testing.assert_allclose(rows(found), np.array(expected), atol=1e-6, rtol=1e-6)
-    last = jax.tree.map(lambda x: x[-1], found)
+    history = rows(every["noloco"]).swapaxes(0, 1)
+    np.testing.assert_allclose(history, np.array(expected), atol=1e-6, rtol=1e-6)
     np.testing.assert_allclose(
         rows(oxs.center_params(state, last)), x.mean(0), atol=1e-6
     )

@@ -41,43 +41,31 @@ BROKEN = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
 FIRST_AND_THIRD = jnp.array([1, 0, 1, 0])
 
 
+PAIRS, BY_VALUE, THREE = [[0, 2], [1, 3]], by_value(), [3.0] * N
+SHARD = oxs.cross_shard(BY_VALUE, AXIS)
+SUM = oxs.cross_shard(BY_VALUE, AXIS, reduction="sum")
+GROUPS = oxs.cross_shard(BY_VALUE, AXIS, group_assignment=PAIRS)
+OWN_SHARD = oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=())
+OWN_SYNC = oxs.sync_replicas(BY_VALUE, AXIS, N, reduce_extra_args=())
+FOUR, TWO = (oxs.sync_replicas(BY_VALUE, AXIS, number) for number in (N, 2))
+WEIGHT = {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])}
+TWO_BROKEN: Any = {"weight": FIRST_AND_THIRD, "value": BROKEN}
+TWO_COUNT: Any = {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN}
+
+
 @pytest.mark.parametrize(
     ("tx", "extra", "expected"),
     [
-        (oxs.cross_shard(by_value(), AXIS), {}, [3.0] * N),
-        (oxs.cross_shard(by_value(), AXIS, reduction="sum"), {}, [3.0] * N),
-        (
-            oxs.cross_shard(by_value(), AXIS),
-            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
-            [3.0] * N,
-        ),
-        (
-            oxs.cross_shard(by_value(), AXIS),
-            {"weight": FIRST_AND_THIRD, "value": BROKEN},
-            [2.0] * N,
-        ),
-        (
-            oxs.cross_shard(by_value(), AXIS, group_assignment=[[0, 2], [1, 3]]),
-            {},
-            [2.0, 4.0, 2.0, 4.0],
-        ),
-        (oxs.cross_shard(by_value(), AXIS, reduce_extra_args=()), {}, VALUES.tolist()),
-        (oxs.sync_replicas(by_value(), AXIS, N), {}, [3.0] * N),
-        (
-            oxs.sync_replicas(by_value(), AXIS, 2),
-            {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN},
-            [2.0] * N,
-        ),
-        (
-            oxs.sync_replicas(by_value(), AXIS, 2),
-            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
-            [3.0] * N,
-        ),
-        (
-            oxs.sync_replicas(by_value(), AXIS, N, reduce_extra_args=()),
-            {},
-            VALUES.tolist(),
-        ),
+        (SHARD, {}, THREE),
+        (SUM, {}, THREE),
+        (SHARD, WEIGHT, THREE),
+        (SHARD, TWO_BROKEN, [2.0] * N),
+        (GROUPS, {}, [2.0, 4.0, 2.0, 4.0]),
+        (OWN_SHARD, {}, VALUES.tolist()),
+        (FOUR, {}, THREE),
+        (TWO, TWO_COUNT, [2.0] * N),
+        (TWO, WEIGHT, THREE),
+        (OWN_SYNC, {}, VALUES.tolist()),
     ],
 )
 def test_value_is_the_mean_of_what_counts(tx, extra, expected):
