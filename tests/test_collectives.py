@@ -28,6 +28,7 @@ from tests.refusals import refused, table
 
 REPLICAS = 4
 GROUPS = [[0, 2], [1, 3]]
+TWO_AXES = {"data": 4, "model": 2}
 CONTEXTS = (
     *("pmap", "shard_map", "shard_map_unchecked", "vmap"),
     # Two by two along a tuple of axes.
@@ -46,8 +47,10 @@ def run(context, function, *args):
     return program(context, function)(*args)
 
 
-def numpy(tree):
-    return jax.tree.map(np.asarray, tree)
+def over(sizes, function, check_vma, specs, out=None, **manual):
+    """A function of shards of a mesh."""
+    ways = {"in_specs": specs, "out_specs": out or specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=mesh_of(sizes), **ways, **manual))
 
 
 def close(actual, expected):
@@ -263,19 +266,10 @@ def test_a_mesh_that_is_manual_in_part_sums_bfloat16_alike(check_vma):
 
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     found = [
-        jax.jit(
-            jax.shard_map(
-                sums,
-                mesh=mesh_of(sizes),
-                in_specs=P("data"),
-                out_specs=P("data"),
-                axis_names={"data"},
-                check_vma=check_vma,
-            )
-        )(x)
+        over(sizes, sums, check_vma, P("data"), axis_names={"data"})(x)
         for sizes in ({"data": 4}, {"data": 4, "model": 2})
     ]
-    jax.tree.map(np.testing.assert_array_equal, *numpy(found))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_rows_travel_in_the_wire_dtype():
@@ -383,9 +377,7 @@ def test_rows_that_every_replica_names_alike():
 
 
 def replicated_out(function, *args):
-    mesh = mesh_of({"data": 4})
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P())
-    return jax.jit(mapped)(*args)
+    return over({"data": 4}, function, True, P("data"), P())(*args)
 
 
 def test_result_is_known_to_be_equal_under_check_vma():
@@ -404,19 +396,6 @@ def test_result_is_known_to_be_equal_under_check_vma():
     assert np.array_equal(total["slices"].to_dense(5), [[0, 0], *x.tolist()])
 
 
-def over_two(function, check_vma, specs, out=None, **manual):
-    return jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh_of({"data": 4, "model": 2}),
-            in_specs=specs,
-            out_specs=out or specs,
-            check_vma=check_vma,
-            **manual,
-        )
-    )
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("groups", [None, GROUPS])
 def test_other_mesh_axes_are_left_alone(check_vma, groups):
@@ -429,24 +408,22 @@ def test_other_mesh_axes_are_left_alone(check_vma, groups):
     out, expected = None, reference.reduce(x, groups=groups)
     if groups is None and check_vma:  # Known to be equal, so one copy comes out.
         out, expected = (P(None, "model"), P()), expected[:1]
-    for found in over_two(function, check_vma, (P("data", "model"), P("data")), out)(
-        x, x
-    ):
+    specs = P("data", "model"), P("data")
+    for found in over(TWO_AXES, function, check_vma, specs, out)(x, x):
         assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axes_that_the_compiler_shards_are_left_alone(check_vma):
-    mesh = mesh_of({"data": 4, "model": 2})
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
-    placed = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    placed = jax.device_put(x, NamedSharding(mesh_of(TWO_AXES), P("data", "model")))
 
     def function(x):
         grouped = oxs.reduce(x, "data", group_assignment=GROUPS)
         return grouped, oxs.reduce(x, "data") + 0 * x
 
     specs = P("data")
-    run_both = over_two(function, check_vma, specs, axis_names={"data"})
+    run_both = over(TWO_AXES, function, check_vma, specs, axis_names={"data"})
     grouped, mean = run_both(placed)
     assert np.array_equal(grouped, reference.reduce(x, groups=GROUPS))
     assert np.array_equal(mean, reference.reduce(x))
@@ -589,15 +566,7 @@ def test_an_axis_of_vmap_inside_checked_shard_map(axis_name, rows):
         return jax.vmap(lane, axis_name="lane")(x[0])[None]
 
     def of_all(check_vma):
-        return jax.jit(
-            jax.shard_map(
-                function,
-                mesh=mesh_of({"data": 2}),
-                in_specs=P("data"),
-                out_specs=P("data"),
-                check_vma=check_vma,
-            )
-        )
+        return over({"data": 2}, function, check_vma, P("data"))
 
     x = jnp.array([[1.0, 2], [4, 8]])
     with pytest.raises(ValueError, match=r"\['lane'\].*Pass check_vma=False"):

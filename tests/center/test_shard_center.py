@@ -1,10 +1,6 @@
 """`shard_center=True`: the numbers of the whole center, in 1/N of the memory."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -13,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
+from benchmarks.by_hand import memory as memory_of
 from optx_sync import by_hand
 from tests import contexts
-from tests.center.sharded_memory import FLOATS, measured
 from tests.meshes import mesh_of
 from tests.refusals import refused, table
 from tests.replicas.test_cross_shard import together
@@ -267,29 +262,30 @@ def test_a_parameter_that_is_none():
     assert center["a"] is None and np.array_equal(center["b"], np.full(3, -0.5))
 
 
-def test_memory_and_bytes():
-    """N = 8 here, and 64 and 512 workers in a process that has so many devices."""
-    children = subprocess.run(
-        [sys.executable, "-m", "tests.center.sharded_memory", "64", "512"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=300,
-    )
-    assert children.returncode == 0, children.stderr
-    found = {8: [measured(8, sharded) for sharded in (True, False)]}
-    for workers, line in zip((64, 512), children.stdout.splitlines(), strict=True):
-        found[workers] = json.loads(line)
-    for workers, (pieces, whole) in found.items():
-        own = 4 * FLOATS  # its parameters; and its counters
-        assert pieces[0] - own - 2 * own // workers <= 64
-        assert whole[0] - 3 * own <= 64
-        assert pieces[1] <= whole[1]
-        assert whole[2] == {"all-reduce": own}
-        assert pieces[2] == {"reduce-scatter": own, "all-gather": own // workers}
-        # On a ring: (N-1)/N of the operand, N-1 times it, and twice (N-1)/N of it.
-        ring = (workers - 1) / workers
-        assert ring * own + (workers - 1) * (own // workers) == 2 * ring * own
+@pytest.mark.parametrize("number", [2, 8])
+def test_memory_and_bytes(number):
+    workers, found = oxs.Workers(number, AXIS, mesh=contexts.mesh(number)), {}
+    params = jnp.zeros((1024, 64))
+    for sharded in (True, False):
+        options: Any = {"communication_period": 4, "shard_center": sharded}
+        tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
+
+        @functools.partial(workers.step, state=2)
+        def step(params, state, tx=tx):
+            return oxs.apply_gradients(tx, params, state, params)
+
+        compiled = step.lower(*workers.start((params, tx.init(params)))).compile()
+        sent = {row.kind: row.bytes for row in oxs.audit.collectives(compiled)}
+        memory = memory_of(compiled)
+        found[sharded] = memory.arguments, memory.temporary, sent
+    pieces, whole, own = found[True], found[False], params.nbytes
+    assert pieces[0] - own - 2 * own // number <= 64  # its parameters; and its counters
+    assert whole[0] - 3 * own <= 64
+    assert pieces[1] <= whole[1]
+    # On a ring the same bytes: (N-1)/N of the operand and N-1 times a piece, or twice
+    # (N-1)/N of the operand.
+    assert whole[2] == {"all-reduce": own}
+    assert pieces[2] == {"reduce-scatter": own, "all-gather": own // number}
 
 
 def start(tx: Any, workers: int) -> Any:
@@ -304,24 +300,15 @@ def train(step, params, state, steps):
     return params, state
 
 
-def saved_and_read(folder, tree) -> Any:
-    with StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", tree)
-    with StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "saved", jax.eval_shape(lambda: tree))
-
-
 def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
+def test_pieces_for_another_number_of_workers():
     inner = optax.sgd(0.1, momentum=0.9)
     tx = oxs.diloco(inner, AXIS, communication_period=2, shard_center=True)
     step, *now = start(tx, 4)
     now = train(step, *now, 3)  # In the middle of a period.
-    restored = saved_and_read(tmp_path, now)
-    same(train(step, *now, 4), train(step, *restored, 4))
 
     # Three workers go on from the center and the outer state of four.
     params, state = train(step, *now, 1)
@@ -335,7 +322,7 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
     assert np.abs(oxs.center_params(more, moved)["w"] - center["w"]).max() > 0.01
 
 
-def test_parts_in_pieces_are_saved_and_cut_anew(tmp_path):
+def test_parts_in_pieces_are_cut_anew():
     """Also what is on its way, of the part that has the fewer numbers."""
     tx = oxs.diloco(
         optax.sgd(0.1, momentum=0.9),
@@ -347,11 +334,10 @@ def test_parts_in_pieces_are_saved_and_cut_anew(tmp_path):
     )
     step, *now = start(tx, 4)
     params, state = train(step, *now, 4)
-    restored = saved_and_read(tmp_path, state)
-    moved, more = by_hand.resize(tx, params, restored, 4)
+    moved, more = by_hand.resize(tx, params, state, 4)
     same(more, state)
     with pytest.warns(UserWarning, match="have learned"):
-        moved, more = by_hand.resize(tx, params, restored, 3)
+        moved, more = by_hand.resize(tx, params, state, 3)
     same(oxs.center_params(more, moved), oxs.center_params(state, params))
     same(pending(more), pending(state))
     assert np.abs(pending(state)[9:]).min() > 0 and not pending(state)[:9].any()

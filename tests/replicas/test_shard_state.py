@@ -1,5 +1,6 @@
 """`cross_shard(..., shard_state=True)`: a state in pieces, the numbers of the whole."""
 
+import collections
 import functools
 from typing import Any
 
@@ -181,27 +182,23 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
             shard_state=sharded,
         )
         axes = oxs.by_hand.state_axes(tx, params, replicated=True)
+        specs = oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=True)
 
-        def step(params, state, x, tx=tx):
+        def step(params, state, x, tx=tx, axes=axes):
             def loss(params):
-                return jnp.sum(jnp.tanh(x @ params["matrix"])) * params["vector"].sum()
+                outputs = jnp.tanh(x[0] @ params["matrix"])
+                return jnp.sum(outputs) * params["vector"].sum()
 
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        def of_one(params, state, x, axes=axes, step=step):
-            params, state = step(params, oxs.by_hand.first(state, axes), x[0])
+            state, grads = oxs.by_hand.first(state, axes), jax.grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
             return params, oxs.by_hand.replicate(state, 1, axes)
 
-        marks = (
-            P(),
-            oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=True),
-            P(AXIS),
-        )
-        mapped = jax.shard_map(of_one, mesh=mesh, in_specs=marks, out_specs=marks[:2])
+        ways = {"in_specs": (P(), specs, P(AXIS)), "out_specs": (P(), specs)}
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **ways))
         now = params, oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
         for _ in range(3):
-            now = jax.jit(mapped)(*now, batch)
+            now = mapped(*now, batch)
         ends[sharded] = now[0]
         if sharded:
             # A count is no piece: it is one for all. And `init` knows where it runs.
@@ -216,43 +213,31 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
 def test_bytes_and_memory():
     """A reduce-scatter and an all-gather, and 1/N of Adam's state."""
     params = {"w": jnp.zeros((64, 40)), "half": jnp.zeros(800, jnp.bfloat16)}
-    memory = {}
+    grads, memory, sent = oxs.by_hand.replicate(params, REPLICAS), {}, {}
     for sharded in (True, False):
         tx = cross_shard(optax.adam(0.1), AXIS, shard_state=sharded)
         axes = oxs.by_hand.state_axes(tx, params, replicated=True)
         state = oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
-
-        def update(grads, state, tx=tx):
-            return tx.update(grads, state)
-
-        step = jax.jit(
-            oxs.by_hand.map_workers(
-                update,
-                AXIS,
-                mesh=contexts.mesh(),
-                in_axes=(0, axes),
-                out_axes=(None, axes),
-            ),
-            donate_argnums=1,
+        ways = {"in_axes": (0, axes), "out_axes": (None, axes)}
+        step = oxs.by_hand.map_workers(
+            lambda grads, state, tx=tx: tx.update(grads, state),
+            AXIS,
+            mesh=contexts.mesh(),
+            **ways,
         )
-        grads = oxs.by_hand.replicate(params, REPLICAS)
         # Adam's own arithmetic with a count.
         with jax.numpy_dtype_promotion("standard"):
-            compiled = step.lower(grads, state).compile()
+            compiled = jax.jit(step, donate_argnums=1).lower(grads, state).compile()
         memory[sharded] = by_hand.memory(compiled).arguments
-        rows = {row.kind: 0 for row in oxs.audit.collectives(compiled)}
+        sent[sharded] = collections.Counter()
         for row in oxs.audit.collectives(compiled):
-            rows[row.kind] += row.bytes
-        whole = 4 * (2560 + 800)
-        if sharded:
-            gathered = (4 * 2560 + 2 * 800) // REPLICAS
-            assert rows == {"reduce-scatter": whole, "all-gather": gathered}
-        else:
-            assert rows == {"all-reduce": whole}
-    gradients = 4 * 2560 + 2 * 800
-    state = 2 * 4 * (2560 + 800) // REPLICAS
-    assert memory[True] - gradients - state <= 64  # counters
-    assert memory[False] > gradients + 2 * (4 * 2560 + 2 * 800)
+            sent[sharded][row.kind] += row.bytes
+    whole, gradients = 4 * (2560 + 800), 4 * 2560 + 2 * 800
+    assert sent[False] == {"all-reduce": whole}
+    gathered = gradients // REPLICAS
+    assert sent[True] == {"reduce-scatter": whole, "all-gather": gathered}
+    assert memory[True] - gradients - 2 * whole // REPLICAS <= 64  # counters
+    assert memory[False] > gradients + 2 * gradients
 
 
 def test_a_missing_gradient_and_another_number_of_replicas():
