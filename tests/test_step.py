@@ -144,37 +144,6 @@ def test_a_step_needs_the_parameters(tx):
             oxs.apply_gradients(tx, params, tx.init(params), None)
 
 
-def test_sync_replicas_gives_parameters_directly():
-    """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
-    tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)
-    params = {"table": jnp.ones((5, 2)), "w": jnp.arange(3.0)}
-    states = (
-        oxs.by_hand.replicate(tx.init(params), WORKERS),
-        oxs.by_hand.replicate(params, WORKERS),
-    )
-
-    def run(apply):
-        def body(state, params, number):
-            def step(carry, now):
-                state, params = carry
-                rows = jnp.array([1, 4, 1]) + 0 * number.astype(jnp.int32)
-                slices = oxs.IndexedSlices(rows, number * jnp.ones((3, 2)) + now)
-                grads = {"table": slices, "w": params["w"] * number}
-                params, state = apply(
-                    tx, grads, state, params, contributes=number != 2.0
-                )
-                return (state, params), ()
-
-            return jax.lax.scan(step, (state, params), jnp.arange(3.0))[0]
-
-        call: Any = jax.jit(jax.vmap(body, axis_name=AXIS))
-        return call(*states, jnp.arange(WORKERS, dtype=jnp.float32))
-
-    direct, by_updates = run(oxs.apply_gradients), run(by_update)
-    assert np.all(direct[0].global_step == 1)
-    chex.assert_trees_all_close(direct, by_updates, rtol=1e-6)
-
-
 def test_sync_replicas_where_the_host_knows_that_all_contribute():
     tx = oxs.sync_replicas(INNER, AXIS, WORKERS)
     params, state, axes = start(tx)

@@ -24,44 +24,32 @@ SIZES = [int(np.prod(shape)) for shape in SHAPES.values()]
 ENDS = np.cumsum(SIZES)[:-1]
 SLICES = [slice(e - s, e) for s, e in zip(SIZES, np.cumsum(SIZES), strict=True) if s]
 D = sum(SIZES)
-# name: (exchange, definition on those that count, least number of replicas)
+
+
+def mean(v):
+    return v.mean(axis=0)
+
+
+def clipped(v, bound=None):
+    """The mean of rows no longer than this, or than the median of their lengths."""
+    lengths = np.linalg.norm(v, axis=1, keepdims=True)
+    bound = np.median(lengths) if bound is None else bound
+    return mean(v * np.minimum(1, bound / np.maximum(lengths, 1e-30)))
+
+
+part = functools.partial
+# name: (exchange, definition on those that count)
 RULES = {
-    "median": (oxs.exchange.median(), robust.median, 1),
-    "trimmed_0": (oxs.exchange.trimmed_mean(0), lambda v: v.mean(axis=0), 1),
-    "trimmed_1": (
-        oxs.exchange.trimmed_mean(1),
-        functools.partial(robust.trimmed_mean, f=1),
-        3,
-    ),
-    "trimmed_2": (
-        oxs.exchange.trimmed_mean(2),
-        functools.partial(robust.trimmed_mean, f=2),
-        5,
-    ),
-    "sign": (oxs.exchange.sign_majority(), robust.sign_majority, 1),
-    "krum_0": (oxs.exchange.krum(0), lambda v: v.mean(axis=0), 1),
-    "krum_1": (oxs.exchange.krum(1), functools.partial(robust.krum, f=1), 5),
-    "krum_1_1": (oxs.exchange.krum(1, 1), functools.partial(robust.krum, f=1, m=1), 5),
-    "clipped": (
-        oxs.exchange.clipped(2.0),
-        lambda v: np.mean(
-            [x * min(1, 2.0 / max(np.linalg.norm(x), 1e-30)) for x in v], axis=0
-        ),
-        1,
-    ),
-    "clipped_median": (
-        oxs.exchange.clipped("median"),
-        lambda v: np.mean(
-            [
-                x * min(1, np.median(robust.distances(0, v)) / np.linalg.norm(x))
-                if np.any(x)
-                else x
-                for x in v
-            ],
-            axis=0,
-        ),
-        1,
-    ),
+    "median": (oxs.exchange.median(), robust.median),
+    "trimmed_0": (oxs.exchange.trimmed_mean(0), mean),
+    "trimmed_1": (oxs.exchange.trimmed_mean(1), part(robust.trimmed_mean, f=1)),
+    "trimmed_2": (oxs.exchange.trimmed_mean(2), part(robust.trimmed_mean, f=2)),
+    "sign": (oxs.exchange.sign_majority(), robust.sign_majority),
+    "krum_0": (oxs.exchange.krum(0), mean),
+    "krum_1": (oxs.exchange.krum(1), part(robust.krum, f=1)),
+    "krum_1_1": (oxs.exchange.krum(1, 1), part(robust.krum, f=1, m=1)),
+    "clipped": (oxs.exchange.clipped(2.0), part(clipped, bound=2.0)),
+    "clipped_median": (oxs.exchange.clipped("median"), clipped),
 }
 # Those that no single replica can move further than the others reach.
 STAND_UP = (
@@ -453,17 +441,17 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
     grads[:, 2] = 1e6
     grads[4, 0] = np.nan
     contributes = rng.random((steps, n)) < 0.6
-    # What each makes of the replicas' means; `clipped` weighs them, and cuts nobody.
+    # What each makes of the replicas' means, R below the number of replicas and above
+    # it; `clipped` weighs them, and cuts nobody.
     rules = {
-        "median": (oxs.exchange.median(), robust.median),
-        "clipped": (oxs.exchange.clipped(1e9), None),
+        2: (oxs.exchange.median(), lambda own, weights: robust.median(own)),
+        7: (oxs.exchange.clipped(1e9), part(np.average, axis=0)),
     }
-    # R below the number of replicas and above it.
     made = {
-        (name, needed): oxs.sync_replicas(
-            optax.sgd(-1.0), AXIS, needed, drop_nonfinite=True, exchange=rules[name][0]
+        needed: oxs.sync_replicas(
+            optax.sgd(-1.0), AXIS, needed, drop_nonfinite=True, exchange=exchange
         )
-        for name, needed in (("median", 2), ("clipped", 7))
+        for needed, (exchange, _) in rules.items()
     }
 
     def body(grads, contributes):
@@ -482,7 +470,7 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
     run = jax.jit(jax.vmap(body, axis_name=AXIS, in_axes=1))
     every = run(as_tree(grads), jnp.asarray(contributes))
     numbers = set()
-    for (name, needed), (got, outliers) in zip(made, every, strict=True):
+    for needed, (got, outliers) in zip(made, every, strict=True):
         kept, expected, counted = [[] for _ in range(n)], [], np.zeros(n, int)
         updates = 0
         for gradient, asked in zip(grads.astype(float), contributes, strict=True):
@@ -495,21 +483,15 @@ def test_sync_replicas_gives_a_rule_what_was_accepted_of_each_replica():
             if sum(map(len, kept)) >= needed:
                 own = np.array([np.mean(of, axis=0) for of in kept if of])
                 weights = [len(of) for of in kept if of]
-                definition = rules[name][1]
-                if definition is None:
-                    expected[-1] = np.average(own, axis=0, weights=weights)
-                else:
-                    expected[-1] = definition(own)
+                expected[-1] = rules[needed][1](own, weights=weights)
                 away = robust.distances(expected[-1], own)
                 who = [i for i in range(n) if kept[i]]
                 counted[who] += away > 3 * np.median(away)
                 numbers.add(len(own))
                 kept, updates = [[] for _ in range(n)], updates + 1
         found = as_rows(got)
-        np.testing.assert_allclose(
-            found, np.broadcast_to(expected, found.shape), rtol=1e-5, err_msg=name
-        )
-        assert outliers.tolist() == counted.tolist(), (name, needed)
+        np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), 1e-5)
+        assert outliers.tolist() == counted.tolist(), needed
         assert updates
     assert len(numbers) >= 3  # of replicas that had a vote
 
