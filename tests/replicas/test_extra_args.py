@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.refusals import refused, table
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 PARAMS = jnp.zeros(2)
@@ -72,32 +73,6 @@ def test_value_is_the_mean_of_what_counts(tx, extra, expected):
     assert seen(tx, **{"value": VALUES, **extra}) == expected
 
 
-def test_a_plateau_is_the_same_for_all():
-    """They drifted to -5.0 and -1.11: each replica lowered its rate by its own loss."""
-    tx = oxs.cross_shard(
-        optax.chain(
-            optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
-        ),
-        AXIS,
-    )
-
-    def step(carry, value):
-        params, state = carry
-        updates, state = tx.update(jnp.ones(2), state, params, value=value)
-        return (optax.apply_updates(params, updates), state), None
-
-    def train(losses) -> Any:
-        (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
-        moved: Any = params
-        return moved[0]
-
-    # One falls, the other does not; their mean falls.
-    losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
-    with jax.numpy_dtype_promotion("standard"):  # As Optax's transformation asks.
-        found = jax.jit(jax.vmap(train, axis_name=AXIS))(losses)
-    assert found.tolist() == [-5.0, -5.0]
-
-
 def on_mesh(*cases):
     """What the first replica sees in a checked shard_map, for (tx, extra) in one.
 
@@ -147,12 +122,16 @@ def test_what_types_tell():
         on_mesh((link, {"value": own}))
 
 
-@pytest.mark.parametrize("wrapper", ["cross_shard", "sync_replicas"])
-def test_names_that_are_none(wrapper):
-    numbers = (2,) if wrapper == "sync_replicas" else ()
-    for names in ("value", ("value", 1), None):
-        with pytest.raises(TypeError, match=r"tuple of names.*got"):
-            getattr(oxs, wrapper)(by_value(), AXIS, *numbers, reduce_extra_args=names)
+@table(r"""
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args="value")
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=("value", 1))
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=None)
+oxs.sync_replicas(BY_VALUE, AXIS, 2, reduce_extra_args="value")
+    # TypeError: tuple of names.*got
+""")
+def test_names_that_are_none(call, said):
+    with refused(said):
+        eval(call, globals())
 
 
 def test_the_center_s_own_step_gets_the_workers_mean():
