@@ -276,13 +276,9 @@ def test_a_train_state_with_a_key_and_statistics(mesh):
     def step(state, inputs, targets, together=False):
         def loss_of(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
-            outputs, new = state.apply_fn(
-                variables,
-                inputs,
-                train=True,
-                mutable=["batch_stats"],
-                rngs={"dropout": jax.random.fold_in(state.key, state.step)},
-            )
+            rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
+            options = {"train": True, "mutable": ["batch_stats"], "rngs": rngs}
+            outputs, new = state.apply_fn(variables, inputs, **options)
             return jnp.mean((outputs - targets) ** 2), new["batch_stats"]
 
         traced.append(1)
@@ -371,14 +367,10 @@ def test_an_equinox_module_keeps_what_is_no_array(mesh):
 
 @pytest.mark.parametrize("mesh", [None, True])
 def test_pods_of_chips(mesh):
-    tx = oxs.diloco(
-        oxs.cross_shard(optax.sgd(0.1), "chips"),
-        "pods",
-        communication_period=4,
-        fragments=2,
-        delay=1,
-        exchange=oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
-    )
+    coded = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
+    stream: Any = {"communication_period": 4, "fragments": 2, "delay": 1}
+    inner = oxs.cross_shard(optax.sgd(0.1), "chips")
+    tx = oxs.diloco(inner, "pods", exchange=coded, **stream)
     workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
     params, state = workers.start((PARAMS, tx.init(PARAMS)))
     assert params["w"].shape == (2, 4, 3, 1)
@@ -467,16 +459,9 @@ def test_half_precision_numbers_and_dicts(mesh):
     tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=2)
     params = {"w": jnp.zeros((3, 1), jnp.bfloat16)}
     workers = oxs.Workers(8, AXIS, mesh=mesh)
+    one = {"params": params, "opt_state": tx.init(params), "key": jax.random.key(0)}
     state = workers.start(
-        {
-            "params": params,
-            "opt_state": tx.init(params),
-            "key": jax.random.key(0),
-            "count": 0,
-            "rate": 0.5,
-            "note": "mine",
-            "flag": True,
-        }
+        {**one, "count": 0, "rate": 0.5, "note": "mine", "flag": True}
     )
     traced = []
 
@@ -650,14 +635,8 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
 @pytest.mark.parametrize("more", [{"delay": 1}, {"exchange": QUANTIZED}])
 def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
     """As `oxs.by_hand.resize` cuts them anew, which has the transformation."""
-    tx = oxs.diloco(
-        optax.adam(0.1),
-        AXIS,
-        communication_period=4,
-        shard_center=True,
-        fragments=2,
-        **more,
-    )
+    cut: Any = {"communication_period": 4, "shard_center": True, "fragments": 2}
+    tx = oxs.diloco(optax.adam(0.1), AXIS, **cut, **more)
     params = {"w": np.arange(33.0, dtype=np.float32).reshape(11, 3), "value": INPUTS[0]}
     workers = oxs.Workers(8, AXIS)
 

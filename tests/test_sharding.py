@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -60,7 +59,7 @@ def leaves(tree):
 
 @pytest.mark.parametrize("name", WITH_OPTAX)
 def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
-    """Its specs and axes place a step of all workers, which keeps the types."""
+    """And `Workers` lay it as its specs say."""
     tx: Any = WITH_OPTAX[name]
     one, axes = tx.init(PARAMS), by_hand.state_axes(tx, PARAMS)
     assert axes == jax.tree.map(lambda _: 0, one)
@@ -70,21 +69,9 @@ def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
     specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     assert specs == jax.tree.map(lambda x: P("workers", *shapes[x.shape]), one)
     mesh = mesh_of({"workers": 4, "fsdp": 2})
-    state = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        by_hand.replicate(one, 4, axes),
-        specs,
-    )
-
-    def step(params, state):
-        return tx.update(params, state, params)[1]
-
-    mapped = jax.vmap(step, in_axes=(0, axes), out_axes=axes, axis_name="workers")
-    with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        after = jax.eval_shape(mapped, by_hand.replicate(PARAMS, 4), state)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    workers = oxs.Workers(4, "workers", mesh=mesh, specs=SPECS)
+    _, state = workers.start((PARAMS, one))
+    assert jax.tree.map(lambda x: x.sharding.spec, state) == specs
 
 
 def test_what_workers_share_has_no_worker_axis():
@@ -210,26 +197,6 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     assert state.v == {name: whole.get(name, P()) for name in shapes}
     placed = by_hand.state_specs(tx, params, specs, "workers")[0]
     assert placed.v_row["wide"] == P("workers", "row")
-
-
-def test_adafactor_trains_where_its_specs_place_it():
-    """A sharded step is the one of one device."""
-    params = {"w": jnp.cos(jnp.arange(128.0 * 256).reshape(128, 256))}
-    grads = jax.tree.map(jnp.sin, params)
-    tx = optax.adafactor(0.1)
-    mesh = mesh_of({"row": 2, "column": 4})
-    specs = {"w": P("row", "column")}
-    places = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        (specs, by_hand.state_specs(tx, params, specs, None)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
-    state = jax.device_put(tx.init(params), places[1])
-    step = jax.jit(tx.update, out_shardings=places)
-    updates, new_state = step(jax.device_put(grads, places[0]), state, params)
-    expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
-    assert new_state[0].v_row["w"].sharding.spec == P("row")
 
 
 def test_several_mesh_axes_of_workers():

@@ -238,21 +238,6 @@ def test_optax_finds_its_way_in_a_state(name):
     np.testing.assert_array_equal(doubled.center["matrix"], params["matrix"] + 1)
     assert int(doubled.local_step) == 0
 
-    specs = by_hand.state_specs(
-        tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers"
-    )
-    assert specs.center == {"scalar": P(), "matrix": P("fsdp")}
-    assert specs.local_step == specs.steps_since_round == specs.global_step == P()
-    assert specs.info.dropped == P("workers")
-    assert specs.inner[0].trace["matrix"] == P("workers", "fsdp")
-    own, whole = {"matrix": P("workers", "fsdp"), "scalar": P("workers")}, specs.center
-    assert specs.accumulated in ((), own)
-    assert specs.taken in ((), whole)
-    assert specs.broken in ((), P("workers"))
-    axes = by_hand.state_axes(tx, params)
-    assert (axes.center["matrix"], axes.local_step) == (None, None)
-    assert (axes.info.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
-
 
 def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():
     tx = RULES["local_sgd"](communication_period=2)

@@ -61,27 +61,14 @@ RULES = {
 
 def case(rule, fragments, period, delay=0, keep=0.0, outer="sgd", drop=False):
     """(transformation, arguments of the recurrence)."""
-    has_outer = rule in ("diloco", "agn")
-    tx = RULES[rule](
-        INNER,
-        AXIS,
-        communication_period=period,
-        fragments=fragments,
-        delay=delay,
-        keep_local=keep,
-        drop_nonfinite=drop,
-        **({"outer": OUTERS[outer][0]} if has_outer else {}),
-    )
-    return tx, {
-        "rule": rule,
-        "owner": OWNERS[fragments],
-        "period": period,
-        "delay": delay,
-        "keep": keep,
-        "rate": 0.2,
-        "outer": OUTERS[outer][1] if has_outer else (),
-        "broken": BROKEN if drop else None,
-    }
+    options = {"communication_period": period, "fragments": fragments, "delay": delay}
+    options |= {"keep_local": keep, "drop_nonfinite": drop}
+    arguments = {"rule": rule, "owner": OWNERS[fragments], "period": period}
+    arguments |= {"delay": delay, "keep": keep, "rate": 0.2, "outer": ()}
+    arguments["broken"] = BROKEN if drop else None
+    if rule in ("diloco", "agn"):
+        options["outer"], arguments["outer"] = OUTERS[outer]
+    return RULES[rule](INNER, AXIS, **options), arguments
 
 
 # A number at the end of a name would be taken for that of a layer, by `strided`.
@@ -207,17 +194,10 @@ class Stream:
 
     def __init__(self, period, coded, params):
         """Compile the step."""
-        tx = oxs.diloco(
-            oxs.optimizers.adam(0.05),
-            AXIS,
-            communication_period=period,
-            fragments=2,
-            delay=1,
-            keep_local=0.5,
-            drop_nonfinite=True,
-            measure=True,
-            exchange=oxs.exchange.error_feedback(coded),
-        )
+        parts: Any = {"communication_period": period, "fragments": 2, "delay": 1}
+        parts |= {"keep_local": 0.5, "drop_nonfinite": True, "measure": True}
+        fed = oxs.exchange.error_feedback(coded)
+        tx = oxs.diloco(oxs.optimizers.adam(0.05), AXIS, exchange=fed, **parts)
         self.params = params
         self.step, *begin = contexts.started(tx, params, 2)
         self.begin: Any = tuple(begin)

@@ -87,14 +87,9 @@ def test_a_target_next_to_the_middle_of_two_values_lands_on_the_nearer(dtype):
 
 
 def test_who_was_left_out_lands_on_the_center_too():
-    tx = oxs.elastic_average(
-        optax.sgd(0.1),
-        AXIS,
-        moving_rate=0.1,
-        rho=0.0,
-        communication_period=1,
-        drop_nonfinite=True,
-    )
+    options: Any = {"communication_period": 1, "drop_nonfinite": True}
+    pull = {"moving_rate": 0.1, "rho": 0.0}
+    tx = oxs.elastic_average(optax.sgd(0.1), AXIS, **pull, **options)
     params = start()
     noise = jax.random.normal(jax.random.key(0), (3, WORKERS, 3, 24))
     noise = noise.at[-1, 1, 0, 0].set(jnp.nan)

@@ -23,18 +23,12 @@ PARAMS = {"vector": np.linspace(-1, 1, 3, dtype=np.float32), "scalar": np.float3
 
 def level(rule, inner, axis, period, rate=None, rho=0.0) -> Any:
     """One level as it is written with this package; as `nested` takes it."""
-    return {
-        "local_sgd": lambda: oxs.local_sgd(inner, axis, communication_period=period),
-        "agn": lambda: oxs.agn(
-            inner, axis, outer=optax.sgd(rate or 1), communication_period=period
-        ),
-        "elastic": lambda: oxs.elastic_average(
-            inner, axis, moving_rate=rate, rho=rho, communication_period=period
-        ),
-        "diloco": lambda: oxs.diloco(
-            inner, axis, outer=optax.sgd(rate or 1), communication_period=period
-        ),
-    }[rule]()
+    options: dict[str, Any] = {"communication_period": period}
+    if rule == "elastic":
+        return oxs.elastic_average(inner, axis, moving_rate=rate, rho=rho, **options)
+    if rule != "local_sgd":
+        options["outer"] = optax.sgd(rate or 1)
+    return getattr(oxs, rule)(inner, axis, **options)
 
 
 def build(levels, axes=AXES):

@@ -134,14 +134,8 @@ CODES: dict[str, Any] = {
 def coded(name):
     bits, more = CODES[name]
     exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits))
-    return oxs.local_sgd(
-        optax.sgd(0.1),
-        AXIS,
-        communication_period=2,
-        shard_center=True,
-        exchange=exchange,
-        **more,
-    )
+    options = {"communication_period": 2, "shard_center": True, "exchange": exchange}
+    return oxs.local_sgd(optax.sgd(0.1), AXIS, **options, **more)
 
 
 @pytest.mark.parametrize(
@@ -324,14 +318,9 @@ def test_pieces_for_another_number_of_workers():
 
 def test_parts_in_pieces_are_cut_anew():
     """Also what is on its way, of the part that has the fewer numbers."""
-    tx = oxs.diloco(
-        optax.sgd(0.1, momentum=0.9),
-        AXIS,
-        communication_period=4,
-        fragments=lambda path, leaf: np.arange(13) // 9,
-        delay=1,
-        shard_center=True,
-    )
+    options: Any = {"communication_period": 4, "delay": 1, "shard_center": True}
+    options["fragments"] = lambda path, leaf: np.arange(13) // 9
+    tx = oxs.diloco(optax.sgd(0.1, momentum=0.9), AXIS, **options)
     step, *now = start(tx, 4)
     params, state = train(step, *now, 4)
     moved, more = by_hand.resize(tx, params, state, 4)

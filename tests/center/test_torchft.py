@@ -32,20 +32,18 @@ def test_the_file_holds_every_case_of_its_generator():
         assert case["params"] == own.tolist() and case["center"] == center.tolist()
 
 
+def made(**options):
+    inner, outer = (optax.sgd(GOLDEN[f"{rate}_rate"]) for rate in ("inner", "outer"))
+    options |= {"communication_period": GOLDEN["period"], "fragments": GOLDEN["parts"]}
+    return oxs.diloco(inner, AXIS, outer=outer, **options)
+
+
 @pytest.fixture(scope="module")
 def histories():
     """Parameters and centers of all runs, from one program."""
 
     def run(delay, mix):
-        tx = oxs.diloco(
-            optax.sgd(GOLDEN["inner_rate"]),
-            AXIS,
-            outer=optax.sgd(GOLDEN["outer_rate"]),
-            communication_period=GOLDEN["period"],
-            fragments=GOLDEN["parts"],
-            delay=delay,
-            keep_local=mix,
-        )
+        tx = made(delay=delay, keep_local=mix)
         start = {"layers": [jnp.ones(()), jnp.ones(())]}
         grads = jax.tree.map(lambda x: GOLDEN["gradient"] * x, start)
 
@@ -82,13 +80,7 @@ def test_diloco_mocked_failure_recovery():
     the center (docs/checkpoints.md): in that part's next round one of two brings three
     steps less, and the outer step is shorter by as much.
     """
-    tx = oxs.diloco(
-        optax.sgd(GOLDEN["inner_rate"]),
-        AXIS,
-        outer=optax.sgd(GOLDEN["outer_rate"]),
-        communication_period=GOLDEN["period"],
-        fragments=GOLDEN["parts"],
-    )
+    tx = made()
     one = [jnp.ones(()), jnp.ones(())]
     params, state, axes = contexts.begun(tx, one, 2)
 

@@ -31,13 +31,8 @@ def in_pieces(exchange):
 
 
 def center_in_pieces(exchange):
-    tx = oxs.diloco(
-        optax.sgd(0.1),
-        AXIS,
-        communication_period=1,
-        shard_center=True,
-        exchange=exchange,
-    )
+    options = {"communication_period": 1, "shard_center": True, "exchange": exchange}
+    tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     return lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS, meet=True)[0]
 
 

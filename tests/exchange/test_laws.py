@@ -231,12 +231,8 @@ def test_measures_through_an_exchange_of_your_own():
 
     norms = []
     for exchange in (None, oxs.exchange.Exchange(lambda tree: (), meet, True)):
-        tx = oxs.local_sgd(
-            *(optax.sgd(1.0), "workers"),
-            communication_period=1,
-            exchange=exchange,
-            measure=True,
-        )
+        options: Any = {"communication_period": 1, "measure": True}
+        tx = oxs.local_sgd(optax.sgd(1.0), "workers", exchange=exchange, **options)
         step, params, state = started(tx, jnp.zeros(2), 2, "workers")
         params, state = step(params, state, jnp.array([[3.0, 4.0], [0.0, 5.0]]))
         norms.append(float(oxs.metrics(state, params).contribution_norm))

@@ -411,13 +411,8 @@ def test_a_center_rule_leaves_out_who_is_not_finite_and_counts_outliers():
     honest = np.delete(gradients, [2, 4], axis=0)
     gradients[2], gradients[4] = np.nan, 30
     params = jnp.zeros(D)
-    tx = oxs.local_sgd(
-        optax.sgd(1.0),
-        AXIS,
-        communication_period=1,
-        drop_nonfinite=True,
-        exchange=oxs.exchange.krum(1),
-    )
+    options: Any = {"communication_period": 1, "drop_nonfinite": True}
+    tx = oxs.local_sgd(optax.sgd(1.0), AXIS, exchange=oxs.exchange.krum(1), **options)
     step, start, state = started(tx, params, n, AXIS)
     found, state = step(start, state, jnp.asarray(gradients))
     # Five are left, of which the rule takes the four that are close to each other.

@@ -124,18 +124,14 @@ def test_the_numbers_are_those_of_muon_on_the_mean(on_mesh):
 def test_one_scatter_one_gather_and_memory():
     state, axes = started()
     tx = transformation()
-    step = jax.jit(
-        oxs.by_hand.map_workers(
-            lambda grads, state: tx.update(grads, state, PARAMS),
-            AXIS,
-            mesh=contexts.mesh(),
-            in_axes=(0, axes),
-            out_axes=(None, axes),
-        ),
-        donate_argnums=1,
-    )
+
+    def update(grads, state):
+        return tx.update(grads, state, PARAMS)
+
+    ways = {"in_axes": (0, axes), "out_axes": (None, axes)}
+    step = oxs.by_hand.map_workers(update, AXIS, mesh=contexts.mesh(), **ways)
     grads = jax.tree.map(lambda x: x[0], GRADS)
-    compiled = step.lower(grads, state).compile()
+    compiled = jax.jit(step, donate_argnums=1).lower(grads, state).compile()
     text: Any = compiled.as_text()
     # None in a loop, of Newton and Schulz or another: all stand in the entry.
     names = "reduce-scatter(", "all-gather(", "all-reduce(", "all-to-all("

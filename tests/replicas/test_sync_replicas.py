@@ -95,15 +95,13 @@ def inputs():
     """All of REQUIRED in one transformation, so that each context compiles once."""
     links, grads = [], {}
     for name, required in REQUIRED.items():
-        tx = sync_replicas(
-            oxs.optimizers.momentum(RATE, DECAY),
-            AXIS,
-            required,
-            total_num_replicas=np.int64(N),
-            variable_averages=average_decay,
-            variables_to_average=averaged,
-            drop_nonfinite=True,
-        )
+        inner, number = oxs.optimizers.momentum(RATE, DECAY), np.int64(N)
+        options: Any = {"total_num_replicas": number, "drop_nonfinite": True}
+        ema: Any = {
+            "variable_averages": average_decay,
+            "variables_to_average": averaged,
+        }
+        tx = sync_replicas(inner, AXIS, required, **options, **ema)
         links.append(optax.masked(by_lag(tx, name), {x: x == name for x in REQUIRED}))
         drawn, indices = gradients(name)
         grads[name] = {x: drawn[x] for x in ("scalar", "matrix")} | {"fixed": None}
