@@ -72,16 +72,25 @@ LEAVES = {
 }
 
 
+def all_of_them(axis_name, tree, weight):
+    return {
+        "mean": oxs.reduce(tree, axis_name),
+        "sum": oxs.reduce(tree, axis_name, reduction="sum"),
+        "weighted": oxs.reduce(tree, axis_name, weight=weight),
+        "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
+    }
+
+
+def of_both(axis_name, tree, **given):
+    """Reduced over all, and over groups."""
+    return [
+        oxs.reduce(tree, axis_name, group_assignment=groups, **given)
+        for groups in (None, GROUPS)
+    ]
+
+
 @each_context
 def test_dtypes(context):
-    def all_of_them(axis_name, tree, weight):
-        return {
-            "mean": oxs.reduce(tree, axis_name),
-            "sum": oxs.reduce(tree, axis_name, reduction="sum"),
-            "weighted": oxs.reduce(tree, axis_name, weight=weight),
-            "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
-        }
-
     weight = np.array([1, 2, 1, 0], np.float32)
     got = run(context, all_of_them, LEAVES, jnp.asarray(weight))
     for name, leaf in LEAVES.items():
@@ -150,78 +159,48 @@ def test_weights(context):
     }
 
     def function(axis_name, x, weights):
-        return {
-            (name, grouped): oxs.reduce(
-                {"x": x, "half": x.astype(jnp.bfloat16)},
-                axis_name,
-                weight=weight,
-                group_assignment=GROUPS if grouped else None,
-            )
-            for name, weight in weights.items()
-            for grouped in (False, True)
-        }
+        tree = {"x": x, "half": x.astype(jnp.bfloat16)}
+        return {name: of_both(axis_name, tree, weight=w) for name, w in weights.items()}
 
-    got = run(context, function, x, weights)
-    for (name, grouped), tree in got.items():
-        weight = weights[name].astype(np.float32)
-        groups = GROUPS if grouped else None
-        close(tree["x"], reference.reduce(x, weight=weight, groups=groups))
-        half = x.astype(jnp.bfloat16).astype(np.float32)
-        expected = reference.reduce(half, weight=weight, groups=groups)
-        assert np.array_equal(tree["half"], expected.astype(jnp.bfloat16)), name
+    half = x.astype(jnp.bfloat16).astype(np.float32)
+    for name, both in run(context, function, x, weights).items():
+        for groups, tree in zip((None, GROUPS), both, strict=True):
+            given = {"weight": weights[name].astype(np.float32), "groups": groups}
+            close(tree["x"], reference.reduce(x, **given))
+            expected = reference.reduce(half, **given).astype(jnp.bfloat16)
+            assert np.array_equal(tree["half"], expected), name
+
+
+def of_wires(axis_name, x, weight, dtypes):
+    """An array and a row of it, over all and over groups, by each wire's dtype."""
+    tree = {"x": x, "slices": oxs.IndexedSlices(jnp.array([0]), x[None])}
+    return [of_both(axis_name, tree, weight=weight, dtype=dtype) for dtype in dtypes]
 
 
 @some_contexts
 @pytest.mark.parametrize("weight", [[1, np.nan, 0, 1], [1, 3e38, 0, 3e38]])
 def test_weights_without_a_sum_are_loud(context, weight):
-    def function(axis_name, x, weight):
-        slices = oxs.IndexedSlices(jnp.array([1]), x[None])
-        return {
-            (grouped, dtype): oxs.reduce(
-                {"x": x, "slices": slices},
-                axis_name,
-                weight=weight,
-                group_assignment=GROUPS if grouped else None,
-                dtype=dtype,
-            )
-            for grouped in (False, True)
-            for dtype in ("float32", "float16")
-        }
-
+    function = functools.partial(of_wires, dtypes=("float32", "float16"))
     weight = jnp.array(weight, jnp.float32)
-    got = run(context, function, jnp.full((REPLICAS, 2), 1e-3), weight)
-    for (grouped, _), tree in got.items():
-        loud = np.array([not grouped, True, not grouped, True])
-        rows = tree["slices"].values[:, 0]
-        for leaf in (tree["x"], rows):
-            assert np.array_equal(np.isnan(leaf).all(-1), loud)
-            assert np.array_equal(np.isnan(leaf).any(-1), loud)
+    for both in run(context, function, jnp.full((REPLICAS, 2), 1e-3), weight):
+        for grouped, tree in enumerate(both):
+            loud = np.array([not grouped, True, not grouped, True])
+            for leaf in (tree["x"], tree["slices"].values[:, 0]):
+                assert np.array_equal(np.isnan(leaf).all(-1), loud)
+                assert np.array_equal(np.isnan(leaf).any(-1), loud)
 
 
 @some_contexts
 def test_token_counts_do_not_overflow_on_a_half_precision_wire(context):
-    def function(axis_name, x, weight):
-        return {
-            (dtype, grouped): oxs.reduce(
-                {"x": x, "slices": oxs.IndexedSlices(jnp.array([0]), x[None])},
-                axis_name,
-                weight=weight,
-                dtype=dtype,
-                group_assignment=GROUPS if grouped else None,
-            )
-            for dtype in ("float16", "bfloat16")
-            for grouped in (False, True)
-        }
-
+    function = functools.partial(of_wires, dtypes=("float16", "bfloat16"))
     x = np.array([[1.0], [5.0], [2.0], [8.0]], np.float32)
     weight = np.array([50000, 100000, 50000, 0], np.float32)
-    got = run(context, function, x, jnp.asarray(weight, jnp.int32))
-    for (_, grouped), tree in got.items():
-        groups = GROUPS if grouped else None
-        expected = reference.reduce(x, weight=weight, groups=groups)
-        # The quotients are powers of two: exact in any dtype.
-        assert np.array_equal(tree["x"], expected)
-        assert np.array_equal(tree["slices"].values[:, 0], expected)
+    for both in run(context, function, x, jnp.asarray(weight, jnp.int32)):
+        for groups, tree in zip((None, GROUPS), both, strict=True):
+            expected = reference.reduce(x, weight=weight, groups=groups)
+            # The quotients are powers of two: exact in any dtype.
+            assert np.array_equal(tree["x"], expected)
+            assert np.array_equal(tree["slices"].values[:, 0], expected)
 
 
 def wire(context, tree, **arguments):
@@ -472,19 +451,15 @@ def test_localize_changes_types_only(context):
 
 
 def test_double_precision():
+    third = np.array([1, 2, 3, 4]) / 3
+    tree = {"double": third, "single": third.astype(np.float32)}
+    weight = np.array([1.0, 2.0, 3.0, 0.0])
+
+    def function(axis_name, tree, weight):
+        alike = oxs.reduce(tree, axis_name, weight=2.0)
+        return all_of_them(axis_name, tree, weight) | {"python": alike}
+
     with jax.enable_x64(True):
-
-        def function(axis_name, tree, weight):
-            return {
-                "mean": oxs.reduce(tree, axis_name),
-                "weighted": oxs.reduce(tree, axis_name, weight=weight),
-                "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
-                "python": oxs.reduce(tree, axis_name, weight=2.0),
-            }
-
-        third = np.array([1, 2, 3, 4]) / 3
-        tree = {"double": third, "single": third.astype(np.float32)}
-        weight = np.array([1.0, 2.0, 3.0, 0.0])
         for context in ("shard_map", "vmap"):
             got = run(context, function, tree, weight)
             for result in got.values():

@@ -19,6 +19,7 @@ import optx_sync as oxs
 from optx_sync import fingerprints
 from optx_sync.placement.memory import HOST
 from tests import contexts
+from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -40,25 +41,6 @@ TREE: Any = {
 
 def compare(tree):
     return oxs.fingerprint(tree, AXIS)
-
-
-@functools.cache
-def comparison(context):
-    """A stacked tree to a `Fingerprint`; in `pmap`, `vmap` that of every replica."""
-    if context == "pmap":
-        return jax.pmap(compare, AXIS, devices=jax.devices()[:REPLICAS])
-    if context == "vmap":
-        return jax.jit(jax.vmap(compare, axis_name=AXIS))
-
-    def local(tree):
-        found = compare(jax.tree.map(lambda x: x[0], tree))
-        return found._replace(words=found.words[None])
-
-    own: Any = oxs.fingerprint(TREE, None)
-    out = own._replace(words=P(AXIS), differs=P(), leaf=P())
-    return jax.jit(
-        jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=out)
-    )
 
 
 def flip(leaf, replica, bit):
@@ -124,15 +106,15 @@ def test_1000_drawn_bits_are_found_and_named():
     "context", ["vmap", "shard_map", "shard_map_unchecked", "pmap"]
 )
 def test_all_contexts_and_no_false_alarm(context):
-    whole = stacked()
-    found = comparison(context)(whole)
+    whole, run = stacked(), mapped(context, compare, REPLICAS, AXIS)
+    found = run(whole)
     assert found.where(TREE) == {}
     assert not np.any(found.differs)
     # The words are those of the formula, and the same everywhere.
     words = np.asarray(found.words)
     assert np.array_equal(words, np.broadcast_to(formula(TREE), words.shape))
     replica, name, leaf = drawn()[0]
-    wrong = comparison(context)({**whole, name: leaf})
+    wrong = run({**whole, name: leaf})
     assert wrong.where(TREE) == {replica: f"['{name}']"}
 
 

@@ -39,26 +39,25 @@ def refuse(error, message, fun, *args, most=700):
 
 @keeping
 def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
-    params, axes = by_hand.replicate(PARAMS, N), by_hand.state_axes(tx, PARAMS)
+    params, _, axes = contexts.begun(tx, PARAMS)
     state = by_hand.replicate(tx.init(PARAMS), N)
     run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
+    message = r"counters .* shape \(4,\).* oxs.by_hand.state_axes\(tx, params\).*"
     refuse(
-        ValueError,
-        r"counters .* shape \(4,\).* oxs.by_hand.state_axes\(tx, params\).*"
-        r" oxs.by_hand.map_workers",
-        run,
-        *(params, state, params),
+        ValueError, message + r" oxs.by_hand.map_workers", run, params, state, params
     )
 
 
 @keeping
 @pytest.mark.parametrize("forgotten", ["all", "params", "state"])
 def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
-    axes = by_hand.state_axes(tx, PARAMS)
-    params = by_hand.replicate(PARAMS, N)
-    state = by_hand.replicate(tx.init(PARAMS), N, axes)
+    # SGD and a center keep nothing of the worker's own, and all that `sync_replicas`
+    # keeps is the replica's.
+    if forgotten == ("state" if "center" in tx.init(PARAMS)._fields else "all"):
+        return
+    params, state, axes = contexts.begun(tx, PARAMS)
     one = jax.tree.map(lambda _: P(), PARAMS)
-    specs = by_hand.state_specs(tx, PARAMS, one, AXIS)
+    specs = P(AXIS), by_hand.state_specs(tx, PARAMS, one, AXIS)
 
     def local(params, state):
         if forgotten == "state":
@@ -69,21 +68,9 @@ def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
         updates, state = tx.update(params, state, params)
         return updates, by_hand.replicate(state, 1, axes)
 
-    run = jax.shard_map(
-        local,
-        mesh=contexts.mesh(),
-        in_specs=(P(AXIS), specs),
-        out_specs=(P(AXIS), specs),
-    )
-    center = "center" in state._fields
-    if center and forgotten == "state":
-        return  # SGD and a center keep nothing of the worker's own
-    if not center and forgotten == "all":
-        return  # and all that `sync_replicas` keeps is the replica's
-    message = (
-        r"parameter at \['b'\] has shape .*oxs.by_hand.first\(params\).*map_workers"
-    )
-    refuse(ValueError, message, run, params, state)
+    run = jax.shard_map(local, mesh=contexts.mesh(), in_specs=specs, out_specs=specs)
+    message = r"at \['b'\] has shape .*oxs.by_hand.first\(params\).*map_workers"
+    refuse(ValueError, "parameter " + message, run, params, state)
 
 
 ROWS = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))

@@ -22,14 +22,6 @@ PARAMS = {
 }
 
 
-def one_step(tx, grads, state, params, axes=None) -> Any:
-    """One step of all workers: (parameters, state)."""
-    axes = 0 if axes is None else axes
-    run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-    updates, state = jax.jit(run)(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
 def test_a_chain_clips_each_workers_gradient_before_the_exchange():
     grads = jax.tree.map(lambda g: 3 * g, gradients())
     rule = RULES["elastic"](communication_period=2)
@@ -82,17 +74,15 @@ def test_two_rules_for_two_parts_of_the_parameters():
 def test_none_gradients(rule):
     """No update in a quiet step; the exchange acts on the leaf all the same."""
     tx = RULES[rule](optax.sgd(0.1), communication_period=2)
-    params = {
-        "used": jnp.ones((WORKERS, 3)),
-        "unused": jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2),
-    }
-    state = by_hand.replicate(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+    one = {"used": jnp.ones(3), "unused": jnp.arange(2.0)}
+    step, params, state = contexts.started(tx, one)
     # The center of the unused leaf is [0, 1] on all workers, as at worker 0.
+    params["unused"] = jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2)
     grads = {"used": jnp.ones((WORKERS, 3)), "unused": None}
-    quiet, state = one_step(tx, grads, state, params)
+    quiet, state = step(params, state, grads)
     np.testing.assert_array_equal(quiet["unused"], params["unused"])
     assert np.all(quiet["used"] != params["used"])
-    pulled, state = one_step(tx, grads, state, quiet)
+    pulled, state = step(quiet, state, grads)
     x, c = np.asarray(params["unused"]), np.array([0.0, 1.0])
     expected = {
         "elastic": x - 0.2 * (x - c),
@@ -188,27 +178,15 @@ def test_double_precision(rule):
 )
 def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     """A schedule for it, too; checks are for what is known."""
-    inject = optax.inject_hyperparams(
-        oxs.elastic_average, static_args=("axis_name", "communication_period")
-    )
-    tx = inject(
-        inner=optax.sgd(0.25),
-        axis_name=AXIS,
-        moving_rate=moving_rate,
-        learning_rate=0.25,
-        communication_period=1,
-    )
+    fixed = {"static_args": ("axis_name", "communication_period")}
+    inject = optax.inject_hyperparams(oxs.elastic_average, **fixed)
+    options: dict[str, Any] = {"learning_rate": 0.25, "communication_period": 1}
+    tx = inject(optax.sgd(0.25), AXIS, moving_rate=moving_rate, **options)
     # With rho = a / learning rate the penalty doubles the pull, but for the first step.
-    params: Any = jnp.full((2, 1), 4.0, dtype)
-    state = by_hand.replicate(tx.init(params[0]), 2)
-    grads = jnp.zeros((2, 1), dtype)
-    params = params.at[1].set(0.0)
-    values = []
+    step, params, state = contexts.started(tx, jnp.full(1, 4.0, dtype), 2)
+    params, values = params.at[1].set(0.0), []
     for _ in range(2):
-        run = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
-        updates, state = run(grads, state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            params = optax.apply_updates(params, updates)
+        params, state = step(params, state, jnp.zeros((2, 1), dtype))
         values.append([float(x) for x in params[:, 0]])
     # a = 0.5: the penalty pulls worker 1 by 0.5 * 4 to 2, the exchange by 0.5 * 2 to 3,
     # and the center 4 goes to 3. a = 0.25, anchored at 4: 3 + 0.25 goes to 3.1875.

@@ -156,28 +156,24 @@ def test_pods_that_share_out_their_matrices():
 
 
 BOTH = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
-
-
-def along(*axes, inner=muon):
-    mesh = mesh_of({"data": 2, "fsdp": 4})
-    return oxs.stacked(inner(), jax.NamedSharding(mesh, jax.P(axes)))
-
-
-def clipped():
-    return optax.chain(optax.clip_by_global_norm(1.0), muon())
+MESH, MUON, P = mesh_of({"data": 2, "fsdp": 4}), muon(), jax.P
+FOUR, EIGHT = (
+    oxs.stacked(MUON, jax.NamedSharding(MESH, P(x))) for x in ("fsdp", ("data", "fsdp"))
+)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), MUON)
 
 
 @table(r"""
-oxs.stacked(muon(), jax.P("fsdp")).init(PARAMS)
+oxs.stacked(MUON, P("fsdp")).init(PARAMS)
     # ValueError: over \['fsdp'\].*jax.set_mesh
-oxs.stacked(muon(), jax.P())
-oxs.stacked(muon(), jax.P(None, "fsdp"))
-oxs.stacked(muon(), jax.P("fsdp", "data"))
+oxs.stacked(MUON, P())
+oxs.stacked(MUON, P(None, "fsdp"))
+oxs.stacked(MUON, P("fsdp", "data"))
     # ValueError: in its first place and no other
-oxs.stacked(muon(), "fsdp")  # TypeError: spec must be a jax.P.*got 'fsdp'
-along("data", "fsdp").update(BOTH, along("fsdp").init(BOTH), BOTH)
+oxs.stacked(MUON, "fsdp")  # TypeError: spec must be a jax.P.*got 'fsdp'
+EIGHT.update(BOTH, FOUR.init(BOTH), BOTH)
     # ValueError: 4 rows, and 2 leaves on 8 devices need 8
-along("fsdp", inner=clipped).init(BOTH)
+oxs.stacked(CLIPPED, jax.NamedSharding(MESH, P("fsdp"))).init(BOTH)
     # ValueError: depends on the others.*oxs.stacked\(inner
 """)
 def test_refused(call, said):

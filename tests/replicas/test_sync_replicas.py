@@ -235,10 +235,6 @@ def lanes(tx, params, replicas=N) -> Any:
     return step
 
 
-def init(tx, params) -> Any:
-    return tx.init(params)
-
-
 def marking():
     """An inner transformation that no compiler can hide: it permutes its gradients."""
     ring = [(i, (i + 1) % N) for i in range(N)]
@@ -279,7 +275,7 @@ def test_nothing_changes_where_nobody_is_left():
     tx = sync_replicas(
         oxs.optimizers.adam(0.1), AXIS, 1, variable_averages=0.5, drop_nonfinite=True
     )
-    before = init(tx, params)
+    before = tx.init(params)
     grads = jax.tree.map(lambda p: jnp.full((N, *p.shape), jnp.nan), params)
     updates, state = lanes(tx, params)(grads)
     found = optax.apply_updates(params, updates), state.inner, state.averages
@@ -444,7 +440,7 @@ def test_state_is_what_optax_expects():
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     tx = sync_replicas(optax.sgd(0.1, momentum=0.9), AXIS, 2, variable_averages=0.9)
     tx = optax.chain(optax.clip(1.0), tx)
-    state = init(tx, params)
+    state = tx.init(params)
     same = optax.tree.map_params(tx, lambda x, p: x.shape == p.shape, state, params)
     # Sums, trace and averages of two parameters.
     assert sum(x is True for x in jax.tree.leaves(same)) == 6
