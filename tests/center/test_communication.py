@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import optx_sync as oxs
@@ -14,19 +13,15 @@ from tests.center import test_lockstep
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
 PARAMS = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(6)}
 BYTES = 4 * (16 * 8 + 6)
-INNER = optax.sgd(0.05, momentum=0.9)
-# The rules with their own inner optimizer, whose state is as large as the parameters.
-EXPECTED_BYTES = {
-    **{name: (tx, BYTES) for name, (tx, _) in test_lockstep.CASES.items()},
-    "agn_average": (test_lockstep.VARIANTS["agn_average"][0], 2 * BYTES),
-    "diloco_reset": (test_lockstep.VARIANTS["diloco_reset"][0], BYTES),
-    # One scalar more: how many workers are in the round.
-    "elastic_drop": (test_lockstep.VARIANTS["elastic_drop"][0], BYTES + 4),
-    "diloco_drop": (test_lockstep.VARIANTS["diloco_drop"][0], BYTES + 4),
-    "local_sgd_drop_average": (
-        test_lockstep.VARIANTS["local_sgd_drop_average"][0],
-        2 * BYTES + 4,
-    ),
+# The inner optimizer's state is as large as the parameters, and "drop" sends one scalar
+# more: how many workers are in the round.
+ONCE = ("elastic_schedule", "agn_sum", "agn_updates", "local_sgd", "diloco")
+CASES = test_lockstep.CASES | test_lockstep.VARIANTS
+EXPECTED_BYTES = dict.fromkeys((*ONCE, "diloco_reset"), BYTES) | {
+    "agn_average": 2 * BYTES,
+    "elastic_drop": BYTES + 4,
+    "diloco_drop": BYTES + 4,
+    "local_sgd_drop_average": 2 * BYTES + 4,
 }
 
 
@@ -44,16 +39,15 @@ def sent(tx, mesh, specs=None):
 
 @pytest.mark.parametrize("name", EXPECTED_BYTES)
 def test_a_round_sends_the_parameters_once_inside_a_conditional(name):
-    tx, expected = EXPECTED_BYTES[name]
-    rows = sent(tx, contexts.mesh())
+    rows = sent(CASES[name][0], contexts.mesh())
     assert {(row.kind, row.conditional) for row in rows} == {("all-reduce", True)}
-    assert sum(row.bytes for row in rows) == expected
+    assert sum(row.bytes for row in rows) == EXPECTED_BYTES[name]
 
 
-@pytest.mark.parametrize("name", ["elastic_schedule", "agn", "local_sgd", "diloco"])
+@pytest.mark.parametrize("name", ["elastic_schedule", "agn_sum", "local_sgd", "diloco"])
 def test_sharded_workers_send_their_shards_inside_a_conditional(name):
     specs = dict.fromkeys(PARAMS, jax.P("inside"))
-    rows = sent(test_lockstep.CASES[name][0], contexts.island_mesh(), specs)
+    rows = sent(CASES[name][0], contexts.island_mesh(), specs)
     assert {(row.kind, row.conditional) for row in rows} == {("all-reduce", True)}
     assert {row.groups for row in rows} == {((0, 2, 4, 6), (1, 3, 5, 7))}
     assert sum(row.bytes for row in rows) == BYTES // 2

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand
 from tests import contexts
 from tests.center.test_laws import RULES, STEPS, gradients, replay
 from tests.meshes import mesh_of
@@ -145,11 +144,10 @@ def test_a_tuple_of_axes():
             "diloco": oxs.diloco(sgd, axis, **options),
         }
 
-    params, (along, alone) = jnp.ones(3), map(rules, (names, AXIS))
-    workers = oxs.Workers(WORKERS, names, mesh=mesh_of(dict.fromkeys(names, 2)))
-    grads = gradients(params=params).swapaxes(0, 1)
-    found, _ = contexts.by_workers(workers, along, params, grads)
-    wanted, _ = contexts.by_workers(oxs.Workers(WORKERS, AXIS), alone, params, grads)
+    along = oxs.Workers(WORKERS, names, mesh=mesh_of(dict.fromkeys(names, 2)))
+    inputs = jnp.ones(3), gradients(params=np.ones(3)).swapaxes(0, 1)
+    found, _ = contexts.by_workers(along, rules(names), *inputs)
+    wanted, _ = contexts.by_workers(oxs.Workers(WORKERS, AXIS), rules(AXIS), *inputs)
     contexts.assert_close(found, wanted)
 
 

@@ -100,28 +100,6 @@ def test_complex_parameters_are_two_real_ones():
         contexts.assert_close(found, real)
 
 
-def test_a_period_that_grows_is_reached():
-    """It is read where it began: of the current step's it would run away."""
-
-    def period(step):
-        done = jnp.minimum(jnp.asarray(step, jnp.float32), 100) / 100
-        rate = 0.05 * (1 + jnp.cos(jnp.pi * done))
-        return jnp.clip(jnp.floor(jnp.square(0.05 / rate)), 2, 100)
-
-    def step(carry, _):
-        steps, local_step = carry
-        due = is_due(period, steps + 1, local_step)
-        return (jnp.where(due, 0, steps + 1), local_step + 1), due
-
-    zero = jnp.int32(0)
-    _, dues = jax.lax.scan(step, (zero, zero), length=100)
-    rounds = (np.flatnonzero(dues) + 1).tolist()
-    assert rounds[:31] == list(range(2, 64, 2))
-    assert rounds[31:] == [64, 67, 71, 77, 93]
-    tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=period)
-    assert [end for end in range(1, 101) if by_hand.due(tx, end - 1)] == rounds
-
-
 def test_where_a_period_is_nan_the_workers_meet():
     """`due` refuses it; a compiled step cannot, and must not wait for ever."""
 
