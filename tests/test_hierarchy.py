@@ -1,6 +1,5 @@
 """Pods of chips: gradients inside of a pod, a center between pods."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,9 @@ TX: Any = oxs.diloco(
 )
 
 
-def workers_of(mesh):
-    return oxs.Workers((PODS, CHIPS), ("pods", "chips"), mesh=mesh)
+def started(mesh, **given):
+    sizes, axes = (PODS, CHIPS), ("pods", "chips")
+    return contexts.started(TX, PARAMS, sizes, axes, mesh=mesh, **given)
 
 
 def gradients():
@@ -50,15 +50,9 @@ def by_hand():
 
 @pytest.mark.parametrize("mesh", [None, True])
 def test_one_answer(mesh):
-    workers, grads = workers_of(mesh), gradients()
-
-    @functools.partial(workers.step, state=2, split=False)
-    def step(params, state, grads):
-        return oxs.apply_gradients(TX, {"w": grads}, state, params, batch_size=3)
-
-    params, state = workers.start((PARAMS, TX.init(PARAMS)))
+    (step, params, state), grads = started(mesh, batch_size=3), gradients()
     for now, expected in zip(grads, by_hand(), strict=True):
-        params, state = step(params, state, now)
+        params, state = step(params, state, {"w": now})
         every = np.broadcast_to(expected[:, None], params["w"].shape)
         contexts.assert_close(params["w"], every)
     # Of a pod's own chips in the last step, and of the pods in the last round.
@@ -74,14 +68,8 @@ def test_one_answer(mesh):
 
 def test_often_inside_of_a_pod_and_seldom_between_pods():
     """Groups and bytes in the compiled step; measures are a scalar each."""
-    workers = workers_of(True)
-
-    @functools.partial(workers.step, state=2, split=False)
-    def step(params, state, grads):
-        return oxs.apply_gradients(TX, {"w": grads}, state, params)
-
-    started = workers.start((PARAMS, TX.init(PARAMS)))
-    rows = oxs.audit.collectives(step, *started, gradients()[0])
+    step, *begin = started(True)
+    rows = oxs.audit.collectives(step, *begin, {"w": gradients()[0]})
     size = 4 * PARAMS["w"].size
     assert sorted(row[:5] for row in rows) == [
         ("all-reduce", size + 4, 2, ((0, 1, 2, 3), (4, 5, 6, 7)), False),

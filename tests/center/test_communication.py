@@ -1,7 +1,5 @@
 """What a round and a quiet step cost, read from the compiled program."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +8,6 @@ import optx_sync as oxs
 from tests import contexts
 from tests.center import test_lockstep
 
-AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
 PARAMS = {"matrix": jnp.ones((16, 8)), "vector": jnp.ones(6)}
 BYTES = 4 * (16 * 8 + 6)
 # The inner optimizer's state is as large as the parameters, and "drop" sends one scalar
@@ -27,13 +24,7 @@ EXPECTED_BYTES = dict.fromkeys((*ONCE, "diloco_reset"), BYTES) | {
 
 def sent(tx, mesh, specs=None):
     """The collectives of a step of all workers."""
-    workers = oxs.Workers(WORKERS, AXIS, mesh=mesh, specs=specs)
-
-    @functools.partial(workers.step, state=2, split=False, donate=False)
-    def step(params, state, grads):
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    params, state = workers.start((PARAMS, tx.init(PARAMS)))
+    step, params, state = contexts.started(tx, PARAMS, mesh=mesh, specs=specs)
     return oxs.audit.collectives(step, params, state, params)
 
 

@@ -156,7 +156,7 @@ def program(**options):
     """(rows of the audit, temporary bytes) of a step on two devices."""
     tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     step, params, state = contexts.started(
-        tx, MATRICES, 2, over=contexts.mesh(2), donate=(0, 1)
+        tx, MATRICES, 2, mesh=contexts.mesh(2), donate=True
     )
     compiled = step.lower(params, state, params).compile()
     return oxs.audit.collectives(compiled), by_hand.memory(compiled).temporary

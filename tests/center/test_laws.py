@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 import optx_sync as oxs
-from optx_sync import by_hand
 from optx_sync.center.worker import is_due
 from tests import contexts
 

@@ -94,13 +94,7 @@ def test_three_levels_are_the_recurrence():
 
 def step_of(tx, mesh=None):
     """A step of all workers, and the parameters and state that they start from."""
-    workers = oxs.Workers((PODS, WORKERS), AXES, mesh=mesh)
-
-    def step(params, state, grads):
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    started = workers.start((PARAMS, tx.init(PARAMS)))
-    return workers.step(step, state=2, split=False, donate=False), *started
+    return contexts.started(tx, PARAMS, (PODS, WORKERS), AXES, mesh=mesh)
 
 
 def test_an_outer_round_stays():

@@ -223,7 +223,7 @@ def test_bytes_of_codes():
     floats = 64 * 1024 + 513
     exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
     tx = oxs.diloco(INNER, AXIS, shard_center=True, exchange=exchange)
-    step, params, state = contexts.started(tx, params, over=contexts.mesh(), meet=True)
+    step, params, state = contexts.started(tx, params, mesh=contexts.mesh(), meet=True)
     rows = oxs.audit.collectives(step.lower(params, state, params).compile())
     sent = {row.kind: row.bytes for row in rows}
     assert set(sent) == {"all-to-all", "all-gather"} and len(rows) == 2

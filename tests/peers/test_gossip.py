@@ -346,15 +346,10 @@ def test_half_precision_travels_and_is_averaged_in_float32():
     np.testing.assert_array_equal(history[-1], rounded)
 
 
-def compiled(tx, params, over, specs=None):
+def compiled(tx, params, mesh, specs=None):
     """A step of all workers, of which each is sharded as `specs` say."""
-    workers = oxs.Workers(over.shape[AXIS], AXIS, mesh=over, specs=specs)
-
-    @functools.partial(workers.step, state=2, split=False, donate=False)
-    def step(params, state, grads):
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    params, state = workers.start((params, tx.init(params)))
+    where = {"mesh": mesh, "specs": specs}
+    step, params, state = contexts.started(tx, params, mesh.shape[AXIS], **where)
     return step.lower(params, state, params).compile()
 
 

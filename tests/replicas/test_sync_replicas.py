@@ -253,13 +253,7 @@ def test_a_quiet_step_sends_flags_only(sharded):
     over, specs = contexts.mesh(), None
     if sharded:
         over, specs = contexts.island_mesh(), {"w": P(None, "inside"), "b": P()}
-    workers = oxs.Workers(N, AXIS, mesh=over, specs=specs)
-
-    @functools.partial(workers.step, state=2, split=False, donate=False)
-    def step(params, state, grads):
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    params, state = workers.start((params, tx.init(params)))
+    step, params, state = contexts.started(tx, params, mesh=over, specs=specs)
     rows = oxs.audit.collectives(step, params, state, params)
     always = [row for row in rows if not row.conditional]
     assert {row.kind for row in always} == {"all-reduce"}
