@@ -1,7 +1,6 @@
 """Another number of workers: what stays to the bit, what joiners get, what is lost."""
 
 import contextlib
-import functools
 import re
 import warnings
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync import by_hand
 from optx_sync.placement.fields import fields_of, nodes_of
-from tests.contexts import begun
+from tests.contexts import begun, started
 from tests.refusals import refused, table
 
 AXIS, N = "workers", 8
@@ -235,26 +234,22 @@ def test_four_go_on_as_four_from_that_center():
     tx = oxs.diloco(optax.sgd(0.3), AXIS, communication_period=2)
     one, target = jnp.linspace(-1, 1, 5), np.linspace(0, 1, N)[:, None]
 
-    def run(number, carry):
-        workers = oxs.Workers(number, AXIS)
-
-        @functools.partial(workers.step, state=2, split=False, donate=False)
-        def step(params, state, target):
-            return oxs.apply_gradients(tx, params - target, state, params)
-
+    def run(number, carry=None):
+        step, *begin = started(tx, one, number, AXIS)
+        params, state = carry or begin
         for _ in range(4):
-            carry = step(*carry, target[:number])
-        return carry
+            params, state = step(params, state, params - target[:number])
+        return params, state
 
-    params, state = run(N, oxs.Workers(N, AXIS).start((one, tx.init(one))))
+    params, state = run(N)
     four, center = oxs.Workers(4, AXIS), oxs.center_params(state, one)
     resized = four.resize((params, state))
-    started, fresh = four.start((center, tx.init(center)))
-    equal(started, resized[0])
+    begun_there, fresh = four.start((center, tx.init(center)))
+    equal(begun_there, resized[0])
     fresh = fresh._replace(
         local_step=state.local_step, global_step=state.global_step, outer=state.outer
     )
-    equal(run(4, resized), run(4, (started, fresh)))
+    equal(run(4, resized), run(4, (begun_there, fresh)))
 
 
 def test_the_middle_of_a_round():

@@ -297,18 +297,12 @@ def test_the_caller_may_say_when_a_part_meets():
     """`meet` in place of the counter: as often, and early."""
     grads = jax.tree.map(lambda x: x[0], gradients(2, 1))
     tx, _ = case("diloco", 3, 6, 2, 0.5)
-    params, state, axes = contexts.begun(tx, PARAMS, 2)
-
-    def step(params, state, grads, meet):
-        return oxs.apply_gradients(tx, grads, state, params, meet=meet)
-
-    ways = {"in_axes": (0, axes, 0, None), "out_axes": (0, axes)}
-    step = jax.jit(jax.vmap(step, **ways, axis_name=AXIS))
+    made = {meet: contexts.started(tx, PARAMS, 2, meet=meet) for meet in (True, False)}
 
     def run(says):
-        carry = params, state
+        carry = made[True][1:]
         for meet in says:
-            carry = step(*carry, grads, meet)
+            carry = made[meet][0](*carry, grads)
         return carry
 
     counted = run([oxs.by_hand.due(tx, number) for number in range(6)])

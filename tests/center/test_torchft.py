@@ -82,16 +82,12 @@ def test_diloco_mocked_failure_recovery():
     """
     tx = made()
     one = [jnp.ones(()), jnp.ones(())]
-    params, state, axes = contexts.begun(tx, one, 2)
-
-    def step(params, state):
-        grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    step = jax.jit(jax.vmap(step, (0, axes), (0, axes), axis_name=AXIS))
+    made_for = {number: contexts.started(tx, one, number) for number in (1, 2)}
+    _, params, state = made_for[2]
     own, center = [], []
     for number in range(1, STEPS + 1):
-        params, state = step(params, state)
+        grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)
+        params, state = made_for[len(params[0])][0](params, state, grads)
         if number == 6:
             with pytest.warns(UserWarning, match="what leaving workers have learned"):
                 params, state = by_hand.resize(tx, params, state, 1)

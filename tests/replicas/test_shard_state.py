@@ -242,31 +242,23 @@ def test_bytes_and_memory():
 
 def test_a_missing_gradient_and_another_number_of_replicas():
     tx = cross_shard(oxs.optimizers.adagrad(0.1), AXIS, shard_state=True)
-    params = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
-    axes = oxs.by_hand.state_axes(tx, params)
+    one = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
 
-    def train(state, replicas):
-        grads = jnp.tile(jnp.arange(7.0), (replicas, 1))
+    def train(number, held=None):
+        step, *begin = contexts.started(tx, one, number)
+        grads = {"w": jnp.tile(jnp.arange(7.0), (number, 1)), "none": None}
+        before = held or begin
+        after, state = step(*before, grads)
+        assert np.array_equal(after["none"], np.ones((number, 3)))
+        return (after, state), np.abs(after["w"] - before[0]["w"])[0, 1:]
 
-        def step(grad, state):
-            return tx.update({"w": grad, "none": None}, state, params)
-
-        mapped = oxs.by_hand.map_workers(
-            step, AXIS, in_axes=(0, axes), out_axes=(0, axes)
-        )
-        updates, state = jax.jit(mapped)(grads, state)
-        assert np.array_equal(updates["none"], np.zeros((replicas, 3)))
-        return updates["w"][0], state
-
-    first, state = train(oxs.by_hand.replicate(tx.init(params), 3, axes), 3)
-    state = oxs.by_hand.resize(tx, oxs.by_hand.replicate(params, 3), state, 4)[1]
-    second, state = train(state, 4)
+    held, first = train(3)
+    (_, state), second = train(4, oxs.Workers(4, AXIS).resize(held))
     accumulated = oxs.optimizers.slot(state, "accumulator")["w"]
     assert accumulated.shape == (4, 2)
-    np.testing.assert_allclose(
-        accumulated.reshape(-1)[:7], 0.1 + 2 * np.square(np.arange(7.0)), rtol=1e-6
-    )
-    assert (np.abs(second)[1:] < np.abs(first)[1:]).all()
+    squares = 0.1 + 2 * np.square(np.arange(7.0))
+    np.testing.assert_allclose(accumulated.reshape(-1)[:7], squares, rtol=1e-6)
+    assert (second < first).all()
 
 
 def sharded(inner, **more):
@@ -343,10 +335,6 @@ def test_hyperparameters_may_be_traced():
         lambda learning_rate: sharded(optax.sgd(learning_rate, momentum=0.9))
     )
     tx = make(learning_rate=0.5)
-    state = tx.init(jnp.zeros(3))
-    axes = oxs.by_hand.state_axes(tx, jnp.zeros(3))
-    step = jax.jit(
-        oxs.by_hand.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
-    )
-    updates, _ = step(jnp.ones((2, 3)), oxs.by_hand.replicate(state, 2, axes))
-    assert np.array_equal(updates, np.full((2, 3), -0.5))
+    step, params, state = contexts.started(tx, jnp.zeros(3), 2)
+    params, _ = step(params, state, jnp.ones((2, 3)))
+    assert np.array_equal(params, np.full((2, 3), -0.5))
