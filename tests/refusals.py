@@ -31,3 +31,17 @@ def table(text: str) -> Any:
             calls = []
     assert not calls, calls
     return pytest.mark.parametrize("call, said", rows, ids=[call for call, _ in rows])
+
+
+def all_refused(names: dict[str, Any]) -> Any:
+    """`all_refused(globals())(text)` is a test of a table whose calls find these names."""
+
+    def test_of(text):
+        @table(text)
+        def test(call, said):
+            with refused(said):
+                eval(call, names)
+
+        return test
+
+    return test_of

@@ -24,7 +24,7 @@ from optx_sync.comm.varying import vary_like
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
 from tests.reference import replicas as reference
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 REPLICAS = 4
 GROUPS = [[0, 2], [1, 3]]
@@ -484,7 +484,7 @@ def grouped(groups):
     return reduced(group_assignment=groups)
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 grouped(((0, 1), (2, 3)))  # ValueError: a partition.*list of lists.*Pass for example
 grouped([(0, 1), (2, 3)])
 grouped(np.array([[0, 1], [2, 3]]))
@@ -523,9 +523,6 @@ oxs.localize(jnp.ones(2), "data")
 replicated_out(lambda x: oxs.reduce(x, "data", group_assignment=GROUPS), np.ones(4))
     # ValueError: out_specs
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 @pytest.mark.parametrize("rows", [False, True])

@@ -19,7 +19,7 @@ import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
 from tests import contexts
 from tests.meshes import mesh_of
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS = "workers"
 rng = np.random.default_rng(0)
@@ -754,7 +754,7 @@ def weighed(params, x):
 FOUR = oxs.Workers(4, AXIS)
 
 
-@table(r"""
+test_odd_arguments_are_told = all_refused(globals())(r"""
 FOUR.resize(())  # ValueError: workers.resize needs a state
 FOUR.resize(FOUR.start(PARAMS), 2.5)  # TypeError: n must be an integer
 FOUR.center(())  # ValueError: workers.center needs a state
@@ -764,6 +764,3 @@ oxs.fingerprint({"a": "x"}, None)  # TypeError: .* at \['a'\] is no
 FOUR.step(weighed)(FOUR.start(PARAMS), INPUTS)
     # TypeError: weight must be a number, or None; got \[
 """)
-def test_odd_arguments_are_told(call, said):
-    with refused(said):
-        eval(call, globals())

@@ -15,7 +15,7 @@ import optx_sync as oxs
 from optx_sync import by_hand
 from optx_sync.placement.fields import fields_of, nodes_of
 from tests.contexts import begun, started
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -301,7 +301,7 @@ def resized(tx, n, **options):
     return by_hand.resize(tx, n=n, **given)
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 resized(CASES["diloco"], 0)  # ValueError: n must be 1 or more
 resized(CASES["diloco"], 2.0)  # TypeError: n must be an integer
 resized(ADAM, 2)  # ValueError: not a state of tx
@@ -313,9 +313,6 @@ resized(CASES["diloco"], 2, params=by_hand.replicate(PARAMS, 2))
     # ValueError: of \[2, 8\] workers
 resized(CASES["diloco"], 2, joiners="last")  # ValueError: joiners must be one of
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_random_keys_are_no_numbers():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS = contexts.AXIS
 SGD = optax.sgd(0.1)
@@ -44,7 +44,7 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
 ROWS = oxs.IndexedSlices(jnp.array([0]), jnp.ones((1, 2)))
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 local_sgd(period=0)
 local_sgd(period=-3)
 local_sgd(period=2**31)
@@ -114,9 +114,6 @@ local_sgd().init({"n": jnp.zeros(2, jnp.int32)})
     # TypeError: at \['n'\] has dtype int32; .* Leave it out with optax.masked
 elastic().init({"b": 0.5})  # TypeError: at \['b'\] is 0\.5 of type float; .* jnp.asa
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_integers_of_numpy_are_integers():

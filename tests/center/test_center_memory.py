@@ -17,7 +17,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync import by_hand
 from tests import contexts
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
 PERIOD = 2
@@ -160,7 +160,7 @@ def decided(meet):
     return oxs.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, meet=meet)
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 oxs.diloco(INNER, AXIS, center_memory="host")
     # ValueError: center_memory must be 'device' or
 oxs.diloco(INNER, AXIS, center_memory="pinned_host", delay=1)
@@ -170,6 +170,3 @@ oxs.elastic_average(INNER, AXIS, rho=0.1, center_memory="pinned_host")
 decided(None)
 decided(jnp.bool_(True))  # ValueError: needs two programs
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())

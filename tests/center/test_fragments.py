@@ -14,7 +14,7 @@ import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
 from tests.reference import center as reference
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS, STEPS = contexts.AXIS, 26
 PARAMS = {
@@ -400,7 +400,7 @@ HALVES, LAYERED = (
 )
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 made(fragments=0)  # ValueError: 1 or more
 oxs.rules.strided(-1)  # ValueError: 1 or more
 made(fragments=2.0)  # TypeError: oxs.rules.strided
@@ -429,6 +429,3 @@ oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
 oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3)
     # TypeError: pass the period itself
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())

@@ -13,7 +13,7 @@ import optx_sync as oxs
 from optx_sync import by_hand
 from tests import contexts
 from tests.reference.center import nested
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 PODS, WORKERS, STEPS, RATE = 2, 2, 13, 0.05
 AXES = ("pods", "data")
@@ -200,7 +200,7 @@ def test_a_weight_is_used_once_where_wrappers_nest(inner):
 RULE, MASK = oxs.local_sgd(SGD, "data"), {"vector": True, "scalar": False}
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 oxs.diloco(optax.chain(optax.clip(1.0), RULE), "pods").init(PARAMS)
 oxs.diloco(optax.masked(RULE, MASK), "pods").init(PARAMS)
 oxs.diloco(oxs.cross_shard(RULE, "chips"), "pods").init(PARAMS)
@@ -215,6 +215,3 @@ by_hand.state_axes(RULES["elastic(elastic)"], PARAMS, level=2)
 by_hand.state_specs(RULE, PARAMS, P(), P(*AXES))
     # ValueError: has 1 level.*got level 1
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())

@@ -15,7 +15,7 @@ from benchmarks.by_hand import memory as memory_of
 from optx_sync import by_hand
 from tests import contexts
 from tests.meshes import mesh_of
-from tests.refusals import refused, table
+from tests.refusals import all_refused, refused
 from tests.replicas.test_cross_shard import together
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -371,7 +371,7 @@ def on_two(function):
     return jax.vmap(function, axis_name=AXIS)(ONES)
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 sharded(oxs.elastic_average, moving_rate=0.1, rho=0.5)  # ValueError: `penalty` reads
 sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0)  # ValueError: `take` reads
 start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2)
@@ -388,6 +388,3 @@ on_two(lambda p, state=sharded().init(ONES[0]): sharded().update(p, state, p))
 on_two(lambda p: oxs.center_params(sharded().init(p), p))
     # ValueError: outside of the mapped function
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())

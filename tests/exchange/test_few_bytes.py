@@ -13,7 +13,7 @@ from optx_sync import by_hand
 from tests.contexts import steps
 from tests.exchange.meeting import AXIS, mapped, placed
 from tests.meshes import mesh_of
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
 power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
@@ -257,7 +257,7 @@ def step_of_rows(wrapper, exchange):
     return of_rows(lambda rows, table: tx.update(rows, tx.init(table))[0])
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 quantized(bits=2)  # ValueError: 8 or 4; got 2
 quantized(block=0)  # ValueError: block must be 1 or more
 quantized(block=2.0)  # TypeError: an integer
@@ -282,9 +282,6 @@ step_of_rows("sync_replicas", FEEDBACK)  # ValueError: row-sparse
 WRAPPERS["cross_shard"](exchange=quantized(), group_assignment=[[0, 1], [2, 3]])
     # ValueError: takes groups
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_a_missing_gradient_is_owed_nothing():

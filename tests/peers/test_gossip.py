@@ -16,7 +16,7 @@ from optx_sync import by_hand
 from tests import contexts
 from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
-from tests.refusals import refused, table
+from tests.refusals import all_refused, refused
 
 AXIS = "data"
 
@@ -434,7 +434,7 @@ def step_of(tx, n=8, state=None):
     return jax.eval_shape(jax.vmap(step, axis_name=AXIS), jnp.ones((n, 3)))
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 graphs.grid(3).matrices(8)  # ValueError: 3, 9, 27
 graphs.grid(1)  # ValueError: m must be 2 or more
 graphs.grid(2.0)  # TypeError: m must be an integer
@@ -460,9 +460,6 @@ step_of(optax.chain(PLAIN, optax.scale(0.5)))  # ValueError: Let it stand last
 oxs.gossip(oxs.local_sgd(SGD, "chips"), AXIS).init(ONES)
     # ValueError: center rule in `inner`
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import optx_sync as oxs
 from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
 from tests.reference import replicas as reference
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 from tests.test_simulate_sync_replicas import arrays_of, inner_of, recorded
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
@@ -184,7 +184,7 @@ def test_each_way_out_gives_the_right_number():
             assert (rows[..., 2] == right).all() and not rows[..., :2].any()
 
 
-def told(grads, made):
+def said_to_be(grads, made):
     """A step of gradients said to be what they are not."""
     tx = all_reduce_grads(AXIS, grads=grads)
     return over_eight(lambda x: tx.update(made(x), tx.init(None)))(INPUT)
@@ -198,23 +198,20 @@ def rows(x):
     return mixed(x) | {"here": oxs.IndexedSlices(jnp.array([0]), x)}
 
 
-@table(r"""
-told("local", mixed)
+test_leaves_that_are_not_what_they_are_told_to_be_are_named = all_refused(globals())(r"""
+said_to_be("local", mixed)
     # ValueError: (?s)at \['there'\].* does not vary over the mesh axis 'data'.*jax.grad
-told("local", mixed)
+said_to_be("local", mixed)
     # ValueError: (?s)oxs.localize\(params, 'data'\).*grads='summed'.*grads='averaged'
-told("summed", lambda x: {"here": x})
-told("summed", mixed)
-told("summed", rows)
+said_to_be("summed", lambda x: {"here": x})
+said_to_be("summed", mixed)
+said_to_be("summed", rows)
     # ValueError: grads='summed'.*at \['here'\] varies.*oxs.localize
-told("averaged", lambda x: {"here": x})
-told("averaged", mixed)
-told("averaged", rows)
+said_to_be("averaged", lambda x: {"here": x})
+said_to_be("averaged", mixed)
+said_to_be("averaged", rows)
     # ValueError: grads='averaged'.*at \['here'\] varies.*oxs.localize
 """)
-def test_leaves_that_are_not_what_they_are_told_to_be_are_named(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 SCHEDULED = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), 0.9)
@@ -471,7 +468,7 @@ def grouped(*groups):
     return sharded(group_assignment=list(groups))
 
 
-@table(r"""
+test_refused_at_construction = all_refused(globals())(r"""
 cross_shard()  # TypeError: missing.*'inner'.*oxs\.cross_shard\(optax
 cross_shard(SGD)
 cross_shard("data")  # TypeError: missing.*'axis_name'
@@ -492,9 +489,6 @@ sharded(grads="summed", exchange=ex.all_reduce(jnp.bfloat16))
 sharded(exchange=ex.quantized(), group_assignment=PAIRS)
     # ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)
 """)
-def test_refused_at_construction(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)
@@ -514,7 +508,7 @@ def rows_of(width, index, exchange=None):
     return jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
 
 
-@table(r"""
+test_refused_at_the_call = all_refused(globals())(r"""
 weighted(grouped([0], [1]))  # ValueError: permutation of range\(4\)
 weighted(sharded(reduction="sum"))  # ValueError: no meaning.*reduction='sum'
 weighted(sharded(grads="summed"))  # ValueError: weight needs each.*'summed'
@@ -522,6 +516,3 @@ rows_of(3, 0)
 rows_of(2, 2)  # ValueError: IndexedSlices at \['m'\]
 rows_of(2, 0, OWN)  # ValueError: row-sparse, which this exchange does not take
 """)
-def test_refused_at_the_call(call, said):
-    with refused(said):
-        eval(call, globals())

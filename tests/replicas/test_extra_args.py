@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 PARAMS = jnp.zeros(2)
@@ -122,16 +122,13 @@ def test_what_types_tell():
         on_mesh((link, {"value": own}))
 
 
-@table(r"""
+test_names_that_are_none = all_refused(globals())(r"""
 oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args="value")
 oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=("value", 1))
 oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=None)
 oxs.sync_replicas(BY_VALUE, AXIS, 2, reduce_extra_args="value")
     # TypeError: tuple of names.*got
 """)
-def test_names_that_are_none(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_the_center_s_own_step_gets_the_workers_mean():

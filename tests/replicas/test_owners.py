@@ -12,7 +12,7 @@ import pytest
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 cross_shard: Any = oxs.cross_shard
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -208,7 +208,7 @@ def owned(inner):
     return tx.init({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
 
 
-@table(r"""
+test_what_mixes_leaves_is_refused = all_refused(globals())(r"""
 owned(optax.chain(optax.clip_by_global_norm(1.0), inner()))
 owned(optax.normalize_by_update_norm())
 owned(optax.contrib.dog())
@@ -216,9 +216,6 @@ owned(optax.contrib.prodigy())
 owned(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw()))
 owned(optax.apply_if_finite(inner(), 3))  # ValueError: depends on the others
 """)
-def test_what_mixes_leaves_is_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_leaves_that_differ_by_name_alone_are_no_group():

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
-from tests.refusals import refused, table
+from tests.refusals import all_refused, refused
 from tests.replicas.test_cross_shard import together, with_weight
 
 cross_shard: Any = oxs.cross_shard
@@ -293,7 +293,7 @@ NORM, MOMENTUM = optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)
 DADAPT = optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 started(optax.lamb(0.1))  # ValueError: Leave shard_state=True out
 started(optax.clip_by_global_norm(1.0))
 started(optax.apply_if_finite(MOMENTUM, 3))
@@ -312,9 +312,6 @@ on_two(lambda x: updated(x, started(MOMENTUM, x), jnp.arange(3)), 3)
     # TypeError: dtype int32
 on_two(lambda x: updated(x, started(MOMENTUM)), 5)  # ValueError: for one of 2 replicas
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
 
 
 def test_which_trees_it_has_seen_changes_nothing():

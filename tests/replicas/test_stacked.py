@@ -12,7 +12,7 @@ import pytest
 
 import optx_sync as oxs
 from tests.meshes import mesh_of
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 RNG = np.random.default_rng(0)
 STEPS = 3
@@ -163,7 +163,7 @@ FOUR, EIGHT = (
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), MUON)
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 oxs.stacked(MUON, P("fsdp")).init(PARAMS)
     # ValueError: over \['fsdp'\].*jax.set_mesh
 oxs.stacked(MUON, P())
@@ -176,6 +176,3 @@ EIGHT.update(BOTH, FOUR.init(BOTH), BOTH)
 oxs.stacked(CLIPPED, jax.NamedSharding(MESH, P("fsdp"))).init(BOTH)
     # ValueError: depends on the others.*oxs.stacked\(inner
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())

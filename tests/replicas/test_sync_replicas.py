@@ -14,7 +14,7 @@ import optx_sync as oxs
 from optx_sync import by_hand, sync_replicas
 from tests import contexts
 from tests.reference import sync_replicas as reference
-from tests.refusals import refused, table
+from tests.refusals import all_refused
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 STEPS, ROWS, RATE, DECAY = 24, 5, 0.1, 0.9
@@ -550,7 +550,7 @@ def summed(tx, params):
     return jax.eval_shape(run, jnp.ones((N, 2)))
 
 
-@table(r"""
+test_refused = all_refused(globals())(r"""
 sync_replicas("data", AXIS, 2)  # TypeError: inner must be
 sync_replicas(SGD, 2, 2)  # TypeError: axis_name
 synced(0)  # ValueError: aggregate must be 1 or more, .*0
@@ -577,6 +577,3 @@ oxs.metrics(SGD.init(TABLE))  # ValueError: no metrics in this state
     # ValueError: params=None
 summed(synced(), jnp.zeros(2))  # ValueError: localize.*stay local
 """)
-def test_refused(call, said):
-    with refused(said):
-        eval(call, globals())
