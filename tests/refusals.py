@@ -34,7 +34,7 @@ def table(text: str) -> Any:
 
 
 def all_refused(names: dict[str, Any]) -> Any:
-    """`all_refused(globals())(text)` is a test of a table whose calls find these names."""
+    """`all_refused(globals())(text)` is the test of a table; calls find the names."""
 
     def test_of(text):
         @table(text)

@@ -49,7 +49,8 @@ def run(context, function, *args):
 
 def over(sizes, function, check_vma, specs, out=None, **manual):
     """A function of shards of a mesh."""
-    ways = {"in_specs": specs, "out_specs": out or specs, "check_vma": check_vma}
+    out = specs if out is None else out  # P() is an empty tuple
+    ways = {"in_specs": specs, "out_specs": out, "check_vma": check_vma}
     return jax.jit(jax.shard_map(function, mesh=mesh_of(sizes), **ways, **manual))
 
 

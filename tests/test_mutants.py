@@ -26,7 +26,7 @@ def test_the_tests_to_begin_with_are_there():
     for test in named.union(*mutants.TESTS.values()):
         file, _, name = test.partition("::")
         text = (mutants.ROOT / "tests" / file).read_text()
-        # A test of refusals is a table: `test_refused = told(...)`.
+        # A test of refusals is a table: `test_refused = all_refused(...)`.
         assert re.search(rf"^(def )?{name}\b", text, re.M) if name else text, test
 
 

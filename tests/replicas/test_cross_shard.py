@@ -198,7 +198,7 @@ def rows(x):
     return mixed(x) | {"here": oxs.IndexedSlices(jnp.array([0]), x)}
 
 
-test_leaves_that_are_not_what_they_are_told_to_be_are_named = all_refused(globals())(r"""
+test_leaves_that_are_not_what_they_are_said_to_be = all_refused(globals())(r"""
 said_to_be("local", mixed)
     # ValueError: (?s)at \['there'\].* does not vary over the mesh axis 'data'.*jax.grad
 said_to_be("local", mixed)

@@ -310,7 +310,8 @@ sharded(MOMENTUM, exchange=oxs.exchange.median())  # ValueError: half way
 on_two(lambda x: updated(rows(x)), 1, 3)  # ValueError: row-sparse
 on_two(lambda x: updated(x, started(MOMENTUM, x), jnp.arange(3)), 3)
     # TypeError: dtype int32
-on_two(lambda x: updated(x, started(MOMENTUM)), 5)  # ValueError: for one of 2 replicas
+on_two(lambda x, whole=started(MOMENTUM): updated(x, whole), 5)
+    # ValueError: for one of 2 replicas
 """)
 
 
