@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optx_sync import checks
 from optx_sync.exchange import contract
@@ -126,8 +126,7 @@ class _Places(NamedTuple):
 
     def sizes(self) -> list[int]:
         """The number of devices along each of the axes."""
-        shape = dict(self.mesh().shape)
-        return [shape[name] for name in self.names]
+        return [self.mesh().shape[name] for name in self.names]
 
     def laid(self, stack: jax.Array) -> jax.Array:
         """A padded stack `[K, ...]`, placed as `spec` says."""
@@ -166,9 +165,7 @@ class _Places(NamedTuple):
         return ways
 
     def _is_explicit(self) -> bool:
-        mesh = self.mesh()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        return all(kinds[name] == AxisType.Explicit for name in self.names)
+        return {*self.names} <= {*self.mesh().explicit_axes}
 
     def _put(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         where: Any = spec
