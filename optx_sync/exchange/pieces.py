@@ -185,11 +185,8 @@ def check_pieces(
     """Refuse a state in pieces that was cut for another number of replicas."""
     replicas = axis_size(axis_name)
     wanted = jax.eval_shape(lambda like: init(cut(like, axis_name)), like)
-    for (path, x), found in zip(
-        jax.tree_util.tree_leaves_with_path(wanted),
-        jax.tree.leaves(state.tree),
-        strict=True,
-    ):
+    wanted = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, x), found in zip(wanted, jax.tree.leaves(state.tree), strict=True):
         if jnp.shape(found) != x.shape:
             raise ValueError(
                 f"The state at {path_name(path)} has shape {jnp.shape(found)}, but a"
