@@ -17,7 +17,7 @@ from optx_sync.center.coded import (
     start_codes,
 )
 from optx_sync.center.worker import start_center
-from optx_sync.runtime import Push, PushRefused, Server, Worker
+from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
 from optx_sync.simulate import asynchronous
 from tests.refusals import all_refused, refused
 
@@ -265,6 +265,7 @@ BOTH = oxs.CenterRule(
     contribute=lambda own, center, at: own.params - own.taken,
     take=lambda x, before, after, at: x + after - before,
 )
+REPLICAS = SyncReplicas(1)
 FED, POWER = exchange.error_feedback(CODE), exchange.power_sgd()
 
 
@@ -279,12 +280,12 @@ def pulling(agreement, code, params: Any = PARAMS):
 test_codes_that_a_run_cannot_have_are_refused = all_refused(globals())(r"""
 pushing(ELASTIC, CODE)  # ValueError: reads the center
 pushing(LOCAL, exchange.median())  # ValueError: one by one
-pushing(SyncReplicas(1), CODE)  # ValueError: SyncReplicas may drop
+pushing(REPLICAS, CODE)  # ValueError: SyncReplicas may drop
 pulling(LOCAL, FED)  # ValueError: without error_feedback
 pulling(LOCAL, POWER)  # ValueError: and no memory
 pulling(LOCAL, exchange.median())  # ValueError: such as
 pulling(BOTH, CODE)  # ValueError: before and after
-pulling(SyncReplicas(1), CODE)  # ValueError: Leave pull_exchange out
+pulling(REPLICAS, CODE)  # ValueError: Leave pull_exchange out
 pushing(LOCAL, CODE, COMPLEX)
 pulling(LOCAL, CODE, COMPLEX)  # TypeError: real floating
 pushing(LOCAL, 0.5)
