@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from optx_sync import audit
 from optx_sync.audit import Collective
 from tests.meshes import mesh_of
+from tests.refusals import all_refused
 
 EVERYONE = (tuple(range(8)),)
 
@@ -511,28 +512,20 @@ def test_written_groups(written, groups):
     assert row.groups == groups
 
 
-def test_what_cannot_be_read_is_an_error():
-    body = """
-    ENTRY main {
-      p = DTYPE[6] parameter(0)
-      ROOT r = DTYPE[6] all-reduce(OPERAND), replica_groups=GROUPS
-    }
-    """
+def module(dtype="f32", operand="p", groups="{{0,1}}"):
+    return hlo(f"""
+    ENTRY main {{
+      p = {dtype}[6] parameter(0)
+      ROOT r = {dtype}[6] all-reduce({operand}), replica_groups={groups}
+    }}
+    """)
 
-    def module(dtype="f32", operand="p", groups="{{0,1}}"):
-        return (
-            body.replace("DTYPE", dtype)
-            .replace("OPERAND", operand)
-            .replace("GROUPS", groups)
-        )
 
-    assert hlo(module())[0].bytes == 24
-    with pytest.raises(ValueError, match="does not define operand 'q'"):
-        hlo(module(operand="q"))
-    with pytest.raises(ValueError, match="unknown element type 'quad'"):
-        hlo(module(dtype="quad"))
-    with pytest.raises(ValueError, match="device groups of 'r'"):
-        hlo(module(groups="@mesh"))
+test_what_cannot_be_read_is_an_error = all_refused(globals())(r"""
+module(operand="q")  # ValueError: does not define operand 'q'
+module(dtype="quad")  # ValueError: unknown element type 'quad'
+module(groups="@mesh")  # ValueError: device groups of 'r'
+""")
 
 
 def test_table_adds_up():

@@ -1,5 +1,6 @@
 """What `measure=True` says: against NumPy, in every context, and what it costs."""
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from optx_sync import by_hand
 from optx_sync.exchange.measures import DECAY
 from tests import contexts
 from tests.meshes import mesh_of
+from tests.refusals import all_refused
 
 AXIS, WORKERS = contexts.AXIS, contexts.REPLICAS
 PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.ones(2, np.float32)}
@@ -316,51 +318,55 @@ def test_a_state_can_be_donated():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-def test_what_is_refused():
-    eight_bits = oxs.exchange.quantized()
-    options: dict[str, Any]
-    for options, message in (
-        ({"grads": "averaged"}, "own gradient, but grads='averaged' says"),
-        ({"grads": "summed"}, "own gradient, but grads='summed' says"),
-        ({"exchange": eight_bits}, "this exchange gives another one, coded or cut"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            oxs.cross_shard(SGD, AXIS, measure=True, **options)
-    with pytest.raises(ValueError, match="this exchange gives another one"):
-        oxs.sync_replicas(SGD, AXIS, 2, measure=True, exchange=eight_bits)
+EIGHT_BITS = oxs.exchange.quantized()
+FED = oxs.exchange.error_feedback(EIGHT_BITS)
+ROWS = oxs.IndexedSlices(jnp.zeros(1, jnp.int32), jnp.ones((1, 2)))
+sync_replicas = functools.partial(oxs.sync_replicas, SGD, AXIS, 2, measure=True)
 
-    def update(tx, grads, **extra):
-        def one(_):
-            return tx.update(grads, tx.init(PARAMS), PARAMS, **extra)[0]
 
-        return jax.eval_shape(jax.vmap(one, axis_name=AXIS), jnp.arange(2))
+def measuring(**options: Any) -> Any:
+    return oxs.cross_shard(SGD, AXIS, measure=True, **options)
 
-    tx = oxs.cross_shard(SGD, AXIS, measure=True)
-    with pytest.raises(ValueError, match=r"batch_size must be a scalar.*\(2,\)"):
-        update(tx, PARAMS, batch_size=np.ones(2))
-    with pytest.raises(ValueError, match="batch_size must be a number of examples"):
-        update(tx, PARAMS, batch_size=-1)
-    rows = oxs.IndexedSlices(jnp.zeros(1, jnp.int32), jnp.ones((1, 2)))
-    with pytest.raises(ValueError, match=r"row-sparse, which measure=True does not"):
-        update(oxs.sync_replicas(SGD, AXIS, 2, measure=True), {**PARAMS, "w": rows})
 
-    # Where types tell: gradients that autodiff has summed.
+def update(tx, grads, **extra):
+    def one(_):
+        return tx.update(grads, tx.init(PARAMS), PARAMS, **extra)[0]
+
+    jax.eval_shape(jax.vmap(one, axis_name=AXIS), jnp.arange(2))
+
+
+def of_summed():
+    """Where types tell: gradients that autodiff has summed."""
+    tx = measuring()
+
     def local(params):
         return tx.update(params, tx.init(params), params)[0]
 
-    summed = jax.shard_map(
-        local, mesh=contexts.mesh(), in_specs=P(), out_specs=P(), check_vma=True
-    )
-    with pytest.raises(ValueError, match="does not vary over the mesh axis"):
-        jax.eval_shape(summed, PARAMS)
-    # Without measure=True there is nothing to read; a center rule says what it can.
-    with pytest.raises(ValueError, match=r"measures nothing\. Pass measure=True"):
-        oxs.metrics(
-            oxs.cross_shard(
-                SGD, AXIS, exchange=oxs.exchange.error_feedback(eight_bits)
-            ).init(PARAMS)
-        )
-    coded = oxs.local_sgd(SGD, AXIS, measure=True, exchange=eight_bits)
+    summed = jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(), out_specs=P())
+    jax.eval_shape(summed, PARAMS)
+
+
+test_what_is_refused = all_refused(globals())(r"""
+measuring(grads="averaged")  # ValueError: own gradient, but grads='averaged' says
+measuring(grads="summed")  # ValueError: own gradient, but grads='summed' says
+measuring(exchange=EIGHT_BITS)  # ValueError: this exchange gives another one, coded
+sync_replicas(exchange=EIGHT_BITS)  # ValueError: this exchange gives another one
+update(measuring(), PARAMS, batch_size=np.ones(2))  # ValueError: a scalar.*\(2,\)
+update(measuring(), PARAMS, batch_size=-1)  # ValueError: must be a number of examples
+update(sync_replicas(), PARAMS | {"w": ROWS})  # ValueError: row-sparse, which measure
+of_summed()  # ValueError: does not vary over the mesh axis
+oxs.metrics(oxs.cross_shard(SGD, AXIS, exchange=FED).init(PARAMS))
+    # ValueError: measures nothing\. Pass measure=True
+oxs.outer.next_batch_size(1.0, 250, multiple=64)
+    # ValueError: batch_size must be a multiple of
+oxs.outer.next_batch_size(1.0, -32)  # ValueError: batch_size must be 1 or more
+oxs.outer.next_batch_size(1.0, 256, largest=-1)  # ValueError: largest must be 1
+oxs.outer.next_batch_size(1.0, 256, noise=0.0)  # ValueError: noise
+""")
+
+
+def test_a_center_rule_says_what_it_can_without_an_exact_exchange():
+    coded = oxs.local_sgd(SGD, AXIS, measure=True, exchange=EIGHT_BITS)
     assert oxs.metrics(coded.init(PARAMS)).agreement is None
 
 
@@ -407,17 +413,3 @@ def test_shards_of_a_replica_are_one():
 )
 def test_the_batch_that_the_noise_asks_for(scale, options, expected):
     assert oxs.outer.next_batch_size(scale, 256, **options) == expected
-
-
-@pytest.mark.parametrize(
-    ("said", "batch_size", "options"),
-    [
-        ("batch_size must be a multiple of", 250, {"multiple": 64}),
-        ("batch_size must be 1 or more", -32, {}),
-        ("largest must be 1 or more", 256, {"largest": -1}),
-        ("noise", 256, {"noise": 0.0}),
-    ],
-)
-def test_a_batch_that_cannot_be_is_refused(said, batch_size, options):
-    with pytest.raises(ValueError, match=said):
-        oxs.outer.next_batch_size(1.0, batch_size, **options)

@@ -19,7 +19,7 @@ from optx_sync.rows.lookup import take
 from optx_sync.rows.on_values import on_values
 from optx_sync.rows.slices import IndexedSlices
 from tests.meshes import mesh_of
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 ROWS = 9
 LAST = 2**31 - 1
@@ -56,21 +56,19 @@ def test_it_keeps_integers_of_any_dtype():
     equal(jax.jit(lambda i: IndexedSlices(i, jnp.ones(2)).indices)(wide), [LAST, 1])
 
 
-@pytest.mark.parametrize(
-    "indices, rows, said",
-    [
-        (jnp.ones(2), 2, "TypeError: indices must be integers"),
-        (np.array([True, False]), 2, "TypeError: indices must be integers"),
-        ([0.5, 1], 2, "TypeError: indices must be integers"),
-        (jnp.array([]), 0, "TypeError: they name rows; got dtype float32"),
-        ([1, 2], 3, "ValueError: one row for each index"),
-        ([[1, 2]], 1, "ValueError: one axis"),
-        (np.array([2**32]), 1, "ValueError: int32"),
-    ],
-)
-def test_what_are_no_rows_is_refused(indices, rows, said):
-    with refused(said):
-        IndexedSlices(indices, jnp.ones((rows, 2)))
+def rows_at(indices, rows=2):
+    IndexedSlices(indices, jnp.ones((rows, 2)))
+
+
+test_what_are_no_rows_is_refused = all_refused(globals())(r"""
+rows_at(jnp.ones(2))
+rows_at(np.array([True, False]))
+rows_at([0.5, 1])  # TypeError: indices must be integers
+rows_at(jnp.array([]), 0)  # TypeError: they name rows; got dtype float32
+rows_at([1, 2], 3)  # ValueError: one row for each index
+rows_at([[1, 2]], 1)  # ValueError: one axis
+rows_at(np.array([2**32]), 1)  # ValueError: int32
+""")
 
 
 @pytest.mark.parametrize(
@@ -437,40 +435,24 @@ def ids(batch):
     return batch["ids"]
 
 
-@pytest.mark.parametrize(
-    "call, said",
-    [
-        (
-            lambda: grads_of(embedding=3),
-            r"TypeError: function that returns ids.*\['embedding'\]",
-        ),
-        (lambda: value_and_grad(3, ids_of), "TypeError: loss must be a function"),
-        (lambda: grads_of(embeding=ids), r"ValueError: rows names \['embeding'\]"),
-        (
-            lambda: grads_of({"none": None}, none=ids),
-            r"ValueError: rows names \['none'\]",
-        ),
-        (
-            lambda: grads_of(embedding=lambda batch: ids(batch) * jnp.float32(1)),
-            r"TypeError: ids for \['embedding'\] must be integers",
-        ),
-        (
-            lambda: grads_of({"embedding": jnp.ones(())}),
-            r"TypeError: \['embedding'\], which is not a table",
-        ),
-        (
-            lambda: grads_of({"embedding": jnp.ones(ROWS, jnp.int32)}),
-            r"TypeError: \['embedding'\], which is not a table",
-        ),
-        (lambda: take(jnp.ones(3), jnp.ones(2)), "TypeError: ids must be integers"),
-        (lambda: take(some_slices(), [0]), "TypeError: take looks rows up"),
-        (lambda: take(3.0, [0]), "TypeError: take looks rows up"),
-        (lambda: take(jnp.ones(()), [0]), "TypeError: take looks rows up"),
-    ],
-)
-def test_what_names_no_rows_is_refused(call, said):
-    with jax.numpy_dtype_promotion("standard"), refused(said):
-        call()
+def with_float_ids(batch):
+    return batch["ids"].astype("f4")
+
+
+test_what_names_no_rows_is_refused = all_refused(globals())(r"""
+grads_of(embedding=3)  # TypeError: function that returns ids.*\['embedding'\]
+value_and_grad(3, ids_of)  # TypeError: loss must be a function
+grads_of(embeding=ids)  # ValueError: rows names \['embeding'\]
+grads_of({"none": None}, none=ids)  # ValueError: rows names \['none'\]
+grads_of(embedding=with_float_ids)  # TypeError: \['embedding'\] must be integers
+grads_of({"embedding": jnp.ones(())})
+grads_of({"embedding": jnp.ones(ROWS, "i4")})
+    # TypeError: \['embedding'\], which is not a table
+take(jnp.ones(3), jnp.ones(2))  # TypeError: ids must be integers
+take(some_slices(), [0])
+take(3.0, [0])
+take(jnp.ones(()), [0])  # TypeError: take looks rows up
+""")
 
 
 @pytest.mark.parametrize("context", ["vmap", "shard_map", "unchecked"])

@@ -14,7 +14,7 @@ from optx_sync.replicas.tokens import Tokens, hand_out
 from tests import contexts
 from tests.recorded import arrays_of, inner_of, recorded
 from tests.reference import sync_replicas as reference
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 OF_EVERY_EVENT = ("accepted", "updated", "tokens", "global_step")
 
@@ -157,28 +157,19 @@ def test_a_traced_schedule_may_name_nobody():
         np.testing.assert_array_equal(known, want)
 
 
-ALONE = {"total_num_replicas": 1}
-
-
-@pytest.mark.parametrize(
-    ("said", "options"),
-    [
-        ("ValueError: Too few .* num_tokens=0, and 1 are", ALONE | {"num_tokens": 0}),
-        ("ValueError: num_tokens must be -1 or more", {"num_tokens": -5}),
-        ("TypeError: num_tokens must be", {"num_tokens": 1.0}),
-        ("ValueError: must be 1 or more", {"replicas_to_aggregate": 0}),
-        ("ValueError: must be 0 or more, .* -1", {"initial_global_step": -1}),
-        ("ValueError: names worker 3, but there are 3", {"schedule": [0, 3]}),
-        ("ValueError: names worker -1", {"schedule": [0, -1]}),
-        ("TypeError: must hold integers", {"schedule": [1.0]}),
-        ("ValueError: must have one axis", {"schedule": [[0, 1]]}),
-        ("TypeError: record must be", {"record": "some"}),
-        ("ValueError: record must be 1", {"record": 0}),
-        ("ValueError: a decay", {"variable_averages": 2.0}),
-        ("ValueError: at least one variable", {"params": {}}),
-        (r"ValueError: 'w'.* has shape \(2,\)", {"params": {"w": jnp.ones(3)}}),
-    ],
-)
-def test_refused(said, options):
-    with refused(said):
-        toy(**options)
+test_refused = all_refused(globals())(r"""
+toy(total_num_replicas=1, num_tokens=0)  # ValueError: Too few .*=0, and 1 are
+toy(num_tokens=-5)  # ValueError: num_tokens must be -1 or more
+toy(num_tokens=1.0)  # TypeError: num_tokens must be
+toy(replicas_to_aggregate=0)  # ValueError: must be 1 or more
+toy(initial_global_step=-1)  # ValueError: must be 0 or more, .* -1
+toy([0, 3])  # ValueError: names worker 3, but there are 3
+toy([0, -1])  # ValueError: names worker -1
+toy([1.0])  # TypeError: must hold integers
+toy([[0, 1]])  # ValueError: must have one axis
+toy(record="some")  # TypeError: record must be
+toy(record=0)  # ValueError: record must be 1
+toy(variable_averages=2.0)  # ValueError: a decay
+toy(params={})  # ValueError: at least one variable
+toy(params={"w": jnp.ones(3)})  # ValueError: 'w'.* has shape \(2,\)
+""")

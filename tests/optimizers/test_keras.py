@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from optx_sync.optimizers.keras import keras as typed_keras
 from optx_sync.rows.slices import IndexedSlices
 from tests.meshes import mesh_of
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 K: Any = library.optimizers
 
@@ -314,24 +314,13 @@ def update(grads, params: Any = TABLE):
     return tx.update(grads, tx.init(TABLE), params)
 
 
-@pytest.mark.parametrize(
-    ("said", "call"),
-    [
-        ("ValueError: params=None", lambda: update(TABLE, None)),
-        (r"TypeError: IndexedSlices at \['table'\]", lambda: update(ROWS)),
-        ("ValueError: table", lambda: update({"other": jnp.ones((4, 2))})),
-        ("TypeError: got 'adam' of type str", lambda: keras("adam")),
-        (
-            r"TypeError: optax\.partition",
-            lambda: keras(
-                K.MultiOptimizer(K.OptimizerMap(default_optimizer=K.SGD(0.1)))
-            ),
-        ),
-    ],
-)
-def test_what_is_refused(said, call):
-    with refused(said):
-        call()
+test_what_is_refused = all_refused(globals())(r"""
+update(TABLE, None)  # ValueError: params=None
+update(ROWS)  # TypeError: IndexedSlices at \['table'\]
+update({"other": jnp.ones((4, 2))})  # ValueError: table
+keras("adam")  # TypeError: got 'adam' of type str
+keras(K.MultiOptimizer(K.OptimizerMap(K.SGD(0.1))))  # TypeError: optax\.partition
+""")
 
 
 def test_a_class_that_its_configuration_does_not_make():

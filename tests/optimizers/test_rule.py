@@ -10,7 +10,7 @@ import pytest
 
 from optx_sync.optimizers.rule import LeafRule, from_rule
 from optx_sync.rows.slices import IndexedSlices
-from tests.refusals import refused
+from tests.refusals import all_refused, refused
 
 
 class SumSlots(NamedTuple):
@@ -140,17 +140,13 @@ def test_rows_of_a_half_precision_table_are_summed_in_float32():
     assert state.slots.total[1, 0] == 258.0
 
 
-def test_a_rule_is_checked_where_it_is_made():
-    with pytest.raises(TypeError, match="slots must be a NamedTuple"):
-        LeafRule(add, (0.0,))
-    with pytest.raises(ValueError, match=r"rows must be one of .*'touched'.*; got 'a'"):
-        LeafRule(add, SumSlots(0.0), rows="a")  # pyright: ignore[reportArgumentType] # the mistake itself
-    with pytest.raises(ValueError, match="decay goes with"):
-        LeafRule(add, SumSlots(0.0), rows="decay_all")
-    with pytest.raises(ValueError, match="decay goes with"):
-        LeafRule(add, SumSlots(0.0), decay=lambda slots, at: slots)
-    with pytest.raises(TypeError, match="rule must be a LeafRule"):
-        optimizer(add, 0.1)
+test_a_rule_is_checked_where_it_is_made = all_refused(globals())(r"""
+LeafRule(add, (0.0,))  # TypeError: slots must be a NamedTuple
+LeafRule(add, SumSlots(0.0), rows="a")  # ValueError: one of .*'touched'.*; got 'a'
+LeafRule(add, SumSlots(0.0), rows="decay_all")
+LeafRule(add, SumSlots(0.0), decay=lambda slots, at: slots)  # ValueError: decay goes
+optimizer(add, 0.1)  # TypeError: rule must be a LeafRule
+""")
 
 
 @pytest.mark.parametrize(

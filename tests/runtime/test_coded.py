@@ -19,7 +19,7 @@ from optx_sync.center.coded import (
 from optx_sync.center.worker import start_center
 from optx_sync.runtime import Push, PushRefused, Server, SyncReplicas, Worker
 from optx_sync.simulate import asynchronous
-from tests.refusals import refused
+from tests.refusals import all_refused, refused
 
 exchange = oxs.exchange
 PARAMS = {
@@ -265,34 +265,32 @@ BOTH = oxs.CenterRule(
     contribute=lambda own, center, at: own.params - own.taken,
     take=lambda x, before, after, at: x + after - before,
 )
-# What is said, of which agreement, which code and parameters.
-PUSHES: list[tuple[str, Any, Any, Any]] = [
-    ("ValueError: reads the center", ELASTIC, CODE, PARAMS),
-    ("ValueError: one by one", LOCAL, exchange.median(), PARAMS),
-    ("ValueError: SyncReplicas may drop", SyncReplicas(1), CODE, PARAMS),
-    ("TypeError: real floating", LOCAL, CODE, COMPLEX),
-    ("TypeError: oxs.exchange", LOCAL, 0.5, PARAMS),
-]
+REPLICAS = SyncReplicas(1)
 FED, POWER = exchange.error_feedback(CODE), exchange.power_sgd()
-PULLS: list[tuple[str, Any, Any, Any]] = [
-    ("ValueError: without error_feedback", LOCAL, FED, PARAMS),
-    ("ValueError: and no memory", LOCAL, POWER, PARAMS),
-    ("ValueError: such as", LOCAL, exchange.median(), PARAMS),
-    ("ValueError: before and after", BOTH, CODE, PARAMS),
-    ("ValueError: Leave pull_exchange out", SyncReplicas(1), CODE, PARAMS),
-    ("TypeError: real floating", LOCAL, CODE, COMPLEX),
-    ("TypeError: oxs.exchange", LOCAL, 0.5, PARAMS),
-]
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [("exchange", row) for row in PUSHES] + [("pull_exchange", row) for row in PULLS],
-)
-def test_codes_that_a_run_cannot_have_are_refused(name, row):
-    said, agreement, code, params = row
-    with refused(said):
-        Server(params, agreement, num_workers=1, **{name: code})
+def pushing(agreement, code, params: Any = PARAMS):
+    Server(params, agreement, num_workers=1, exchange=code)
+
+
+def pulling(agreement, code, params: Any = PARAMS):
+    Server(params, agreement, num_workers=1, pull_exchange=code)
+
+
+test_codes_that_a_run_cannot_have_are_refused = all_refused(globals())(r"""
+pushing(ELASTIC, CODE)  # ValueError: reads the center
+pushing(LOCAL, exchange.median())  # ValueError: one by one
+pushing(REPLICAS, CODE)  # ValueError: SyncReplicas may drop
+pulling(LOCAL, FED)  # ValueError: without error_feedback
+pulling(LOCAL, POWER)  # ValueError: and no memory
+pulling(LOCAL, exchange.median())  # ValueError: such as
+pulling(BOTH, CODE)  # ValueError: before and after
+pulling(REPLICAS, CODE)  # ValueError: Leave pull_exchange out
+pushing(LOCAL, CODE, COMPLEX)
+pulling(LOCAL, CODE, COMPLEX)  # TypeError: real floating
+pushing(LOCAL, 0.5)
+pulling(LOCAL, 0.5)  # TypeError: oxs.exchange
+""")
 
 
 def test_messages_that_are_no_codes_are_refused():

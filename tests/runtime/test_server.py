@@ -35,7 +35,7 @@ from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
 from tests.recorded import arrays_of as recorded_arrays
 from tests.recorded import recorded
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.array(0.5)}
 INNER = optax.sgd(0.1, momentum=0.9)
@@ -648,55 +648,21 @@ def test_nobody_waits_for_ever_after_a_restore():
 
 
 LOCAL = oxs.rules.local_sgd()
+OF_THREE = LOCAL._replace(num_workers=3)
 BIG: Any = {str(number): np.ones((9, 9)) for number in range(9)}
-
-
-@pytest.mark.parametrize(
-    ("said", "make"),
-    [
-        (
-            "ValueError: replicas_to_aggregate must be 1 or more",
-            lambda: SyncReplicas(0),
-        ),
-        (
-            "ValueError: num_tokens must be -1 or more",
-            lambda: SyncReplicas(1, num_tokens=-2),
-        ),
-        ("ValueError: decay in", lambda: SyncReplicas(1, variable_averages=2.0)),
-        ("ValueError: there are 3 workers", lambda: sync_server(SyncReplicas(2, 4), 3)),
-        (
-            "ValueError: and 2 are needed",
-            lambda: sync_server(SyncReplicas(4, num_tokens=1), 2),
-        ),
-        (
-            "ValueError: num_workers must be 1",
-            lambda: Server(PARAMS, LOCAL, num_workers=0),
-        ),
-        (
-            "ValueError: checkpoint_every must be",
-            lambda: center_server(checkpoint_every=0),
-        ),
-        (
-            "ValueError: made for 3 workers",
-            lambda: Server(PARAMS, LOCAL._replace(num_workers=3), num_workers=2),
-        ),
-        (
-            r"TypeError: be a center rule.* got one of type dict\.$",
-            lambda: Server(PARAMS, BIG, num_workers=2),
-        ),
-        (
-            "TypeError: inner must be an Optax .* one of type dict",
-            lambda: sync_server(1, 2, inner=BIG),
-        ),
-        (
-            r"TypeError: Pass for example jnp.asarray\(1.5\)",
-            lambda: Server({"w": 1.5}, LOCAL, num_workers=1),
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(said, make):
-    with refused(said):
-        make()
+test_settings_that_make_no_sense_are_refused = all_refused(globals())(r"""
+SyncReplicas(0)  # ValueError: replicas_to_aggregate must be 1 or more
+SyncReplicas(1, num_tokens=-2)  # ValueError: num_tokens must be -1 or more
+SyncReplicas(1, variable_averages=2.0)  # ValueError: decay in
+sync_server(SyncReplicas(2, 4), 3)  # ValueError: there are 3 workers
+sync_server(SyncReplicas(4, num_tokens=1), 2)  # ValueError: and 2 are needed
+sync_server(1, 2, inner=BIG)  # TypeError: inner must be an Optax .* one of type dict
+Server(PARAMS, LOCAL, num_workers=0)  # ValueError: num_workers must be 1
+center_server(checkpoint_every=0)  # ValueError: checkpoint_every must be
+Server(PARAMS, OF_THREE, num_workers=2)  # ValueError: made for 3 workers
+Server(PARAMS, BIG, num_workers=2)  # TypeError: a center rule.* of type dict\.$
+Server({"w": 1.5}, LOCAL, num_workers=1)  # TypeError: for example jnp.asarray\(1.5\)
+""")
 
 
 # What a hostile cluster found.
