@@ -116,9 +116,8 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
     def run(params, state):
         def body(carry, number):
             params, state = step(*carry, grads_of(number))
-            apart = jax.tree.map(
-                lambda p, c: jnp.any(p != c[None]), params, state.center
-            )
+            pairs = zip(*map(jax.tree.leaves, (params, state.center)), strict=True)
+            apart = [jnp.any(p != c[None]) for p, c in pairs]
             return (params, state), jnp.any(jnp.array(apart))
 
         return jax.lax.scan(body, (params, state), jnp.arange(200))[1]
