@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
+from tests.recorded import arrays_of, inner_of, recorded
 from tests.reference import replicas as reference
 from tests.refusals import all_refused
-from tests.test_simulate_sync_replicas import arrays_of, inner_of, recorded
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
 cross_shard: Any = oxs.cross_shard
