@@ -33,14 +33,9 @@ def test_stability_map_of_900_points(workers):
     assert 100 < stable.sum() < 900
 
     def train(moving_rate, learning_rate):
-        tx: Any = oxs.elastic_average(
-            optax.sgd(learning_rate),
-            "workers",
-            num_workers=workers,
-            moving_rate=moving_rate,
-            rho=0.0,
-            communication_period=1,
-        )
+        options: Any = {"moving_rate": moving_rate, "rho": 0.0}
+        options |= {"num_workers": workers, "communication_period": 1}
+        tx = oxs.elastic_average(optax.sgd(learning_rate), "workers", **options)
         params: Any = 1 + jnp.arange(
             workers, dtype=jnp.float32
         )  # All modes are excited.
