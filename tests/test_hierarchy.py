@@ -8,6 +8,7 @@ import pytest
 
 import optx_sync as oxs
 from tests import contexts
+from tests.reference import center as reference
 
 PODS, CHIPS, STEPS = 2, 4, 5
 PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)}
@@ -30,30 +31,20 @@ def gradients():
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def by_hand():
-    """[T, pods, ...] in float64."""
-    grads = np.float64(gradients()).mean(2)
-    x = np.float64(PARAMS["w"]) + np.zeros((PODS, 1, 1))
-    center, trace, outer = x[0], np.zeros_like(x), 0.0
-    history = []
-    for t in range(STEPS):
-        trace = 0.9 * trace + grads[t]
-        x = x - 0.1 * trace
-        if t % 2 == 1:
-            moved = center - x.mean(0)
-            outer = 0.9 * outer + moved
-            center = center - 0.7 * (moved + 0.9 * outer)
-            x = center + np.zeros_like(x)
-        history.append(x)
-    return np.stack(history)
+def expected():
+    """[T, pods, ...]: DiLoCo of pods whose gradient is the mean of their chips'."""
+    outer = reference.momentum(0.7, 0.9, nesterov=True)
+    ways = {"inner": reference.momentum(0.1, 0.9), "outer": outer}
+    grads, period = gradients().mean(2), lambda step: 2
+    return reference.lockstep("diloco", PARAMS["w"], grads, period=period, **ways)[0]
 
 
 @pytest.mark.parametrize("mesh", [None, True])
 def test_one_answer(mesh):
     (step, params, state), grads = started(mesh, batch_size=3), gradients()
-    for now, expected in zip(grads, by_hand(), strict=True):
+    for now, wanted in zip(grads, expected(), strict=True):
         params, state = step(params, state, {"w": now})
-        every = np.broadcast_to(expected[:, None], params["w"].shape)
+        every = np.broadcast_to(wanted[:, None], params["w"].shape)
         contexts.assert_close(params["w"], every)
     # Of a pod's own chips in the last step, and of the pods in the last round.
     inside = oxs.metrics(state.inner)

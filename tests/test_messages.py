@@ -107,18 +107,12 @@ def test_rows_for_an_optimizer_of_arrays(wrap, inner):
 
 
 def test_rows_in_the_simulations():
-    grads = {"w": ROWS, "b": PARAMS["b"]}
-
-    def grad_fn(worker, params, event):
-        return grads
-
+    sim, adam, one = oxs.simulate, optax.adam(0.1), jnp.array([0])
+    given = PARAMS, lambda worker, params, event: {"w": ROWS, "b": PARAMS["b"]}, one
+    rule = oxs.rules.local_sgd()
     for run in (
-        lambda: oxs.simulate.asynchronous(
-            optax.adam(0.1), oxs.rules.local_sgd(), PARAMS, grad_fn, [0], num_workers=1
-        ),
-        lambda: oxs.simulate.sync_replicas(
-            optax.adam(0.1), PARAMS, grad_fn, jnp.array([0]), replicas_to_aggregate=1
-        ),
+        lambda: sim.asynchronous(adam, rule, *given, num_workers=1),
+        lambda: sim.sync_replicas(adam, *given, replicas_to_aggregate=1),
     ):
         refuse(JAXS, r"at \['w'\] is row-sparse", run)
 

@@ -199,15 +199,6 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     assert placed.v_row["wide"] == P("workers", "row")
 
 
-def test_several_mesh_axes_of_workers():
-    specs = by_hand.state_specs(optax.adam(0.1), PARAMS, SPECS, ("pod", "workers"))
-    assert specs[0].mu == {
-        "w": P(("pod", "workers"), "fsdp", None),
-        "b": P(("pod", "workers")),
-    }
-    assert specs[0].count == P(("pod", "workers"))
-
-
 def test_specs_that_are_a_prefix_of_the_parameters():
     nested = {"layer": PARAMS, "head": jnp.ones(3)}
     specs = by_hand.state_specs(

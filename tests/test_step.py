@@ -96,8 +96,11 @@ def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
     def step(params, state, grads, meet):
         return oxs.apply_gradients(tx, grads, state, params, meet=meet)
 
+    *begin, axes = start(tx)
     state, found = workers.start((PARAMS, tx.init(PARAMS))), {}
     for meet in (False, True):
+        of_all = jax.make_jaxpr(mapped(tx, axes, meet=meet))
+        assert "cond[" not in str(of_all(*begin, grads_of(0)))
         lowered = step.lower(*state, grads_of(0), meet=meet)
         compiled = lowered.compile(contexts.AS_USERS_COMPILE)
         opcodes = {i.opcode for i in by_hand.written(hlo.program(compiled))}
@@ -116,9 +119,8 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
     def run(params, state):
         def body(carry, number):
             params, state = step(*carry, grads_of(number))
-            apart = jax.tree.map(
-                lambda p, c: jnp.any(p != c[None]), params, state.center
-            )
+            pairs = zip(*map(jax.tree.leaves, (params, state.center)), strict=True)
+            apart = [jnp.any(p != c[None]) for p, c in pairs]
             return (params, state), jnp.any(jnp.array(apart))
 
         return jax.lax.scan(body, (params, state), jnp.arange(200))[1]

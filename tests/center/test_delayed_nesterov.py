@@ -29,12 +29,8 @@ def test_every_arrival_is_nesterov():
     rate = optax.linear_schedule(0.7, 0.1, 10)
     nesterov = steps(optax.sgd(rate, 0.9, nesterov=True))
     for every in (1, None):
-        np.testing.assert_allclose(
-            steps(oxs.outer.delayed_nesterov(rate, 0.9, every)),
-            nesterov,
-            rtol=0,
-            atol=1e-6,
-        )
+        found = steps(oxs.outer.delayed_nesterov(rate, 0.9, every))
+        np.testing.assert_allclose(found, nesterov, rtol=0, atol=1e-6)
 
 
 def test_the_momentum_waits():

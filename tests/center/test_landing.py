@@ -123,16 +123,6 @@ def test_parameters_and_state_share_no_buffer(rule):
         assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
-def test_the_center_that_is_read_survives_a_donated_step():
-    tx = DONATED["local_sgd"]
-    params = jnp.arange(3.0)
-    state = tx.init(params)
-    center: Any = oxs.center_params(state, params)
-    jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(state)
-    assert state.center.is_deleted()
-    assert center.tolist() == [0.0, 1.0, 2.0]
-
-
 @pytest.mark.parametrize("rule", DONATED)
 def test_init_and_a_scan_inside_of_a_checked_shard_map(rule):
     """`init` and `update` give the same types; a center is known to be equal."""

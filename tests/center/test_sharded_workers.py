@@ -31,13 +31,9 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
             params, state = oxs.apply_gradients(tx, grads, state, params)
         return by_hand.replicate(params, 1), by_hand.replicate(state, 1, axes)
 
-    step = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(WITH_WORKERS, specs, WITH_WORKERS),
-        out_specs=(WITH_WORKERS, specs),
-        check_vma=check_vma,
-    )
+    out = WITH_WORKERS, specs
+    ways = {"in_specs": (*out, WITH_WORKERS), "out_specs": out, "check_vma": check_vma}
+    step = jax.shard_map(local, mesh=mesh, **ways)
     state = by_hand.replicate(tx.init(PARAMS), 2, axes)
     return jax.jit(step)(by_hand.replicate(PARAMS, 2), state, grads)
 
@@ -45,13 +41,8 @@ def run(tx, grads, steps=1, check_vma=True, state_specs=None):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_worker_that_breaks_in_one_shard_breaks_as_a_whole(check_vma):
     """The round is that of the other worker, in both shards."""
-    tx = oxs.local_sgd(
-        optax.sgd(1.0),
-        "workers",
-        communication_period=1,
-        drop_nonfinite=True,
-        measure=True,
-    )
+    guards: Any = {"drop_nonfinite": True, "measure": True}
+    tx = oxs.local_sgd(optax.sgd(1.0), "workers", communication_period=1, **guards)
     grads = {
         "sharded": jnp.array([[-3.0, jnp.nan], [-1.0, -1.0]]),
         "whole": jnp.array([[-3.0] * 3, [-1.0] * 3]),

@@ -33,14 +33,9 @@ def test_stability_map_of_900_points(workers):
     assert 100 < stable.sum() < 900
 
     def train(moving_rate, learning_rate):
-        tx: Any = oxs.elastic_average(
-            optax.sgd(learning_rate),
-            "workers",
-            num_workers=workers,
-            moving_rate=moving_rate,
-            rho=0.0,
-            communication_period=1,
-        )
+        options: Any = {"moving_rate": moving_rate, "rho": 0.0}
+        options |= {"num_workers": workers, "communication_period": 1}
+        tx = oxs.elastic_average(optax.sgd(learning_rate), "workers", **options)
         params: Any = 1 + jnp.arange(
             workers, dtype=jnp.float32
         )  # All modes are excited.
@@ -79,36 +74,3 @@ def test_a_moving_rate_that_diverges_without_gradients_is_refused_in_lockstep():
     for rate, workers in ((0.5, 8), (0.23, 8), (jnp.float32(0.7), 2)):
         with pytest.raises(ValueError, match=f"with {workers} workers .* at most 0"):
             step(rate, workers)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_turns_of_workers_are_a_linear_map(workers):
-    """Round-robin exchanges on x^2 / 2: a step, then a pull from where it went."""
-    eta, alpha = np.meshgrid(np.linspace(-0.21, 2.71, 8), np.linspace(-0.11, 1.31, 8))
-    cycle = np.eye(workers + 1)  # The center comes last.
-    for worker in range(workers):
-        step = np.zeros((*eta.shape, workers + 1, workers + 1)) + np.eye(workers + 1)
-        step[..., worker, worker] = (1 - eta) * (1 - alpha)
-        step[..., worker, -1] = alpha
-        step[..., -1, worker] = alpha * (1 - eta)
-        step[..., -1, -1] = 1 - alpha
-        cycle = step @ cycle
-
-    def run(eta, alpha):
-        final = oxs.simulate.asynchronous(
-            optax.sgd(eta),
-            oxs.rules.elastic(moving_rate=alpha, rho=0.0),
-            jnp.ones(()),
-            lambda worker, params, event: params,
-            np.arange(3 * workers) % workers,
-            num_workers=workers,
-            communication_period=1,
-            record=3 * workers,
-        ).final
-        return jnp.append(final.workers.params, final.center)
-
-    with jax.enable_x64(True):
-        got = jax.jit(jax.vmap(jax.vmap(run)))(eta, alpha)
-        np.testing.assert_allclose(
-            got, np.linalg.matrix_power(cycle, 3).sum(-1), rtol=1e-12, atol=1e-12
-        )

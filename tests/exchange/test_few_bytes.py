@@ -10,7 +10,6 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import by_hand
-from tests.contexts import steps
 from tests.exchange.meeting import AXIS, mapped, placed
 from tests.meshes import mesh_of
 from tests.refusals import all_refused
@@ -88,15 +87,15 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
     specs = of_each, by_hand.state_specs(tx, params, SHARDS, AXIS)
 
     def train(params, state, grads):
-        pair = by_hand.first((params, state), (0, axes))
+        pair = by_hand.first(params), by_hand.first(state, axes)
         for _ in range(number):
             pair = oxs.apply_gradients(tx, by_hand.first(grads), pair[1], pair[0])
-        return by_hand.replicate(pair, 1, (0, axes))
+        return by_hand.replicate(pair[0], 1), by_hand.replicate(pair[1], 1, axes)
 
     ways = {"in_specs": (*specs, of_each), "out_specs": specs, "check_vma": check_vma}
     run = jax.jit(jax.shard_map(train, mesh=mesh, **ways))
-    start = by_hand.replicate((params, tx.init(params)), REPLICAS, (0, axes))
-    trained, state = run(*start, grads)
+    state = by_hand.replicate(tx.init(params), REPLICAS, axes)
+    trained, state = run(by_hand.replicate(params, REPLICAS), state, grads)
     owed = oxs.optimizers.slot(state, "error")
     for leaf, grad in grads.items():
         # Workers send how far they moved, which is minus their gradients.
@@ -211,16 +210,20 @@ def test_wrappers_with_feedback_follow_the_exact_ones():
     broken = grads | {"matrix": grads["matrix"].copy()}
     broken["matrix"][1, 20] = np.nan
 
+    def run(tx, grads):
+        def step(carry, grads):
+            return oxs.apply_gradients(tx, grads, carry[1], carry[0]), None
+
+        params = jax.tree.map(jnp.asarray, PARAMS)
+        return jax.lax.scan(step, (params, tx.init(params)), grads)[0][0]
+
     def all_of_them(grads, broken):
         ends = {}
         for name, wrapper in WRAPPERS.items():
+            txs = wrapper(), wrapper(exchange=FEEDBACK)
             now = broken if name == "local_sgd" else grads
-            params = jax.tree.map(jnp.asarray, PARAMS)
-            ends[name] = [
-                steps(tx)(params, tx.init(params), now, {})[0]
-                for tx in (wrapper(), wrapper(exchange=FEEDBACK))
-            ]
-        return jax.tree.map(lambda x: x[-1].astype(jnp.float32), ends)
+            ends[name] = [run(tx, now) for tx in txs]
+        return jax.tree.map(lambda x: x.astype(jnp.float32), ends)
 
     for name, (exact, coded) in lanes(all_of_them, grads, broken).items():
         for leaf, x in exact.items():

@@ -306,10 +306,8 @@ def test_groups_use_the_collectives_that_there_are():
         reduced = oxs.reduce(oxs.by_hand.first(grads), AXIS, group_assignment=GROUPS)
         return oxs.by_hand.replicate(reduced, 1)
 
-    grads, specs = (
-        oxs.by_hand.replicate(LAYERS, N),
-        {"in_specs": P(AXIS), "out_specs": P(AXIS)},
-    )
+    grads = oxs.by_hand.replicate(LAYERS, N)
+    specs = {"in_specs": P(AXIS), "out_specs": P(AXIS)}
     for check_vma, kinds in (
         (False, {"all-reduce": 1}),
         (True, {"reduce-scatter": 1, "all-gather": 1}),
