@@ -127,16 +127,15 @@ class Elementwise:
         whole, flat, halves = (
             jax.eval_shape(self._inner.init, tree) for tree in (shapes, flat, halves)
         )
-        same = jax.tree.structure(whole) == jax.tree.structure(flat)
-        for one, two, half in zip(
-            *map(jax.tree.leaves, (whole, flat, halves)), strict=False
-        ):
-            whole_number = two.ndim == 0 and one.ndim == 0
-            piece = two.ndim == 1 and two.size == one.size
-            piece = piece and half.shape == (-(-one.size // 2),)
-            constant = constants and one.shape == two.shape == half.shape
-            same = same and (whole_number or piece or constant)
-        return same
+
+        def fits(one, two, half):
+            piece = two.shape == (one.size,) and half.shape == (-(-one.size // 2),)
+            constant = one.shape == two.shape == half.shape
+            return piece or (constant and (constants or one.ndim == 0))
+
+        one, two, half = map(jax.tree.structure, (whole, flat, halves))
+        same = one == two == half
+        return same and jax.tree.all(jax.tree.map(fits, whole, flat, halves))
 
     def _agrees(self, shapes: Tree) -> bool:
         """Whether updates of the whole and of its halves agree."""

@@ -68,23 +68,12 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
         >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
         [(3,)]
     """
-    text = compiled(fn, *args, **kwargs).as_text()
-    if text is None:
-        raise TypeError(
-            "this backend does not give the text of its compiled programs. "
-            "Compile for CPU, GPU or TPU."
-        )
-    return read(text)
+    return read(compiled(fn, *args, **kwargs).as_text())
 
 
 def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile `fn` for these arguments, as `audit.collectives` reads it."""
     if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
-        if not callable(fn):
-            raise TypeError(
-                f"audit needs a function or a compiled program; got "
-                f"{type(fn).__name__}. Pass the step function and its arguments."
-            )
         fn = jax.jit(fn)
     if hasattr(fn, "lower"):
         fn = fn.lower(*args, **kwargs)

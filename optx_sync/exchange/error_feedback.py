@@ -103,7 +103,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
             "loses: what a median leaves out is left out on purpose, and must not come "
             "back. Use the robust exchange alone."
         )
-    interval("decay", decay, "Pass for example 1.0.", 0, 1)
+    interval("[0, 1]", "Pass for example 1.0.", decay=decay)
 
     def init(tree):
         return ErrorFeedbackState(jax.tree.map(_zeros, tree), exchange.init(tree))

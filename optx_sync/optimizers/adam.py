@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.checks import interval
 from optx_sync.optimizers import rule
 
 
@@ -68,8 +69,8 @@ def adam(
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv:1412.6980, end of section 2.
     """
-    rule.require("[0, 1]", b1=b1, b2=b2)
-    rule.require("[0, inf)", eps=eps)
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import check_grads
+from optx_sync.elementwise import as_optax_expects
 from optx_sync.trees import Tree, is_slices, leaves_with_names
 
 # Names a Keras variable: (slot, its parameter's index), or (name, None).
@@ -73,7 +74,6 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         An ``optax.GradientTransformationExtraArgs`` whose update needs `params`.
 
     Raises:
-        ImportError: If Keras is not installed.
         RuntimeError: If Keras runs on another backend.
         TypeError: If `optimizer` is not a Keras optimizer, is a ``MultiOptimizer``, or
             is of a class whose ``from_config(get_config())`` fails; in ``update``, for
@@ -110,13 +110,13 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         try:
             built = type(optimizer).from_config(own_config)
         except TypeError as error:
-            raise TypeError(
-                "keras makes a copy of the optimizer, and "
-                f"{type(optimizer).__name__}.from_config(get_config()) makes none: "
-                f"{error}. Let its __init__ take **kwargs and hand them to "
-                "super().__init__ (a name and a weight_decay are among them), and its "
-                "get_config return the arguments that it adds."
-            ) from error
+            error.add_note(
+                "A copy of the optimizer is made by from_config(get_config()). Let its "
+                "__init__ take **kwargs and hand them to super().__init__ (a name and "
+                "a weight_decay are among them), and its get_config return the "
+                "arguments that it adds."
+            )
+            raise
         excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
         if excluded is not None:
             built.exclude_from_weight_decay(var_names=[excluded.pattern])
@@ -128,7 +128,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params):
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        with _standard_promotion():
+        with as_optax_expects():
             built, names = build(dict(enumerate(leaves)), slots)
             values = {}
             for name, variable in zip(names, built.variables, strict=True):
@@ -152,7 +152,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         if not grads:
             return structure.unflatten(moves), state
         values = _from_state(state, structure)
-        with _standard_promotion():
+        with as_optax_expects():
             built, names = build({index: leaves[index] for index in grads}, slots)
             moved, changed = built.stateless_apply(
                 [values[name] for name in names],
@@ -168,12 +168,8 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _import_keras() -> ModuleType:
-    try:
-        import keras as library
-    except ImportError as error:
-        raise ImportError(
-            "optx_sync.keras needs Keras 3. Run: pip install 'optx-sync[keras]'."
-        ) from error
+    import keras as library
+
     if library.backend.backend() != "jax":
         raise RuntimeError(
             f"Keras must run on JAX; got the backend {library.backend.backend()!r}. "
@@ -286,7 +282,7 @@ def _common_slots(build: Any) -> list[str]:
     """The slots that every parameter has, of any rank, in the parameter's shape."""
     shapes = [(), (2,), (2, 2), (2, 2, 2)]
     leaves = [((), jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
-    with _standard_promotion():
+    with as_optax_expects():
         built, names = build(dict(enumerate(leaves)), None)
     found = collections.Counter(
         slot
@@ -329,10 +325,3 @@ def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
         for index, value in enumerate(structure.flatten_up_to(tree)):
             values[slot, index] = value
     return values
-
-
-@contextlib.contextmanager
-def _standard_promotion():
-    # Keras relies on the standard promotion rules, whatever the user has set.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

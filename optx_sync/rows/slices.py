@@ -68,15 +68,12 @@ class IndexedSlices(SlicesLeaf):
     def __init__(self, indices: Numbers, values: ArrayLike):
         values = jnp.asarray(values)
         words = _hide(indices)
-        if words.ndim != 1:
+        if words.ndim != 1 or values.shape[:1] != words.shape:
             raise ValueError(
-                f"indices must have one axis, [k]; got shape {words.shape}. Pass "
-                "indices.reshape(-1) and values.reshape(-1, *row_shape)."
-            )
-        if values.shape[:1] != words.shape:
-            raise ValueError(
-                "values must have one row for each index; got indices of shape "
-                f"{words.shape} and values of shape {values.shape}."
+                "indices must be [k], and values have one row for each index, [k, ...];"
+                f" got indices of shape {words.shape} and values of shape "
+                f"{values.shape}. Pass indices.reshape(-1) and values.reshape(-1, "
+                "*row_shape)."
             )
         if words.shape[0] > 2**31 - FIRST_PADDING:
             raise ValueError(
@@ -217,14 +214,20 @@ def check_rows(
             f"{FIRST_PADDING} rows are supported. Split the table."
         )
     indices = known_indices(slices._words)
-    if indices is None:
-        return
-    bad = (indices < 0) | ((indices >= rows) & (indices < FIRST_PADDING))
-    if bad.any():
+    if indices is not None:
+        refuse_known_rows(indices[indices < FIRST_PADDING], rows, f"slices{where}")
+
+
+def refuse_known_rows(indices: np.ndarray | None, rows: int, who: str) -> None:
+    """Refuse numbers of rows that a table of `rows` rows lacks, where they are known.
+
+    The message says that `who` has named it.
+    """
+    bad = () if indices is None else indices[(indices < 0) | (indices >= rows)]
+    if len(bad):
         raise ValueError(
-            f"IndexedSlices{where} name row {int(indices[bad][0])}, which is out of "
-            f"range for a table of {rows} rows. Pass indices in [0, {rows}): rows are "
-            "never wrapped."
+            f"{who}: row {int(bad[0])} is out of range for a table of {rows} rows. Pass"
+            f" rows in [0, {rows}): they are never wrapped."
         )
 
 

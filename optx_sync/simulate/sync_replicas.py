@@ -154,28 +154,15 @@ def sync_replicas(
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
-    machine, scalars, views, recorded, events = replay(
+    machine, counts, views, recorded, events = replay(
         run.advance,
         run.view,
         run.start(params, initial_global_step, tokens),
         workers,
         record,
     )
-    accepted, updated, tokens, global_step = scalars
-    params, averages, blocked, local_step = views
-    return SyncReplicasRecord(
-        params=params,
-        averages=averages,
-        blocked=blocked,
-        local_step=local_step,
-        events=events,
-        accepted=accepted,
-        updated=updated,
-        tokens=tokens,
-        global_step=global_step,
-        recorded=recorded,
-        final=machine,
-    )
+    # What `view` and `advance` return stands in the order of the record's fields.
+    return SyncReplicasRecord(*views, events, *counts, recorded, machine)
 
 
 class _Run(NamedTuple):
