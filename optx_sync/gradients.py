@@ -13,7 +13,7 @@ from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
 from optx_sync.rows.lookup import GatheredRows, gather
 from optx_sync.rows.slices import rebuild
-from optx_sync.trees import Tree, path_name
+from optx_sync.trees import Tree, names_of, path_name
 
 
 def value_and_grad(
@@ -83,7 +83,13 @@ def value_and_grad(
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         leaves = [leaf for _, leaf in paths]
         for prefix, fn in named:
-            below = [at for at, (path, _) in enumerate(paths) if _under(path, prefix)]
+            # By name, as a dict may describe a module.
+            wanted = names_of(prefix)
+            below = [
+                at
+                for at, (path, _) in enumerate(paths)
+                if names_of(path)[: len(wanted)] == wanted
+            ]
             if not below:
                 raise ValueError(
                     f"rows names {path_name(prefix)}, where the parameters have no "
@@ -112,12 +118,3 @@ def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
         for x, array in zip(leaves, arrays, strict=True)
     ]
     return loss(structure.unflatten(leaves), *args, **kwargs)
-
-
-def _under(path: tuple[object, ...], prefix: tuple[object, ...]) -> bool:
-    """Whether a path begins with a prefix; by name, as a dict may describe a module."""
-    own, wanted = (
-        [jax.tree_util.keystr((key,), simple=True) for key in keys]
-        for keys in (path[: len(prefix)], prefix)
-    )
-    return own == wanted

@@ -92,11 +92,6 @@ def read(text: str) -> Program:
         text: One HLO module, compiled (`compiled.as_text()`, a dump) or as JAX gave it
             to XLA (`lowered.as_text("hlo")`, where half precision is not widened yet).
     """
-    if not isinstance(text, str):
-        raise TypeError(
-            f"The text of a program is a str; got one of type {type(text).__name__}. "
-            "Pass compiled.as_text()."
-        )
     # Quotes (names of operations, configurations) and comments hold anything.
     quotes: list[str] = []
 
@@ -121,6 +116,8 @@ def read(text: str) -> Program:
             body = computations.setdefault(match[2], [])
             if match[1]:
                 entries.append(match[2])
+    if not entries:
+        raise ValueError("The text has no ENTRY; pass the whole of compiled.as_text().")
     return Program(computations, entries, devices)
 
 
@@ -154,14 +151,7 @@ def reached(
         fused: Also computations inside of fusions, reductions and the like, which
             write nothing to memory themselves.
     """
-    targets = {
-        target
-        for body in program.computations.values()
-        for instruction in body
-        for target in called(instruction, program)
-    }
-    roots = [name for name in program.computations if name not in targets]
-    waiting = list(program.entries or roots)
+    waiting = list(program.entries)
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()

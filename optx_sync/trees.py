@@ -111,9 +111,7 @@ def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names in a path, the same for attributes, keys and places."""
-    kinds = "name", "key", "idx"
-    found = (next(getattr(k, x) for x in kinds if hasattr(k, x)) for k in path)
-    return tuple(map(str, found))
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:

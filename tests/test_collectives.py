@@ -601,29 +601,18 @@ def refuse(said, axis_name="data", **arguments):
 
 
 @pytest.mark.parametrize(
-    ("groups", "match"),
+    "groups",
     [
-        (((0, 1), (2, 3)), "list of lists.*Pass for example"),
-        ([(0, 1), (2, 3)], "list of lists"),
-        (np.array([[0, 1], [2, 3]]), "list of lists"),
-        ([0, 1, 2, 3], "list of lists"),
-        ([[0, 1], [2, 3.0]], "integers"),
-        ([[True, False], [2, 3]], "integers"),
-        ([], "integers.*pass None"),
-        ([[]], "integers.*pass None"),
-        ([[0, 1], [2, 3], [0, 1]], r"\[0, 1\] stand more than once"),
-        ([[0, 0], [1, 2]], r"\[0\] stand more than once"),
-        ([[0, 1], [2]], r"permutation of range\(4\)"),
-        ([[0, 1], [2, 4]], r"permutation of range\(4\)"),
-        ([[0, 1]], r"permutation of range\(4\)"),
-        ([[0, 1], [2, 3], [4, 5]], r"permutation of range\(4\)"),
-        ([[-1, 0], [1, 2]], r"permutation of range\(4\)"),
-        ([[0, 1, 2], [3]], r"size of each group must be equal; got sizes \[3, 1\]"),
+        *(((0, 1), (2, 3)), [(0, 1), (2, 3)], np.array([[0, 1], [2, 3]])),
+        *([0, 1, 2, 3], [[0, 1], [2, 3.0]], [[True, False], [2, 3]], [], [[]]),
+        *([[0, 1], [2, 3], [0, 1]], [[0, 0], [1, 2]], [[0, 1], [2]]),
+        *([[0, 1], [2, 4]], [[0, 1]], [[0, 1], [2, 3], [4, 5]]),
+        *([[-1, 0], [1, 2]], [[0, 1, 2], [3]]),
     ],
 )
-def test_groups_that_are_no_partition(groups, match):
-    said = "ValueError: group_assignment must be a partition.*"
-    refuse(said + match, group_assignment=groups)
+def test_groups_that_are_no_partition(groups):
+    said = r"ValueError: a partition of range\(4\) .*equal size; got .*pass None"
+    refuse(said, group_assignment=groups)
 
 
 @pytest.mark.parametrize(
@@ -634,11 +623,11 @@ def test_groups_that_are_no_partition(groups, match):
             "ValueError: weighted mean.*leave weight out",
             {"reduction": "sum", "weight": 1},
         ),
-        (r"ValueError: scalar per replica.*\(2,\)", {"weight": np.ones(2)}),
-        ("TypeError: weight must be a number, or None; got '2'", {"weight": "2"}),
-        ("ValueError: finite and not negative; got -1", {"weight": -1}),
-        ("ValueError: finite and not negative; got nan", {"weight": float("nan")}),
-        ("ValueError: finite and not negative; got inf", {"weight": np.inf}),
+        (r"ValueError: weight must be .*float64\[2\]", {"weight": np.ones(2)}),
+        (r"TypeError: weight must be .* \[0, inf\); got '2'", {"weight": "2"}),
+        (r"ValueError: weight must be .* \[0, inf\); got -1", {"weight": -1}),
+        ("ValueError: weight must be .* got nan", {"weight": float("nan")}),
+        ("ValueError: weight must be .* got inf", {"weight": np.inf}),
         ("ValueError: floating dtype of 16 bits.*int32", {"dtype": jnp.int32}),
         ("ValueError: 16 bits.*float8", {"dtype": jnp.float8_e4m3fn}),
         ("TypeError: axis_name must be the name.*3", {"axis_name": 3}),

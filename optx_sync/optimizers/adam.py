@@ -79,11 +79,6 @@ def adam(
         update = -(m * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
         return update, AdamSlots(m, v)
 
-    formula = rule.LeafRule(
-        step,
-        AdamSlots(m=0.0, v=0.0),
-        rows="all",
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = AdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "all", hyper=(b1, b2, eps), powers=powers)
     return rule.from_rule(formula, learning_rate)

@@ -84,11 +84,6 @@ def custom_adam(
         update = -rule.bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
         return update, CustomAdamSlots(m, v)
 
-    formula = rule.LeafRule(
-        step,
-        CustomAdamSlots(m=0.0, v=0.0),
-        rows="touched",
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = CustomAdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "touched", hyper=(b1, b2, eps), powers=powers)
     return rule.from_rule(formula, learning_rate)

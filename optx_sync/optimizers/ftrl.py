@@ -103,11 +103,7 @@ def ftrl(
         new_param = jnp.where(jnp.abs(linear) > l1, leader, jnp.zeros_like(leader))
         return new_param - param, FtrlSlots(after, linear)
 
-    rule = LeafRule(
-        step,
-        FtrlSlots(accum=initial_accumulator_value, linear=0.0),
-        rows="touched",
-        hyper=(learning_rate_power, l1, l2, l2_shrinkage, beta),
-        needs_params=True,
-    )
+    slots = FtrlSlots(accum=initial_accumulator_value, linear=0.0)
+    hyper = (learning_rate_power, l1, l2, l2_shrinkage, beta)
+    rule = LeafRule(step, slots, "touched", hyper=hyper, needs_params=True)
     return from_rule(rule, learning_rate)

@@ -83,11 +83,6 @@ def grad_variance_scaled(
         b1, b2, _ = at.hyper
         return GradVarianceScaledSlots(slots.m * b1, slots.v * b2)
 
-    rule = LeafRule(
-        step,
-        GradVarianceScaledSlots(m=0.0, v=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, b2, eps),
-    )
+    slots = GradVarianceScaledSlots(m=0.0, v=0.0)
+    rule = LeafRule(step, slots, "decay_all", decay, hyper=(b1, b2, eps))
     return from_rule(rule, learning_rate)

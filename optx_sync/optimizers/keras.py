@@ -16,7 +16,7 @@ import optax
 
 from optx_sync.checks import check_grads
 from optx_sync.elementwise import as_optax_expects
-from optx_sync.trees import Tree, is_slices, leaves_with_names
+from optx_sync.trees import Tree, is_slices, leaves_with_names, names_of
 
 # Names a Keras variable: (slot, its parameter's index), or (name, None).
 _Name: TypeAlias = tuple[str, int | None]
@@ -143,8 +143,14 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
                 "keras needs the parameters; got params=None. Call "
                 "update(grads, state, params)."
             )
-        _check_dense(updates)
         check_grads(updates, params)
+        for path, leaf in leaves_with_names(updates):
+            if is_slices(leaf):
+                raise TypeError(
+                    f"Keras optimizers take dense gradients; got IndexedSlices at "
+                    f"{path}. Pass slices.to_dense(rows), or use a row-sparse optimizer"
+                    " such as oxs.optimizers.adagrad."
+                )
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         grads = dict(enumerate(structure.flatten_up_to(updates)))
         grads = {index: grad for index, grad in grads.items() if grad is not None}
@@ -222,16 +228,6 @@ def _check_optimizer(library: ModuleType, optimizer: Any) -> None:
         )
 
 
-def _check_dense(grads: Tree) -> None:
-    for path, leaf in leaves_with_names(grads):
-        if is_slices(leaf):
-            raise TypeError(
-                f"Keras optimizers take dense gradients; got IndexedSlices at {path}. "
-                "Pass slices.to_dense(rows), or use a row-sparse optimizer such as "
-                "oxs.optimizers.adagrad."
-            )
-
-
 def _variable(
     library: ModuleType,
     index: int,
@@ -239,7 +235,7 @@ def _variable(
     leaf: jax.Array | jax.ShapeDtypeStruct,
 ) -> Any:
     """A Keras variable for a parameter, its index in the name: paths may collide."""
-    keys = [jax.tree_util.keystr((key,), simple=True).replace("/", "_") for key in path]
+    keys = [name.replace("/", "_") for name in names_of(path)]
     with contextlib.ExitStack() as scopes:
         for key in keys[:-1]:
             # An empty key is valid, but an empty scope name is not.

@@ -82,12 +82,6 @@ def nadam(
         b1, b2, _ = at.hyper
         return NadamSlots(slots.m * b1, slots.v * b2)
 
-    formula = rule.LeafRule(
-        step,
-        NadamSlots(m=0.0, v=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = NadamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "decay_all", decay, (b1, b2, eps), powers)
     return rule.from_rule(formula, learning_rate)

@@ -82,11 +82,6 @@ def neural_optimizer_1(
         b1, _ = at.hyper
         return NeuralOptimizer1Slots(slots.m * b1)
 
-    rule = LeafRule(
-        step,
-        NeuralOptimizer1Slots(m=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, decrease_factor),
-    )
+    slots = NeuralOptimizer1Slots(m=0.0)
+    rule = LeafRule(step, slots, "decay_all", decay, hyper=(b1, decrease_factor))
     return from_rule(rule, learning_rate)

@@ -75,11 +75,6 @@ def proximal_adagrad(
         new_param = soft_threshold(moved, rate * l1) / (1.0 + l2 * rate)
         return new_param - param, ProximalAdagradSlots(accumulator)
 
-    rule = LeafRule(
-        step,
-        ProximalAdagradSlots(accumulator=initial_accumulator_value),
-        rows="touched",
-        hyper=(l1, l2),
-        needs_params=True,
-    )
+    slots = ProximalAdagradSlots(accumulator=initial_accumulator_value)
+    rule = LeafRule(step, slots, "touched", hyper=(l1, l2), needs_params=True)
     return from_rule(rule, learning_rate)

@@ -162,9 +162,6 @@ class IndexedSlices(SlicesLeaf):
         key = jax.tree_util.GetAttrKey
         return (((key("indices"), self._words), (key("values"), self._values)), None)
 
-    def tree_flatten(self) -> tuple[tuple[object, ...], None]:  # noqa: D102 # JAX's protocol
-        return (self._words, self._values), None
-
     @classmethod
     def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> "IndexedSlices":  # noqa: D102 # JAX's protocol
         return rebuild(*leaves)

@@ -275,12 +275,14 @@ class _Phases(NamedTuple):
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contribution, if it counts; the worker takes it."""
         rule, worker, before = self.rule, now.worker, now.center
-        share = _with_powers if rule.outer is self.inner else _unshared
-        before = before._replace(outer=share(before.outer, worker.inner))
+        shared = rule.outer is self.inner
+        if shared:
+            before = before._replace(outer=_with_powers(before.outer, worker.inner))
         after = work.absorb(rule, before, total, num_workers=at.num_workers)
         if self.drops:
             after = where(pushed > 0, after, before)
-        worker = worker._replace(inner=share(worker.inner, after.outer))
+        if shared:
+            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
         worker = work.take(rule, worker, now.center.value, after.value, at)
         return now._replace(worker=worker, center=after)
 
@@ -456,11 +458,6 @@ class _Run(NamedTuple):
                 for i in parts
             )
         )
-
-
-def _unshared(state: optax.OptState, source: optax.OptState) -> optax.OptState:
-    """The state as it is: worker and center have optimizers of their own."""
-    return state
 
 
 def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:

@@ -10,19 +10,10 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import check_function, check_grads, check_inner, integer
+from optx_sync.replicas import tokens as queue
 from optx_sync.replicas.accumulator import Accumulator, accumulate
 from optx_sync.replicas.averages import check_averages
-from optx_sync.replicas.tokens import (
-    Chief,
-    Held,
-    Tokens,
-    check_num_tokens,
-    check_replicas,
-    check_variables,
-    hand_out,
-    tokens_at_start,
-    tokens_of_update,
-)
+from optx_sync.replicas.tokens import Chief, Held, Tokens
 from optx_sync.rows.slices import unique_rows
 from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
@@ -143,11 +134,11 @@ def sync_replicas(
     inner = check_inner(
         inner, "oxs.simulate.sync_replicas(optax.sgd(0.1), params, ...)"
     )
-    check_variables(params)
-    required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
+    queue.check_variables(params)
+    required, total = queue.check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     total = required if total is None else total
-    tokens = tokens_at_start(check_num_tokens(num_tokens), total, required)
+    tokens = queue.tokens_at_start(queue.check_num_tokens(num_tokens), total, required)
     if not hasattr(initial_global_step, "dtype"):
         begin = "Pass the step at which the run goes on, 0 for a new one."
         integer("initial_global_step", initial_global_step, begin, least=0)
@@ -214,7 +205,7 @@ class _Run(NamedTuple):
         """The chief's update: parameters move by the mean, tokens join the queue."""
         held = Held(*(getattr(machine, name) for name in Held._fields))
         step, count = machine.global_step + 1, machine.accumulated
-        made = tokens_of_update(self.total, self.chief.required)
+        made = queue.tokens_of_update(self.total, self.chief.required)
         return machine._replace(
             **self.chief.update(held, grads, count, step)._asdict(),
             accumulated=jnp.zeros_like(count),
@@ -229,7 +220,7 @@ class _Run(NamedTuple):
         everyone = jnp.arange(self.total, dtype=jnp.int32)
         waits = machine.blocked | (everyone == worker)
         # An update makes tokens for all workers: all that wait are served, or none.
-        served, late, tokens = hand_out(machine.tokens, waits, place=1)
+        served, late, tokens = queue.hand_out(machine.tokens, waits, place=1)
         token = machine.global_step - late.astype(jnp.int32)
         return machine._replace(
             local_step=jnp.where(served, token, machine.local_step),

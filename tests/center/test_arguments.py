@@ -124,7 +124,7 @@ def update(tx, grads=PARAMS, params=PARAMS, workers=2, axis_name=AXIS):
         ),
         (
             lambda: wrong.local_sgd(SGD, AXIS, accumulator_dtype=jnp.int32),
-            "ValueError: accumulator_dtype must be a floating dtype; got int32",
+            "ValueError: accumulator_dtype must be a floating dtype .*; got int32",
         ),
         (
             lambda: wrong.local_sgd(AXIS, SGD),

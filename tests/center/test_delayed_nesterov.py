@@ -163,8 +163,8 @@ def test_what_is_refused():
     nesterov = wrong.outer.delayed_nesterov
     for call, error, message in (
         (lambda: nesterov(0.7, every=0), ValueError, "every must be 1"),
-        (lambda: nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
-        (lambda: nesterov(0.7, c=-1), ValueError, "c must lie in"),
+        (lambda: nesterov(0.7, 1.5), ValueError, "momentum must be a number in"),
+        (lambda: nesterov(0.7, c=-1), ValueError, "c must be a number in"),
         (lambda: nesterov("0.7"), TypeError, "or an Optax schedule"),
         (
             lambda: wrong.center_variable(

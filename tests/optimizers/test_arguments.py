@@ -92,7 +92,7 @@ OUT_OF_RANGE = [
 )
 def test_a_number_out_of_its_interval(make, name, interval, values):
     for value in values:
-        message = f"{name} must be a finite number in {interval}; got {value!r}."
+        message = f"{name} must be a number in {interval}; got {value!r} of type"
         with pytest.raises(ValueError, match=re.escape(message)):
             make(0.1, **{name: value})
 
@@ -105,7 +105,7 @@ def test_a_hyperparameter_that_is_no_number(value):
 
 def test_a_hyperparameter_that_is_no_scalar():
     for value in (np.array([0.9, 0.8]), jnp.array([0.9])):
-        with pytest.raises(ValueError, match="b1 must be a scalar"):
+        with pytest.raises(ValueError, match=r"b1 must be a number .* got float\d\d\["):
             adam(0.1, b1=value)
 
 
@@ -115,7 +115,9 @@ def test_learning_rates(case):
         with pytest.raises(TypeError, match="or an Optax schedule"):
             case.make(value)
     for value in (NAN, INF):
-        with pytest.raises(ValueError, match="learning_rate must be a finite number"):
+        with pytest.raises(
+            ValueError, match=r"learning_rate must be a number in \(-inf, inf\)"
+        ):
             case.make(value)
     # As in the originals and in Optax.
     case.make(-0.1)
@@ -124,9 +126,9 @@ def test_learning_rates(case):
 
 def test_a_learning_rate_that_is_no_scalar():
     tx = gradient_descent(lambda count: jnp.ones([2]))
-    with pytest.raises(ValueError, match=r"learning_rate must be a scalar.*\(2,\)"):
+    with pytest.raises(ValueError, match=r"learning_rate .* of scalars.*\(2,\)"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-    with pytest.raises(ValueError, match="learning_rate must be a scalar"):
+    with pytest.raises(ValueError, match=r"learning_rate must be a number.*32\[2\]"):
         gradient_descent(jnp.ones([2]))
 
 
@@ -135,13 +137,9 @@ def test_ftrl_divides_by_the_learning_rate():
         ftrl(0.0)
 
 
-def test_flags():
-    with pytest.raises(TypeError, match=r"decay must be True or False; got 0\.9"):
+def test_a_number_where_a_flag_stands():
+    with pytest.raises(ValueError, match=r"decay must be True or False; got 0\.9"):
         amsgrad(0.1, 0.9)  # pyright: ignore[reportArgumentType] # the mistake itself
-    with pytest.raises(TypeError, match="nesterov must be True or False"):
-        momentum(0.1, 0.9, nesterov=1)
-    with pytest.raises(TypeError, match="centered must be True or False"):
-        rmsprop(0.1, centered=None)
 
 
 def test_traced_hyperparameters_pass():

@@ -10,7 +10,6 @@ import pytest
 
 from optx_sync.optimizers.rule import LeafRule, from_rule
 from optx_sync.rows.slices import IndexedSlices
-from tests.refusals import refused
 
 
 class SumSlots(NamedTuple):
@@ -149,26 +148,21 @@ def test_a_rule_is_checked_where_it_is_made():
         LeafRule(add, SumSlots(0.0), rows="decay_all")
     with pytest.raises(ValueError, match="decay goes with"):
         LeafRule(add, SumSlots(0.0), decay=lambda slots, at: slots)
-    with pytest.raises(TypeError, match="rule must be a LeafRule"):
-        optimizer(add, 0.1)
 
 
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (lambda g, s, p, at: (g[0], s), r"ValueError: \['w'\] must have the grad"),
-        (lambda g, s, p, at: (g, (s.total,)), "TypeError: slots as SumSlots; got tup"),
-        (lambda g, s, p, at: (g, SumSlots(0.0)), r"ValueError: slot total at \['w'\]"),
-        (
-            lambda g, s, p, at: (g, SumSlots(g > 0)),
-            r"ValueError: float32\[2\]; got bool\[2\]",
-        ),
+        (lambda g, s, p, at: (g[0], s), r"at \['w'\] .*\(2,\).* got \(\)"),
+        (lambda g, s, p, at: (g, (s.total,)), "SumSlots of .* got .* and tuple of"),
+        (lambda g, s, p, at: (g, SumSlots(0.0)), r"\(2,\).* SumSlots of \[\(\(\),"),
+        (lambda g, s, p, at: (g, SumSlots(g > 0)), r"float32.* of .*bool"),
     ],
 )
 def test_a_step_that_breaks_its_contract(step, said):
     tx = optimizer(LeafRule(step, SumSlots(total=0.0)), 0.1)
     params = {"w": jnp.ones(2)}
-    with refused(said):
+    with pytest.raises(ValueError, match=said):
         tx.update(params, tx.init(params), params)
 
 

@@ -593,7 +593,7 @@ MEDIAN, KRUM = oxs.exchange.median(), oxs.exchange.krum(0)
         ("TypeError: must be a bool", {}, {"contributes": jnp.ones(N)}),
         ("ValueError: be a scalar", {}, {"contributes": jnp.ones((N, 2), bool)}),
         ("TypeError: must be an integer", {}, {"gradient_step": jnp.ones(N)}),
-        ("ValueError: weight must be a scalar", {}, {"weight": jnp.ones((N, 2))}),
+        ("ValueError: weight must be a number", {}, {"weight": jnp.ones((N, 2))}),
         ("ValueError: takes no weight", {"exchange": MEDIAN}, {"weight": jnp.ones(N)}),
         ("ValueError: takes no weight", {"exchange": KRUM}, {"weight": jnp.ones(N)}),
     ],
