@@ -253,21 +253,19 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     everyone = (tuple(range(devices)),) if devices and not permute else ()
     if not found:
         return everyone
-    rows = None
     if match := _MESH.match(value):
-        rows = _mesh_groups(*match.groups(""))
+        rows = _mesh_groups(*match.groups("")).tolist()
     elif match := _IOTA.match(value):
-        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:]))
-    if rows is not None:
-        return tuple(map(tuple, rows.tolist()))
-    if match := _NESTED.match(value):
-        written = re.findall(r"\{([\d,\s]*)\}", match[0])
-        return tuple(filter(None, map(_integers, written))) or everyone
-    raise ValueError(
-        f"cannot read the device groups of {instruction.name!r}: got {key}"
-        f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
-        "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
-    )
+        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:])).tolist()
+    elif match := _NESTED.match(value):
+        rows = filter(None, map(_integers, re.findall(r"\{([\d,\s]*)\}", match[0])))
+    else:
+        raise ValueError(
+            f"cannot read the device groups of {instruction.name!r}: got {key}"
+            f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
+            "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
+        )
+    return tuple(map(tuple, rows)) or everyone
 
 
 def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:

@@ -68,17 +68,13 @@ class IndexedSlices(SlicesLeaf):
     def __init__(self, indices: Numbers, values: ArrayLike):
         values = jnp.asarray(values)
         words = _hide(indices)
-        if words.ndim != 1 or values.shape[:1] != words.shape:
+        fits = words.ndim == 1 and words.size <= 2**31 - FIRST_PADDING
+        if not fits or values.shape[:1] != words.shape:
             raise ValueError(
-                "indices must be [k], and values have one row for each index, [k, ...];"
-                f" got indices of shape {words.shape} and values of shape "
-                f"{values.shape}. Pass indices.reshape(-1) and values.reshape(-1, "
-                "*row_shape)."
-            )
-        if words.shape[0] > 2**31 - FIRST_PADDING:
-            raise ValueError(
-                f"At most 2**28 rows fit into one IndexedSlices; got {words.shape[0]}. "
-                "Use a dense gradient."
+                "indices must be [k], at most 2**28 of them, and values have one row "
+                f"for each index, [k, ...]; got indices of shape {words.shape} and "
+                f"values of shape {values.shape}. Pass indices.reshape(-1) and "
+                "values.reshape(-1, *row_shape), or a dense gradient."
             )
         self._words = words
         self._values = values
@@ -194,25 +190,19 @@ def check_rows(
     where = f" at {path}" if path else ""
     batch = slices._words.ndim - 1
     shape, values_shape = tuple(table.shape), tuple(slices.values.shape)
-    if (
-        len(shape) <= batch
-        or shape[:batch] != values_shape[:batch]
-        or shape[batch + 1 :] != values_shape[batch + 1 :]
-    ):
+    fits = len(shape) > batch and shape[:batch] == values_shape[:batch]
+    fits = fits and shape[batch + 1 :] == values_shape[batch + 1 :]
+    if not fits or shape[batch] > FIRST_PADDING:
         raise ValueError(
             f"IndexedSlices{where} do not fit their table: the values, one row for "
-            f"each index, must have shape [k, ...] where the table has [rows, ...]; "
-            f"got values of shape {values_shape} and a table of shape {shape}."
-        )
-    rows = shape[batch]
-    if rows > FIRST_PADDING:
-        raise ValueError(
-            f"A table{where} of {rows} rows is too long for int32 row indices: at most "
-            f"{FIRST_PADDING} rows are supported. Split the table."
+            "each index, must have shape [k, ...] where the table has [rows, ...], at "
+            f"most {FIRST_PADDING} rows; got values of shape {values_shape} and a "
+            f"table of shape {shape}."
         )
     indices = known_indices(slices._words)
     if indices is not None:
-        refuse_known_rows(indices[indices < FIRST_PADDING], rows, f"slices{where}")
+        indices = indices[indices < FIRST_PADDING]
+    refuse_known_rows(indices, shape[batch], f"slices{where}")
 
 
 def refuse_known_rows(indices: np.ndarray | None, rows: int, who: str) -> None:
