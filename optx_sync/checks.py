@@ -48,9 +48,11 @@ def _showing(
     return checked
 
 
-def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
+def check_inner(
+    inner: Any, call: str, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
     """The wrapped transformation; a TypeError that shows `call` for anything else."""
-    trees.check_transformation(inner, "inner", call)
+    trees.check_transformation(inner, name, call)
     return optax.with_extra_args_support(inner)
 
 

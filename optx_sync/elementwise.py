@@ -192,10 +192,7 @@ def eager() -> Iterator[None]:
 @contextlib.contextmanager
 def as_optax_expects() -> Iterator[None]:
     """Promote dtypes and shapes here, whatever the user has set."""
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 

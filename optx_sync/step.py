@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from optx_sync import trees
-from optx_sync.checks import explains_inner, explains_state, integer
+from optx_sync.checks import check_inner, explains_inner, explains_state, integer
 from optx_sync.placement.fields import stands_last
 from optx_sync.trees import Tree
 
@@ -169,8 +169,7 @@ def apply_gradients(
         )
     if isinstance(tx, _DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
-    trees.check_transformation(tx, "tx", "apply_gradients(tx, grads, state, params)")
-    tx = optax.with_extra_args_support(tx)
+    tx = check_inner(tx, "apply_gradients(tx, grads, state, params)", "tx")
     _refuse_what_follows(state)
     with explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)

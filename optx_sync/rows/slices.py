@@ -170,11 +170,7 @@ def unique_rows(grads: Tree) -> Tree:
     )
 
 
-def check_rows(
-    slices: IndexedSlices,
-    table: Tree,
-    path: str = "",
-) -> None:
+def check_rows(slices: IndexedSlices, table: Tree, path: str = "") -> None:
     """Raise if slices do not fit a table.
 
     Args:
