@@ -138,7 +138,8 @@ def time(
     for count, those in steps:
         hidden = waited = 0.0
         for row in those:
-            seconds = latency + 8e-9 * _on_the_link(row) / gbits
+            share = _ON_A_RING[row.kind](max(map(len, row.groups), default=1))
+            seconds = latency + 8e-9 * (share * row.bytes) / gbits
             if row.overlapped and not row.conditional:
                 hidden += seconds
             else:
@@ -224,11 +225,6 @@ def _least(share: Callable[[float], float], goal: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if share(middle) >= goal else (middle, high)
     return high
-
-
-def _on_the_link(row: Collective) -> float:
-    """The bytes that a device sends."""
-    return _ON_A_RING[row.kind](max(map(len, row.groups), default=1)) * row.bytes
 
 
 def _is_far(row: Collective, near: int) -> bool:

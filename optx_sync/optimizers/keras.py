@@ -255,7 +255,8 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
     # the wrapper's are named last, so that the inner ones keep the plain names.
     inner = getattr(built, "inner_optimizer", built)
     acting = {id(variable) for variable in inner.variables}
-    names: dict[_Name, int] = {}
+    names: dict[int, _Name] = {}
+    seen: collections.Counter[_Name] = collections.Counter()
     for variable in sorted(built.variables, key=lambda v: id(v) not in acting):
         # A slot's name is its parameter's name and a suffix.
         prefix = max(filter(variable.name.startswith, prefixes), key=len, default="")
@@ -265,13 +266,10 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
         else:
             # Keras numbers unnamed variables by how many the process has made so far.
             name, index = re.sub(r"^variable_\d+$", "variable", variable.name), None
-        unique, count = name, 0
-        while (unique, index) in names:
-            count += 1
-            unique = f"{name}#{count}"
-        names[unique, index] = id(variable)
-    of_variable = {variable: name for name, variable in names.items()}
-    return [of_variable[id(variable)] for variable in built.variables]
+        again = seen[name, index]
+        seen[name, index] += 1
+        names[id(variable)] = (f"{name}#{again}" if again else name), index
+    return [names[id(variable)] for variable in built.variables]
 
 
 def _common_slots(build: Any) -> list[str]:
