@@ -29,6 +29,7 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
+from optx_sync.optimizers.rule import RuleState
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
@@ -467,8 +468,7 @@ def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptStat
     """
 
     def is_rule_state(x):
-        # A `RuleState`, told by its field, as this file must not import `optimizers`.
-        return "powers" in getattr(x, "_fields", ())
+        return isinstance(x, RuleState)
 
     return jax.tree.map(
         lambda own, other: (
