@@ -461,7 +461,7 @@ OF_THREE = {"rule": oxs.rules.local_sgd()._replace(num_workers=3)}
     [
         ("TypeError: inner must be", {"inner": 0.1}),
         ("TypeError: rule must be a CenterRule", {"rule": INNER}),
-        ("TypeError: integers", {"workers": np.array([0.0, 1.0])}),
+        ("ValueError: integers", {"workers": np.array([0.0, 1.0])}),
         ("ValueError: one", {"workers": np.zeros((2, 2), int)}),
         ("ValueError: worker 2", {"workers": [0, 2]}),
         ("ValueError: worker -1", {"workers": [0, -1]}),

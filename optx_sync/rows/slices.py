@@ -206,8 +206,9 @@ def refuse_known_rows(indices: np.ndarray | None, rows: int, who: str) -> None:
 
     The message says that `who` has named it.
     """
-    bad = () if indices is None else indices[(indices < 0) | (indices >= rows)]
-    if len(bad):
+    known = np.empty(0, np.int32) if indices is None else indices
+    bad = known[(known < 0) | (known >= rows)]
+    if bad.size:
         raise ValueError(
             f"{who}: row {int(bad[0])} is out of range for a table of {rows} rows. Pass"
             f" rows in [0, {rows}): they are never wrapped."

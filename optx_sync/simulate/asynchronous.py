@@ -228,7 +228,8 @@ def asynchronous(
     )
     push_bytes = run.push_bytes(start.center)
     # What `view` and `advance` return stands in the order of the record's fields.
-    return AsynchronousRecord(*views, events, *counts, recorded, final, push_bytes)
+    in_order = (*views, events, *counts, recorded, final, push_bytes)
+    return AsynchronousRecord._make(in_order)
 
 
 class _Phases(NamedTuple):

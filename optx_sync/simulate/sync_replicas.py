@@ -107,11 +107,10 @@ def sync_replicas(
         arrays static.
 
     Raises:
-        TypeError: `inner` is not a transformation; a number or `workers` has the wrong
-            type.
+        TypeError: `inner` is not a transformation; a number has the wrong type.
         ValueError: There are no parameters; a number is out of range; there are too few
-            tokens; a number in `workers` names no worker; gradients do not match the
-            parameters.
+            tokens; `workers` are no integers, or one names no worker; gradients do not
+            match the parameters.
 
     Example:
         Worker 1 is slow, and an update needs only one of two gradients:
@@ -153,7 +152,7 @@ def sync_replicas(
         record,
     )
     # What `view` and `advance` return stands in the order of the record's fields.
-    return SyncReplicasRecord(*views, events, *counts, recorded, machine)
+    return SyncReplicasRecord._make((*views, events, *counts, recorded, machine))
 
 
 class _Run(NamedTuple):
