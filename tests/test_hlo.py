@@ -122,5 +122,5 @@ def test_what_is_not_a_program_is_refused(ask):
 
         memory_analysis = as_text
 
-    with pytest.raises(TypeError, match="this backend|expected string"):
+    with pytest.raises(TypeError, match=r"this backend|expected string"):
         ask(Silent())
