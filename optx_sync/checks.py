@@ -117,10 +117,10 @@ def _lies_in(number: Any, within: str) -> bool:
     """Whether a number, or an array of one, may lie in the interval."""
     low, high = map(float, within[1:-1].split(","))
     ends = [low] * (within[0] == "[") + [high] * (within[-1] == "]")
-    if jnp.shape(number):
-        return False
-    known = not isinstance(number, jax.core.Tracer)
-    return not known or low < number < high or number in ends
+    if jnp.shape(number) or isinstance(number, jax.core.Tracer):
+        return not jnp.shape(number)
+    number = np.asarray(number)  # JAX would trace the comparison.
+    return bool(low < number < high or number in ends)
 
 
 def floating(name: str, dtype: DTypeLike | None, bits: int = 8) -> np.dtype | None:
