@@ -96,8 +96,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     Reference: Keras 3, ``Optimizer.stateless_apply``.
     """
-    library = _import_keras()
-    _check_optimizer(library, optimizer)
+    library = _checked_library(optimizer)
     with warnings.catch_warnings():
         # Keras reads its own learning rate through an `__array__` without `copy`.
         warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)
@@ -173,7 +172,8 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _import_keras() -> ModuleType:
+def _checked_library(optimizer: Any) -> ModuleType:
+    """Keras, if it runs on JAX, and this is an optimizer of it that can be copied."""
     import keras as library
 
     if library.backend.backend() != "jax":
@@ -181,6 +181,22 @@ def _import_keras() -> ModuleType:
             f"Keras must run on JAX; got the backend {library.backend.backend()!r}. "
             "Set KERAS_BACKEND=jax (or the backend in ~/.keras/keras.json) before "
             "keras is imported first."
+        )
+    if not isinstance(optimizer, library.optimizers.Optimizer):
+        raise TypeError(
+            f"keras takes a Keras optimizer; got {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Pass keras.optimizers.Adam(1e-3), for "
+            "example."
+        )
+    if isinstance(optimizer, getattr(library.optimizers, "MultiOptimizer", ())):
+        raise TypeError(
+            "keras takes one optimizer for all parameters; got a MultiOptimizer. "
+            "Use optax.partition with several oxs.optimizers.keras(...)."
+        )
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise ValueError(
+            "exclude_from_weight_decay(var_list=...) names variables that only Keras "
+            "has. Pass var_names=..., or use optax.masked."
         )
     return library
 
@@ -206,26 +222,6 @@ def _show_rate(optimizer: Any, config: dict[str, Any]) -> None:
         config["learning_rate"] = rate
     if hasattr(optimizer, "inner_optimizer"):
         _show_rate(optimizer.inner_optimizer, config["inner_optimizer"]["config"])
-
-
-def _check_optimizer(library: ModuleType, optimizer: Any) -> None:
-    if not isinstance(optimizer, library.optimizers.Optimizer):
-        raise TypeError(
-            f"keras takes a Keras optimizer; got {optimizer!r} of type "
-            f"{type(optimizer).__name__}. Pass keras.optimizers.Adam(1e-3), for "
-            "example."
-        )
-    multiple = getattr(library.optimizers, "MultiOptimizer", ())
-    if isinstance(optimizer, multiple):
-        raise TypeError(
-            "keras takes one optimizer for all parameters; got a MultiOptimizer. "
-            "Use optax.partition with several oxs.optimizers.keras(...)."
-        )
-    if getattr(optimizer, "_exclude_from_weight_decay", None):
-        raise ValueError(
-            "exclude_from_weight_decay(var_list=...) names variables that only Keras "
-            "has. Pass var_names=..., or use optax.masked."
-        )
 
 
 def _variable(
