@@ -191,13 +191,18 @@ def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
+def as_weight(weight: ArrayLike) -> jax.Array:
+    """A weight as an array; refused is what is no finite number, 0 or more."""
+    number = int(weight) if isinstance(weight, bool) else weight
+    interval("[0, inf)", "Pass for example weights.sum(), of tokens.", weight=number)
+    return jnp.asarray(weight)
+
+
 def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
     """This replica's weight as a checked float that varies over the axis, or `None`."""
     if weight is None:
         return None
-    number = int(weight) if isinstance(weight, bool) else weight
-    interval("[0, inf)", "Pass for example weights.sum(), of tokens.", weight=number)
-    array = jnp.asarray(weight)
+    array = as_weight(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
     return localize(array if keeps else array.astype(jnp.float32), axis_name)
 

@@ -88,7 +88,9 @@ def test_learning_rates(case):
         with pytest.raises(TypeError, match="or an Optax schedule"):
             case.make(value)
     for value in (NAN, INF):
-        with pytest.raises(ValueError, match=r"learning_rate must be a number in \(-inf"):
+        with pytest.raises(
+            ValueError, match=r"learning_rate must be a number in \(-inf"
+        ):
             case.make(value)
     # As in the originals and in Optax.
     case.make(-0.1)
