@@ -19,8 +19,7 @@ class AdagradSlots(NamedTuple):
 
 
 def adagrad(
-    learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: ArrayLike = 0.1,
+    learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: ArrayLike = 0.1
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad: TensorFlow's AdagradOptimizer.
 

@@ -17,9 +17,7 @@ class MomentumSlots(NamedTuple):
 
 
 def momentum(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: ArrayLike,
-    nesterov: bool = False,
+    learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gradient descent with momentum: TensorFlow's MomentumOptimizer.
 

@@ -9,9 +9,7 @@ from optx_sync.optimizers.rule import LeafRule, from_rule, soft_threshold
 
 
 def proximal_gradient_descent(
-    learning_rate: optax.ScalarOrSchedule,
-    l1: ArrayLike = 0.0,
-    l2: ArrayLike = 0.0,
+    learning_rate: optax.ScalarOrSchedule, l1: ArrayLike = 0.0, l2: ArrayLike = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Forward-backward splitting: TensorFlow's ProximalGradientDescentOptimizer.
 
