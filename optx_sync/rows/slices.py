@@ -198,7 +198,7 @@ def check_rows(slices: IndexedSlices, table: Tree, path: str = "") -> None:
     indices = known_indices(slices._words)
     if indices is not None:
         indices = indices[indices < FIRST_PADDING]
-    refuse_known_rows(indices, shape[batch], f"slices{where}")
+    refuse_known_rows(indices, shape[batch], f"IndexedSlices{where}")
 
 
 def refuse_known_rows(indices: np.ndarray | None, rows: int, who: str) -> None:
