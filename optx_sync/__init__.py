@@ -58,20 +58,8 @@ if TYPE_CHECKING:
     from optx_sync.peers.gossip import gossip as gossip
     from optx_sync.peers.gossip import noloco as noloco
 
-# Imported when they are asked for: modules that a program may not need, of which
-# `elastic`, `flax` and `runtime` need a library that may not be installed.
-_MODULES = (
-    "audit",
-    "by_hand",
-    "elastic",
-    "flax",
-    "optimizers",
-    "outer",
-    "rules",
-    "runtime",
-    "simulate",
-    "testing",
-)
+# Imported when they are asked for: what a program may not need. `elastic`, `flax` and
+# `runtime` need a library that may not be installed.
 _ELSEWHERE = {
     "Workers": "optx_sync.front.workers",
     "gossip": "optx_sync.peers.gossip",
@@ -118,12 +106,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"optx_sync.{name}")
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    if name in __dir__():
+        return importlib.import_module(f"optx_sync.{name}")
     raise AttributeError(f"module 'optx_sync' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, *_ELSEWHERE})
+    return sorted([*__all__, "flax", "runtime"])

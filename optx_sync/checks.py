@@ -4,7 +4,7 @@
 import contextlib
 import functools
 import inspect
-import math
+import numbers
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ParamSpec, TypeVar, get_args
 
@@ -13,20 +13,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync import trees
 from optx_sync.rows.slices import IndexedSlices, check_rows
-from optx_sync.trees import (
-    Tree,
-    brief,
-    check_arrays,
-    check_transformation,
-    is_gradient_leaf,
-    is_placeholder,
-    is_slices,
-    leaves_with_names,
-    values_of,
-)
+from optx_sync.trees import Tree
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -57,9 +48,11 @@ def _showing(
     return checked
 
 
-def check_inner(inner: Any, call: str) -> optax.GradientTransformationExtraArgs:
+def check_inner(
+    inner: Any, call: str, name: str = "inner"
+) -> optax.GradientTransformationExtraArgs:
     """The wrapped transformation; a TypeError that shows `call` for anything else."""
-    check_transformation(inner, "inner", call)
+    trees.check_transformation(inner, name, call)
     return optax.with_extra_args_support(inner)
 
 
@@ -75,7 +68,8 @@ def check_function(name: str, function: object, mend: str) -> None:
 def check_rate(learning_rate: object) -> None:
     """Refuse a learning rate that is neither a number nor a schedule."""
     if not callable(learning_rate):
-        interval("learning_rate", learning_rate, "Pass a number, or an Optax schedule.")
+        mend = "Pass a number, or an Optax schedule."
+        interval("(-inf, inf)", mend, learning_rate=learning_rate)
 
 
 def integer(name: str, number: object, mend: str, least: int = 1) -> int:
@@ -86,7 +80,8 @@ def integer(name: str, number: object, mend: str, least: int = 1) -> int:
     """
     if isinstance(number, bool) or not isinstance(number, int | np.integer):
         raise TypeError(
-            f"{name} must be an integer, and not traced; got {brief(number)}. {mend}"
+            f"{name} must be an integer, and not traced; got {trees.brief(number)}. "
+            f"{mend}"
         )
     if not least <= number < 2**31:
         raise ValueError(
@@ -100,31 +95,45 @@ def check_seed(seed: object, least: int = -(2**31)) -> int:
     return integer("seed", seed, "Pass for example 0, the same on all workers.", least)
 
 
-def interval(
-    name: str,
-    value: object,
-    mend: str,
-    least: float = -math.inf,
-    most: float = math.inf,
-    *,
-    open_ends: bool = False,
-) -> None:
-    """Refuse anything but a number in [least, most]; traced values pass.
+def interval(within: str, mend: str = "", **values: object) -> None:
+    """Refuse what is no number in an interval in the usual notation, "[0, 1)".
 
-    With `open_ends` the ends are excluded. NaN is refused.
+    NaN lies in none. Of a traced value only the shape is checked.
+
+    Raises TypeError for what is no real number, ValueError for one outside of the
+    interval, and for an array of several.
     """
-    if isinstance(value, jax.core.Tracer):
-        return
-    if isinstance(value, bool) or not isinstance(
-        value, int | float | np.number | jax.Array
-    ):
-        raise TypeError(f"{name} must be a number; got {brief(value)}. {mend}")
-    inside = least < value < most if open_ends else least <= value <= most
-    if not inside:
-        left, right = "()" if open_ends else "[]"
+    for name, value in values.items():
+        real = isinstance(value, numbers.Real | jax.Array | np.ndarray)
+        real = real and not isinstance(value, bool)
+        if not (real and _lies_in(value, within)):
+            wrong = ValueError if real else TypeError
+            raise wrong(
+                f"{name} must be a number in {within}; got {trees.brief(value)}. {mend}"
+            )
+
+
+def _lies_in(number: Any, within: str) -> bool:
+    """Whether a number, or an array of one, may lie in the interval."""
+    low, high = map(float, within[1:-1].split(","))
+    ends = [low] * (within[0] == "[") + [high] * (within[-1] == "]")
+    if jnp.shape(number) or isinstance(number, jax.core.Tracer):
+        return not jnp.shape(number)
+    number = np.asarray(number)  # JAX would trace the comparison.
+    return bool(low < number < high or number in ends)
+
+
+def floating(name: str, dtype: DTypeLike | None, bits: int = 8) -> np.dtype | None:
+    """A dtype; a ValueError if it is not floating, or too narrow. `None` stays."""
+    if dtype is None:
+        return None
+    dtype = jnp.dtype(dtype)
+    if not trees.is_floating(dtype) or jnp.finfo(dtype).bits < bits:
         raise ValueError(
-            f"{name} must lie in {left}{least:g}, {most:g}{right}; got {value}. {mend}"
+            f"{name} must be a floating dtype of {bits} bits or more; got {dtype}. "
+            "Pass for example jnp.float32."
         )
+    return dtype
 
 
 def one_of(name: str, value: object, kinds: object) -> None:
@@ -138,10 +147,6 @@ def one_of(name: str, value: object, kinds: object) -> None:
 def check_params(params: Tree) -> None:
     """Refuse parameters among other objects: only arrays are trained."""
     check_no_train_state(params)
-    numbers = jax.tree.map(
-        lambda x: () if _is_nnx_module(x) else x, params, is_leaf=_is_nnx_module
-    )
-    check_arrays(numbers, "The parameter")
     for leaf in jax.tree.leaves(params, is_leaf=_is_nnx_module):
         if _is_nnx_module(leaf):
             raise TypeError(
@@ -149,6 +154,7 @@ def check_params(params: Tree) -> None:
                 "Flax NNX module. Pass nnx.state(module, nnx.Param), as nnx.Optimizer "
                 "does; what this package has for Flax is optx_sync.flax."
             )
+    trees.check_arrays(params, "The parameter")
 
 
 def check_no_train_state(params: Tree) -> None:
@@ -164,7 +170,7 @@ def check_no_train_state(params: Tree) -> None:
 
 def refuse_placeholder(params: Tree, what: str) -> None:
     """Refuse Optax's tree without leaves, which does not say how a state is divided."""
-    if is_placeholder(params):
+    if trees.is_placeholder(params):
         raise ValueError(
             f"optax.tree.map_params does not know the state of {what}, which lies in "
             "parts or pieces: it asks init for a state of no parameters. For specs "
@@ -198,8 +204,8 @@ def check_one_worker(counter: ArrayLike, kept: Tree, params: Tree | None) -> Non
         )
     if params is None:
         return
-    found = dict(leaves_with_names(params))
-    for path, leaf in leaves_with_names(kept):
+    found = dict(trees.leaves_with_names(params))
+    for path, leaf in trees.leaves_with_names(kept):
         if leaf is None or found.get(path) is None:
             continue
         shape, own = jnp.shape(leaf), jnp.shape(found[path])
@@ -223,11 +229,11 @@ def check_grads(grads: Tree, params: Tree | None) -> None:
 
     A leaf is an array, an `IndexedSlices` or `None`. A mismatch names its path.
     """
-    found = dict(leaves_with_names(grads))
+    found = dict(trees.leaves_with_names(grads))
     for path, grad in found.items():
         if grad is None:
             continue
-        dtype = jnp.result_type(values_of(grad))
+        dtype = jnp.result_type(trees.values_of(grad))
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"The gradient at {path} has dtype {dtype}; gradients must be "
@@ -235,7 +241,7 @@ def check_grads(grads: Tree, params: Tree | None) -> None:
             )
     if params is None:
         return
-    expected = dict(leaves_with_names(params))
+    expected = dict(trees.leaves_with_names(params))
     for path in [*expected, *found]:
         if (path in expected) != (path in found):
             where = "gradients" if path in expected else "parameters"
@@ -260,22 +266,14 @@ def fill_missing(updates: Tree, params: Tree | None) -> Tree:
     """Zeros for the updates that are `None`, so that `optax.apply_updates` works."""
     if params is None:
         return updates
-    try:
-        return jax.tree.map(
-            lambda update, param: (
-                jnp.zeros_like(param)
-                if update is None and param is not None
-                else update
-            ),
-            updates,
-            params,
-            is_leaf=is_gradient_leaf,
-        )
-    except ValueError as error:  # of containers without leaves
-        raise ValueError(
-            "The gradients have other containers than the parameters: "
-            f"{str(error).splitlines()[0]}. Pass what jax.grad returns for them."
-        ) from None
+    return jax.tree.map(
+        lambda update, param: (
+            jnp.zeros_like(param) if update is None and param is not None else update
+        ),
+        updates,
+        params,
+        is_leaf=trees.is_gradient_leaf,
+    )
 
 
 @contextlib.contextmanager
@@ -289,8 +287,8 @@ def explains_inner(grads: Tree) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        leaves = leaves_with_names(grads)
-        rows = [name for name, leaf in leaves if is_slices(leaf)]
+        leaves = trees.leaves_with_names(grads)
+        rows = [name for name, leaf in leaves if trees.is_slices(leaf)]
         notes = []
         if rows:
             notes.append(
@@ -299,7 +297,7 @@ def explains_inner(grads: Tree) -> Iterator[None]:
                 "(adam, custom_adam, adagrad, ftrl, ...), run a stateless one by "
                 "oxs.on_values, or pass the gradient's to_dense(rows)."
             )
-        arrays = [values_of(leaf) for _, leaf in leaves if leaf is not None]
+        arrays = [trees.values_of(leaf) for _, leaf in leaves if leaf is not None]
         if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
             notes.append(
                 "Where a conditional or loop of a transformation joins values that"

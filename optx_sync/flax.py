@@ -48,20 +48,14 @@ class SyncTrainState(train_state.TrainState):
             The new state.
         """
         fields = {key: kwargs.pop(key) for key in list(kwargs) if hasattr(self, key)}
-        overwritten = OVERWRITE_WITH_GRADIENT
-        if overwritten not in grads:
-            params, opt_state = apply_gradients(
-                self.tx, grads, self.opt_state, self.params, **kwargs
-            )
-        else:  # Flax's own: these collections are set to their gradient.
-            trained, opt_state = apply_gradients(
-                self.tx,
-                grads["params"],
-                self.opt_state,
-                self.params["params"],
-                **kwargs,
-            )
-            params = {"params": trained, overwritten: grads[overwritten]}
+        own, params, overwritten = grads, self.params, OVERWRITE_WITH_GRADIENT
+        if overwritten in grads:
+            own, params = grads["params"], params["params"]
+        params, opt_state = apply_gradients(
+            self.tx, own, self.opt_state, params, **kwargs
+        )
+        if overwritten in grads:  # Flax's own: set to their gradient.
+            params = {"params": params, overwritten: grads[overwritten]}
         new = {"step": self.step + 1, "params": params, "opt_state": opt_state}
         return self.replace(**new | fields)
 

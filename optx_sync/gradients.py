@@ -11,9 +11,9 @@ import jax
 from optx_sync.checks import check_function
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize
-from optx_sync.rows.lookup import _gather, _GatheredRows, describe
+from optx_sync.rows.lookup import GatheredRows, gather
 from optx_sync.rows.slices import rebuild
-from optx_sync.trees import Tree, path_name
+from optx_sync.trees import Tree, names_of, path_name
 
 
 def value_and_grad(
@@ -72,12 +72,8 @@ def value_and_grad(
     check_function("loss", loss, "Pass for example value_and_grad(loss, rows=...).")
     named = jax.tree_util.tree_leaves_with_path(rows)
     for path, fn in named:
-        if not callable(fn):
-            raise TypeError(
-                f"A leaf of rows must be a function that returns ids; got "
-                f"{describe(fn)} at {path_name(path)}. Pass e.g. "
-                "rows={'embedding': lambda batch: batch['ids']}."
-            )
+        mend = "Pass for example rows={'embedding': lambda batch: batch['ids']}."
+        check_function(f"rows at {path_name(path)}", fn, mend)
     if axis_name is not None:
         check_axis_name(axis_name)
 
@@ -87,7 +83,13 @@ def value_and_grad(
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         leaves = [leaf for _, leaf in paths]
         for prefix, fn in named:
-            below = [at for at, (path, _) in enumerate(paths) if _under(path, prefix)]
+            # By name, as a dict may describe a module.
+            wanted = names_of(prefix)
+            below = [
+                at
+                for at, (path, _) in enumerate(paths)
+                if names_of(path)[: len(wanted)] == wanted
+            ]
             if not below:
                 raise ValueError(
                     f"rows names {path_name(prefix)}, where the parameters have no "
@@ -96,12 +98,12 @@ def value_and_grad(
             ids = fn(*args, **kwargs)
             for at in below:
                 path, table = paths[at]
-                leaves[at] = _gather(table, ids, path_name(path))
+                leaves[at] = gather(table, ids, path_name(path))
         of_arrays = functools.partial(_of_arrays, loss, structure, leaves, args, kwargs)
-        arrays = [x.values if isinstance(x, _GatheredRows) else x for x in leaves]
+        arrays = [x.values if isinstance(x, GatheredRows) else x for x in leaves]
         value, grads = jax.value_and_grad(of_arrays, has_aux=has_aux)(arrays)
         grads = [
-            rebuild(x.words, grad) if isinstance(x, _GatheredRows) else grad
+            rebuild(x.words, grad) if isinstance(x, GatheredRows) else grad
             for x, grad in zip(leaves, grads, strict=True)
         ]
         return value, structure.unflatten(grads)
@@ -112,16 +114,7 @@ def value_and_grad(
 def _of_arrays(loss, structure, leaves, args, kwargs, arrays):
     """The loss as a function of the leaves' arrays: rows in place of tables."""
     leaves = [
-        dataclasses.replace(x, values=array) if isinstance(x, _GatheredRows) else array
+        dataclasses.replace(x, values=array) if isinstance(x, GatheredRows) else array
         for x, array in zip(leaves, arrays, strict=True)
     ]
     return loss(structure.unflatten(leaves), *args, **kwargs)
-
-
-def _under(path: tuple[object, ...], prefix: tuple[object, ...]) -> bool:
-    """Whether a path begins with a prefix; by name, as a dict may describe a module."""
-    own, wanted = (
-        [jax.tree_util.keystr((key,), simple=True) for key in keys]
-        for keys in (path[: len(prefix)], prefix)
-    )
-    return own == wanted

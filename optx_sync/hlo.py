@@ -68,23 +68,12 @@ def program(fn: Any, *args: Any, **kwargs: Any) -> Program:
         >>> [array.shape for array in found.computations[found.entries[0]][0].arrays]
         [(3,)]
     """
-    text = compiled(fn, *args, **kwargs).as_text()
-    if text is None:
-        raise TypeError(
-            "this backend does not give the text of its compiled programs. "
-            "Compile for CPU, GPU or TPU."
-        )
-    return read(text)
+    return read(compiled(fn, *args, **kwargs).as_text())
 
 
 def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile `fn` for these arguments, as `audit.collectives` reads it."""
     if not hasattr(fn, "lower") and not hasattr(fn, "as_text"):
-        if not callable(fn):
-            raise TypeError(
-                f"audit needs a function or a compiled program; got "
-                f"{type(fn).__name__}. Pass the step function and its arguments."
-            )
         fn = jax.jit(fn)
     if hasattr(fn, "lower"):
         fn = fn.lower(*args, **kwargs)
@@ -103,11 +92,6 @@ def read(text: str) -> Program:
         text: One HLO module, compiled (`compiled.as_text()`, a dump) or as JAX gave it
             to XLA (`lowered.as_text("hlo")`, where half precision is not widened yet).
     """
-    if not isinstance(text, str):
-        raise TypeError(
-            f"The text of a program is a str; got one of type {type(text).__name__}. "
-            "Pass compiled.as_text()."
-        )
     # Quotes (names of operations, configurations) and comments hold anything.
     quotes: list[str] = []
 
@@ -132,6 +116,8 @@ def read(text: str) -> Program:
             body = computations.setdefault(match[2], [])
             if match[1]:
                 entries.append(match[2])
+    if not entries:
+        raise ValueError("The text has no ENTRY; pass the whole of compiled.as_text().")
     return Program(computations, entries, devices)
 
 
@@ -165,14 +151,7 @@ def reached(
         fused: Also computations inside of fusions, reductions and the like, which
             write nothing to memory themselves.
     """
-    targets = {
-        target
-        for body in program.computations.values()
-        for instruction in body
-        for target in called(instruction, program)
-    }
-    roots = [name for name in program.computations if name not in targets]
-    waiting = list(program.entries or roots)
+    waiting = list(program.entries)
     seen: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -274,21 +253,19 @@ def groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...
     everyone = (tuple(range(devices)),) if devices and not permute else ()
     if not found:
         return everyone
-    rows = None
     if match := _MESH.match(value):
-        rows = _mesh_groups(*match.groups(""))
+        rows = _mesh_groups(*match.groups("")).tolist()
     elif match := _IOTA.match(value):
-        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:]))
-    if rows is not None:
-        return tuple(map(tuple, rows.tolist()))
-    if match := _NESTED.match(value):
-        written = re.findall(r"\{([\d,\s]*)\}", match[0])
-        return tuple(filter(None, map(_integers, written))) or everyone
-    raise ValueError(
-        f"cannot read the device groups of {instruction.name!r}: got {key}"
-        f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
-        "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
-    )
+        rows = _numbers(match[2]).reshape(-1, prod(_integers(match[1])[1:])).tolist()
+    elif match := _NESTED.match(value):
+        rows = filter(None, map(_integers, re.findall(r"\{([\d,\s]*)\}", match[0])))
+    else:
+        raise ValueError(
+            f"cannot read the device groups of {instruction.name!r}: got {key}"
+            f"{value[:80]!r}. They should be like {{{{0,1}},{{2,3}}}}, "
+            "[2,2]<=[4] or mesh['a'=2,'b'=2] {{'b'}}."
+        )
+    return tuple(map(tuple, rows)) or everyone
 
 
 def _instruction(name: str, rest: str, quotes: list[str]) -> Instruction:

@@ -32,16 +32,3 @@ else:
             return kind_and_shape[0]
 
     Bool = Float = Inexact = Int32 = Key = Num = Shaped = UInt8 = UInt32 = _Unchecked()
-
-__all__ = (
-    "Array",
-    "Bool",
-    "Float",
-    "Inexact",
-    "Int32",
-    "Key",
-    "Num",
-    "Shaped",
-    "UInt8",
-    "UInt32",
-)

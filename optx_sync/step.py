@@ -12,15 +12,10 @@ import jax
 import numpy as np
 import optax
 
-from optx_sync.checks import explains_inner, explains_state, integer
+from optx_sync import trees
+from optx_sync.checks import check_inner, explains_inner, explains_state, integer
 from optx_sync.placement.fields import stands_last
-from optx_sync.trees import (
-    Tree,
-    add_updates,
-    at_least_float32,
-    check_transformation,
-    round_to,
-)
+from optx_sync.trees import Tree
 
 Period = int | optax.Schedule
 
@@ -103,8 +98,8 @@ def landing(params: Tree, target: Tree) -> Tree:
     """
 
     def difference(param, target):
-        wide = at_least_float32(param.dtype)
-        rounded = round_to(target.astype(wide), param.dtype)
+        wide = trees.at_least_float32(param.dtype)
+        rounded = trees.round_to(target.astype(wide), param.dtype)
         return rounded - param.astype(wide)
 
     return jax.tree.map(difference, params, target)
@@ -174,12 +169,11 @@ def apply_gradients(
         )
     if isinstance(tx, _DirectTransformation):
         return tx.apply(grads, state, params, **extra_args)
-    check_transformation(tx, "tx", "apply_gradients(tx, grads, state, params)")
-    tx = optax.with_extra_args_support(tx)
+    tx = check_inner(tx, "apply_gradients(tx, grads, state, params)", "tx")
     _refuse_what_follows(state)
     with explains_state(tx.init, state, params), explains_inner(grads):
         updates, state = tx.update(grads, state, params, **extra_args)
-    return add_updates(params, updates), state
+    return trees.add_updates(params, updates), state
 
 
 def _explained(init: Callable[..., Any], step: Callable[..., Any]) -> Callable:
@@ -239,48 +233,19 @@ def due(tx: optax.GradientTransformation | Period, step: int) -> bool:
         [False, False, True, False, False, True]
     """
     period = tx.communication_period if isinstance(tx, _DirectTransformation) else tx
-    if not (hasattr(step, "dtype") or isinstance(step, int | float)):
-        raise TypeError(
-            f"step is the number of a step, 0 for the first; got {step!r}. Call for "
-            "example oxs.by_hand.due(tx, step)."
-        )
-    if isinstance(period, int | np.integer) and not isinstance(period, bool):
-        return (step + 1) % integer("the period", period, "Pass 1 or more steps.") == 0
     if not callable(period):
-        raise TypeError(
-            "due needs the transformation of a center rule, or a communication period;"
-            f" got {type(tx).__name__}. Inside optax.chain pass the period itself."
+        mend = (
+            "due needs the transformation of a center rule, or 1 or more steps; inside "
+            "optax.chain pass the period itself."
         )
-    try:
-        hash(period)
-    except TypeError:
-        period = _ByIdentity(period)
-    begin = _begin_of_period(period, step)
-    return begin + _steps(period, begin) <= step + 1
-
-
-class _ByIdentity:
-    """A schedule that hashes by identity, for the caches below."""
-
-    def __init__(self, schedule: optax.Schedule):
-        self.schedule = schedule
-
-    def __call__(self, step: Any) -> Any:
-        return self.schedule(step)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.schedule is other.schedule
-
-    def __hash__(self) -> int:
-        return id(self.schedule)
-
-
-def _begin_of_period(period: optax.Schedule, step: int) -> int:
-    """The step in which the period of this step began."""
+        return (step + 1) % integer("the period", period, mend) == 0
+    # A method is known by its object's identity, also where that has no hash.
+    period = period.__call__
     begins = _begins(period)
     while (after := begins[-1] + _steps(period, begins[-1])) <= step:
         begins.append(after)
-    return begins[bisect.bisect(begins, step) - 1]
+    begin = begins[bisect.bisect(begins, step) - 1]
+    return begin + _steps(period, begin) <= step + 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -292,7 +257,7 @@ def _begins(period: optax.Schedule) -> list[int]:
 @functools.lru_cache(maxsize=64)
 def _compiled(period: optax.Schedule) -> optax.Schedule:
     """The schedule as a compiled step reads it, whose numbers a host would not find."""
-    return jax.jit(period)
+    return jax.jit(lambda step: period(step))
 
 
 @functools.lru_cache(maxsize=1024)

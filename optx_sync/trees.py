@@ -82,25 +82,6 @@ def accumulator_dtype(dtype: DTypeLike, asked: DTypeLike | None = None) -> np.dt
     return jnp.dtype(asked or at_least_float32(dtype))
 
 
-def check_accumulator_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """`accumulator_dtype=` of a wrapper as a dtype; a ValueError if not floating."""
-    if dtype is None:
-        return None
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(
-            f"accumulator_dtype must be a floating dtype; got {dtype!r}. Pass for "
-            "example jnp.float32, or None."
-        ) from None
-    if not is_floating(dtype):
-        raise ValueError(
-            f"accumulator_dtype must be a floating dtype; got {dtype}. Pass for "
-            "example jnp.float32."
-        )
-    return dtype
-
-
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` rounded to a narrower dtype, in its own.
 
@@ -130,9 +111,7 @@ def path_name(path: tuple[Any, ...], root: str = "the root") -> str:
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names in a path, the same for attributes, keys and places."""
-    kinds = "name", "key", "idx"
-    found = (next(getattr(k, x) for x in kinds if hasattr(k, x)) for k in path)
-    return tuple(map(str, found))
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def leaves_with_names(tree: Tree) -> list[tuple[str, Tree]]:
@@ -164,7 +143,9 @@ def check_transformation(tx: object, name: str, call: str) -> None:
 
 
 def brief(x: object) -> str:
-    """What was got instead, for a message: its text where that is short, its type."""
+    """What was got instead, for a message: its type, its shape or a short text."""
+    if isinstance(x, jax.Array | np.ndarray) and x.ndim:
+        return f"{x.dtype}{list(x.shape)}"
     text = repr(x)
     text = text if len(text) <= LONGEST_TEXT else "one"
     return f"{text} of type {type(x).__name__}"

@@ -14,10 +14,10 @@ FILES = {
 }
 # The rooms of each floor.
 ROOMS = {
-    0: "options shapes",
-    1: "hlo trees",
-    2: "audit forms rows",
-    3: "checks comm",
+    0: "hlo options shapes trees",
+    1: "forms rows",
+    2: "checks",
+    3: "audit comm",
     4: "elementwise outer placement",
     5: "exchange fingerprints gradients metrics optimizers step",
     6: "center peers replicas",

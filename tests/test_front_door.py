@@ -761,5 +761,5 @@ FOUR.step(print, split="yes")  # TypeError: split is .* got 'yes'
 FOUR.step("x")  # TypeError: What workers.step .* got one of type str
 oxs.fingerprint({"a": "x"}, None)  # TypeError: .* at \['a'\] is no
 FOUR.step(weighed)(FOUR.start(PARAMS), INPUTS)
-    # TypeError: weight must be a number, or None; got \[
+    # TypeError: weight must be a number in .*; got \[
 """)

@@ -111,7 +111,7 @@ def test_a_compiled_program_and_what_was_given_to_the_compiler():
 
 @pytest.mark.parametrize("ask", [hlo.program, by_hand.memory])
 def test_what_is_not_a_program_is_refused(ask):
-    with pytest.raises(TypeError, match="got int"):
+    with pytest.raises(TypeError, match="got 3"):
         ask(3)
     with pytest.raises(TypeError, match="compiled already"):
         ask(jax.jit(lambda x: x).lower(1.0), 1.0)
@@ -122,5 +122,5 @@ def test_what_is_not_a_program_is_refused(ask):
 
         memory_analysis = as_text
 
-    with pytest.raises(TypeError, match="this backend"):
+    with pytest.raises(TypeError, match=r"this backend|expected string"):
         ask(Silent())

@@ -167,7 +167,7 @@ def test_due():
     assert met == [0, 1, 2, 3, 6, 9, 12]
     tx = oxs.local_sgd(INNER, AXIS, communication_period=schedule)
     assert [step for step in range(14) if oxs.by_hand.due(tx, step)] == met
-    with pytest.raises(TypeError, match=r"due needs .*Inside optax.chain"):
+    with pytest.raises(TypeError, match=r"due needs .*inside optax.chain"):
         oxs.by_hand.due(optax.chain(tx, optax.identity()), 3)
 
 

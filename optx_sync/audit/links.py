@@ -5,9 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from optx_sync.audit.programs import Collective, checked
+from optx_sync.audit.programs import PAIRS, Collective, in_columns
+from optx_sync.checks import interval
 
 # Bytes that one of n devices sends along a ring, for each byte of its operand.
 _ON_A_RING: dict[str, Callable[[int], float]] = {
@@ -20,7 +19,6 @@ _ON_A_RING: dict[str, Callable[[int], float]] = {
     "collective-permute": lambda n: 1,
     "send": lambda n: 1,
 }
-_PAIRS = ("collective-permute", "send")
 
 
 class Cost(NamedTuple):
@@ -64,15 +62,7 @@ class Plan(NamedTuple):
         for name, found in self.utilisation.items():
             shares = [f"{share:.1%}" for share in found]
             lines.append([name, *shares, f"{self.needed[name]:.3g}"])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            f"{line[0]:<{widths[0]}}  "
-            + "  ".join(
-                f"{cell:>{width}}"
-                for cell, width in zip(line[1:], widths[1:], strict=True)
-            )
-            for line in lines
-        )
+        return in_columns(lines, "<" + ">" * (len(head) - 1))
 
 
 def time(
@@ -135,21 +125,21 @@ def time(
         >>> oxs.audit.time([meets], gbits=8, step_seconds=1.0, period=9)
         Cost(sent=1.0, exposed=1.0, utilisation=0.9)
     """
-    above = {"gbits": gbits, "step_seconds": step_seconds, "period": period}
-    for name, number in (above | {"near": near}).items():
-        _check(name, number, "a number above 0", lambda x: 0 < x < math.inf)
-    _check("latency", latency, "seconds, 0 or more", lambda x: 0 <= x < math.inf)
-    _check("overlap", overlap, "a share, 0 to 1", lambda x: 0 <= x <= 1)
-    rows = [row for row in checked(rows) if _is_far(row, near)]
+    interval("(0, inf)", gbits=gbits, step_seconds=step_seconds)
+    interval("(0, inf)", period=period, near=near)
+    interval("[0, inf)", latency=latency)
+    interval("[0, 1]", overlap=overlap)
+    rows = [row for row in rows if _is_far(row, near)]
     if quiet is None:
         quiet = [row for row in rows if not row.conditional]
-    quiet = [row for row in checked(quiet) if _is_far(row, near)]
+    quiet = [row for row in quiet if _is_far(row, near)]
     steps = [(1, rows), (period - 1, quiet)]
     sent = exposed = 0.0
     for count, those in steps:
         hidden = waited = 0.0
         for row in those:
-            seconds = latency + 8e-9 * _on_the_link(row) / gbits
+            share = _ON_A_RING[row.kind](max(map(len, row.groups), default=1))
+            seconds = latency + 8e-9 * (share * row.bytes) / gbits
             if row.overlapped and not row.conditional:
                 hidden += seconds
             else:
@@ -183,7 +173,6 @@ def plan(
         A `Plan`.
 
     Raises:
-        TypeError: What are no strategies by name, or no rows.
         ValueError: As `time`; or a goal that is no share between 0 and 1.
 
     Example:
@@ -201,30 +190,18 @@ def plan(
         every step        5.9%  38.5%  86.2%       64
         every 100 steps  86.2%  98.4%  99.8%     0.64
     """
-    _check("goal", goal, "a share between 0 and 1", lambda x: 0 < x < 1)
-    if not isinstance(strategies, Mapping) or not all(
-        isinstance(one, tuple) for one in strategies.values()
-    ):
-        raise TypeError(
-            f"strategies are oxs.audit.Strategy by name; got {strategies!r}. Write for "
-            "example {'every step': oxs.audit.Strategy(rows)}."
-        )
-    if isinstance(gbits, str) or not isinstance(gbits, Iterable):
-        raise ValueError(f"gbits of a plan are several, (1, 10, 100); got {gbits!r}.")
+    interval("(0, 1)", goal=goal)
     gbits = tuple(gbits)
 
     def share(strategy: Strategy, bandwidth: float) -> float:
-        rows, period, quiet, overlap = strategy
-        return time(
-            rows,
+        found = time(
+            **strategy._asdict(),
             gbits=bandwidth,
             step_seconds=step_seconds,
             latency=latency,
-            period=period,
-            quiet=quiet,
-            overlap=overlap,
             near=near,
-        ).utilisation
+        )
+        return found.utilisation
 
     found = {
         name: tuple(share(strategy, bandwidth) for bandwidth in gbits)
@@ -250,27 +227,14 @@ def _least(share: Callable[[float], float], goal: float) -> float:
     return high
 
 
-def _on_the_link(row: Collective) -> float:
-    """The bytes that a device sends."""
-    return _ON_A_RING[row.kind](max(map(len, row.groups), default=1)) * row.bytes
-
-
 def _is_far(row: Collective, near: int) -> bool:
     """Whether any of a collective leaves the devices that are near each other."""
     if row.groups:
         return any(len({device // near for device in of}) > 1 for of in row.groups)
-    if row.kind not in _PAIRS:
+    if row.kind not in PAIRS:
         raise ValueError(
             f"this {row.kind} of {row.bytes} bytes does not say between which devices "
             "it is. Pass rows of a whole program, or give it groups: "
             "row._replace(groups=((0, 1, 2, 3),))."
         )
     return True
-
-
-def _check(
-    name: str, number: object, what: str, holds: Callable[[float], bool]
-) -> None:
-    is_number = isinstance(number, int | float | np.number)
-    if not is_number or not holds(float(number)):
-        raise ValueError(f"{name} must be {what}; got {number!r}.")

@@ -3,7 +3,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from optx_sync import hlo
@@ -17,7 +17,7 @@ _KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
-_PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
+PAIRS = ("collective-permute", "send")  # Their groups are (source, target) pairs.
 # Custom calls that only move a pointer, or mark a collective's begin and end.
 _IDLE = (
     "AllocateBuffer",
@@ -136,17 +136,6 @@ def parse(text: str) -> list[Collective]:
     return _rows(hlo.read(text))
 
 
-def checked(rows: Any) -> list[Collective]:
-    """The rows as a list; a TypeError for anything but what `collectives` returns."""
-    found = list(rows) if isinstance(rows, Iterable) else [rows]
-    if not all(isinstance(row, Collective) for row in found):
-        raise TypeError(
-            f"rows are what oxs.audit.collectives returns; got {rows!r}. Call "
-            "oxs.audit.collectives(step, *arguments) first."
-        )
-    return found
-
-
 def table(rows: Iterable[Collective]) -> str:
     """Write the rows of `collectives` as a table in plain text, with the sums.
 
@@ -162,13 +151,13 @@ def table(rows: Iterable[Collective]) -> str:
         collective-permute    512         1  2 pairs  no
         total                4608         4           4096 bytes in conditionals
     """
-    rows = checked(rows)
-    lines: list[tuple[str, ...]] = [
+    rows = list(rows)
+    lines: list[Sequence[str]] = [
         ("kind", "bytes", "operands", "groups", "conditional", "overlapped")
     ]
     for row in rows:
         groups = f"{len(row.groups)} x {len(row.groups[0]) if row.groups else 0}"
-        if row.kind in _PAIRS:
+        if row.kind in PAIRS:
             groups = f"{len(row.groups)} pairs" if row.groups else "not said"
         flags = ("" if f is None else "yes" if f else "no" for f in row[4:6])
         lines.append((row.kind, str(row.bytes), str(row.operands), groups, *flags))
@@ -179,9 +168,14 @@ def table(rows: Iterable[Collective]) -> str:
     lines.append(("total", *map(str, total), "", *sums))
     if all(row.overlapped is None for row in rows):
         lines = [line[:-1] for line in lines]
+    return in_columns(lines, "<>><<<")
+
+
+def in_columns(lines: Sequence[Sequence[str]], sides: str) -> str:
+    """Lines of cells as text; the side of each column to which its cells go."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     columns = [
-        f"{{:{side}{width}}}" for side, width in zip("<>><<<", widths, strict=False)
+        f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=False)
     ]
     return "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)
 
@@ -209,25 +203,23 @@ def _rows(program: hlo.Program) -> list[Collective]:
         if chain and name in callers:
             outside, at = callers[name]
             chains.setdefault((outside, chain), []).append(at)
-    for pieces in chains.values():
-        pieces.sort()
     rows = []
     for name, position, kind in found:
         instruction = program.computations[name][position]
         outside, at = callers.get(name, (name, position))
         pieces = chains.get((outside, instruction.quoted.get("chain_id", "")), [at])
-        if at != pieces[0]:
+        if at != min(pieces):
             continue
         arrays = hlo.operands(instruction, program.computations[name])
         if instruction.opcode == kind == "send":
             start, end = _send(position, program.computations[name])
         elif len(pieces) > 1:
-            start, end = at, pieces[-1]
+            start, end = at, max(pieces)
         else:
             # The instruction itself, or the one that starts the computation around it.
-            start = position if instruction.opcode != kind else at
-            outside = name if instruction.opcode != kind else outside
-            end = hlo.done(start, program.computations[outside])
+            if instruction.opcode != kind:
+                outside, at = name, position
+            start, end = at, hlo.done(at, program.computations[outside])
         meanwhile = program.computations[outside][start:end][1:]
         computing = sum(_computes(other, program) for other in meanwhile)
         rows.append(

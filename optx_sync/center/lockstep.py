@@ -41,7 +41,12 @@ from optx_sync.center.rounds.meeting import Meeting, Rounds, Step
 from optx_sync.center.rounds.turns import Now
 from optx_sync.center.state import CenterState, How
 from optx_sync.center.worker import Center, Worker
-from optx_sync.checks import check_inner, check_params, refuse_placeholder
+from optx_sync.checks import (
+    check_inner,
+    check_params,
+    floating,
+    refuse_placeholder,
+)
 from optx_sync.comm import varying
 from optx_sync.comm.collectives import ALONE, AxisName, check_axis_name
 from optx_sync.comm.reduce import own_weight, reduce
@@ -181,7 +186,7 @@ def center_variable(
         meeting,
         period,
         functools.partial(_rounds, meeting, delay),
-        trees.check_accumulator_dtype(accumulator_dtype),
+        floating("accumulator_dtype", accumulator_dtype),
         keeps_before(rule) or landing.coded,
         fragments,
         delay,

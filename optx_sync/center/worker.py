@@ -193,7 +193,7 @@ def keeping(rule: CenterRule, keep_local: float | jax.Array | None) -> CenterRul
     if keep_local is None:
         return rule
     mend = "It is the worker's own share; leave it out for 0."
-    interval("keep_local", keep_local, mend, 0, 1)
+    interval("[0, 1]", mend, keep_local=keep_local)
     nothing = isinstance(keep_local, int | float) and keep_local == 0
     if nothing or rule.take is not None:
         return rule

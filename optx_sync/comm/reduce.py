@@ -6,16 +6,16 @@ unequal size by the size of the first.
 """
 
 import functools
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from optx_sync.checks import floating, interval, one_of
 from optx_sync.comm import buffers, collectives
 from optx_sync.comm.collectives import AxisName, GroupAssignment, Groups
 from optx_sync.comm.varying import localize, require_local
@@ -25,6 +25,8 @@ from optx_sync.trees import Tree, at_least_float32, is_floating, is_inexact, is_
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 SameTree = TypeVar("SameTree")
+# Sums of gradients overflow in narrower dtypes.
+SUM_BITS = 16
 Number: TypeAlias = Float[Array, ""]
 
 
@@ -117,8 +119,8 @@ def reduce_and_sum(
     `also` is a tree of scalars. The total is the sum of the weights, or without weights
     the number of replicas, in this replica's group.
     """
-    check_reduction(reduction)
-    wire_dtype = check_sum_dtype(dtype)
+    one_of("reduction", reduction, Reduction)
+    wire_dtype = floating("dtype", dtype, SUM_BITS)
     axes = collectives.check_axis_name(axis_name)
     size = collectives.axis_size(axis_name)
     if weight is not None and reduction == "sum":
@@ -189,30 +191,18 @@ def weigh(x: jax.Array, weight: Number | None) -> jax.Array:
     return jnp.where(weight == 0, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
-def require_number(weight: object) -> None:
-    """Refuse a weight that is no number at all."""
-    if not (hasattr(weight, "dtype") or isinstance(weight, bool | int | float)):
-        raise TypeError(
-            f"weight must be a number, or None; got {weight!r}. Pass for example this "
-            "replica's number of tokens."
-        )
+def as_weight(weight: ArrayLike) -> jax.Array:
+    """A weight as an array; refused is what is no finite number, 0 or more."""
+    number = int(weight) if isinstance(weight, bool) else weight
+    interval("[0, inf)", "Pass for example weights.sum(), of tokens.", weight=number)
+    return jnp.asarray(weight)
 
 
 def own_weight(weight: ArrayLike | None, axis_name: AxisName) -> Number | None:
     """This replica's weight as a checked float that varies over the axis, or `None`."""
     if weight is None:
         return None
-    require_number(weight)
-    if jnp.shape(weight) != ():
-        raise ValueError(
-            "weight must be a scalar per replica; got an array of shape "
-            f"{jnp.shape(weight)}. Pass for example this replica's number of tokens, "
-            "`weights.sum()`."
-        )
-    concrete = not isinstance(weight, jax.core.Tracer)
-    if concrete and not 0 <= float(np.asarray(weight)) < math.inf:
-        raise ValueError(f"weight must be finite and not negative; got {weight}.")
-    array = jnp.asarray(weight)
+    array = as_weight(weight)
     keeps = array.dtype in (jnp.float32, jnp.float64)
     return localize(array if keeps else array.astype(jnp.float32), axis_name)
 
@@ -284,58 +274,22 @@ def check_extra_args(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_reduction(reduction: object) -> None:
-    """A ValueError for anything but "mean" and "sum"."""
-    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
-
-
-def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """The dtype, or None; a ValueError if it cannot hold a sum of gradients."""
-    if dtype is None:
-        return None
-    try:
-        dtype = jnp.dtype(dtype)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"dtype must be a floating dtype; got {dtype!r}. Pass for example "
-            "jnp.bfloat16."
-        ) from None
-    if not is_floating(dtype) or jnp.finfo(dtype).bits < 16:
-        raise ValueError(
-            "dtype must be a floating dtype of 16 bits or more, since narrower "
-            f"sums overflow; got {dtype}. Pass for example jnp.bfloat16."
-        )
-    return dtype
-
-
 def check_group_assignment(groups: Any, size: int | None = None) -> None:
     """Refuse groups that are not a partition of `range(size)` into lists of equal size.
 
     Without `size` (outside a mapped context) the number of replicas is not checked.
     """
     lists = isinstance(groups, list) and all(isinstance(g, list) for g in groups)
-    members = [member for group in groups for member in group] if lists else []
-    sizes = [len(group) for group in groups] if lists else []
+    members = list(itertools.chain(*groups)) if lists else []
     number = len(members) if size is None else size
-    mend = "List every replica once."
-    if not lists:
-        wrong, mend = "given as a list of lists", "Pass for example [[0, 1], [2, 3]]."
-    elif not members or not all(type(m) is int for m in members):
-        wrong, mend = "its members integers", "For one group of all pass None."
-    elif len(set(members)) < len(members):
-        repeated = sorted({m for m in members if members.count(m) > 1})
-        wrong = f"but {repeated} stand more than once"
-    elif sorted(members) != list(range(number)):
-        wrong = f"a permutation of range({number})"
-    elif len(set(sizes)) > 1:
-        wrong = f"and the size of each group must be equal; got sizes {sizes}"
-    else:
-        return
-    raise ValueError(
-        "group_assignment must be a partition of range(axis size) into equal groups, "
-        f"{wrong}; got {groups!r}. {mend}"
-    )
+    integers = members != [] and all(type(member) is int for member in members)
+    partition = integers and sorted(members) == list(range(number))
+    if not partition or len(set(map(len, groups))) > 1:
+        raise ValueError(
+            f"group_assignment must be a partition of range({size or 'axis size'}) into"
+            f" a list of lists of equal size; got {groups!r}. List every replica once,"
+            " for example [[0, 1], [2, 3]]; for one group of all pass None."
+        )
 
 
 def _sum(

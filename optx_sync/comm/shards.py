@@ -205,10 +205,7 @@ def spec_of_kept_axes(leaf: Any, spec: PartitionSpec, param: Any) -> PartitionSp
 
 
 def spec_of(
-    specs: Specs,
-    names: Names,
-    shape: tuple[int, ...],
-    sizes: Mapping[str, int],
+    specs: Specs, names: Names, shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> PartitionSpec | None:
     """A parameter's spec: that of the longest prefix of its path, `None` without one.
 
@@ -268,9 +265,7 @@ def specs_like(
 
 
 def spec_like(
-    owner: Names | None,
-    leaf: Any,
-    params: Mapping[Names, tuple[Any, PartitionSpec]],
+    owner: Names | None, leaf: Any, params: Mapping[Names, tuple[Any, PartitionSpec]]
 ) -> PartitionSpec:
     """The spec of a state's array: that of the parameter to which it belongs.
 

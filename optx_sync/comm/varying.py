@@ -178,9 +178,7 @@ def norm_axes(
     if shard_axes is not None:
         return check_axis_name(shard_axes) if shard_axes else ()
     inside = shards.axes_inside()
-    if inside:
-        return inside
-    unclear = axes_of_shards(tree, axis_name)
+    unclear = () if inside else axes_of_shards(tree, axis_name)
     if unclear:
         raise ValueError(
             f"This exchange compares whole arrays of replicas along {axis_name!r}, but "
@@ -188,7 +186,7 @@ def norm_axes(
             f"shard_axes={unclear!r} if they are, for sums over the shards, or "
             "shard_axes=() if each position there is a replica of its own."
         )
-    return ()
+    return inside
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

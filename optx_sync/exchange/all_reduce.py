@@ -5,9 +5,9 @@ import functools
 
 from jax.typing import DTypeLike
 
-from optx_sync.checks import integer
+from optx_sync.checks import floating, integer
 from optx_sync.comm.buffers import BUCKET_BYTES
-from optx_sync.comm.reduce import check_sum_dtype, reduce_and_sum
+from optx_sync.comm.reduce import SUM_BITS, reduce_and_sum
 from optx_sync.exchange.contract import Code, Exchange, Met
 from optx_sync.exchange.pieces import scatter
 
@@ -53,7 +53,7 @@ def all_reduce(
         >>> jax.vmap(mean, axis_name="data")(jnp.array([1.0, 4.0]))
         Array([2.5, 2.5], dtype=float32)
     """
-    dtype = check_sum_dtype(dtype)
+    dtype = floating("dtype", dtype, SUM_BITS)
     bucket_bytes = integer("bucket_bytes", bucket_bytes, "The default is 2**25.")
 
     def meet(tree, state, axis_name, *, weight=None, also=None, group_assignment=None):

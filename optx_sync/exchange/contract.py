@@ -25,7 +25,7 @@ from jax.typing import ArrayLike
 from optx_sync.comm import shards
 from optx_sync.comm.buffers import BUCKET_BYTES
 from optx_sync.comm.collectives import AxisName, axis_size
-from optx_sync.comm.reduce import own_weight, reduce, require_number
+from optx_sync.comm.reduce import as_weight, own_weight, reduce
 from optx_sync.comm.varying import localize
 from optx_sync.shapes import Array, Bool, Float, Shaped
 from optx_sync.trees import Tree, brief, is_slices, leaves_with_names
@@ -166,8 +166,7 @@ def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
     """Refuse a weight that is more than a flag if the exchange counts all the same."""
     if weight is None:
         return
-    require_number(weight)
-    flag = jnp.result_type(weight) == jnp.bool_
+    flag = as_weight(weight).dtype == jnp.bool_
     if not (flag or exchange.takes_weights):
         raise ValueError(
             "This exchange counts all replicas alike and takes no weight. Pass a bool "

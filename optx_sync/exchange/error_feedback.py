@@ -92,7 +92,7 @@ def error_feedback(exchange: Exchange, decay: float | jax.Array = 1.0) -> Exchan
     """
     exchange = contract.check_exchange(exchange)
     refuse(exchange, _REFUSED)
-    interval("decay", decay, "Pass for example 1.0.", 0, 1)
+    interval("[0, 1]", "Pass for example 1.0.", decay=decay)
 
     def init(tree):
         zeros = jax.tree.map(

@@ -81,7 +81,7 @@ def power_sgd(rank: int = 1, min_rate: float = 2) -> Exchange:
         Compression for Distributed Optimization", arXiv:1905.13727.
     """
     rank = integer("rank", rank, "The default is 1.")
-    interval("min_rate", min_rate, "The default is 2.", 0, open_ends=True)
+    interval("(0, inf)", "The default is 2.", min_rate=min_rate)
 
     def size_of(leaf) -> tuple[int, int, int] | None:
         """Rows, columns and rank of a leaf to be compressed, else None."""

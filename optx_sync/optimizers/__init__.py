@@ -33,27 +33,3 @@ from optx_sync.optimizers.grad_variance_scaled import (
 from optx_sync.optimizers.keras import keras as keras
 from optx_sync.optimizers.slots import slot as slot
 from optx_sync.optimizers.slots import slot_names as slot_names
-
-__all__ = [
-    "LeafRule",
-    "adadelta",
-    "adagrad",
-    "adagrad_da",
-    "adam",
-    "amsgrad",
-    "custom_adam",
-    "from_rule",
-    "ftrl",
-    "grad_variance_scaled",
-    "gradient_descent",
-    "keras",
-    "momentum",
-    "nadam",
-    "neural_optimizer_1",
-    "normalized_sgd",
-    "proximal_adagrad",
-    "proximal_gradient_descent",
-    "rmsprop",
-    "slot",
-    "slot_names",
-]

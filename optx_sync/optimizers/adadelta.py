@@ -8,7 +8,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class AdadeltaSlots(NamedTuple):
@@ -60,8 +61,8 @@ def adadelta(
 
     Reference: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701.
     """
-    require("[0, 1]", rho=rho)
-    require("[0, inf)", eps=eps)
+    interval("[0, 1]", rho=rho)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         rho, eps = at.hyper

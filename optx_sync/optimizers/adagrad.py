@@ -8,7 +8,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class AdagradSlots(NamedTuple):
@@ -18,8 +19,7 @@ class AdagradSlots(NamedTuple):
 
 
 def adagrad(
-    learning_rate: optax.ScalarOrSchedule,
-    initial_accumulator_value: ArrayLike = 0.1,
+    learning_rate: optax.ScalarOrSchedule, initial_accumulator_value: ArrayLike = 0.1
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adagrad: TensorFlow's AdagradOptimizer.
 
@@ -57,7 +57,7 @@ def adagrad(
     Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, 2011.
     """
-    require("(0, inf)", initial_accumulator_value=initial_accumulator_value)
+    interval("(0, inf)", initial_accumulator_value=initial_accumulator_value)
 
     def step(grad, slots, param, at):
         accumulator = slots.accumulator + jnp.square(grad)

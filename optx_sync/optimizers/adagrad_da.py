@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, soft_threshold
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, soft_threshold
 
 
 class AdagradDASlots(NamedTuple):
@@ -72,8 +73,8 @@ def adagrad_da(
     and Stochastic Optimization, 2011.
     """
     initial = initial_gradient_squared_accumulator_value
-    require("(0, inf)", initial_gradient_squared_accumulator_value=initial)
-    require("[0, inf)", l1=l1, l2=l2)
+    interval("(0, inf)", initial_gradient_squared_accumulator_value=initial)
+    interval("[0, inf)", l1=l1, l2=l2)
 
     def step(grad, slots, param, at):
         l1, l2 = at.hyper

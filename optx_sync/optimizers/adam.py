@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.checks import interval
 from optx_sync.optimizers import rule
 
 
@@ -68,8 +69,8 @@ def adam(
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization,
     arXiv:1412.6980, end of section 2.
     """
-    rule.require("[0, 1]", b1=b1, b2=b2)
-    rule.require("[0, inf)", eps=eps)
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -78,11 +79,6 @@ def adam(
         update = -(m * rule.bias_corrected_rate(at)) / (jnp.sqrt(v) + eps)
         return update, AdamSlots(m, v)
 
-    formula = rule.LeafRule(
-        step,
-        AdamSlots(m=0.0, v=0.0),
-        rows="all",
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = AdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "all", hyper=(b1, b2, eps), powers=powers)
     return rule.from_rule(formula, learning_rate)

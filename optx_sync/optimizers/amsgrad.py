@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """AMSGrad without bias correction, with RETURNN's arithmetic."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
+from optx_sync.checks import interval, one_of
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class AMSGradSlots(NamedTuple):
@@ -54,9 +55,9 @@ def amsgrad(
         A transformation with the slots `m`, `v` and `v_hat`, initially 0.
 
     Raises:
-        TypeError: if an argument is not a number, or `decay` is not a bool; in
-            `update`, if a gradient is row-sparse.
-        ValueError: if an argument is not finite or out of its range.
+        TypeError: if an argument is not a number; in `update`, if a gradient is
+            row-sparse.
+        ValueError: if an argument is out of its range, or `decay` is not a bool.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,9 +71,9 @@ def amsgrad(
 
     Reference: Reddi, Kale and Kumar, On the Convergence of Adam and Beyond, 2018.
     """
-    require_flag(decay=decay)
-    require("[0, 1]", b1=b1, b2=b2)
-    require("[0, inf)", eps=eps)
+    one_of("decay", decay, Literal[True, False])
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, rest1, rest2, eps = at.hyper

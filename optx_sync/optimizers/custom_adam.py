@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.checks import interval
 from optx_sync.optimizers import rule
 
 
@@ -73,8 +74,8 @@ def custom_adam(
 
     Reference: Kingma and Ba, arXiv:1412.6980; `tf.contrib.opt.LazyAdamOptimizer`.
     """
-    rule.require("[0, 1]", b1=b1, b2=b2)
-    rule.require("[0, inf)", eps=eps)
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -83,11 +84,6 @@ def custom_adam(
         update = -rule.bias_corrected_rate(at) * m / (jnp.sqrt(v) + eps)
         return update, CustomAdamSlots(m, v)
 
-    formula = rule.LeafRule(
-        step,
-        CustomAdamSlots(m=0.0, v=0.0),
-        rows="touched",
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = CustomAdamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "touched", hyper=(b1, b2, eps), powers=powers)
     return rule.from_rule(formula, learning_rate)

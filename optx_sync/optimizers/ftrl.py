@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class FtrlSlots(NamedTuple):
@@ -76,9 +77,9 @@ def ftrl(
 
     Reference: McMahan et al., Ad Click Prediction: a View from the Trenches, 2013.
     """
-    require("(-inf, 0]", learning_rate_power=learning_rate_power)
-    require("[0, inf)", initial_accumulator_value=initial_accumulator_value)
-    require("[0, inf)", l1=l1, l2=l2, l2_shrinkage=l2_shrinkage, beta=beta)
+    interval("(-inf, 0]", learning_rate_power=learning_rate_power)
+    interval("[0, inf)", initial_accumulator_value=initial_accumulator_value)
+    interval("[0, inf)", l1=l1, l2=l2, l2_shrinkage=l2_shrinkage, beta=beta)
     if isinstance(learning_rate, int | float) and learning_rate == 0:
         raise ValueError("learning_rate must not be 0 for ftrl, which divides by it.")
     known_power = not isinstance(learning_rate_power, jax.Array)
@@ -102,11 +103,7 @@ def ftrl(
         new_param = jnp.where(jnp.abs(linear) > l1, leader, jnp.zeros_like(leader))
         return new_param - param, FtrlSlots(after, linear)
 
-    rule = LeafRule(
-        step,
-        FtrlSlots(accum=initial_accumulator_value, linear=0.0),
-        rows="touched",
-        hyper=(learning_rate_power, l1, l2, l2_shrinkage, beta),
-        needs_params=True,
-    )
+    slots = FtrlSlots(accum=initial_accumulator_value, linear=0.0)
+    hyper = (learning_rate_power, l1, l2, l2_shrinkage, beta)
+    rule = LeafRule(step, slots, "touched", hyper=hyper, needs_params=True)
     return from_rule(rule, learning_rate)

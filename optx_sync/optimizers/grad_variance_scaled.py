@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class GradVarianceScaledSlots(NamedTuple):
@@ -67,8 +68,8 @@ def grad_variance_scaled(
 
     Reference: `GradVarianceScaledOptimizer` in RETURNN, `returnn/tf/updater.py`.
     """
-    require("[0, 1]", b1=b1, b2=b2)
-    require("[0, inf)", eps=eps)
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -82,11 +83,6 @@ def grad_variance_scaled(
         b1, b2, _ = at.hyper
         return GradVarianceScaledSlots(slots.m * b1, slots.v * b2)
 
-    rule = LeafRule(
-        step,
-        GradVarianceScaledSlots(m=0.0, v=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, b2, eps),
-    )
+    slots = GradVarianceScaledSlots(m=0.0, v=0.0)
+    rule = LeafRule(step, slots, "decay_all", decay, hyper=(b1, b2, eps))
     return from_rule(rule, learning_rate)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from optx_sync.checks import check_grads
-from optx_sync.trees import Tree, is_slices, leaves_with_names
+from optx_sync.elementwise import as_optax_expects
+from optx_sync.trees import Tree, is_slices, leaves_with_names, names_of
 
 # Names a Keras variable: (slot, its parameter's index), or (name, None).
 _Name: TypeAlias = tuple[str, int | None]
@@ -73,7 +74,6 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         An ``optax.GradientTransformationExtraArgs`` whose update needs `params`.
 
     Raises:
-        ImportError: If Keras is not installed.
         RuntimeError: If Keras runs on another backend.
         TypeError: If `optimizer` is not a Keras optimizer, is a ``MultiOptimizer``, or
             is of a class whose ``from_config(get_config())`` fails; in ``update``, for
@@ -96,8 +96,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     Reference: Keras 3, ``Optimizer.stateless_apply``.
     """
-    library = _import_keras()
-    _check_optimizer(library, optimizer)
+    library = _checked_library(optimizer)
     with warnings.catch_warnings():
         # Keras reads its own learning rate through an `__array__` without `copy`.
         warnings.filterwarnings("ignore", "__array__ impl", DeprecationWarning)
@@ -110,13 +109,13 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         try:
             built = type(optimizer).from_config(own_config)
         except TypeError as error:
-            raise TypeError(
-                "keras makes a copy of the optimizer, and "
-                f"{type(optimizer).__name__}.from_config(get_config()) makes none: "
-                f"{error}. Let its __init__ take **kwargs and hand them to "
-                "super().__init__ (a name and a weight_decay are among them), and its "
-                "get_config return the arguments that it adds."
-            ) from error
+            error.add_note(
+                "A copy of the optimizer is made by from_config(get_config()). Let its "
+                "__init__ take **kwargs and hand them to super().__init__ (a name and "
+                "a weight_decay are among them), and its get_config return the "
+                "arguments that it adds."
+            )
+            raise
         excluded = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
         if excluded is not None:
             built.exclude_from_weight_decay(var_names=[excluded.pattern])
@@ -128,7 +127,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params):
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        with _standard_promotion():
+        with as_optax_expects():
             built, names = build(dict(enumerate(leaves)), slots)
             values = {}
             for name, variable in zip(names, built.variables, strict=True):
@@ -143,8 +142,14 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
                 "keras needs the parameters; got params=None. Call "
                 "update(grads, state, params)."
             )
-        _check_dense(updates)
         check_grads(updates, params)
+        for path, leaf in leaves_with_names(updates):
+            if is_slices(leaf):
+                raise TypeError(
+                    f"Keras optimizers take dense gradients; got IndexedSlices at "
+                    f"{path}. Pass slices.to_dense(rows), or use a row-sparse optimizer"
+                    " such as oxs.optimizers.adagrad."
+                )
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         grads = dict(enumerate(structure.flatten_up_to(updates)))
         grads = {index: grad for index, grad in grads.items() if grad is not None}
@@ -152,7 +157,7 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         if not grads:
             return structure.unflatten(moves), state
         values = _from_state(state, structure)
-        with _standard_promotion():
+        with as_optax_expects():
             built, names = build({index: leaves[index] for index in grads}, slots)
             moved, changed = built.stateless_apply(
                 [values[name] for name in names],
@@ -167,18 +172,31 @@ def keras(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _import_keras() -> ModuleType:
-    try:
-        import keras as library
-    except ImportError as error:
-        raise ImportError(
-            "optx_sync.keras needs Keras 3. Run: pip install 'optx-sync[keras]'."
-        ) from error
+def _checked_library(optimizer: Any) -> ModuleType:
+    """Keras, if it runs on JAX, and this is an optimizer of it that can be copied."""
+    import keras as library
+
     if library.backend.backend() != "jax":
         raise RuntimeError(
             f"Keras must run on JAX; got the backend {library.backend.backend()!r}. "
             "Set KERAS_BACKEND=jax (or the backend in ~/.keras/keras.json) before "
             "keras is imported first."
+        )
+    if not isinstance(optimizer, library.optimizers.Optimizer):
+        raise TypeError(
+            f"keras takes a Keras optimizer; got {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Pass keras.optimizers.Adam(1e-3), for "
+            "example."
+        )
+    if isinstance(optimizer, getattr(library.optimizers, "MultiOptimizer", ())):
+        raise TypeError(
+            "keras takes one optimizer for all parameters; got a MultiOptimizer. "
+            "Use optax.partition with several oxs.optimizers.keras(...)."
+        )
+    if getattr(optimizer, "_exclude_from_weight_decay", None):
+        raise ValueError(
+            "exclude_from_weight_decay(var_list=...) names variables that only Keras "
+            "has. Pass var_names=..., or use optax.masked."
         )
     return library
 
@@ -206,36 +224,6 @@ def _show_rate(optimizer: Any, config: dict[str, Any]) -> None:
         _show_rate(optimizer.inner_optimizer, config["inner_optimizer"]["config"])
 
 
-def _check_optimizer(library: ModuleType, optimizer: Any) -> None:
-    if not isinstance(optimizer, library.optimizers.Optimizer):
-        raise TypeError(
-            f"keras takes a Keras optimizer; got {optimizer!r} of type "
-            f"{type(optimizer).__name__}. Pass keras.optimizers.Adam(1e-3), for "
-            "example."
-        )
-    multiple = getattr(library.optimizers, "MultiOptimizer", ())
-    if isinstance(optimizer, multiple):
-        raise TypeError(
-            "keras takes one optimizer for all parameters; got a MultiOptimizer. "
-            "Use optax.partition with several oxs.optimizers.keras(...)."
-        )
-    if getattr(optimizer, "_exclude_from_weight_decay", None):
-        raise ValueError(
-            "exclude_from_weight_decay(var_list=...) names variables that only Keras "
-            "has. Pass var_names=..., or use optax.masked."
-        )
-
-
-def _check_dense(grads: Tree) -> None:
-    for path, leaf in leaves_with_names(grads):
-        if is_slices(leaf):
-            raise TypeError(
-                f"Keras optimizers take dense gradients; got IndexedSlices at {path}. "
-                "Pass slices.to_dense(rows), or use a row-sparse optimizer such as "
-                "oxs.optimizers.adagrad."
-            )
-
-
 def _variable(
     library: ModuleType,
     index: int,
@@ -243,7 +231,7 @@ def _variable(
     leaf: jax.Array | jax.ShapeDtypeStruct,
 ) -> Any:
     """A Keras variable for a parameter, its index in the name: paths may collide."""
-    keys = [jax.tree_util.keystr((key,), simple=True).replace("/", "_") for key in path]
+    keys = [name.replace("/", "_") for name in names_of(path)]
     with contextlib.ExitStack() as scopes:
         for key in keys[:-1]:
             # An empty key is valid, but an empty scope name is not.
@@ -263,7 +251,8 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
     # the wrapper's are named last, so that the inner ones keep the plain names.
     inner = getattr(built, "inner_optimizer", built)
     acting = {id(variable) for variable in inner.variables}
-    names: dict[_Name, int] = {}
+    names: dict[int, _Name] = {}
+    seen: collections.Counter[_Name] = collections.Counter()
     for variable in sorted(built.variables, key=lambda v: id(v) not in acting):
         # A slot's name is its parameter's name and a suffix.
         prefix = max(filter(variable.name.startswith, prefixes), key=len, default="")
@@ -273,20 +262,17 @@ def _names(built: Any, params: dict[int, Any], slots: list[str] | None) -> list[
         else:
             # Keras numbers unnamed variables by how many the process has made so far.
             name, index = re.sub(r"^variable_\d+$", "variable", variable.name), None
-        unique, count = name, 0
-        while (unique, index) in names:
-            count += 1
-            unique = f"{name}#{count}"
-        names[unique, index] = id(variable)
-    of_variable = {variable: name for name, variable in names.items()}
-    return [of_variable[id(variable)] for variable in built.variables]
+        again = seen[name, index]
+        seen[name, index] += 1
+        names[id(variable)] = (f"{name}#{again}" if again else name), index
+    return [names[id(variable)] for variable in built.variables]
 
 
 def _common_slots(build: Any) -> list[str]:
     """The slots that every parameter has, of any rank, in the parameter's shape."""
     shapes = [(), (2,), (2, 2), (2, 2, 2)]
     leaves = [((), jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
-    with _standard_promotion():
+    with as_optax_expects():
         built, names = build(dict(enumerate(leaves)), None)
     found = collections.Counter(
         slot
@@ -329,10 +315,3 @@ def _from_state(state: KerasState, structure: Any) -> dict[_Name, jax.Array]:
         for index, value in enumerate(structure.flatten_up_to(tree)):
             values[slot, index] = value
     return values
-
-
-@contextlib.contextmanager
-def _standard_promotion():
-    # Keras relies on the standard promotion rules, whatever the user has set.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class MomentumSlots(NamedTuple):
@@ -16,9 +17,7 @@ class MomentumSlots(NamedTuple):
 
 
 def momentum(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: ArrayLike,
-    nesterov: bool = False,
+    learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gradient descent with momentum: TensorFlow's MomentumOptimizer.
 
@@ -42,7 +41,7 @@ def momentum(
         A transformation with the slot `momentum`, initially 0.
 
     Raises:
-        TypeError: if an argument is not a number, or `nesterov` is not a bool.
+        TypeError: if an argument is not a number.
         ValueError: if a number is not finite.
 
     Example:
@@ -60,8 +59,7 @@ def momentum(
     Reference: Sutskever, Martens, Dahl and Hinton, On the importance of initialization
     and momentum in deep learning, 2013.
     """
-    require("(-inf, inf)", momentum=momentum)
-    require_flag(nesterov=nesterov)
+    interval("(-inf, inf)", momentum=momentum)
 
     def step(grad, slots, param, at):
         (mu,) = at.hyper

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.checks import interval
 from optx_sync.optimizers import rule
 
 
@@ -66,8 +67,8 @@ def nadam(
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, 2016.
     """
-    rule.require("[0, 1]", b1=b1, b2=b2)
-    rule.require("[0, inf)", eps=eps)
+    interval("[0, 1]", b1=b1, b2=b2)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         b1, b2, eps = at.hyper
@@ -81,12 +82,6 @@ def nadam(
         b1, b2, _ = at.hyper
         return NadamSlots(slots.m * b1, slots.v * b2)
 
-    formula = rule.LeafRule(
-        step,
-        NadamSlots(m=0.0, v=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, b2, eps),
-        powers=rule.BetaPowers(b1, b2),
-    )
+    slots, powers = NadamSlots(m=0.0, v=0.0), rule.BetaPowers(b1, b2)
+    formula = rule.LeafRule(step, slots, "decay_all", decay, (b1, b2, eps), powers)
     return rule.from_rule(formula, learning_rate)

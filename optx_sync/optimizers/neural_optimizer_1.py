@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class NeuralOptimizer1Slots(NamedTuple):
@@ -67,8 +68,8 @@ def neural_optimizer_1(
     Reference: Bello, Zoph, Vasudevan and Le, Neural Optimizer Search with Reinforcement
     Learning, 2017.
     """
-    require("[0, 1]", b1=b1)
-    require("(-inf, inf)", decrease_factor=decrease_factor)
+    interval("[0, 1]", b1=b1)
+    interval("(-inf, inf)", decrease_factor=decrease_factor)
 
     def step(grad, slots, param, at):
         b1, decrease_factor = at.hyper
@@ -81,11 +82,6 @@ def neural_optimizer_1(
         b1, _ = at.hyper
         return NeuralOptimizer1Slots(slots.m * b1)
 
-    rule = LeafRule(
-        step,
-        NeuralOptimizer1Slots(m=0.0),
-        rows="decay_all",
-        decay=decay,
-        hyper=(b1, decrease_factor),
-    )
+    slots = NeuralOptimizer1Slots(m=0.0)
+    rule = LeafRule(step, slots, "decay_all", decay, hyper=(b1, decrease_factor))
     return from_rule(rule, learning_rate)

@@ -8,7 +8,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, soft_threshold
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, soft_threshold
 
 
 class ProximalAdagradSlots(NamedTuple):
@@ -63,8 +64,8 @@ def proximal_adagrad(
     Reference: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, 2011; Duchi and Singer, 2009.
     """
-    require("(0, inf)", initial_accumulator_value=initial_accumulator_value)
-    require("[0, inf)", l1=l1, l2=l2)
+    interval("(0, inf)", initial_accumulator_value=initial_accumulator_value)
+    interval("[0, inf)", l1=l1, l2=l2)
 
     def step(grad, slots, param, at):
         l1, l2 = at.hyper
@@ -74,11 +75,6 @@ def proximal_adagrad(
         new_param = soft_threshold(moved, rate * l1) / (1.0 + l2 * rate)
         return new_param - param, ProximalAdagradSlots(accumulator)
 
-    rule = LeafRule(
-        step,
-        ProximalAdagradSlots(accumulator=initial_accumulator_value),
-        rows="touched",
-        hyper=(l1, l2),
-        needs_params=True,
-    )
+    slots = ProximalAdagradSlots(accumulator=initial_accumulator_value)
+    rule = LeafRule(step, slots, "touched", hyper=(l1, l2), needs_params=True)
     return from_rule(rule, learning_rate)

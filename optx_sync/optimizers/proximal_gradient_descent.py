@@ -4,13 +4,12 @@
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, from_rule, require, soft_threshold
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, from_rule, soft_threshold
 
 
 def proximal_gradient_descent(
-    learning_rate: optax.ScalarOrSchedule,
-    l1: ArrayLike = 0.0,
-    l2: ArrayLike = 0.0,
+    learning_rate: optax.ScalarOrSchedule, l1: ArrayLike = 0.0, l2: ArrayLike = 0.0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Forward-backward splitting: TensorFlow's ProximalGradientDescentOptimizer.
 
@@ -50,7 +49,7 @@ def proximal_gradient_descent(
     Reference: Duchi and Singer, Efficient Learning using Forward-Backward Splitting,
     2009.
     """
-    require("[0, inf)", l1=l1, l2=l2)
+    interval("[0, inf)", l1=l1, l2=l2)
 
     def step(grad, slots, param, at):
         l1, l2 = at.hyper

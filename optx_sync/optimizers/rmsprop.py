@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.optimizers.rule import LeafRule, Slot, from_rule, require, require_flag
+from optx_sync.checks import interval
+from optx_sync.optimizers.rule import LeafRule, Slot, from_rule
 
 
 class RMSPropSlots(NamedTuple):
@@ -58,7 +59,7 @@ def rmsprop(
         A transformation with the slots `rms`, `momentum` and, if centered, `mg`.
 
     Raises:
-        TypeError: if an argument is not a number, or `centered` is not a bool.
+        TypeError: if an argument is not a number.
         ValueError: if an argument is not finite or out of its range.
 
     Example:
@@ -73,10 +74,9 @@ def rmsprop(
     Reference: Tieleman and Hinton, Neural Networks for Machine Learning, lecture 6.5,
     2012; centered: Graves, arXiv:1308.0850.
     """
-    require("[0, 1]", decay=decay)
-    require("(-inf, inf)", momentum=momentum)
-    require("[0, inf)", eps=eps)
-    require_flag(centered=centered)
+    interval("[0, 1]", decay=decay)
+    interval("(-inf, inf)", momentum=momentum)
+    interval("[0, inf)", eps=eps)
 
     def step(grad, slots, param, at):
         rho, mu, eps = at.hyper

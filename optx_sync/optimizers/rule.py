@@ -37,8 +37,6 @@ gradient; `from_rule` applies it to whole trees, as an
 
 import dataclasses
 import functools
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -48,16 +46,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optx_sync.checks import check_grads, check_params, one_of
-from optx_sync.rows.slices import DROP, ORDERED, IndexedSlices, check_rows, like_rows
+from optx_sync.checks import check_grads, check_params, check_rate, one_of
+from optx_sync.rows.slices import DROP, ORDERED, IndexedSlices, like_rows
 from optx_sync.shapes import Array, Float, Int32
-from optx_sync.trees import (
-    Tree,
-    at_least_float32,
-    is_gradient_leaf,
-    leaves_with_names,
-    path_name,
-)
+from optx_sync.trees import Tree, at_least_float32, is_gradient_leaf, path_name
 
 Rows = Literal["touched", "decay_all", "all", "refused"]
 # One slot of a rule: in a `LeafRule` its initial value, in a state a tree like the
@@ -179,12 +171,7 @@ def from_rule(
         >>> print(updates["w"], state.slots.moved["w"])
         [-0.5 -0.   0.5] [1. 0. 1.]
     """
-    if not isinstance(rule, LeafRule):
-        raise TypeError(
-            f"rule must be a LeafRule; got {rule!r}. Pass LeafRule(step, slots)."
-        )
-    if not callable(learning_rate):
-        require("(-inf, inf)", learning_rate=learning_rate)
+    check_rate(learning_rate)
 
     def init(params):
         check_params(params)
@@ -204,9 +191,7 @@ def from_rule(
 
     def update(updates, state, params=None, **extra_args):
         del extra_args
-        paths, grad_leaves, param_leaves, slot_leaves, structure = _align(
-            updates, state.slots, params
-        )
+        leaves, structure = _leaves(updates, state.slots, params)
         if rule.needs_params and params is None:
             raise ValueError(
                 "This optimizer sets parameters anew and needs them; got params=None. "
@@ -215,18 +200,14 @@ def from_rule(
         rate = learning_rate
         if callable(rate):
             rate = rate(state.update_count)
-        if jnp.ndim(rate) != 0:
-            raise ValueError(
-                "learning_rate must be a scalar, or a schedule of scalars; got shape "
-                f"{jnp.shape(rate)}."
-            )
-
+            if jnp.ndim(rate) != 0:
+                raise ValueError(
+                    "learning_rate must be a schedule of scalars; got shape "
+                    f"{jnp.shape(rate)}."
+                )
         # The scalars are the same for all leaves: they are traced once for each dtype.
         at = functools.cache(functools.partial(_numbers, rule, rate, state))
-        results = [
-            _update_leaf(rule, at, *leaf)
-            for leaf in zip(paths, grad_leaves, slot_leaves, param_leaves, strict=True)
-        ]
+        results = [_update_leaf(rule, at, *leaf) for leaf in leaves]
         updates = structure.unflatten([update for update, _ in results])
         columns = [[slots[i] for _, slots in results] for i in range(len(rule.slots))]
         return updates, RuleState(
@@ -240,53 +221,6 @@ def from_rule(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def require(interval: str, **hyperparameters: object) -> None:
-    """Refuse hyper-parameters that are not finite numbers in an interval.
-
-    Args:
-        interval: in the usual notation, such as `"[0, 1)"`.
-        **hyperparameters: values by name. Of a `jax.Array`, traced or not, only the
-            shape is checked: reading its value would wait for the device.
-
-    Raises:
-        TypeError: if a value is not a real number.
-        ValueError: if it is not finite, not a scalar, or outside of the interval.
-    """
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-    for name, value in hyperparameters.items():
-        shape = getattr(value, "shape", ())
-        if isinstance(value, jax.Array | np.ndarray) and shape != ():
-            raise ValueError(f"{name} must be a scalar; got an array of shape {shape}.")
-        if isinstance(value, jax.Array):
-            continue
-        if isinstance(value, np.ndarray):
-            value = value.item()
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            mend = " or an Optax schedule" if name == "learning_rate" else ""
-            raise TypeError(
-                f"{name} must be a number in {interval}; got {value!r} of type "
-                f"{type(value).__name__}. Pass a float, a traced scalar{mend}."
-            )
-        number = float(value)
-        above = number >= low if interval[0] == "[" else number > low
-        below = number <= high if interval[-1] == "]" else number < high
-        if not (math.isfinite(number) and above and below):
-            raise ValueError(
-                f"{name} must be a finite number in {interval}; got {value!r}."
-            )
-
-
-def require_flag(**flags: object) -> None:
-    """Refuse flags that are not bools, such as a number meant for another argument.
-
-    Raises:
-        TypeError: if a value is not a bool.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name} must be True or False; got {value!r}.")
 
 
 class BetaPowers(NamedTuple):
@@ -326,50 +260,30 @@ def _numbers(rule, rate, state, dtype):
     return Step(chosen, count, hyper, jax.tree.map(cast, state.powers))
 
 
-def _align(grads, slots, params):
-    """Matching leaves of gradients, parameters and slots, with their paths, checked."""
-    reference = params
-    if params is None and slots:
-        reference = slots[0]
-    check_grads(grads, reference)
+def _leaves(grads, slots, params):
+    """(path, gradient, slots, parameter) of each leaf, and their structure, checked."""
+    check_grads(grads, slots[0] if params is None and slots else params)
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         grads, is_leaf=is_gradient_leaf
     )
-    paths = [path_name(path) for path, _ in pairs]
 
-    def leaves_like_grads(name, tree):
+    def leaves_of(name, tree):
         leaves, other = jax.tree.flatten(tree, is_leaf=is_gradient_leaf)
         if other != structure:
-            there = [path for path, _ in leaves_with_names(tree)]
-            odd = [x for x in (*paths, *there) if (x in paths) != (x in there)]
-            what = f"{odd[0]} is in one of them" if odd else "their containers differ"
             raise ValueError(
-                f"The gradients do not have the structure of the {name}: {what}. "
+                f"The gradients do not have the structure of the {name}. "
                 "Differentiate the tree that init was given."
             )
         return leaves
 
-    param_leaves = [None] * len(pairs)
-    if params is not None:
-        param_leaves = leaves_like_grads("parameters", params)
-    trees = [leaves_like_grads("optimizer's state", tree) for tree in slots]
-    slot_leaves = [
-        type(slots)(*(leaves[i] for leaves in trees)) for i in range(len(pairs))
+    none = [None] * len(pairs)
+    params = none if params is None else leaves_of("parameters", params)
+    columns = [leaves_of("optimizer's state", tree) for tree in slots]
+    leaves = [
+        (path_name(path), grad, type(slots)(*own), param)
+        for (path, grad), param, *own in zip(pairs, params, *columns, strict=True)
     ]
-    for path, (_, grad), slot in zip(paths, pairs, slot_leaves, strict=True):
-        if grad is None or isinstance(grad, IndexedSlices):
-            continue
-        if jnp.issubdtype(jnp.result_type(grad), jnp.complexfloating):
-            raise TypeError(
-                f"The gradient at {path} is complex; gradients must be real. Use "
-                "optax.contrib.split_real_and_imaginary."
-            )
-        if slot and jnp.shape(grad) != slot[0].shape:
-            raise ValueError(
-                f"The gradient at {path} has shape {jnp.shape(grad)}, but the state "
-                f"was made by init for shape {slot[0].shape}."
-            )
-    return paths, [grad for _, grad in pairs], param_leaves, slot_leaves, structure
+    return leaves, structure
 
 
 def _update_leaf(rule, at, path, grad, slots, param):
@@ -380,16 +294,22 @@ def _update_leaf(rule, at, path, grad, slots, param):
     if isinstance(grad, IndexedSlices):
         return _update_rows(rule, at, path, grad, slots, param)
     grad = jnp.asarray(grad)
+    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"The gradient at {path} is complex; gradients must be real. Use "
+            "optax.contrib.split_real_and_imaginary."
+        )
+    if slots and grad.shape != slots[0].shape:
+        raise ValueError(
+            f"The gradient at {path} has shape {grad.shape}, but the state was made by "
+            f"init for shape {slots[0].shape}."
+        )
     target = grad.dtype if param is None else jnp.result_type(param)
     dtype = slots[0].dtype if slots and param is None else slot_dtype(target)
-    wide_param = None if param is None else _cast(jnp.asarray(param), dtype)
-    update, slots = _step(rule, path, _cast(grad, dtype), slots, wide_param, at(dtype))
-    return _cast(update, target), slots
-
-
-def _cast(array, dtype):
-    """The array in a dtype; nothing is traced if it already has it."""
-    return array if array.dtype == dtype else array.astype(dtype)
+    wide_param = None if param is None else jnp.asarray(param).astype(dtype)
+    wide_grad = grad.astype(dtype)
+    update, slots = _step(rule, path, wide_grad, slots, wide_param, at(dtype))
+    return update.astype(target), slots
 
 
 def _update_rows(rule, at, path, grad, slots, table):
@@ -405,7 +325,6 @@ def _update_rows(rule, at, path, grad, slots, table):
             f"The row-sparse gradient at {path} needs its parameter; got params=None. "
             "Call update(grads, state, params)."
         )
-    check_rows(grad, table, path)
     rows, dtype = table.shape[0], slot_dtype(table)
     grad = grad.map_values(lambda values: values.astype(dtype))
     if rule.rows == "all":
@@ -437,22 +356,15 @@ def _update_rows(rule, at, path, grad, slots, table):
 
 def _step(rule, path, grad, slots, param, at):
     """Call `rule.step`, and check that it keeps shapes and the slots' dtypes."""
-    update, new_slots = rule.step(grad, slots, param, at)
-    if jnp.shape(update) != grad.shape:
+    update, new = rule.step(grad, slots, param, at)
+    wanted, found = (
+        [(jnp.shape(x), jnp.result_type(x).name) for x in tree] for tree in (slots, new)
+    )
+    kept = type(new) is type(slots) and found == wanted
+    if not kept or jnp.shape(update) != grad.shape:
         raise ValueError(
-            f"The rule's update at {path} must have the gradient's shape {grad.shape}; "
-            f"got {jnp.shape(update)}."
+            f"The rule's step must return at {path} an update of the gradient's shape "
+            f"{grad.shape}, and {type(slots).__name__} of {wanted}; got "
+            f"{jnp.shape(update)} and {type(new).__name__} of {found}."
         )
-    if type(new_slots) is not type(slots):
-        raise TypeError(
-            f"The rule must return its slots as {type(slots).__name__}; got "
-            f"{type(new_slots).__name__} at {path}."
-        )
-    for name, old, new in zip(slots._fields, slots, new_slots, strict=True):
-        if (jnp.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
-            raise ValueError(
-                f"The rule must keep the shape and dtype of slot {name} at {path}, "
-                f"{old.dtype}{list(old.shape)}; got "
-                f"{jnp.result_type(new)}{list(jnp.shape(new))}."
-            )
-    return update, new_slots
+    return update, new

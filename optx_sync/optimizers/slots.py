@@ -45,7 +45,6 @@ def slot(state: optax.OptState, name: str) -> Tree:
         The slot's tree, as it stands in the state.
 
     Raises:
-        TypeError: The name is no str.
         ValueError: No slot, or more than one, has this name.
 
     Example:
@@ -55,11 +54,6 @@ def slot(state: optax.OptState, name: str) -> Tree:
         >>> oxs.optimizers.slot(state, "accumulator")
         {'w': Array([0.1, 0.1], dtype=float32)}
     """
-    if not isinstance(name, str):
-        raise TypeError(
-            f"A slot has a name; got {name!r} of type {type(name).__name__}. Call for "
-            "example oxs.optimizers.slot(state, 'mu')."
-        )
     wanted = name.split(".")
     found = [tree for path, tree in _slots(state) if _ends(path, wanted)]
     if len(found) != 1:

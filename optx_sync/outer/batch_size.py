@@ -66,7 +66,7 @@ def next_batch_size(
     """
     batch_size = integer("batch_size", batch_size, "Pass for example 256.")
     multiple = integer("multiple", multiple, "Pass 1 for none.")
-    interval("noise", noise, "It must be greater than 0.", 0, open_ends=True)
+    interval("(0, inf)", noise=noise)
     if batch_size % multiple:
         raise ValueError(
             f"batch_size must be a multiple of multiple={multiple}; got {batch_size}."

@@ -79,8 +79,7 @@ def delayed_nesterov(
     """
     if every is not None:
         every = integer("every", every, "Pass the number of workers, or None.")
-    for name, value in (("momentum", momentum), ("c", c)):
-        interval(name, value, "Pass for example 0.5.", 0, 1)
+    interval("[0, 1]", "Pass for example 0.5.", momentum=momentum, c=c)
     check_rate(learning_rate)
     rate = optax.scale_by_learning_rate(learning_rate)
 

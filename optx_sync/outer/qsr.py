@@ -69,8 +69,7 @@ def qsr(
     warmup = integer("warmup", warmup, "Pass 0 for none.", least=0)
     if total_steps is not None:
         total_steps = integer("total_steps", total_steps, "Leave it out for none.")
-    for name, value in (("alpha", alpha), ("power", power)):
-        interval(name, value, "It must be greater than 0.", 0, open_ends=True)
+    interval("(0, inf)", alpha=alpha, power=power)
 
     def period(step):
         rate = learning_rate

@@ -21,7 +21,7 @@ from optx_sync.center.rounds.meeting import Meeting
 from optx_sync.center.rules.diloco import diloco_rule
 from optx_sync.center.rules.local_sgd import local_sgd_rule
 from optx_sync.center.state import CenterState
-from optx_sync.checks import check_inner, check_seed, shows_call
+from optx_sync.checks import check_inner, check_seed, floating, shows_call
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.comm.varying import localize_where_mapped
 from optx_sync.exchange.all_reduce import all_reduce
@@ -33,7 +33,6 @@ from optx_sync.step import direct_transformation, landing_update
 from optx_sync.trees import (
     Tree,
     at_least_float32,
-    check_accumulator_dtype,
     is_floating,
     is_inexact,
     is_masked,
@@ -329,7 +328,7 @@ def mean_params(params: Tree) -> Tree:
 
 
 def _check_wire(dtype: DTypeLike | None) -> Any:
-    dtype = check_accumulator_dtype(dtype)
+    dtype = floating("accumulator_dtype", dtype)
     if dtype is not None and at_least_float32(dtype) != dtype:
         raise ValueError(
             f"accumulator_dtype={dtype} would send parameters in {dtype}, which rounds "

@@ -159,7 +159,7 @@ def cross_shard(
     """
     inner = checks.check_inner(inner, _CALL)
     collectives.check_axis_name(axis_name)
-    reduce.check_reduction(reduction)
+    checks.one_of("reduction", reduction, reduce.Reduction)
     checks.one_of("grads", grads, Grads)
     if group_assignment is not None:
         reduce.check_group_assignment(group_assignment)

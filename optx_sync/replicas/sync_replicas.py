@@ -244,7 +244,7 @@ def sync_replicas(
         variable_averages,
         variables_to_average,
         drop_nonfinite,
-        trees.check_accumulator_dtype(accumulator_dtype),
+        checks.floating("accumulator_dtype", accumulator_dtype),
         reduce.check_extra_args(reduce_extra_args),
         exchange,
         measure,

@@ -2,7 +2,7 @@
 """`take`: look up rows of a table, as embeddings do, with row-sparse gradients."""
 
 import dataclasses
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from optx_sync.rows import slices
 from optx_sync.rows.slices import FILL, ORDERED, as_int32, known_numbers
 from optx_sync.shapes import Array, Key, Shaped
-from optx_sync.trees import Tree, at_least_float32
+from optx_sync.trees import Tree, at_least_float32, brief
 
 
 def take(table: Tree, ids: slices.Numbers) -> jax.Array:
@@ -45,15 +45,11 @@ def take(table: Tree, ids: slices.Numbers) -> jax.Array:
 
     Reference: ``tf.nn.embedding_lookup``.
     """
-    if isinstance(table, _GatheredRows):
+    if isinstance(table, GatheredRows):
         return table.look_up(ids)
-    if not isinstance(table, jax.Array | np.ndarray) or table.ndim == 0:
-        raise TypeError(
-            "take looks rows up in an array of shape [rows, ...]; got "
-            f"{describe(table)}. Pass the table, e.g. params['embedding']."
-        )
+    _check_table(table, "take")
     ids = as_int32(ids, "ids")
-    _refuse_known_ids(ids, table.shape[0], "take")
+    slices.refuse_known_rows(known_numbers(ids), table.shape[0], "take")
     return jnp.asarray(table).at[ids].get(**FILL)
 
 
@@ -62,7 +58,7 @@ class _TableUseError(TypeError, AttributeError):
 
 
 @dataclasses.dataclass(eq=False)
-class _GatheredRows:
+class GatheredRows:
     """Stands for a table in the loss of `value_and_grad`: the rows that a batch names.
 
     `words` are the hidden indices, sorted and unique, `values` the rows; `shape` is
@@ -89,8 +85,8 @@ class _GatheredRows:
     def look_up(self, ids: slices.Numbers) -> jax.Array:
         """`take` of this table."""
         ids = as_int32(ids, "ids")
-        _refuse_known_ids(ids, self.shape[0], f"take from {self.path}")
         known_ids, known_named = known_numbers(ids), slices.known_indices(self.words)
+        slices.refuse_known_rows(known_ids, self.shape[0], f"take from {self.path}")
         if known_ids is not None and known_named is not None:
             missing = np.setdiff1d(known_ids, known_named)
             if missing.size:
@@ -144,46 +140,26 @@ class _GatheredRows:
 
 
 jax.tree_util.register_dataclass(
-    _GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
+    GatheredRows, data_fields=["words", "values"], meta_fields=["shape", "path"]
 )
 
 
-def _gather(table: object, ids: slices.Numbers, path: str) -> _GatheredRows:
+def gather(table: Any, ids: slices.Numbers, path: str) -> GatheredRows:
     """The rows of `table` that `ids` name, each once."""
-    if (
-        not isinstance(table, jax.Array | np.ndarray)
-        or table.ndim == 0
-        or not jnp.issubdtype(table.dtype, jnp.inexact)
-    ):
-        raise TypeError(
-            f"rows names {path}, which is not a table to differentiate: it must be a "
-            f"floating-point array of shape [rows, ...]; got {describe(table)}."
-        )
+    _check_table(table, f"rows for {path}")
     size = table.shape[0]
     ids = as_int32(ids, f"ids for {path}")
-    _refuse_known_ids(ids, size, f"rows for {path}")
+    slices.refuse_known_rows(known_numbers(ids), size, f"rows for {path}")
     ids = jnp.asarray(ids).reshape(-1)
     if ids.shape[0]:
         ids, _ = slices.unique_indices(jnp.where(ids < size, ids, -1))
     rows = jnp.asarray(table).at[ids].get(**FILL, **ORDERED)
-    return _GatheredRows(slices.hide_words(ids), rows, tuple(table.shape), path)
+    return GatheredRows(slices.hide_words(ids), rows, tuple(table.shape), path)
 
 
-def _refuse_known_ids(ids: jax.Array | np.ndarray, rows: int, where: str) -> None:
-    known = known_numbers(ids)
-    if known is None:
-        return
-    bad = known[(known < 0) | (known >= rows)]
-    if bad.size:
-        raise ValueError(
-            f"{where}: row {int(bad[0])} is out of range for a table of {rows} "
-            f"rows. Pass ids in [0, {rows}): rows are never wrapped."
+def _check_table(table: object, who: str) -> None:
+    if not (isinstance(table, jax.Array | np.ndarray) and table.ndim):
+        raise TypeError(
+            f"{who} needs a table, an array of shape [rows, ...]; got {brief(table)}. "
+            "Pass for example params['embedding']."
         )
-
-
-def describe(x: object) -> str:
-    """An argument in an error message."""
-    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
-    if dtype is not None and shape is not None:
-        return f"{dtype}{list(shape)}"
-    return f"{type(x).__name__} {x!r}"

@@ -9,15 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optx_sync import trees
 from optx_sync.rows.slices import rebuild, unique_rows
-from optx_sync.trees import (
-    Tree,
-    check_transformation,
-    is_gradient_leaf,
-    is_slices,
-    path_name,
-    values_of,
-)
+from optx_sync.trees import Tree
 
 Tables: TypeAlias = dict[int, jax.Array]  # by the numbers of their leaves
 
@@ -53,7 +47,7 @@ def on_values(
         >>> clipped.values.tolist()
         [0.5, 0.0]
     """
-    check_transformation(tx, "tx", "oxs.on_values(optax.clip(1.0))")
+    trees.check_transformation(tx, "tx", "oxs.on_values(optax.clip(1.0))")
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
@@ -64,8 +58,8 @@ def on_values(
     def update(updates, state, params=None, **extra_args):
         _refuse_array_state(state)
         updates = unique_rows(updates)
-        leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        values = structure.unflatten(map(values_of, leaves))
+        leaves, structure = jax.tree.flatten(updates, is_leaf=trees.is_gradient_leaf)
+        values = structure.unflatten(map(trees.values_of, leaves))
         if params is None:
             values, state = tx.update(values, state, None, **extra_args)
         else:
@@ -75,14 +69,14 @@ def on_values(
             tables = {
                 at: jnp.zeros(leaf.values.shape, kept[at].dtype)
                 for at, leaf in enumerate(leaves)
-                if is_slices(leaf)
+                if trees.is_slices(leaf)
             }
             step = functools.partial(tx.update, values, state, **extra_args)
             run = functools.partial(_with_tables, step, structure, kept)
             values, state = run(tables)
             _refuse_use(run, tables)
         updates = structure.unflatten(
-            rebuild(leaf._words, new) if is_slices(leaf) else new
+            rebuild(leaf._words, new) if trees.is_slices(leaf) else new
             for leaf, new in zip(leaves, structure.flatten_up_to(values), strict=True)
         )
         return updates, state
@@ -99,7 +93,7 @@ def _refuse_array_state(state: Tree) -> None:
             raise TypeError(
                 "on_values takes a transformation without state, or with scalars only; "
                 f"got one whose state has a {leaf.dtype}{list(leaf.shape)} at "
-                f"{path_name(path)}. Use an optimizer that knows row-sparse "
+                f"{trees.path_name(path)}. Use an optimizer that knows row-sparse "
                 "gradients, such as oxs.optimizers.adagrad, or dense gradients."
             )
 

@@ -68,20 +68,13 @@ class IndexedSlices(SlicesLeaf):
     def __init__(self, indices: Numbers, values: ArrayLike):
         values = jnp.asarray(values)
         words = _hide(indices)
-        if words.ndim != 1:
+        fits = words.ndim == 1 and words.size <= 2**31 - FIRST_PADDING
+        if not fits or values.shape[:1] != words.shape:
             raise ValueError(
-                f"indices must have one axis, [k]; got shape {words.shape}. Pass "
-                "indices.reshape(-1) and values.reshape(-1, *row_shape)."
-            )
-        if values.shape[:1] != words.shape:
-            raise ValueError(
-                "values must have one row for each index; got indices of shape "
-                f"{words.shape} and values of shape {values.shape}."
-            )
-        if words.shape[0] > 2**31 - FIRST_PADDING:
-            raise ValueError(
-                f"At most 2**28 rows fit into one IndexedSlices; got {words.shape[0]}. "
-                "Use a dense gradient."
+                "indices must be [k], at most 2**28 of them, and values have one row "
+                f"for each index, [k, ...]; got indices of shape {words.shape} and "
+                f"values of shape {values.shape}. Pass indices.reshape(-1) and "
+                "values.reshape(-1, *row_shape), or a dense gradient."
             )
         self._words = words
         self._values = values
@@ -165,9 +158,6 @@ class IndexedSlices(SlicesLeaf):
         key = jax.tree_util.GetAttrKey
         return (((key("indices"), self._words), (key("values"), self._values)), None)
 
-    def tree_flatten(self) -> tuple[tuple[object, ...], None]:  # noqa: D102 # JAX's protocol
-        return (self._words, self._values), None
-
     @classmethod
     def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> "IndexedSlices":  # noqa: D102 # JAX's protocol
         return rebuild(*leaves)
@@ -180,11 +170,7 @@ def unique_rows(grads: Tree) -> Tree:
     )
 
 
-def check_rows(
-    slices: IndexedSlices,
-    table: Tree,
-    path: str = "",
-) -> None:
+def check_rows(slices: IndexedSlices, table: Tree, path: str = "") -> None:
     """Raise if slices do not fit a table.
 
     Args:
@@ -200,31 +186,32 @@ def check_rows(
     where = f" at {path}" if path else ""
     batch = slices._words.ndim - 1
     shape, values_shape = tuple(table.shape), tuple(slices.values.shape)
-    if (
-        len(shape) <= batch
-        or shape[:batch] != values_shape[:batch]
-        or shape[batch + 1 :] != values_shape[batch + 1 :]
-    ):
+    fits = len(shape) > batch and shape[:batch] == values_shape[:batch]
+    fits = fits and shape[batch + 1 :] == values_shape[batch + 1 :]
+    if not fits or shape[batch] > FIRST_PADDING:
         raise ValueError(
             f"IndexedSlices{where} do not fit their table: the values, one row for "
-            f"each index, must have shape [k, ...] where the table has [rows, ...]; "
-            f"got values of shape {values_shape} and a table of shape {shape}."
-        )
-    rows = shape[batch]
-    if rows > FIRST_PADDING:
-        raise ValueError(
-            f"A table{where} of {rows} rows is too long for int32 row indices: at most "
-            f"{FIRST_PADDING} rows are supported. Split the table."
+            "each index, must have shape [k, ...] where the table has [rows, ...], at "
+            f"most {FIRST_PADDING} rows; got values of shape {values_shape} and a "
+            f"table of shape {shape}."
         )
     indices = known_indices(slices._words)
-    if indices is None:
-        return
-    bad = (indices < 0) | ((indices >= rows) & (indices < FIRST_PADDING))
-    if bad.any():
+    if indices is not None:
+        indices = indices[indices < FIRST_PADDING]
+    refuse_known_rows(indices, shape[batch], f"IndexedSlices{where}")
+
+
+def refuse_known_rows(indices: np.ndarray | None, rows: int, who: str) -> None:
+    """Refuse numbers of rows that a table of `rows` rows lacks, where they are known.
+
+    The message says that `who` has named it.
+    """
+    known = np.empty(0, np.int32) if indices is None else indices
+    bad = known[(known < 0) | (known >= rows)]
+    if bad.size:
         raise ValueError(
-            f"IndexedSlices{where} name row {int(indices[bad][0])}, which is out of "
-            f"range for a table of {rows} rows. Pass indices in [0, {rows}): rows are "
-            "never wrapped."
+            f"{who}: row {int(bad[0])} is out of range for a table of {rows} rows. Pass"
+            f" rows in [0, {rows}): they are never wrapped."
         )
 
 

@@ -208,7 +208,7 @@ def _checked(limits: _Limits) -> _Limits:
         integer("total_steps", limits.total_steps, "Pass each worker's, or None.")
     if limits.worker_timeout is not None:
         mend = "Pass seconds, or None."
-        interval("worker_timeout", limits.worker_timeout, mend, 1e-3)
+        interval("[0.001, inf]", mend, worker_timeout=limits.worker_timeout)
     return limits
 
 

@@ -194,7 +194,7 @@ class Worker:
         """
         check_grads(grads, self._like)
         tokens = 1.0 if tokens is None else float(tokens)
-        interval("tokens", tokens, "Pass how many are behind the gradient.", 0, 1e30)
+        interval("[0, 1e30]", "Pass how many are behind it.", tokens=tokens)
         with self._whole():
             self.local_step += 1
             self._tokens = {part: old + tokens for part, old in self._tokens.items()}

@@ -10,27 +10,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from optx_sync.center import coded, contract
 from optx_sync.center import worker as work
 from optx_sync.center.checks import check_delay
-from optx_sync.center.coded import (
-    bytes_of,
-    check_code,
-    decoded,
-    encoded,
-    message_shapes,
-    start_codes,
-)
-from optx_sync.center.contract import (
-    CenterRule,
-    Period,
-    Round,
-    Weigh,
-    check_period,
-    check_rule,
-    keeps_before,
-    static_period,
-    weighed,
-)
+from optx_sync.center.contract import CenterRule, Period, Round, Weigh
 from optx_sync.center.fragments import (
     Fragments,
     Whole,
@@ -46,6 +29,7 @@ from optx_sync.center.worker import Center, Worker
 from optx_sync.checks import check_function, check_grads, check_inner, integer
 from optx_sync.exchange.contract import Exchange
 from optx_sync.metrics import SharedInfo
+from optx_sync.optimizers.rule import RuleState
 from optx_sync.placement.axes import stack
 from optx_sync.shapes import Array, Float, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
@@ -197,26 +181,26 @@ def asynchronous(
     call = "oxs.simulate.asynchronous(optax.sgd(0.1), oxs.rules.local_sgd(), ...)"
     inner = check_inner(inner, call)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
-    check_rule(rule, call)
+    contract.check_rule(rule, call)
     num_workers = integer("num_workers", num_workers, "Pass for example 8.")
     if rule.num_workers not in (None, num_workers):
         raise ValueError(
             f"The rule was made for num_workers={rule.num_workers}; got num_workers="
             f"{num_workers}. Leave num_workers out of the rule, or make them equal."
         )
-    rule = weighed(rule, weigh)
+    rule = contract.weighed(rule, weigh)
     if rule.weigh is not None and (fragments is not None or delay):
         raise ValueError(
             "weigh= is for contributions that land whole and at once; got fragments or "
             "delay as well. Leave one of them out."
         )
-    period = check_period(communication_period)
+    period = contract.check_period(communication_period)
     if rule.check is not None:
         rule.check(period)
     phases = _Phases(
         inner,
         work.keeping(rule, keep_local),
-        check_code(exchange, rule),
+        coded.check_code(exchange, rule),
         drop_nonfinite,
     )
     fragments, delay = check_fragments(fragments), check_delay(delay)
@@ -239,20 +223,13 @@ def asynchronous(
         tokens,
     )
     start = run.start(params)
-    machine, (local_steps, global_steps), views, recorded, events = replay(
+    (final, _), counts, views, recorded, events = replay(
         run.advance, run.view, (start, params), workers, record
     )
-    kept_params, kept_center = views
-    return AsynchronousRecord(
-        params=kept_params,
-        center=kept_center,
-        events=events,
-        local_step=local_steps,
-        global_step=global_steps,
-        recorded=recorded,
-        final=machine[0],
-        push_bytes=run.push_bytes(start.center),
-    )
+    push_bytes = run.push_bytes(start.center)
+    # What `view` and `advance` return stands in the order of the record's fields.
+    in_order = (*views, events, *counts, recorded, final, push_bytes)
+    return AsynchronousRecord._make(in_order)
 
 
 class _Phases(NamedTuple):
@@ -270,7 +247,7 @@ class _Phases(NamedTuple):
 
     def remember(self, part: Tree) -> Tree:
         """The memory of the code for a part, before the first round."""
-        return () if self.exchange is None else start_codes(self.exchange, part)
+        return () if self.exchange is None else coded.start_codes(self.exchange, part)
 
     def bring(self, now: Now, step: Step, part: int) -> tuple[Now, Tree]:
         """(now, the contribution of this worker that the center is to absorb)."""
@@ -281,8 +258,8 @@ class _Phases(NamedTuple):
             pushed = where(well, pushed, jax.tree.map(jnp.zeros_like, pushed))
         pushed, codes = work.share_of_one(rule, pushed, at), now.exchange
         if self.exchange is not None:
-            messages, codes = encoded(self.exchange, pushed, codes)
-            pushed = decoded(self.exchange, messages, pushed)
+            messages, codes = coded.encoded(self.exchange, pushed, codes)
+            pushed = coded.decoded(self.exchange, messages, pushed)
             if self.drop_nonfinite:
                 codes = where(well, codes, now.exchange)
         now = now._replace(worker=worker, exchange=codes, well=well)
@@ -300,12 +277,14 @@ class _Phases(NamedTuple):
     def land(self, now: Now, step: Step, total: Tree, pushed: Any, at: Round) -> Now:
         """The center absorbs the contribution, if it counts; the worker takes it."""
         rule, worker, before = self.rule, now.worker, now.center
-        share = _with_powers if rule.outer is self.inner else _unshared
-        before = before._replace(outer=share(before.outer, worker.inner))
+        shared = rule.outer is self.inner
+        if shared:
+            before = before._replace(outer=_with_powers(before.outer, worker.inner))
         after = work.absorb(rule, before, total, num_workers=at.num_workers)
         if self.drops:
             after = where(pushed > 0, after, before)
-        worker = worker._replace(inner=share(worker.inner, after.outer))
+        if shared:
+            worker = worker._replace(inner=_with_powers(worker.inner, after.outer))
         worker = work.take(rule, worker, now.center.value, after.value, at)
         return now._replace(worker=worker, center=after)
 
@@ -339,7 +318,7 @@ class _Run(NamedTuple):
         pending, remembered = self.round.start(self.parts, center, center)
         each = self.parts.number if several else ()
         # Others move the center meanwhile, so each worker keeps the center it took.
-        keeps_taken = work.takes_center(rule) or keeps_before(rule)
+        keeps_taken = work.takes_center(rule) or contract.keeps_before(rule)
         worker = WorkerState(
             params=params,
             inner=self.phases.inner.init(params),
@@ -417,7 +396,7 @@ class _Run(NamedTuple):
         due = work.is_due(self.between, steps, own.local_step)
         step = Step(
             num_workers=self.num_workers,
-            period=static_period(self.period),
+            period=contract.static_period(self.period),
             due=due,
             steps=steps,
             ages=jax.tree.map(lambda age: age + 1, own.ages),
@@ -455,7 +434,7 @@ class _Run(NamedTuple):
         self, own: WorkerState, center: Center, grads: Tree, steps: jax.Array
     ) -> tuple[Now, Tree]:
         """(now, after the worker's own step; whether the worker is broken)."""
-        at = Round(self.num_workers, static_period(self.period), steps)
+        at = Round(self.num_workers, contract.static_period(self.period), steps)
         before = Worker(own.params, own.inner, own.taken, own.accumulated)
         inner, rule = self.phases.inner, self.phases.rule
         worker = work.walk(inner, rule, before, center.value, grads, at)
@@ -476,13 +455,11 @@ class _Run(NamedTuple):
         pick, code = self.parts.pick, self.phases.exchange
         parts = range(self.parts.number)
         return float(
-            max(bytes_of(message_shapes(code, pick(center, i))) for i in parts)
+            max(
+                coded.bytes_of(coded.message_shapes(code, pick(center, i)))
+                for i in parts
+            )
         )
-
-
-def _unshared(state: optax.OptState, source: optax.OptState) -> optax.OptState:
-    """The state as it is: worker and center have optimizers of their own."""
-    return state
 
 
 def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptState:
@@ -492,8 +469,7 @@ def _with_powers(state: optax.OptState, source: optax.OptState) -> optax.OptStat
     """
 
     def is_rule_state(x):
-        # A `RuleState`, told by its field, as this file must not import `optimizers`.
-        return "powers" in getattr(x, "_fields", ())
+        return isinstance(x, RuleState)
 
     return jax.tree.map(
         lambda own, other: (

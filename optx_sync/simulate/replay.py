@@ -46,7 +46,7 @@ def replay(
         event, the views of the events that are kept, the results of the function
         `record` for them or `None`, and their numbers.
     """
-    every = check_record(record)
+    every = 1 if callable(record) or record == "all" else record
 
     def kept(state):
         views = view(state)
@@ -60,6 +60,12 @@ def replay(
         room = KEPT_BYTES // max(size, 1)
         # The smallest period for which all views fit.
         every = len(workers) // (room + 1) + 1
+    every = integer(
+        "record",
+        every,
+        "Pass None, 'all', every how many events to keep, or a function of parameters "
+        "and averages (or center).",
+    )
     events = workers, jnp.arange(len(workers), dtype=jnp.int32)
     chunks = len(workers) // every
     viewed = every - 1 + every * jnp.arange(chunks, dtype=jnp.int32)
@@ -83,15 +89,10 @@ def check_workers(workers: ArrayLike | Sequence[int], num_workers: int) -> jax.A
     known = None
     if not isinstance(workers, jax.core.Tracer):
         workers = known = np.asarray(workers)
-    if not jnp.issubdtype(workers.dtype, jnp.integer):
-        raise TypeError(
-            "workers must hold integers, the worker of each event; got "
-            f"{workers.dtype}."
-        )
-    if np.ndim(workers) != 1:
+    if not jnp.issubdtype(workers.dtype, jnp.integer) or np.ndim(workers) != 1:
         raise ValueError(
-            "workers must have one axis, the worker of each event; got shape "
-            f"{np.shape(workers)}."
+            "workers must be integers along one axis, the worker of each event; got "
+            f"{workers.dtype}{list(np.shape(workers))}."
         )
     if known is not None and known.size:
         worst = known.max() if known.max() >= num_workers else known.min()
@@ -101,17 +102,3 @@ def check_workers(workers: ArrayLike | Sequence[int], num_workers: int) -> jax.A
                 "from 0. Pass numbers in this range, or their number."
             )
     return jnp.asarray(workers).astype(jnp.int32)
-
-
-def check_record(record: Record) -> int | None:
-    """The number of events between views of the state; `None`: as memory allows."""
-    if record is None:
-        return None
-    if callable(record) or (isinstance(record, str) and record == "all"):
-        return 1
-    return integer(
-        "record",
-        record,
-        "Pass None, 'all', every how many events to keep, or a function of parameters "
-        "and averages (or center).",
-    )

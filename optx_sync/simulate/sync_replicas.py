@@ -10,19 +10,10 @@ import optax
 from jax.typing import ArrayLike
 
 from optx_sync.checks import check_function, check_grads, check_inner, integer
+from optx_sync.replicas import tokens as queue
 from optx_sync.replicas.accumulator import Accumulator, accumulate
 from optx_sync.replicas.averages import check_averages
-from optx_sync.replicas.tokens import (
-    Chief,
-    Held,
-    Tokens,
-    check_num_tokens,
-    check_replicas,
-    check_variables,
-    hand_out,
-    tokens_at_start,
-    tokens_of_update,
-)
+from optx_sync.replicas.tokens import Chief, Held, Tokens
 from optx_sync.rows.slices import unique_rows
 from optx_sync.shapes import Array, Bool, Int32
 from optx_sync.simulate.replay import GradFn, Record, check_workers, replay
@@ -116,11 +107,10 @@ def sync_replicas(
         arrays static.
 
     Raises:
-        TypeError: `inner` is not a transformation; a number or `workers` has the wrong
-            type.
+        TypeError: `inner` is not a transformation; a number has the wrong type.
         ValueError: There are no parameters; a number is out of range; there are too few
-            tokens; a number in `workers` names no worker; gradients do not match the
-            parameters.
+            tokens; `workers` are no integers, or one names no worker; gradients do not
+            match the parameters.
 
     Example:
         Worker 1 is slow, and an update needs only one of two gradients:
@@ -143,39 +133,26 @@ def sync_replicas(
     inner = check_inner(
         inner, "oxs.simulate.sync_replicas(optax.sgd(0.1), params, ...)"
     )
-    check_variables(params)
-    required, total = check_replicas(replicas_to_aggregate, total_num_replicas)
+    queue.check_variables(params)
+    required, total = queue.check_replicas(replicas_to_aggregate, total_num_replicas)
     check_averages(variable_averages)
     total = required if total is None else total
-    tokens = tokens_at_start(check_num_tokens(num_tokens), total, required)
+    tokens = queue.tokens_at_start(queue.check_num_tokens(num_tokens), total, required)
     if not hasattr(initial_global_step, "dtype"):
         begin = "Pass the step at which the run goes on, 0 for a new one."
         integer("initial_global_step", initial_global_step, begin, least=0)
     workers = check_workers(workers, total)
     check_function("grad_fn", grad_fn, "It takes (worker, params, event).")
     run = _Run(Chief(inner, required, variable_averages), total, grad_fn)
-    machine, scalars, views, recorded, events = replay(
+    machine, counts, views, recorded, events = replay(
         run.advance,
         run.view,
         run.start(params, initial_global_step, tokens),
         workers,
         record,
     )
-    accepted, updated, tokens, global_step = scalars
-    params, averages, blocked, local_step = views
-    return SyncReplicasRecord(
-        params=params,
-        averages=averages,
-        blocked=blocked,
-        local_step=local_step,
-        events=events,
-        accepted=accepted,
-        updated=updated,
-        tokens=tokens,
-        global_step=global_step,
-        recorded=recorded,
-        final=machine,
-    )
+    # What `view` and `advance` return stands in the order of the record's fields.
+    return SyncReplicasRecord._make((*views, events, *counts, recorded, machine))
 
 
 class _Run(NamedTuple):
@@ -227,7 +204,7 @@ class _Run(NamedTuple):
         """The chief's update: parameters move by the mean, tokens join the queue."""
         held = Held(*(getattr(machine, name) for name in Held._fields))
         step, count = machine.global_step + 1, machine.accumulated
-        made = tokens_of_update(self.total, self.chief.required)
+        made = queue.tokens_of_update(self.total, self.chief.required)
         return machine._replace(
             **self.chief.update(held, grads, count, step)._asdict(),
             accumulated=jnp.zeros_like(count),
@@ -242,7 +219,7 @@ class _Run(NamedTuple):
         everyone = jnp.arange(self.total, dtype=jnp.int32)
         waits = machine.blocked | (everyone == worker)
         # An update makes tokens for all workers: all that wait are served, or none.
-        served, late, tokens = hand_out(machine.tokens, waits, place=1)
+        served, late, tokens = queue.hand_out(machine.tokens, waits, place=1)
         token = machine.global_step - late.astype(jnp.int32)
         return machine._replace(
             local_step=jnp.where(served, token, machine.local_step),

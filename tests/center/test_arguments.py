@@ -92,7 +92,7 @@ agn(outer=SGD, accumulate="updates")
 local_sgd(inner_state="mean")
     # ValueError: inner_state must .*'keep', 'average' and 'reset'; got 'mean'
 local_sgd(accumulator_dtype=jnp.int32)
-    # ValueError: accumulator_dtype must be a floating dtype; got int32
+    # ValueError: accumulator_dtype must be a floating dtype .*; got int32
 oxs.local_sgd(AXIS, SGD)
     # TypeError: inner must be an .*transformation; got 'data' of type str
 oxs.diloco(SGD, AXIS, outer=0.7)

@@ -154,8 +154,8 @@ def simulated(**options):
 
 test_refused = all_refused(globals())(r"""
 nesterov(0.7, every=0)  # ValueError: every must be 1
-nesterov(0.7, 1.5)  # ValueError: momentum must lie in
-nesterov(0.7, c=-1)  # ValueError: c must lie in
+nesterov(0.7, 1.5)  # ValueError: momentum must be a number in
+nesterov(0.7, c=-1)  # ValueError: c must be a number in
 nesterov("0.7")  # TypeError: or an Optax schedule
 oxs.center_variable(SGD, oxs.rules.diloco()._replace(weigh=weigh), "workers")
     # ValueError: in lockstep nobody is late

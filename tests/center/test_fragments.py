@@ -407,7 +407,7 @@ made(fragments=2.0)  # TypeError: oxs.rules.strided
 made(fragments=True)  # TypeError: or a function
 made(delay=-1)  # ValueError: delay must be 0 or more
 made(delay=0.5)  # TypeError: delay must be an integer
-made(keep_local=2.0)  # ValueError: lie in
+made(keep_local=2.0)  # ValueError: a number in
 made(keep_local="a")  # TypeError: must be a number
 made(fragments=3)  # ValueError: not a multiple of the 3
 made(fragments=2, delay=6)  # ValueError: Pass delay=5 or less

@@ -516,7 +516,7 @@ ex.trimmed_mean(1.0)
 ex.krum(True)  # TypeError: f must be an integer
 ex.krum(1, m=0)  # ValueError: m must be 1 or more
 ex.geometric_median(0)  # ValueError: steps must be 1 or more
-ex.clipped(0.0)  # ValueError: lie in \(0, inf\)
+ex.clipped(0.0)  # ValueError: a number in \(0, inf\)
 ex.clipped("mean")  # TypeError: 'median'
 ex.clipped(None)  # TypeError: must be a number
 ex.clipped(1.0, "sum")  # TypeError: exchange must be

@@ -41,7 +41,7 @@ def test_a_number_out_of_its_interval(interval, values, names, optimizers):
     for make in optimizers.split():
         for name in names.split():
             for value in values:
-                said = f"{name} must be a finite number in {interval}; got {value!r}."
+                said = f"{name} must be a number in {interval}; got {value!r} of type"
                 with pytest.raises(ValueError, match=re.escape(said)):
                     getattr(optimizers, make)(0.1, **{name: value})
 
@@ -70,7 +70,9 @@ def test_learning_rates(case):
         with pytest.raises(TypeError, match="or an Optax schedule"):
             case.make(value)
     for value in (NAN, INF):
-        with pytest.raises(ValueError, match="learning_rate must be a finite number"):
+        with pytest.raises(
+            ValueError, match=r"learning_rate must be a number in \(-inf"
+        ):
             case.make(value)
     # As in the originals and in Optax.
     case.make(-0.1)

@@ -332,7 +332,7 @@ def test_a_class_that_its_configuration_does_not_make():
         def __init__(self, half=0.5, **kwargs):
             super().__init__(**{"learning_rate": half, **kwargs})
 
-    with pytest.raises(TypeError, match=r"Halving.* 'name'.*Let its __init__"):
+    with pytest.raises(TypeError, match=r"(?s)Halving.* 'name'.*Let its __init__"):
         keras(Halving())
     tx, params = keras(Mended(0.25)), jnp.ones(2)
     updates, _ = tx.update(params, tx.init(params), params)
@@ -345,5 +345,5 @@ def test_keras_missing_or_on_another_backend(monkeypatch):
     with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
         keras(optimizer)
     monkeypatch.setitem(sys.modules, "keras", None)
-    with pytest.raises(ImportError, match=r"pip install 'optx-sync\[keras\]'"):
+    with pytest.raises(ImportError, match="keras"):
         keras(optimizer)

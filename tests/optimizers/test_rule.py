@@ -10,7 +10,7 @@ import pytest
 
 from optx_sync.optimizers.rule import LeafRule, from_rule
 from optx_sync.rows.slices import IndexedSlices
-from tests.refusals import all_refused, refused
+from tests.refusals import all_refused
 
 
 class SumSlots(NamedTuple):
@@ -152,19 +152,16 @@ optimizer(add, 0.1)  # TypeError: rule must be a LeafRule
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (lambda g, s, p, at: (g[0], s), r"ValueError: \['w'\] must have the grad"),
-        (lambda g, s, p, at: (g, (s.total,)), "TypeError: slots as SumSlots; got tup"),
-        (lambda g, s, p, at: (g, SumSlots(0.0)), r"ValueError: slot total at \['w'\]"),
-        (
-            lambda g, s, p, at: (g, SumSlots(g > 0)),
-            r"ValueError: float32\[2\]; got bool\[2\]",
-        ),
+        (lambda g, s, p, at: (g[0], s), r"at \['w'\] .*\(2,\).* got \(\)"),
+        (lambda g, s, p, at: (g, (s.total,)), "SumSlots of .* got .* and tuple of"),
+        (lambda g, s, p, at: (g, SumSlots(0.0)), r"\(2,\).* SumSlots of \[\(\(\),"),
+        (lambda g, s, p, at: (g, SumSlots(g > 0)), r"float32.* of .*bool"),
     ],
 )
 def test_a_step_that_breaks_its_contract(step, said):
     tx = optimizer(LeafRule(step, SumSlots(total=0.0)), 0.1)
     params = {"w": jnp.ones(2)}
-    with refused(said):
+    with pytest.raises(ValueError, match=said):
         tx.update(params, tx.init(params), params)
 
 

@@ -478,10 +478,10 @@ sharded(grads="x")  # ValueError: grads must be one of.*got 'x'
 sharded(shard_state="owners")  # ValueError: shard_state must be .*'owners'
 sharded(reduce_extra_args="key")  # TypeError: tuple of names.*'key'
 sharded(exchange="int8")  # TypeError: exchange must be one of.*'int8'
-sharded(group_assignment=((0, 1), (2, 3)))  # ValueError: list of lists; got
-grouped([0, 1], [2, 3], [0, 1])  # ValueError: more than once
-grouped([0, 1, 2], [3])  # ValueError: size of each group
-grouped([0, 1], [2, 7])  # ValueError: permutation of range\(4\)
+sharded(group_assignment=((0, 1), (2, 3)))  # ValueError: list of lists of equal size
+grouped([0, 1], [2, 3], [0, 1])  # ValueError: a partition of
+grouped([0, 1, 2], [3])  # ValueError: equal size
+grouped([0, 1], [2, 7])  # ValueError: a partition of range\(axis size\)
 sharded(grads="summed", exchange=ex.all_reduce(jnp.bfloat16))
     # ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize
 sharded(exchange=ex.quantized(), group_assignment=PAIRS)
@@ -507,7 +507,7 @@ def rows_of(width, index, exchange=None):
 
 
 test_refused_at_the_call = all_refused(globals())(r"""
-weighted(grouped([0], [1]))  # ValueError: permutation of range\(4\)
+weighted(grouped([0], [1]))  # ValueError: a partition of range\(4\)
 weighted(sharded(reduction="sum"))  # ValueError: no meaning.*reduction='sum'
 weighted(sharded(grads="summed"))  # ValueError: weight needs each.*'summed'
 rows_of(3, 0)

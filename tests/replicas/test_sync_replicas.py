@@ -565,7 +565,7 @@ step_of(synced(total_num_replicas=3))  # ValueError: =3, but the axis 'data' has
 step_of(synced(), contributes=jnp.ones(N))  # TypeError: must be a bool
 step_of(synced(), contributes=jnp.ones((N, 2), bool))  # ValueError: be a scalar
 step_of(synced(), gradient_step=jnp.ones(N))  # TypeError: must be an integer
-step_of(synced(), weight=jnp.ones((N, 2)))  # ValueError: weight must be a scalar
+step_of(synced(), weight=jnp.ones((N, 2)))  # ValueError: weight must be a number
 step_of(synced(exchange=MEDIAN), weight=jnp.ones(N))
 step_of(synced(exchange=KRUM), weight=jnp.ones(N))  # ValueError: takes no weight
 synced().init({})

@@ -10,7 +10,7 @@ from optx_sync.center.lockstep import center_variable
 from optx_sync.center.options import CenterOptions, spells_out_options
 from optx_sync.checks import check_inner, one_of
 from optx_sync.comm.collectives import AxisName
-from optx_sync.comm.reduce import Reduction, check_reduction
+from optx_sync.comm.reduce import Reduction
 
 Accumulate = Literal["gradients", "updates"]
 
@@ -22,7 +22,7 @@ def agn_rule(
     reduction: Reduction = "mean",
 ) -> CenterRule:
     """The rule of `agn`, which describes the arguments; `outer` has no default here."""
-    check_reduction(reduction)
+    one_of("reduction", reduction, Reduction)
     one_of("accumulate", accumulate, Accumulate)
     if accumulate == "updates" and outer is not None:
         raise ValueError(

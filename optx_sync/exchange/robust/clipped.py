@@ -65,7 +65,7 @@ def clipped(
     """
     if not (isinstance(to, str) and to == "median"):
         mend = "Write for example oxs.exchange.clipped(1.0), or 'median'."
-        interval("to", to, mend, 0, open_ends=True)
+        interval("(0, inf)", mend, to=to)
     exchange = check_exchange(exchange, all_reduce())
 
     def meet(tree, state, axis_name, *, weight=None, also=None):
