@@ -56,6 +56,7 @@ GROUND = {
     "placement": {
         "placement/fields",
         "placement/axes",
+        "placement/leaves",
         "placement/memory",
         "placement/held",
         "placement/resize",
