@@ -381,7 +381,8 @@ Read = TypeVar("Read")
 
 def _agreed(path: object, read: Callable[[], Read]) -> Read:
     """What `read` returns, if it can be read in all processes."""
-    found, error = None, None
+    found: Any = None
+    error: Exception | None = None
     try:
         found = read()
     except Exception as raised:  # Orbax raises various errors for broken files.

@@ -39,6 +39,7 @@ _MIX = 0x9E3779B9
 _WORDS, _SUM = "fingerprints", "sum"
 _SMALL = 2**16  # up to so many numbers NumPy is quicker than a compiler
 
+Notes: TypeAlias = Mapping[str, Any]
 Words: TypeAlias = list[Any]  # of an array its shape, its dtype and its two words
 
 
@@ -154,9 +155,7 @@ def by_name(tree: Tree) -> dict[Names, Tree]:
     return {names_of(path): x for path, x in pairs}
 
 
-def sealed(
-    notes: Mapping[str, object], arrays: Mapping[Names, Tree]
-) -> dict[str, object]:
+def sealed(notes: Notes, arrays: Mapping[Names, Tree]) -> dict[str, Any]:
     """Notes to save beside arrays: with the arrays' words and a sum of all of it.
 
     Args:
@@ -170,9 +169,7 @@ def sealed(
     return {**noted, _SUM: _sum_of(noted)}
 
 
-def unsealed(
-    path: object, notes: Mapping[str, object]
-) -> tuple[dict[str, object], dict[Names, Words]]:
+def unsealed(path: object, notes: Notes) -> tuple[dict[str, Any], dict[Names, Words]]:
     """What `sealed` was given, and of each array its shape, dtype and two words.
 
     Raises:
@@ -264,7 +261,7 @@ def _on_host(x: Tree, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
     return np.array([np.sum(one, dtype=np.uint32) for one in both])
 
 
-def _sum_of(notes: Mapping[str, object]) -> int:
+def _sum_of(notes: Notes) -> int:
     return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,16 @@ class Kept(NamedTuple):
     value: object
 
 
+Structure: TypeAlias = Any  # a `PyTreeDef`, which is no type to a type checker
 # What stands at a leaf: an array; the arrays of a variable, by its structure; the place
-# of an earlier leaf that is the same variable; or what is no array.
-Entry: TypeAlias = PyTreeDef | int | Kept | None
+# of an earlier leaf that is the same variable; or what is no array, `Kept`.
+Entry: TypeAlias = Any
 
 
 class Form(NamedTuple):
     """A tree without its arrays; equal where the trees differ in arrays alone."""
 
-    treedef: PyTreeDef  # variables are its leaves
+    treedef: Structure  # variables are its leaves
     leaves: tuple[Entry, ...]
 
     def merge(self, arrays: Iterable[Tree]) -> Tree:
@@ -55,7 +56,7 @@ class Form(NamedTuple):
     def _filled(
         self,
         arrays: Iterable[Tree],
-        variable: Callable[[PyTreeDef, list[Tree]], Tree],
+        variable: Callable[[Structure, list[Tree]], Tree],
         kept: Callable[[Kept], Tree],
     ) -> Tree:
         arrays, leaves = iter(arrays), []

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from optx_sync import forms
 from optx_sync.checks import check_function
+from optx_sync.comm.collectives import UnequalError
 from optx_sync.placement import fields, held, memory
 from optx_sync.placement.layout import Arrays, Layout, strong
 from optx_sync.placement.leaves import is_key, is_raw_key
-from optx_sync.placement.workers import Mark, UnequalError, map_workers, with_specs
+from optx_sync.placement.workers import Mark, map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
 # How a step returned its state: as its only result, before other results, or by

@@ -163,7 +163,7 @@ def declares(x: object) -> bool:
     return hasattr(type(x), "field_kinds")
 
 
-def is_level(x: object) -> bool:
+def is_level(x: Tree) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
     return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(x)
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import jax
 import optax
-from jax.tree_util import PyTreeDef
 
 from optx_sync.comm.shards import Names, parameters_of
-from optx_sync.forms import Form, is_variable
+from optx_sync.forms import Form, Structure, is_variable
 from optx_sync.placement import fields
 from optx_sync.placement.axes import refuse_around_center
 from optx_sync.placement.leaves import Leaf, is_optax, map_leaves
@@ -23,7 +22,7 @@ _PACKAGE = __name__.split(".")[0]
 class Held(NamedTuple):
     """Where the parameters of one center stand."""
 
-    treedef: PyTreeDef  # of the center, where masked nodes are leaves
+    treedef: Structure  # of the center, where masked nodes are leaves
     places: list[int | None]  # the number of each array; `None` where there is none
 
     def tree(self, arrays: Sequence[Tree]) -> Tree:

@@ -53,5 +53,5 @@ def _on_host(x: Tree) -> bool:
     return jax.typeof(x).memory_space == _SPACES.Host
 
 
-def _moved(x: Tree, space: jax.memory.Space) -> Tree:
+def _moved(x: Tree, space: Tree) -> Tree:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, space)

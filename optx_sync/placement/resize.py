@@ -7,7 +7,7 @@ front, `[N, ...]`, even those that are equal on all workers.
 
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from optx_sync.placement.leaves import Leaf, is_key, leaves_of, stacked_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
-Numbers: TypeAlias = np.ndarray | jax.Array  # of JAX where they are random keys
+Numbers: TypeAlias = Any  # an array of NumPy; of JAX where it holds random keys
 
 
 def resize_tree(
@@ -112,7 +112,7 @@ class _Resizing(NamedTuple):
                 params = _at_center(self, params, *found)
         return params
 
-    def of(self, leaf: Leaf, x: Numbers, fresh: Numbers | None) -> Numbers:
+    def of(self, leaf: Leaf, x: Numbers, fresh: Numbers) -> Numbers:
         """Resize an array as the fields that hold it say, else as each worker's own.
 
         `fresh` is that of a worker that begins.
@@ -137,7 +137,7 @@ class _Resizing(NamedTuple):
         self,
         kind: fields.Kind,
         x: Numbers,
-        fresh: Numbers | None = None,
+        fresh: Numbers = None,
         added: bool = False,
     ) -> Numbers:
         """Resize one array of this kind."""

@@ -17,6 +17,7 @@ from optx_sync.checks import check_function
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
+    UnequalError,
     VaryingTypeError,
     check_axis_name,
     checked_axes,
@@ -173,10 +174,6 @@ def with_specs(
             return fun(*args, **kwargs)
 
     return told
-
-
-class UnequalError(VaryingTypeError):
-    """A result of `map_workers` that is not equal on all workers, as it was to be."""
 
 
 class _Workers(NamedTuple):
