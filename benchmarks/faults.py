@@ -25,7 +25,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -47,12 +46,10 @@ import optax
 import ray
 import report
 from digits import IMAGES, LABELS, TEST
+from explorer import Explorer
 
 import optx_sync as oxs
 from optx_sync import runtime
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from tests.runtime.explorer import Explorer
 
 WORKERS, CPUS = 4, 2
 EVERY = 20  # pushes between checkpoints

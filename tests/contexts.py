@@ -119,19 +119,38 @@ def begun(tx, params, workers=REPLICAS, axis: Any = AXIS, over=None):
     )
 
 
-def started(tx, params, workers=REPLICAS, axis=AXIS, over=None, donate=(), **given):
-    """(jitted step(params, state, grads), parameters, state) of all workers.
+def started(
+    tx, params, workers: Any = REPLICAS, axis: Any = AXIS, donate=False, **given
+):
+    """(step(params, state, grads), parameters, state) of all workers.
 
-    `over` is a mesh, `given` extra arguments of the update.
+    `given` are extra arguments of the update, and of `oxs.Workers` `mesh` and `specs`.
     """
-    params, state, axes = begun(tx, params, workers, axis, over)
+    where = {name: given.pop(name, None) for name in ("mesh", "specs")}
+    workers = oxs.Workers(workers, axis, **where)
 
+    @functools.partial(workers.step, state=2, split=False, donate=donate)
     def step(params, state, grads):
         return oxs.apply_gradients(tx, grads, state, params, **given)
 
-    ways = {"in_axes": (0, axes, 0), "out_axes": (0, axes)}
-    run = by_hand.map_workers(step, axis, mesh=over, **ways)
-    return jax.jit(run, donate_argnums=donate), params, state
+    return step, *workers.start((params, tx.init(params)))
+
+
+def by_workers(workers, txs, params, grads):
+    """Histories [N, T, ...] and last states by name, of gradients [N, T, ...].
+
+    What `oxs.Workers` make of several transformations, in one program.
+    """
+
+    @functools.partial(workers.step, split=False, average=False)
+    def run(state, grads):
+        ends = {name: steps(tx)(*state[name], grads, {}) for name, tx in txs.items()}
+        state = {name: (state[name][0], end) for name, (_, end) in ends.items()}
+        return state, {name: history for name, (history, _) in ends.items()}
+
+    start = {name: (params, tx.init(params)) for name, tx in txs.items()}
+    state, histories = run(workers.start(start), grads)
+    return histories, {name: own for name, (_, own) in state.items()}
 
 
 AXES_CONTEXTS = ("shard_map_axes", "vmap_axes", "islands")

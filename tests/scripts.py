@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,29 @@ def run(
         code, stdout, stderr = json.loads(child.stdout.readline())
     assert code == exit_code, stdout + stderr
     return stdout if not code else stderr
+
+
+def launch(module: str, folder: Path, processes: int, arguments: Any) -> list[Any]:
+    """Processes that run a module, each with its `arguments(number, port)`.
+
+    What they print is in FOLDER/PROCESSES_NUMBER.log.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for number in range(processes):
+        command = [sys.executable, "-m", module, *map(str, arguments(number, port))]
+        with (folder / f"{processes}_{number}.log").open("w") as output:
+            child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=output,
+            )
+        children.append(child)
+    return children
 
 
 def _answer(asked: dict[str, Any]) -> tuple[int, str, str]:

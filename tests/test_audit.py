@@ -48,12 +48,6 @@ def test_a_program_at_any_stage():
         audit.collectives(3)
 
 
-def test_pmap():
-    step = jax.pmap(lambda x: lax.pmean(x, "d"), axis_name="d")
-    rows = audit.collectives(step, jnp.ones((8, 3)))
-    assert rows == [Collective("all-reduce", 12, 1, EVERYONE, False)]
-
-
 def test_every_kind():
     ring = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -76,62 +70,44 @@ def test_every_kind():
     assert by_kind["all-to-all"].groups == EVERYONE
 
 
-def test_a_branch_is_conditional_and_a_loop_is_not():
-    def step(flag, x):
-        x = lax.cond(flag, lambda x: lax.psum(x, "d"), lambda x: x, x)
-        return lax.fori_loop(0, 3, lambda i, x: lax.pmax(x * 2, "d"), x)
-
-    rows = audit.collectives(
-        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
-    )
-    assert sorted(row.conditional for row in rows) == [False, True]
-    assert {row.kind for row in rows} == {"all-reduce"}
+def loop(x):
+    return lax.fori_loop(0, 3, lambda i, x: lax.psum(x * 2, "d"), x)
 
 
-def test_a_loop_in_a_branch_is_conditional():
-    def step(flag, x):
-        def loop(x):
-            return lax.fori_loop(0, 3, lambda i, x: lax.psum(x, "d"), x)
-
-        return lax.cond(flag, loop, lambda x: x, x)
-
-    rows = audit.collectives(
-        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
-    )
-    assert [row.conditional for row in rows] == [True]
-
-
-def test_a_select_is_not_conditional():
-    def step(flag, x):
-        return jnp.where(flag, lax.psum(x, "d"), x)
-
-    rows = audit.collectives(
-        on_mesh(step, mesh_of({"d": 8})), jnp.array(True), jnp.ones(3)
-    )
-    assert [row.conditional for row in rows] == [False]
+def branch(flag, x, taken=loop):
+    return lax.cond(flag, taken, lambda x: x, x)
 
 
 @pytest.mark.parametrize(
-    ("axis", "groups"),
+    ("step", "conditional"),
     [
-        ("a", ((0, 2, 4, 6), (1, 3, 5, 7))),
-        ("b", ((0, 1), (2, 3), (4, 5), (6, 7))),
-        (("a", "b"), EVERYONE),
+        (branch, [True]),
+        (lambda flag, x: loop(branch(flag, x, lambda x: lax.psum(x, "d"))), [0, 1]),
+        (lambda flag, x: jnp.where(flag, lax.psum(x, "d"), x), [False]),
     ],
 )
-def test_groups_of_a_mesh_axis(axis, groups):
-    step = on_mesh(lambda x: lax.psum(x, axis), mesh_of({"a": 4, "b": 2}))
-    (row,) = audit.collectives(step, jnp.ones(3))
-    assert row.groups == groups
+def test_branches_are_conditional_and_loops_and_selects_are_not(step, conditional):
+    step = on_mesh(step, mesh_of({"d": 8}))
+    rows = audit.collectives(step, jnp.array(True), jnp.ones(3))
+    assert sorted(row.conditional for row in rows) == conditional
+    assert {row.kind for row in rows} == {"all-reduce"}
 
 
-def test_index_groups():
-    groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
-    step = on_mesh(
-        lambda x: lax.psum(x, "d", axis_index_groups=groups), mesh_of({"d": 8})
-    )
-    (row,) = audit.collectives(step, jnp.ones(3))
-    assert row.groups == tuple(map(tuple, groups))
+def test_groups_are_those_of_a_mesh_axis_and_of_index_groups():
+    groups = [[0, 3], [1, 2]]
+
+    def step(x):
+        of_axes = [lax.psum(x * i, axis) for i, axis in enumerate(("a", "b"), 1)]
+        both, some = lax.psum(3 * x, ("a", "b")), {"axis_index_groups": groups}
+        return *of_axes, both, lax.psum(5 * x, "a", **some)
+
+    rows = audit.collectives(on_mesh(step, mesh_of({"a": 4, "b": 2})), jnp.ones(3))
+    assert {row.groups for row in rows} == {
+        ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ((0, 1), (2, 3), (4, 5), (6, 7)),
+        EVERYONE,
+        ((0, 6), (2, 4), (1, 7), (3, 5)),
+    }
 
 
 def test_islands_reduce_their_shard_over_the_worker_axis_in_the_branch():

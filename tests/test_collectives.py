@@ -1,5 +1,8 @@
 """The reduction core: dtypes, weights, groups, rows, axes, and what it refuses."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,67 +21,37 @@ from optx_sync.comm.collectives import (
     scatter_sum,
 )
 from optx_sync.comm.varying import vary_like
+from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
 from tests.reference import replicas as reference
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 REPLICAS = 4
 GROUPS = [[0, 2], [1, 3]]
-# name: (axis name, how four replicas are laid out on it)
-CONTEXTS = {
-    "pmap": ("data", (4,)),
-    "shard_map": ("data", (4,)),
-    "shard_map_unchecked": ("data", (4,)),
-    "vmap": ("data", (4,)),
-    "tuple_shard_map": (("outer", "data"), (2, 2)),
-    "tuple_shard_map_unchecked": (("outer", "data"), (2, 2)),
-    "tuple_vmap": (("outer", "data"), (2, 2)),
-}
+TWO_AXES = {"data": 4, "model": 2}
+CONTEXTS = (
+    *("pmap", "shard_map", "shard_map_unchecked", "vmap"),
+    # Two by two along a tuple of axes.
+    *("tuple_shard_map", "tuple_shard_map_unchecked", "tuple_vmap"),
+)
 
 
 def program(context, function):
     """`function(axis_name, *one replica's)` as a jitted function of [4, ...] arrays."""
-    axis_name, shape = CONTEXTS[context]
-
-    def local(*args):
-        return function(axis_name, *args)
-
-    if context == "pmap":
-        return jax.pmap(local, axis_name=axis_name, devices=jax.devices()[:REPLICAS])
-    if context.endswith("vmap"):
-        if isinstance(axis_name, str):
-            return jax.jit(jax.vmap(local, axis_name=axis_name))
-        outer, data = axis_name
-        nested = jax.vmap(jax.vmap(local, axis_name=data), axis_name=outer)
-
-        def flat(*args):
-            args = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), args)
-            result = nested(*args)
-            return jax.tree.map(lambda x: x.reshape(REPLICAS, *x.shape[2:]), result)
-
-        return jax.jit(flat)
-
-    def stacked(*args):
-        return jax.tree.map(lambda x: x[None], local(*by_hand.first(args)))
-
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    return jax.jit(
-        jax.shard_map(
-            stacked,
-            mesh=mesh_of(dict(zip(names, shape, strict=True))),
-            in_specs=P(axis_name),
-            out_specs=P(axis_name),
-            check_vma=not context.endswith("unchecked"),
-        )
-    )
+    kind = context.removeprefix("tuple_")
+    axis: Any = "data" if kind == context else ("outer", "data")
+    return mapped(kind, functools.partial(function, axis), REPLICAS, axis)
 
 
 def run(context, function, *args):
     return program(context, function)(*args)
 
 
-def numpy(tree):
-    return jax.tree.map(np.asarray, tree)
+def over(sizes, function, check_vma, specs, out=None, **manual):
+    """A function of shards of a mesh."""
+    out = specs if out is None else out  # P() is an empty tuple
+    ways = {"in_specs": specs, "out_specs": out, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=mesh_of(sizes), **ways, **manual))
 
 
 def close(actual, expected):
@@ -100,16 +73,25 @@ LEAVES = {
 }
 
 
+def all_of_them(axis_name, tree, weight):
+    return {
+        "mean": oxs.reduce(tree, axis_name),
+        "sum": oxs.reduce(tree, axis_name, reduction="sum"),
+        "weighted": oxs.reduce(tree, axis_name, weight=weight),
+        "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
+    }
+
+
+def of_both(axis_name, tree, **given):
+    """Reduced over all, and over groups."""
+    return [
+        oxs.reduce(tree, axis_name, group_assignment=groups, **given)
+        for groups in (None, GROUPS)
+    ]
+
+
 @each_context
 def test_dtypes(context):
-    def all_of_them(axis_name, tree, weight):
-        return {
-            "mean": oxs.reduce(tree, axis_name),
-            "sum": oxs.reduce(tree, axis_name, reduction="sum"),
-            "weighted": oxs.reduce(tree, axis_name, weight=weight),
-            "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
-        }
-
     weight = np.array([1, 2, 1, 0], np.float32)
     got = run(context, all_of_them, LEAVES, jnp.asarray(weight))
     for name, leaf in LEAVES.items():
@@ -147,12 +129,15 @@ def test_python_numbers_and_numpy_arrays_are_leaves(context):
 @each_context
 def test_what_the_pieces_of_a_buffer_stand_on(context):
     def both_ways(axis_name, rows, numbers):
+        assert axis_size(axis_name) == REPLICAS
         mine = scatter_sum(numbers, axis_name)
-        return all_to_all(rows, axis_name), mine, gather(mine, axis_name)
+        turned, whole = all_to_all(rows, axis_name), gather(mine, axis_name)
+        return axis_index(axis_name), turned, mine, whole
 
     rows = np.arange(4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 3)
     numbers = np.arange(4.0 * 8, dtype=np.float32).reshape(4, 8) ** 2
-    turned, mine, whole = run(context, both_ways, rows, numbers)
+    index, turned, mine, whole = run(context, both_ways, rows, numbers)
+    assert index.tolist() == [0, 1, 2, 3] and index.dtype == jnp.int32
     assert np.array_equal(turned, rows.swapaxes(0, 1)) and turned.dtype == np.uint8
     assert np.array_equal(mine, numbers.sum(0).reshape(4, 2))
     assert np.array_equal(whole, np.stack([numbers.sum(0)] * 4))
@@ -175,78 +160,48 @@ def test_weights(context):
     }
 
     def function(axis_name, x, weights):
-        return {
-            (name, grouped): oxs.reduce(
-                {"x": x, "half": x.astype(jnp.bfloat16)},
-                axis_name,
-                weight=weight,
-                group_assignment=GROUPS if grouped else None,
-            )
-            for name, weight in weights.items()
-            for grouped in (False, True)
-        }
+        tree = {"x": x, "half": x.astype(jnp.bfloat16)}
+        return {name: of_both(axis_name, tree, weight=w) for name, w in weights.items()}
 
-    got = run(context, function, x, weights)
-    for (name, grouped), tree in got.items():
-        weight = weights[name].astype(np.float32)
-        groups = GROUPS if grouped else None
-        close(tree["x"], reference.reduce(x, weight=weight, groups=groups))
-        half = x.astype(jnp.bfloat16).astype(np.float32)
-        expected = reference.reduce(half, weight=weight, groups=groups)
-        assert np.array_equal(tree["half"], expected.astype(jnp.bfloat16)), name
+    half = x.astype(jnp.bfloat16).astype(np.float32)
+    for name, both in run(context, function, x, weights).items():
+        for groups, tree in zip((None, GROUPS), both, strict=True):
+            given = {"weight": weights[name].astype(np.float32), "groups": groups}
+            close(tree["x"], reference.reduce(x, **given))
+            expected = reference.reduce(half, **given).astype(jnp.bfloat16)
+            assert np.array_equal(tree["half"], expected), name
+
+
+def of_wires(axis_name, x, weight, dtypes):
+    """An array and a row of it, over all and over groups, by each wire's dtype."""
+    tree = {"x": x, "slices": oxs.IndexedSlices(jnp.array([0]), x[None])}
+    return [of_both(axis_name, tree, weight=weight, dtype=dtype) for dtype in dtypes]
 
 
 @some_contexts
 @pytest.mark.parametrize("weight", [[1, np.nan, 0, 1], [1, 3e38, 0, 3e38]])
 def test_weights_without_a_sum_are_loud(context, weight):
-    def function(axis_name, x, weight):
-        slices = oxs.IndexedSlices(jnp.array([1]), x[None])
-        return {
-            (grouped, dtype): oxs.reduce(
-                {"x": x, "slices": slices},
-                axis_name,
-                weight=weight,
-                group_assignment=GROUPS if grouped else None,
-                dtype=dtype,
-            )
-            for grouped in (False, True)
-            for dtype in ("float32", "float16")
-        }
-
+    function = functools.partial(of_wires, dtypes=("float32", "float16"))
     weight = jnp.array(weight, jnp.float32)
-    got = run(context, function, jnp.full((REPLICAS, 2), 1e-3), weight)
-    for (grouped, _), tree in got.items():
-        loud = np.array([not grouped, True, not grouped, True])
-        rows = tree["slices"].values[:, 0]
-        for leaf in (tree["x"], rows):
-            assert np.array_equal(np.isnan(leaf).all(-1), loud)
-            assert np.array_equal(np.isnan(leaf).any(-1), loud)
+    for both in run(context, function, jnp.full((REPLICAS, 2), 1e-3), weight):
+        for grouped, tree in enumerate(both):
+            loud = np.array([not grouped, True, not grouped, True])
+            for leaf in (tree["x"], tree["slices"].values[:, 0]):
+                assert np.array_equal(np.isnan(leaf).all(-1), loud)
+                assert np.array_equal(np.isnan(leaf).any(-1), loud)
 
 
 @some_contexts
 def test_token_counts_do_not_overflow_on_a_half_precision_wire(context):
-    def function(axis_name, x, weight):
-        return {
-            (dtype, grouped): oxs.reduce(
-                {"x": x, "slices": oxs.IndexedSlices(jnp.array([0]), x[None])},
-                axis_name,
-                weight=weight,
-                dtype=dtype,
-                group_assignment=GROUPS if grouped else None,
-            )
-            for dtype in ("float16", "bfloat16")
-            for grouped in (False, True)
-        }
-
+    function = functools.partial(of_wires, dtypes=("float16", "bfloat16"))
     x = np.array([[1.0], [5.0], [2.0], [8.0]], np.float32)
     weight = np.array([50000, 100000, 50000, 0], np.float32)
-    got = run(context, function, x, jnp.asarray(weight, jnp.int32))
-    for (_, grouped), tree in got.items():
-        groups = GROUPS if grouped else None
-        expected = reference.reduce(x, weight=weight, groups=groups)
-        # The quotients are powers of two: exact in any dtype.
-        assert np.array_equal(tree["x"], expected)
-        assert np.array_equal(tree["slices"].values[:, 0], expected)
+    for both in run(context, function, x, jnp.asarray(weight, jnp.int32)):
+        for groups, tree in zip((None, GROUPS), both, strict=True):
+            expected = reference.reduce(x, weight=weight, groups=groups)
+            # The quotients are powers of two: exact in any dtype.
+            assert np.array_equal(tree["x"], expected)
+            assert np.array_equal(tree["slices"].values[:, 0], expected)
 
 
 def wire(context, tree, **arguments):
@@ -291,19 +246,10 @@ def test_a_mesh_that_is_manual_in_part_sums_bfloat16_alike(check_vma):
 
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     found = [
-        jax.jit(
-            jax.shard_map(
-                sums,
-                mesh=mesh_of(sizes),
-                in_specs=P("data"),
-                out_specs=P("data"),
-                axis_names={"data"},
-                check_vma=check_vma,
-            )
-        )(x)
+        over(sizes, sums, check_vma, P("data"), axis_names={"data"})(x)
         for sizes in ({"data": 4}, {"data": 4, "model": 2})
     ]
-    jax.tree.map(np.testing.assert_array_equal, *numpy(found))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_rows_travel_in_the_wire_dtype():
@@ -411,9 +357,7 @@ def test_rows_that_every_replica_names_alike():
 
 
 def replicated_out(function, *args):
-    mesh = mesh_of({"data": 4})
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P())
-    return jax.jit(mapped)(*args)
+    return over({"data": 4}, function, True, P("data"), P())(*args)
 
 
 def test_result_is_known_to_be_equal_under_check_vma():
@@ -432,116 +376,58 @@ def test_result_is_known_to_be_equal_under_check_vma():
     assert np.array_equal(total["slices"].to_dense(5), [[0, 0], *x.tolist()])
 
 
-def test_groups_are_known_to_differ_under_check_vma():
-    def function(x):
-        return oxs.reduce(x, "data", group_assignment=GROUPS)
-
-    with pytest.raises(ValueError, match="out_specs"):
-        replicated_out(function, jnp.arange(4.0))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("groups", [None, GROUPS])
 def test_other_mesh_axes_are_left_alone(check_vma, groups):
     """A leaf sharded over a second axis beside one replicated over it."""
 
     def function(sharded, whole):
-        tree = {"sharded": sharded, "whole": whole}
-        return oxs.reduce(tree, "data", group_assignment=groups)
+        return oxs.reduce((sharded, whole), "data", group_assignment=groups)
 
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
-    specs = (P("data", "model"), P("data"))
-    got = jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh_of({"data": 4, "model": 2}),
-            in_specs=specs,
-            out_specs={"sharded": specs[0], "whole": specs[1]},
-            check_vma=check_vma,
-        )
-    )
-    expected = reference.reduce(x, groups=groups)
+    out, expected = None, reference.reduce(x, groups=groups)
     if groups is None and check_vma:  # Known to be equal, so one copy comes out.
-        got = jax.jit(
-            jax.shard_map(
-                function,
-                mesh=mesh_of({"data": 4, "model": 2}),
-                in_specs=specs,
-                out_specs={"sharded": P(None, "model"), "whole": P()},
-            )
-        )
-        expected = expected[:1]
-    result = got(x, x)
-    assert np.array_equal(result["sharded"], expected)
-    assert np.array_equal(result["whole"], expected)
+        out, expected = (P(None, "model"), P()), expected[:1]
+    specs = P("data", "model"), P("data")
+    for found in over(TWO_AXES, function, check_vma, specs, out)(x, x):
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axes_that_the_compiler_shards_are_left_alone(check_vma):
-    mesh = mesh_of({"data": 4, "model": 2})
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
-    placed = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    placed = jax.device_put(x, NamedSharding(mesh_of(TWO_AXES), P("data", "model")))
 
     def function(x):
         grouped = oxs.reduce(x, "data", group_assignment=GROUPS)
         return grouped, oxs.reduce(x, "data") + 0 * x
 
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-        axis_names={"data"},
-        check_vma=check_vma,
-    )
-    grouped, mean = jax.jit(mapped)(placed)
+    specs = P("data")
+    run_both = over(TWO_AXES, function, check_vma, specs, axis_names={"data"})
+    grouped, mean = run_both(placed)
     assert np.array_equal(grouped, reference.reduce(x, groups=GROUPS))
     assert np.array_equal(mean, reference.reduce(x))
 
 
 @some_contexts
-def test_empty_arrays_and_trees(context):
-    def function(axis_name, x, weight):
-        return {
-            "groups": oxs.reduce(x, axis_name, group_assignment=GROUPS),
-            "weighted": oxs.reduce(x, axis_name, weight=weight),
-            "tree": oxs.reduce({}, axis_name, weight=weight),
-            "rows": oxs.reduce(
-                oxs.IndexedSlices(jnp.zeros(0, jnp.int32), x), axis_name
-            ).values,
-        }
-
-    got = run(context, function, jnp.zeros((4, 0, 3)), jnp.ones(4))
-    assert (
-        got["groups"].shape == got["weighted"].shape == got["rows"].shape == (4, 0, 3)
-    )
-    assert got["tree"] == {}
-
-
-@some_contexts
-def test_one_group_of_all_and_groups_of_one(context):
-    def function(axis_name, x):
-        return (
-            oxs.reduce(x, axis_name, group_assignment=[[3, 1, 0, 2]]),
-            oxs.reduce(x, axis_name, group_assignment=[[2], [0], [3], [1]]),
+def test_empty_arrays_and_trees_and_groups_of_all_and_of_one(context):
+    def function(axis_name, empty, x, weight):
+        rows = oxs.IndexedSlices(jnp.zeros(0, jnp.int32), empty)
+        of_none = (
+            oxs.reduce(empty, axis_name, group_assignment=GROUPS),
+            oxs.reduce(empty, axis_name, weight=weight),
+            oxs.reduce(rows, axis_name).values,
         )
+        assert oxs.reduce({}, axis_name, weight=weight) == {}
+        everyone = oxs.reduce(x, axis_name, group_assignment=[[3, 1, 0, 2]])
+        alone = oxs.reduce(x, axis_name, group_assignment=[[2], [0], [3], [1]])
+        return of_none, everyone, alone
 
     x = jnp.array([1.0, 2, 4, 8])
-    everyone, alone = run(context, function, x)
+    of_none, everyone, alone = run(context, function, jnp.zeros((4, 0, 3)), x, x)
+    assert [found.shape for found in of_none] == [(4, 0, 3)] * 3
     assert np.array_equal(everyone, np.full(4, 3.75))
     assert np.array_equal(alone, x)
-
-
-@each_context
-def test_index_and_size(context):
-    def function(axis_name, x):
-        size = axis_size(axis_name)
-        assert isinstance(size, int)
-        return axis_index(axis_name), x + size
-
-    index, size = run(context, function, jnp.zeros(4))
-    assert index.tolist() == [0, 1, 2, 3] and index.dtype == jnp.int32
-    assert size.tolist() == [4.0] * 4
 
 
 @each_context
@@ -566,19 +452,15 @@ def test_localize_changes_types_only(context):
 
 
 def test_double_precision():
+    third = np.array([1, 2, 3, 4]) / 3
+    tree = {"double": third, "single": third.astype(np.float32)}
+    weight = np.array([1.0, 2.0, 3.0, 0.0])
+
+    def function(axis_name, tree, weight):
+        alike = oxs.reduce(tree, axis_name, weight=2.0)
+        return all_of_them(axis_name, tree, weight) | {"python": alike}
+
     with jax.enable_x64(True):
-
-        def function(axis_name, tree, weight):
-            return {
-                "mean": oxs.reduce(tree, axis_name),
-                "weighted": oxs.reduce(tree, axis_name, weight=weight),
-                "groups": oxs.reduce(tree, axis_name, group_assignment=GROUPS),
-                "python": oxs.reduce(tree, axis_name, weight=2.0),
-            }
-
-        third = np.array([1, 2, 3, 4]) / 3
-        tree = {"double": third, "single": third.astype(np.float32)}
-        weight = np.array([1.0, 2.0, 3.0, 0.0])
         for context in ("shard_map", "vmap"):
             got = run(context, function, tree, weight)
             for result in got.values():
@@ -592,70 +474,56 @@ def test_double_precision():
 # What is refused.
 
 
-def refuse(said, axis_name="data", **arguments):
+def reduced(axis_name: Any = "data", **arguments):
     def function(_, x):
         return oxs.reduce(x, axis_name, **arguments)
 
-    with refused(said):
-        run("vmap", function, jnp.arange(4.0))
+    return run("vmap", function, jnp.arange(4.0))
 
 
-@pytest.mark.parametrize(
-    ("groups", "match"),
-    [
-        (((0, 1), (2, 3)), "list of lists.*Pass for example"),
-        ([(0, 1), (2, 3)], "list of lists"),
-        (np.array([[0, 1], [2, 3]]), "list of lists"),
-        ([0, 1, 2, 3], "list of lists"),
-        ([[0, 1], [2, 3.0]], "integers"),
-        ([[True, False], [2, 3]], "integers"),
-        ([], "integers.*pass None"),
-        ([[]], "integers.*pass None"),
-        ([[0, 1], [2, 3], [0, 1]], r"\[0, 1\] stand more than once"),
-        ([[0, 0], [1, 2]], r"\[0\] stand more than once"),
-        ([[0, 1], [2]], r"permutation of range\(4\)"),
-        ([[0, 1], [2, 4]], r"permutation of range\(4\)"),
-        ([[0, 1]], r"permutation of range\(4\)"),
-        ([[0, 1], [2, 3], [4, 5]], r"permutation of range\(4\)"),
-        ([[-1, 0], [1, 2]], r"permutation of range\(4\)"),
-        ([[0, 1, 2], [3]], r"size of each group must be equal; got sizes \[3, 1\]"),
-    ],
-)
-def test_groups_that_are_no_partition(groups, match):
-    said = "ValueError: group_assignment must be a partition.*"
-    refuse(said + match, group_assignment=groups)
+def grouped(groups):
+    return reduced(group_assignment=groups)
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        ("ValueError: 'mean' or 'sum'; got 'max'", {"reduction": "max"}),
-        (
-            "ValueError: weighted mean.*leave weight out",
-            {"reduction": "sum", "weight": 1},
-        ),
-        (r"ValueError: scalar per replica.*\(2,\)", {"weight": np.ones(2)}),
-        ("TypeError: weight must be a number, or None; got '2'", {"weight": "2"}),
-        ("ValueError: finite and not negative; got -1", {"weight": -1}),
-        ("ValueError: finite and not negative; got nan", {"weight": float("nan")}),
-        ("ValueError: finite and not negative; got inf", {"weight": np.inf}),
-        ("ValueError: floating dtype of 16 bits.*int32", {"dtype": jnp.int32}),
-        ("ValueError: 16 bits.*float8", {"dtype": jnp.float8_e4m3fn}),
-        ("TypeError: axis_name must be the name.*3", {"axis_name": 3}),
-        (r"TypeError: axis_name must be the name.*\(\)", {"axis_name": ()}),
-        ("TypeError: axis_name must be the name", {"axis_name": ("data", None)}),
-        ("ValueError: axis twice", {"axis_name": ("data", "data")}),
-        ("ValueError: (?s)No mapped axis.*'rows'.*update.*run", {"axis_name": "rows"}),
-    ],
-)
-def test_arguments_that_mean_nothing(said, arguments):
-    refuse(said, **arguments)
-
-
-def test_an_axis_outside_of_any_mapped_context():
-    for function in (oxs.reduce, oxs.localize):
-        with pytest.raises(ValueError, match=r"jax.shard_map or jax.pmap.*jax.vmap\("):
-            function(jnp.ones(2), "data")
+test_refused = all_refused(globals())(r"""
+grouped(((0, 1), (2, 3)))  # ValueError: a partition.*list of lists.*Pass for example
+grouped([(0, 1), (2, 3)])
+grouped(np.array([[0, 1], [2, 3]]))
+grouped([0, 1, 2, 3])
+    # ValueError: group_assignment must be a partition.*list of lists
+grouped([[0, 1], [2, 3.0]])
+grouped([[True, False], [2, 3]])  # ValueError: must be a partition.*integers
+grouped([])
+grouped([[]])  # ValueError: must be a partition.*integers.*pass None
+grouped([[0, 1], [2, 3], [0, 1]])  # ValueError: \[0, 1\] stand more than once
+grouped([[0, 0], [1, 2]])  # ValueError: \[0\] stand more than once
+grouped([[0, 1], [2]])
+grouped([[0, 1], [2, 4]])
+grouped([[0, 1]])
+grouped([[0, 1], [2, 3], [4, 5]])
+grouped([[-1, 0], [1, 2]])  # ValueError: a partition.*permutation of range\(4\)
+grouped([[0, 1, 2], [3]])
+    # ValueError: size of each group must be equal; got sizes \[3, 1\]
+reduced(reduction="max")  # ValueError: 'mean' or 'sum'; got 'max'
+reduced(reduction="sum", weight=1)  # ValueError: weighted mean.*leave weight out
+reduced(weight=np.ones(2))  # ValueError: scalar per replica.*\(2,\)
+reduced(weight="2")  # TypeError: weight must be a number, or None; got '2'
+reduced(weight=-1)  # ValueError: finite and not negative; got -1
+reduced(weight=float("nan"))  # ValueError: finite and not negative; got nan
+reduced(weight=np.inf)  # ValueError: finite and not negative; got inf
+reduced(dtype=jnp.int32)  # ValueError: floating dtype of 16 bits.*int32
+reduced(dtype=jnp.float8_e4m3fn)  # ValueError: 16 bits.*float8
+reduced(3)  # TypeError: axis_name must be the name.*3
+reduced(())  # TypeError: axis_name must be the name.*\(\)
+reduced(("data", None))  # TypeError: axis_name must be the name
+reduced(("data", "data"))  # ValueError: axis twice
+reduced("rows")  # ValueError: (?s)No mapped axis.*'rows'.*update.*run
+oxs.reduce(jnp.ones(2), "data")
+oxs.localize(jnp.ones(2), "data")
+    # ValueError: jax.shard_map or jax.pmap.*jax.vmap\(
+replicated_out(lambda x: oxs.reduce(x, "data", group_assignment=GROUPS), np.ones(4))
+    # ValueError: out_specs
+""")
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -670,22 +538,14 @@ def test_an_axis_of_vmap_inside_checked_shard_map(axis_name, rows):
     def function(x):
         return jax.vmap(lane, axis_name="lane")(x[0])[None]
 
-    def mapped(check_vma):
-        return jax.jit(
-            jax.shard_map(
-                function,
-                mesh=mesh_of({"data": 2}),
-                in_specs=P("data"),
-                out_specs=P("data"),
-                check_vma=check_vma,
-            )
-        )
+    def of_all(check_vma):
+        return over({"data": 2}, function, check_vma, P("data"))
 
     x = jnp.array([[1.0, 2], [4, 8]])
     with pytest.raises(ValueError, match=r"\['lane'\].*Pass check_vma=False"):
-        mapped(True)(x)
+        of_all(True)(x)
     expected = [[3, 3], [12, 12]] if axis_name == "lane" else [[15, 15], [15, 15]]
-    assert np.array_equal(mapped(False)(x)[..., 0], expected)
+    assert np.array_equal(of_all(False)(x)[..., 0], expected)
 
 
 def test_a_vmap_over_something_else_inside_checked_shard_map():

@@ -1,10 +1,6 @@
 """A run whose processes come and go is the run of the workers that there were."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import optax
 import pytest
 
 import optx_sync as oxs
+from tests import scripts
 from tests.elastic_run import (
     AXIS,
     BATCH,
@@ -227,24 +224,10 @@ def test_a_group_of_which_one_fails_waits_for_nobody(tmp_path, monkeypatch):
 
 
 def launch(folder, processes, rounds, steps):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[1]
-    children = []
-    for number in range(processes):
-        arguments = map(str, (folder, processes, number, port, rounds, steps))
-        with (folder / f"{processes}_{number}.log").open("w") as output:
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.elastic_run", *arguments],
-                    cwd=root,
-                    env={**os.environ, "PYTHONPATH": str(root)},
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return children
+    def arguments(number, port):
+        return folder, processes, number, port, rounds, steps
+
+    return scripts.launch("tests.elastic_run", folder, processes, arguments)
 
 
 def test_a_process_is_killed_and_the_other_goes_on(tmp_path):

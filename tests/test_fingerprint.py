@@ -19,6 +19,7 @@ import optx_sync as oxs
 from optx_sync import fingerprints
 from optx_sync.placement.memory import HOST
 from tests import contexts
+from tests.exchange.meeting import mapped
 from tests.meshes import mesh_of
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -42,25 +43,6 @@ def compare(tree):
     return oxs.fingerprint(tree, AXIS)
 
 
-@functools.cache
-def comparison(context):
-    """A stacked tree to a `Fingerprint`; in `pmap`, `vmap` that of every replica."""
-    if context == "pmap":
-        return jax.pmap(compare, AXIS, devices=jax.devices()[:REPLICAS])
-    if context == "vmap":
-        return jax.jit(jax.vmap(compare, axis_name=AXIS))
-
-    def local(tree):
-        found = compare(jax.tree.map(lambda x: x[0], tree))
-        return found._replace(words=found.words[None])
-
-    own: Any = oxs.fingerprint(TREE, None)
-    out = own._replace(words=P(AXIS), differs=P(), leaf=P())
-    return jax.jit(
-        jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=out)
-    )
-
-
 def flip(leaf, replica, bit):
     """The stacked leaf with one bit of one replica flipped."""
     shape, dtype = leaf.shape, leaf.dtype
@@ -68,6 +50,17 @@ def flip(leaf, replica, bit):
     octets = octets.reshape(shape[0], -1).copy()
     octets[replica, bit // 8] ^= np.uint8(1 << bit % 8)
     return np.frombuffer(octets.tobytes(), dtype).reshape(shape)
+
+
+def flipped(tree, replica, bit):
+    """Paths of a tree's stacked leaves, and the tree with that bit flipped there."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        if x.shape[:1] == (REPLICAS,):  # Others are equal by their type.
+            wrong = flip(np.asarray(x), replica, bit)
+            wrong = jax.device_put(wrong, getattr(x, "sharding", None))
+            every = [*leaves[:place], wrong, *leaves[place + 1 :]]
+            yield jax.tree_util.keystr(path), treedef.unflatten(every)
 
 
 def stacked(tree=None):
@@ -113,15 +106,15 @@ def test_1000_drawn_bits_are_found_and_named():
     "context", ["vmap", "shard_map", "shard_map_unchecked", "pmap"]
 )
 def test_all_contexts_and_no_false_alarm(context):
-    whole = stacked()
-    found = comparison(context)(whole)
+    whole, run = stacked(), mapped(context, compare, REPLICAS, AXIS)
+    found = run(whole)
     assert found.where(TREE) == {}
     assert not np.any(found.differs)
     # The words are those of the formula, and the same everywhere.
     words = np.asarray(found.words)
     assert np.array_equal(words, np.broadcast_to(formula(TREE), words.shape))
     replica, name, leaf = drawn()[0]
-    wrong = comparison(context)({**whole, name: leaf})
+    wrong = run({**whole, name: leaf})
     assert wrong.where(TREE) == {replica: f"['{name}']"}
 
 
@@ -184,20 +177,13 @@ def test_of_states_what_is_a_replicas_own_is_left_out():
     plain = oxs.cross_shard(optax.adam(0.1), AXIS)
     states = {"center": center, "pieces": pieces, "plain": plain}
     whole = {name: stacked(tx.init(params)) for name, tx in states.items()}
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(whole)
-    ]
-    leaves, treedef = jax.tree.flatten(whole)
     run = jax.jit(jax.vmap(compare, axis_name=AXIS))
-    seen = set()
-    for number, path in enumerate(paths):
-        wrong = [
-            flip(x, 1, 0) if place == number else x for place, x in enumerate(leaves)
-        ]
-        found = run(treedef.unflatten(wrong)).where(whole)
+    paths, seen = [], set()
+    for path, wrong in flipped(whole, 1, 0):
+        found = run(wrong).where(whole)
         assert found in ({}, {1: path})
-        seen |= {path} if found else set()
+        paths.append(path)
+        seen |= set(found.values())
     # Of a center rule each worker's own, and the arrays that lie in pieces.
     for path in paths:
         center, pieces = "'center'" in path, "'pieces'" in path
@@ -245,18 +231,11 @@ def test_workers_are_compared_in_what_is_to_be_equal(name, where):
     if where == "sharded":
         assert state[0]["w"].sharding.spec == jax.P(AXIS, "fsdp")
     assert workers.fingerprint(state) == {}
-    leaves, treedef = jax.tree.flatten(state)
     named = set()
-    for place, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state)):
-        if x.shape[:1] != (REPLICAS,):
-            continue  # equal by its type
-        wrong = jax.device_put(flip(np.asarray(x), 2, 5), x.sharding)
-        found = workers.fingerprint(
-            treedef.unflatten([*leaves[:place], wrong, *leaves[place + 1 :]])
-        )
-        path = jax.tree_util.keystr(path)
+    for path, wrong in flipped(state, 2, 5):
+        found = workers.fingerprint(wrong)
         assert found in ({}, {2: path}), path
-        named |= {path} if found else set()
+        named |= set(found.values())
     measured = "agreement contribution_norm update_norm contributors noise signal"
     # Each worker's own: of a center rule and of gossip all that is stacked; what stands
     # before the mean in a chain, or waits for it.

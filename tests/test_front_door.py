@@ -1,5 +1,6 @@
 """`Workers` runs the program that `map_workers` does: same numbers, fewer lines."""
 
+import operator
 import warnings
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import optx_sync as oxs
 from optx_sync.flax import SyncOptimizer
 from tests import contexts
 from tests.meshes import mesh_of
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 AXIS = "workers"
 rng = np.random.default_rng(0)
@@ -64,6 +65,12 @@ def same_bits(tree, other):
     jax.tree.map(same, tree, other)
 
 
+def same_forms(tree, other):
+    """Shapes, and where they lie."""
+    forms = (jax.tree.map(lambda x: (x.shape, x.sharding), x) for x in (tree, other))
+    assert operator.eq(*forms)
+
+
 def traces(mesh, programs=1):
     """How often the step of so many programs is traced: on a mesh first with types."""
     return programs * (1 if mesh is None else 2)
@@ -84,6 +91,15 @@ def step_of(tx, traced=None):
     return step
 
 
+def trained(tx, workers, steps, params=PARAMS):
+    """The state of all workers after some steps."""
+    step = workers.step(step_of(tx), state=2)
+    state = workers.start((params, tx.init(params)))
+    for _ in range(steps):
+        *state, _ = step(*state, INPUTS, TARGETS)
+    return tuple(state)
+
+
 # Each rule on a mesh, and each mesh with a rule that sends always and with a quiet one.
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -98,34 +114,23 @@ def test_it_is_the_program_of_map_workers(name, kind):
     tx, traced, mesh = RULES[name], [], MESHES[kind]
     workers = oxs.Workers(8, AXIS, mesh=mesh)
     step = workers.step(step_of(tx, traced), state=2)
-    params, state = workers.start((PARAMS, tx.init(PARAMS)))
-    axes = oxs.by_hand.state_axes(tx, PARAMS)
-    stacked = (
-        oxs.by_hand.replicate(PARAMS, 8),
-        oxs.by_hand.replicate(tx.init(PARAMS), 8, axes),
-    )
-    same_bits((params, state), stacked)
-    by_hand, hands = jax.tree.map(jnp.copy, (params, state))
-    mapped = oxs.by_hand.map_workers(
-        step_of(tx),
-        AXIS,
-        mesh=workers.mesh,
-        in_axes=(0, axes, 0, 0),
-        out_axes=(0, axes, 0),
-    )
-    mapped = jax.jit(mapped, donate_argnums=(0, 1))
-    batch = INPUTS, TARGETS
-    split = [x.reshape(8, 8, -1) for x in batch]
+    now = workers.start((PARAMS, tx.init(PARAMS)))
+    *stacked, axes = contexts.begun(tx, PARAMS, 8, AXIS)
+    same_bits(now, tuple(stacked))
+    by_hand = jax.tree.map(jnp.copy, now)
+    ways = {"in_axes": (0, axes, 0, 0), "out_axes": (0, axes, 0)}
+    mapped = oxs.by_hand.map_workers(step_of(tx), AXIS, mesh=workers.mesh, **ways)
+    mapped, batch = jax.jit(mapped), (INPUTS, TARGETS)
     for _ in range(6):
-        before = params
-        params, state, loss = step(params, state, *batch)
-        by_hand, hands, losses = mapped(by_hand, hands, *split)
+        before = now[0]
+        *now, loss = step(*now, *batch)
+        *by_hand, losses = mapped(*by_hand, *[x.reshape(8, 8, -1) for x in batch])
         assert all(x.is_deleted() for x in jax.tree.leaves(before))
         assert loss.shape == ()
         np.testing.assert_allclose(loss, losses.mean(), rtol=1e-6)
-    same_bits((params, state), (by_hand, hands))
+    same_bits(now, by_hand)
     assert len(traced) == traces(mesh)
-    compiled = step.lower(params, state, *batch).compile()
+    compiled = step.lower(*now, *batch).compile()
     rows = oxs.audit.collectives(compiled)
     if name in QUIET:  # counters are shared, so that it stays a conditional
         assert oxs.audit.instructions(compiled)["conditional"]
@@ -133,9 +138,8 @@ def test_it_is_the_program_of_map_workers(name, kind):
         assert not rows
     elif name in QUIET:
         assert rows and all(row.conditional for row in rows)
-    aliased = compiled.memory_analysis().alias_size_in_bytes
-    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
-    assert aliased >= own
+    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(now[0]))
+    assert compiled.memory_analysis().alias_size_in_bytes >= own
 
 
 @pytest.mark.parametrize("kind", [*MESHES, "in part"])
@@ -272,13 +276,9 @@ def test_a_train_state_with_a_key_and_statistics(mesh):
     def step(state, inputs, targets, together=False):
         def loss_of(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
-            outputs, new = state.apply_fn(
-                variables,
-                inputs,
-                train=True,
-                mutable=["batch_stats"],
-                rngs={"dropout": jax.random.fold_in(state.key, state.step)},
-            )
+            rngs = {"dropout": jax.random.fold_in(state.key, state.step)}
+            options = {"train": True, "mutable": ["batch_stats"], "rngs": rngs}
+            outputs, new = state.apply_fn(variables, inputs, **options)
             return jnp.mean((outputs - targets) ** 2), new["batch_stats"]
 
         traced.append(1)
@@ -367,14 +367,10 @@ def test_an_equinox_module_keeps_what_is_no_array(mesh):
 
 @pytest.mark.parametrize("mesh", [None, True])
 def test_pods_of_chips(mesh):
-    tx = oxs.diloco(
-        oxs.cross_shard(optax.sgd(0.1), "chips"),
-        "pods",
-        communication_period=4,
-        fragments=2,
-        delay=1,
-        exchange=oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4)),
-    )
+    coded = oxs.exchange.error_feedback(oxs.exchange.quantized(bits=4))
+    stream: Any = {"communication_period": 4, "fragments": 2, "delay": 1}
+    inner = oxs.cross_shard(optax.sgd(0.1), "chips")
+    tx = oxs.diloco(inner, "pods", exchange=coded, **stream)
     workers = oxs.Workers((2, 4), ("pods", "chips"), mesh=mesh)
     params, state = workers.start((PARAMS, tx.init(PARAMS)))
     assert params["w"].shape == (2, 4, 3, 1)
@@ -418,11 +414,7 @@ def test_pieces_on_the_level_that_they_are_for():
 
     def run(tx, sizes, names, mesh=None):
         workers = oxs.Workers(sizes, names, mesh=mesh)
-        step = workers.step(step_of(tx), state=2)
-        state = workers.start((PARAMS, tx.init(PARAMS)))
-        for _ in range(4):
-            *state, _ = step(*state, INPUTS, TARGETS)
-        state = tuple(state)
+        state = trained(tx, workers, 4)
         fewer = () if mesh else workers.resize(state, 1)[0]
         return workers.center(state), workers.metrics(state).distance, fewer
 
@@ -467,16 +459,9 @@ def test_half_precision_numbers_and_dicts(mesh):
     tx = oxs.local_sgd(optax.sgd(0.1), AXIS, communication_period=2)
     params = {"w": jnp.zeros((3, 1), jnp.bfloat16)}
     workers = oxs.Workers(8, AXIS, mesh=mesh)
+    one = {"params": params, "opt_state": tx.init(params), "key": jax.random.key(0)}
     state = workers.start(
-        {
-            "params": params,
-            "opt_state": tx.init(params),
-            "key": jax.random.key(0),
-            "count": 0,
-            "rate": 0.5,
-            "note": "mine",
-            "flag": True,
-        }
+        {**one, "count": 0, "rate": 0.5, "note": "mine", "flag": True}
     )
     traced = []
 
@@ -610,11 +595,7 @@ def test_a_checkpoint_of_another_number(style, mesh, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # after a round nothing is lost
             restored = six.restore(manager, 4)
-        jax.tree.map(
-            lambda x, y: (x.shape, x.sharding) == (y.shape, y.sharding) or 1 / 0,
-            arrays(restored),
-            arrays(fresh),
-        )
+        same_forms(arrays(restored), arrays(fresh))
         whole = eight.restore(manager, 4, like=state)
         best = [center(six, restored), center(eight, whole)]
         same_bits(*map(arrays, best))
@@ -629,10 +610,7 @@ def test_workers_begin_at_the_center_in_the_middle_of_a_round():
     """Those of a rule that takes it all; under elastic averaging who joins."""
     for name, others in (("chain", 0), ("elastic_average", 8)):
         tx, workers = RULES[name], oxs.Workers(8, AXIS)
-        params, state = workers.start((PARAMS, tx.init(PARAMS)))
-        step = workers.step(step_of(tx), state=2)
-        for _ in range(6):
-            params, state, _ = step(params, state, INPUTS, TARGETS)
+        params, state = trained(tx, workers, 6)
         center = workers.center((params, state))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "resize in the middle")
@@ -651,28 +629,22 @@ def test_joiners_draw_keys_of_their_own_and_begin_as_others():
     same_bits(keys[:3], state[2])
     fresh = oxs.Workers(5, AXIS).start((PARAMS, tx.init(PARAMS)))[1]
     assert opt_state.info.outcome.tolist() == [-1] * 5
-    jax.tree.map(lambda x, y: x.shape == y.shape or 1 / 0, opt_state, fresh)
+    same_forms(opt_state, fresh)
 
 
 @pytest.mark.parametrize("more", [{"delay": 1}, {"exchange": QUANTIZED}])
 def test_parts_in_pieces_are_restored_by_any_number(more, tmp_path):
     """As `oxs.by_hand.resize` cuts them anew, which has the transformation."""
-    tx = oxs.diloco(
-        optax.adam(0.1),
-        AXIS,
-        communication_period=4,
-        shard_center=True,
-        fragments=2,
-        **more,
-    )
+    cut: Any = {"communication_period": 4, "shard_center": True, "fragments": 2}
+    tx = oxs.diloco(optax.adam(0.1), AXIS, **cut, **more)
     params = {"w": np.arange(33.0, dtype=np.float32).reshape(11, 3), "value": INPUTS[0]}
     workers = oxs.Workers(8, AXIS)
-    step = workers.step(
-        lambda params, state, x: oxs.apply_gradients(
-            tx, jax.tree.map(lambda p: p * x.mean(), params), state, params
-        ),
-        state=2,
-    )
+
+    @workers.step(state=2)
+    def step(params, state, x):
+        grads = jax.tree.map(lambda p: p * x.mean(), params)
+        return oxs.apply_gradients(tx, grads, state, params)
+
     state = workers.start((params, tx.init(params)))
     for _ in range(3):
         state = step(*state, INPUTS)
@@ -774,31 +746,21 @@ def test_a_step_is_compiled_once_for_arrays_without_elements_and_after_a_resize(
             assert step.program._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda w: w.resize(()), "ValueError: workers.resize needs a state"),
-        (lambda w: w.resize(w.start(PARAMS), 2.5), "TypeError: n must be an integer"),
-        (lambda w: w.center(()), "ValueError: workers.center needs a state"),
-        (lambda w: w.step(print, split="yes"), "TypeError: split is .* got 'yes'"),
-        (lambda w: w.step("x"), "TypeError: What workers.step .* got one of type str"),
-        (
-            lambda w: oxs.fingerprint({"a": "x"}, None),
-            r"TypeError: .* at \['a'\] is no",
-        ),
-        (
-            lambda w: w.step(
-                lambda p, x: RULES["chain"].update(
-                    p, RULES["chain"].init(p), p, weight=[x.sum()]
-                )[0]
-            )(w.start(PARAMS), INPUTS),
-            r"TypeError: weight must be a number, or None; got \[",
-        ),
-    ],
-)
-def test_odd_arguments_are_told(call, said):
-    workers = oxs.Workers(4, AXIS)
-    numbers: Any = np.int64(2)
-    assert workers.resize(workers.start(PARAMS), numbers)["b"].shape == (2, 1)
-    with refused(said):
-        call(workers)
+def weighed(params, x):
+    tx = RULES["chain"]
+    return tx.update(params, tx.init(params), params, weight=[x.sum()])[0]
+
+
+FOUR = oxs.Workers(4, AXIS)
+
+
+test_odd_arguments_are_told = all_refused(globals())(r"""
+FOUR.resize(())  # ValueError: workers.resize needs a state
+FOUR.resize(FOUR.start(PARAMS), 2.5)  # TypeError: n must be an integer
+FOUR.center(())  # ValueError: workers.center needs a state
+FOUR.step(print, split="yes")  # TypeError: split is .* got 'yes'
+FOUR.step("x")  # TypeError: What workers.step .* got one of type str
+oxs.fingerprint({"a": "x"}, None)  # TypeError: .* at \['a'\] is no
+FOUR.step(weighed)(FOUR.start(PARAMS), INPUTS)
+    # TypeError: weight must be a number, or None; got \[
+""")

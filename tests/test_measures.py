@@ -171,37 +171,6 @@ def test_the_same_in_every_context(context):
             )
 
 
-def test_noise_scale_of_a_linear_regression():
-    """At a fixed point the trace of the covariance and |G|^2 are known."""
-    size, batch, replicas = 32, 4, 8
-    tx: Any = oxs.cross_shard(optax.sgd(0.0), AXIS, measure=True)
-    error = np.linspace(-1, 1, size, dtype=np.float32) * 0.5
-
-    def gradient(key):
-        inputs, noise = jax.random.split(key)
-        x = jax.random.normal(inputs, (batch, size))
-        residual = x @ error + jax.random.normal(noise, (batch,))
-        return jnp.mean(x * residual[:, None], 0)
-
-    def step(state, key):
-        grads = jax.vmap(gradient)(jax.random.split(key, replicas))
-        update = jax.vmap(
-            lambda g: tx.update(g, state, jnp.zeros(size), batch_size=batch)[1],
-            axis_name=AXIS,
-            out_axes=None,
-        )
-        return update(grads), None
-
-    def run(key):
-        start = tx.init(jnp.zeros(size))
-        return jax.lax.scan(step, start, jax.random.split(key, 800))[0]
-
-    found = oxs.metrics(jax.jit(run)(jax.random.key(0))).noise_scale
-    signal = float(error @ error)
-    noise = (size + 1) * signal + size
-    np.testing.assert_allclose(found, noise / signal, rtol=0.05)
-
-
 def test_unbiased_with_unequal_batches_and_weights():
     """Means over draws of g_i = G + e_i / sqrt(b_i), the covariance of e being I."""
     draws, size = 20_000, 7

@@ -1,6 +1,5 @@
 """What every wrapper says to the first mistakes: short, and with the way out."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from optx_sync import by_hand
 from tests import contexts
+from tests.refusals import table
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -39,26 +39,25 @@ def refuse(error, message, fun, *args, most=700):
 
 @keeping
 def test_a_state_stacked_whole_where_its_counters_are_shared(tx):
-    params, axes = by_hand.replicate(PARAMS, N), by_hand.state_axes(tx, PARAMS)
+    params, _, axes = contexts.begun(tx, PARAMS)
     state = by_hand.replicate(tx.init(PARAMS), N)
     run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
+    message = r"counters .* shape \(4,\).* oxs.by_hand.state_axes\(tx, params\).*"
     refuse(
-        ValueError,
-        r"counters .* shape \(4,\).* oxs.by_hand.state_axes\(tx, params\).*"
-        r" oxs.by_hand.map_workers",
-        run,
-        *(params, state, params),
+        ValueError, message + r" oxs.by_hand.map_workers", run, params, state, params
     )
 
 
 @keeping
 @pytest.mark.parametrize("forgotten", ["all", "params", "state"])
 def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
-    axes = by_hand.state_axes(tx, PARAMS)
-    params = by_hand.replicate(PARAMS, N)
-    state = by_hand.replicate(tx.init(PARAMS), N, axes)
+    # SGD and a center keep nothing of the worker's own, and all that `sync_replicas`
+    # keeps is the replica's.
+    if forgotten == ("state" if "center" in tx.init(PARAMS)._fields else "all"):
+        return
+    params, state, axes = contexts.begun(tx, PARAMS)
     one = jax.tree.map(lambda _: P(), PARAMS)
-    specs = by_hand.state_specs(tx, PARAMS, one, AXIS)
+    specs = P(AXIS), by_hand.state_specs(tx, PARAMS, one, AXIS)
 
     def local(params, state):
         if forgotten == "state":
@@ -69,21 +68,9 @@ def test_a_worker_axis_that_was_not_taken_off(tx, forgotten):
         updates, state = tx.update(params, state, params)
         return updates, by_hand.replicate(state, 1, axes)
 
-    run = jax.shard_map(
-        local,
-        mesh=contexts.mesh(),
-        in_specs=(P(AXIS), specs),
-        out_specs=(P(AXIS), specs),
-    )
-    center = "center" in state._fields
-    if center and forgotten == "state":
-        return  # SGD and a center keep nothing of the worker's own
-    if not center and forgotten == "all":
-        return  # and all that `sync_replicas` keeps is the replica's
-    message = (
-        r"parameter at \['b'\] has shape .*oxs.by_hand.first\(params\).*map_workers"
-    )
-    refuse(ValueError, message, run, params, state)
+    run = jax.shard_map(local, mesh=contexts.mesh(), in_specs=specs, out_specs=specs)
+    message = r"at \['b'\] has shape .*oxs.by_hand.first\(params\).*map_workers"
+    refuse(ValueError, "parameter " + message, run, params, state)
 
 
 ROWS = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))
@@ -208,47 +195,99 @@ def test_what_stands_behind_a_center_is_seen_by_apply_gradients(first):
         )
 
 
-# The first mistakes with workers: what is called, and what the message says. Each is
-# made on a mesh and simulated; those of `ON_MESH` have no type to be seen without one.
+# The first mistakes with workers, each on a mesh and simulated.
 DILOCO = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4)
 PARTS = oxs.diloco(optax.sgd(0.1, 0.9), AXIS, communication_period=4, fragments=2)
 MODULE: Any = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 TRAIN_STATE = TrainState.create(apply_fn=jnp.tanh, params=PARAMS, tx=DILOCO)
+LINEAR = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+IF_FINITE = optax.apply_if_finite(DILOCO, 3)
+MULTI = optax.MultiSteps(DILOCO, 2).gradient_transformation()
 
 
-def start(tx, params=PARAMS, mesh=None):
+def start(mesh, tx, params=PARAMS):
     return contexts.begun(tx, params, N, AXIS, mesh)
 
 
 def run(mesh, tx, state=None, *, params=None, axes=None, out=None, steps=1):
     """Steps of all workers, with what is given in place of what is right."""
-    good = start(tx)
-    state = good[1] if state is None else state
-    params = good[0] if params is None else params
-    axes = by_hand.state_axes(tx, PARAMS) if axes is None else axes
+    good, own, right = start(None, tx)
+    state = own if state is None else state
+    params = good if params is None else params
+    axes = right if axes is None else axes
 
     def step(params, state, grads):
         return oxs.apply_gradients(tx, grads, state, params)
 
-    mapped = by_hand.map_workers(
-        step,
-        AXIS,
-        mesh=mesh,
-        in_axes=(0, axes, 0),
-        out_axes=(0, axes) if out is None else out,
-    )
+    ways = {"in_axes": (0, axes, 0), "out_axes": (0, axes) if out is None else out}
+    mapped = by_hand.map_workers(step, AXIS, mesh=mesh, **ways)
     for _ in range(steps):
-        params, state = jax.eval_shape(mapped, params, state, good[0])
+        params, state = jax.eval_shape(mapped, params, state, good)
 
 
-def made_by(tx, other):
+def made_by(mesh, tx, other):
     """A run of one transformation with the state of another."""
-    state, axes = start(other)[1:]
-    good = by_hand.state_axes(tx, PARAMS)
-    return lambda mesh: run(mesh, tx, state, axes=axes, out=(0, good))
+    _, state, axes = start(None, other)
+    run(mesh, tx, state, axes=axes, out=(0, start(None, tx)[2]))
 
 
-def localized(mesh):
+def of_all(tx):
+    """The state of the parameters of all workers, stacked once more."""
+    axes = by_hand.state_axes(tx, PARAMS)
+    return by_hand.replicate(tx.init(by_hand.replicate(PARAMS, N)), N, axes)
+
+
+def same(mesh, *args, in_axes: Any = 0):
+    mapped = by_hand.map_workers(lambda *args: args, AXIS, mesh=mesh, in_axes=in_axes)
+    return mapped(*args)
+
+
+@pytest.mark.parametrize("mesh", [None, contexts.mesh()], ids=["simulated", "mesh"])
+@table(r"""
+start(mesh, MULTI)  # Error: MultiSteps stands around a center rule.* Put it inside of
+start(mesh, IF_FINITE)
+start(mesh, optax.chain(optax.clip(1.0), IF_FINITE))
+    # Error: ApplyIfFinite stands around a center rule.* Put it inside of the rule
+made_by(mesh, DILOCO, PARTS)  # Error: state.ages is an array; .* other arguments
+made_by(mesh, PARTS, DILOCO)  # Error: state.ages is empty; .* other arguments
+made_by(mesh, DILOCO, optax.adam(0.1))
+made_by(mesh, KEEPING["sync_replicas"], optax.adam(0.1))
+    # Error: not one of this transformation: state is a tuple of 2; .* other arguments
+made_by(mesh, DILOCO, oxs.diloco(SGD, AXIS, communication_period=4))
+    # Error: state.inner\[0\] is of type EmptyState; .* other arguments
+made_by(mesh, optax.sgd(0.1, 0.9), optax.chain(SGD, SGD))
+    # Error: state\[0\] is a tuple of 2; .* other arguments
+run(mesh, DILOCO, params=PARAMS)
+    # Error: stack\w* .*first.*: oxs.by_hand.replicate\(x, n\), a state with axes=
+run(mesh, DILOCO, DILOCO.init(PARAMS))
+    # Error: is a scalar.* oxs.by_hand.replicate\(x, n\), which stacks a .* axes=oxs
+run(mesh, DILOCO, out=0, steps=2)
+    # Error: counters .* shape \(4,\).* has returned them so.* `out_axes=\(0, axes\)`
+run(mesh, DILOCO, of_all(DILOCO))
+    # Error: in the state it has \(4, 2\): tx.init got the parameters of 4 workers
+start(mesh, DILOCO, MODULE)
+start(mesh, SGD, MODULE)
+DILOCO.init(MODULE)
+by_hand.replicate(MODULE, N)
+by_hand.state_specs(SGD, MODULE, P(), AXIS)
+    # Error: at .activation is no array; .*eqx.partition\(model.*eqx.filter.*combine
+same(mesh, MODULE)
+same(mesh, MODULE, jnp.ones(N), in_axes=(None, 0))
+    # Error: at \[0\].activation is no array; .*eqx.partition\(model.*eqx.filter.*comb
+start(mesh, DILOCO, TRAIN_STATE)
+start(mesh, SGD, TRAIN_STATE)
+    # Error: got a TrainState.* state.params; to start a whole .*oxs.Workers
+oxs.gossip(SGD, AXIS, exchange=oxs.exchange.quantized())
+    # Error: gossip: .*'exchange'.* without exchange=: partners send .* as they are
+oxs.flax.swap_center(LINEAR)
+    # Error: optimizer's state in a Linear.* oxs.flax.swap_center\(model, optimizer\)
+""")
+def test_mistakes_with_workers(call, said, mesh):
+    names, message = globals() | {"mesh": mesh}, said.removeprefix("Error: ")
+    refuse((TypeError, ValueError), message, lambda: eval(call, names))
+
+
+def test_parameters_from_before_and_behind_localize():
     tx = oxs.cross_shard(SGD, AXIS)
 
     def step(params, state, inputs):
@@ -257,127 +296,10 @@ def localized(mesh):
         return oxs.apply_gradients(tx, grads, state, params)
 
     mapped = by_hand.map_workers(
-        step, AXIS, mesh=mesh, in_axes=(None, None, 0), out_axes=None
+        step, AXIS, mesh=contexts.mesh(), in_axes=(None, None, 0), out_axes=None
     )
-    jax.eval_shape(mapped, PARAMS, tx.init(PARAMS), jnp.ones((N, 2, 3)))
-
-
-def around(wrap):
-    return lambda mesh: start(wrap(DILOCO), mesh=mesh)
-
-
-def same(mesh, *args, in_axes: Any = 0):
-    mapped = by_hand.map_workers(lambda *args: args, AXIS, mesh=mesh, in_axes=in_axes)
-    return mapped(*args)
-
-
-INSIDE = r"around a center rule.* Put it inside of the rule"
-ANOTHER = r"state is not one of this transformation: state{}; .* other arguments"
-FILTER = r"at {}.activation is no array; .*eqx.partition\(model.*eqx.filter.*combine"
-MISTAKES = {
-    "multi_steps": (
-        around(lambda tx: optax.MultiSteps(tx, 2).gradient_transformation()),
-        f"MultiSteps stands {INSIDE}",
-    ),
-    "apply_if_finite": (
-        around(lambda tx: optax.apply_if_finite(tx, 3)),
-        f"ApplyIfFinite stands {INSIDE}",
-    ),
-    "in a chain": (
-        around(lambda tx: optax.chain(optax.clip(1.0), optax.apply_if_finite(tx, 3))),
-        f"ApplyIfFinite stands {INSIDE}",
-    ),
-    "fragments": (made_by(DILOCO, PARTS), ANOTHER.format(".ages is an array")),
-    "no fragments": (made_by(PARTS, DILOCO), ANOTHER.format(".ages is empty")),
-    "adam's state": (
-        made_by(DILOCO, optax.adam(0.1)),
-        ANOTHER.format(" is a tuple of 2"),
-    ),
-    "sgd inside": (
-        made_by(DILOCO, oxs.diloco(SGD, AXIS, communication_period=4)),
-        ANOTHER.format(r".inner\[0\] is of type EmptyState"),
-    ),
-    "adam's state, sync_replicas": (
-        made_by(KEEPING["sync_replicas"], optax.adam(0.1)),
-        ANOTHER.format(" is a tuple of 2"),
-    ),
-    "adam's state, Optax": (
-        made_by(optax.sgd(0.1, 0.9), optax.chain(SGD, SGD)),
-        ANOTHER.format(r"\[0\] is a tuple of 2"),
-    ),
-    "stack": (
-        lambda mesh: run(mesh, DILOCO, params=PARAMS),
-        r"stack\w* .*first.*: oxs.by_hand.replicate\(x, n\), a state with axes=",
-    ),
-    "stack of the state": (
-        lambda mesh: run(mesh, DILOCO, DILOCO.init(PARAMS)),
-        (
-            r"is a scalar.* oxs.by_hand.replicate\(x, n\), which stacks a state .*"
-            r" axes=oxs"
-        ),
-    ),
-    "out_axes": (
-        lambda mesh: run(mesh, DILOCO, out=0, steps=2),
-        r"counters .* shape \(4,\).* has returned them so.* `out_axes=\(0, axes\)`",
-    ),
-    "init of all": (
-        lambda mesh: run(
-            mesh,
-            DILOCO,
-            by_hand.replicate(
-                DILOCO.init(by_hand.replicate(PARAMS, N)),
-                N,
-                by_hand.state_axes(DILOCO, PARAMS),
-            ),
-        ),
-        r"in the state it has \(4, 2\): tx.init got the parameters of 4 workers",
-    ),
-    "localized": (localized, "went through oxs.localize stay .* those from before it"),
-    "module, start": (lambda mesh: start(DILOCO, MODULE, mesh), FILTER.format("")),
-    "module, Optax": (lambda mesh: start(SGD, MODULE, mesh), FILTER.format("")),
-    "module, init": (lambda mesh: DILOCO.init(MODULE), FILTER.format("")),
-    "module, stack": (lambda mesh: by_hand.replicate(MODULE, N), FILTER.format("")),
-    "module, specs": (
-        lambda mesh: by_hand.state_specs(SGD, MODULE, P(), AXIS),
-        FILTER.format(""),
-    ),
-    "module, map": (lambda mesh: same(mesh, MODULE), FILTER.format(r"\[0\]")),
-    "module, all": (
-        lambda mesh: same(mesh, MODULE, jnp.ones(N), in_axes=(None, 0)),
-        FILTER.format(r"\[0\]"),
-    ),
-    "train state": (
-        lambda mesh: start(DILOCO, TRAIN_STATE, mesh),
-        r"got a TrainState.* state.params; to start a whole .*oxs.Workers",
-    ),
-    "train state, Optax": (
-        lambda mesh: start(SGD, TRAIN_STATE, mesh),
-        r"got a TrainState.* state.params; to start a whole .*oxs.Workers",
-    ),
-    "gossip's exchange": (
-        lambda mesh: oxs.gossip(
-            SGD,
-            AXIS,
-            exchange=oxs.exchange.quantized(),
-        ),
-        "gossip: .*'exchange'.* without exchange=: partners send .* as they are",
-    ),
-    "swap_center": (
-        lambda mesh: oxs.flax.swap_center(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
-        r"no optimizer's state in a Linear.* oxs.flax.swap_center\(model, optimizer\)",
-    ),
-}
-ON_MESH = ("localized",)
-
-
-@pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_with_workers(mistake, on_mesh):
-    if not on_mesh and mistake in ON_MESH:
-        return
-    call, message = MISTAKES[mistake]
-    call = functools.partial(call, contexts.mesh() if on_mesh else None)
-    refuse((TypeError, ValueError), message, call)
+    message = "went through oxs.localize stay .* those from before it"
+    refuse(ValueError, message, mapped, PARAMS, tx.init(PARAMS), jnp.ones((N, 2, 3)))
 
 
 def test_an_exchange_that_fails_is_no_inner_transformation():

@@ -1,6 +1,7 @@
 """Another number of workers: what stays to the bit, what joiners get, what is lost."""
 
 import contextlib
+import re
 import warnings
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import by_hand
-from optx_sync.placement.fields import declares, fields_of, nodes_of
-from tests.contexts import begun
+from optx_sync.placement.fields import fields_of, nodes_of
+from tests.contexts import begun, started
+from tests.refusals import all_refused
 
 AXIS, N = "workers", 8
 PARAMS = {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.ones(2, jnp.bfloat16)}
@@ -37,42 +39,28 @@ SHARED = ("center", "outer", "taken", "local_step", "steps_since_round", "global
 
 
 def trained(tx, stacked=False, workers=N, params=PARAMS):
-    """Parameters and state as after some steps: numbers of which none is 0."""
-    rng = np.random.default_rng(0)
-    axes = by_hand.state_axes(tx, params)
-    state = by_hand.replicate(tx.init(params), workers, axes)
+    """Parameters and state right after a round: numbers of which no other is 0."""
+    rng, axes = np.random.default_rng(0), by_hand.state_axes(tx, params)
+    at_0 = re.compile(r"\.(steps_since_round|accumulated|total_weight)\b")
 
-    def fill(x):
+    def fill(path, x):
+        if at_0.search(jax.tree_util.keystr(path)):
+            return jnp.zeros_like(x)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.asarray(rng.uniform(1, 2, x.shape), x.dtype)
         return jnp.ones_like(x) if x.dtype == jnp.int32 else x
 
-    filled = jax.tree.map(fill, state)
-    leaves, treedef = jax.tree.flatten(filled)
-    marks = treedef.flatten_up_to(axes)
+    def filled(tree, axes=None):
+        tree = by_hand.replicate(tree, workers, axes)
+        return jax.tree_util.tree_map_with_path(fill, tree)
+
+    state = filled(tx.init(params), axes)
     if stacked:
-        leaves = [
-            jnp.stack([x] * workers) if mark is None else x
-            for x, mark in zip(leaves, marks, strict=True)
-        ]
-    filled = treedef.unflatten(leaves)
-    for counter in ("steps_since_round", "accumulated", "total_weight"):
-        filled = at_a_round(filled, counter)
-    return jax.tree.map(fill, by_hand.replicate(params, workers)), filled
-
-
-def at_a_round(state, counter):
-    def is_ours(x):
-        return declares(x) and counter in x._fields
-
-    def zero(x):
-        if not is_ours(x):
-            return x
-        return x._replace(
-            **{counter: jax.tree.map(jnp.zeros_like, getattr(x, counter))}
-        )
-
-    return jax.tree.map(zero, state, is_leaf=is_ours)
+        leaves, treedef = jax.tree.flatten(state)
+        pairs = zip(leaves, treedef.flatten_up_to(axes), strict=True)
+        stack = [jnp.stack([x] * workers) if mark is None else x for x, mark in pairs]
+        state = treedef.unflatten(stack)
+    return filled(params), state
 
 
 def equal(a, b):
@@ -219,63 +207,49 @@ def test_what_is_owed_is_shared_out():
             np.testing.assert_allclose(after, before, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        oxs.cross_shard(ADAM, AXIS, exchange=oxs.exchange.median()),
-        oxs.sync_replicas(ADAM, AXIS, N, exchange=oxs.exchange.median()),
-        oxs.local_sgd(ADAM, AXIS, exchange=oxs.exchange.median()),
-        oxs.local_sgd(
-            oxs.cross_shard(ADAM, "data", exchange=oxs.exchange.median()), AXIS
-        ),
-    ],
-    ids=["cross_shard", "sync_replicas", "local_sgd", "inside"],
-)
-def test_a_joiner_was_no_outlier_before(tx):
+MEDIAN = oxs.exchange.median()
+OUTLIERS: dict[str, Any] = {
+    "cross_shard": oxs.cross_shard(ADAM, AXIS, exchange=MEDIAN),
+    "sync_replicas": oxs.sync_replicas(ADAM, AXIS, N, exchange=MEDIAN),
+    "local_sgd": oxs.local_sgd(ADAM, AXIS, exchange=MEDIAN),
+    "inside": oxs.local_sgd(oxs.cross_shard(ADAM, "data", exchange=MEDIAN), AXIS),
+}
+
+
+@pytest.mark.parametrize("name", OUTLIERS)
+def test_a_joiner_was_no_outlier_before(name):
+    tx = OUTLIERS[name]
     params, state = trained(tx)
     counts = jnp.zeros(N, jnp.int32).at[5].set(20)
     state = optax.tree_utils.tree_set(
         state, lambda path, x: isinstance(x, jax.Array), outliers=counts
     )
     _, new = by_hand.resize(tx, params, state, 10)
-    found = dict(optax.tree_utils.tree_get_all_with_path(new, "outliers"))
-    assert any(not isinstance(x, tuple) for x in found.values())
-    for x in found.values():
-        if not isinstance(x, tuple):
-            np.testing.assert_array_equal(x, [0] * 5 + [20] + [0] * 4)
+    every = optax.tree_utils.tree_get_all_with_path(new, "outliers")
+    found = [x.tolist() for _, x in every if not isinstance(x, tuple)]
+    assert found and all(x == [0] * 5 + [20] + [0] * 4 for x in found)
 
 
 def test_four_go_on_as_four_from_that_center():
     tx = oxs.diloco(optax.sgd(0.3), AXIS, communication_period=2)
-    one = jnp.linspace(-1, 1, 5)
-    target = jnp.linspace(0, 1, N)[:, None]
+    one, target = jnp.linspace(-1, 1, 5), np.linspace(0, 1, N)[:, None]
 
-    def step(carry, _):
-        params, state, target = carry
-        params, state = oxs.apply_gradients(tx, params - target, state, params)
-        return (params, state, target), params
+    def run(number, carry=None):
+        step, *begin = started(tx, one, number, AXIS)
+        params, state = carry or begin
+        for _ in range(4):
+            params, state = step(params, state, params - target[:number])
+        return params, state
 
-    def run(params, state, target):
-        (params, state, _), history = jax.lax.scan(
-            step, (params, state, target), length=4
-        )
-        return params, state, history
-
-    axes = by_hand.state_axes(tx, one)
-    run = jax.jit(
-        by_hand.map_workers(run, AXIS, in_axes=(0, axes, 0), out_axes=(0, axes, 0))
-    )
-    params, state, _ = run(*begun(tx, one, N)[:2], target)
-    resized = by_hand.resize(tx, params, state, 4)
-    found = run(*resized, target[:4])
-    fresh: Any
-    started, fresh, _ = begun(tx, oxs.center_params(state, one), 4)
-    equal(started, resized[0])
+    params, state = run(N)
+    four, center = oxs.Workers(4, AXIS), oxs.center_params(state, one)
+    resized = four.resize((params, state))
+    begun_there, fresh = four.start((center, tx.init(center)))
+    equal(begun_there, resized[0])
     fresh = fresh._replace(
-        **{field: getattr(state, field) for field in ("local_step", "global_step")},
-        outer=state.outer,
+        local_step=state.local_step, global_step=state.global_step, outer=state.outer
     )
-    equal(found, run(started, fresh, target[:4]))
+    equal(run(4, resized), run(4, (begun_there, fresh)))
 
 
 def test_the_middle_of_a_round():
@@ -320,26 +294,25 @@ def test_rules_in_each_other_and_replicas_without_an_axis():
     assert new.info.outcome.shape == (3,)
 
 
-def test_what_is_refused():
-    tx: Any = CASES["diloco"]
-    params, state = trained(tx)
-    wrong: Any = by_hand.resize
-    for arguments, error, message in (
-        ((tx, params, state, 0), ValueError, "n must be 1 or more"),
-        ((tx, params, state, 2.0), TypeError, "n must be an integer"),
-        ((ADAM, params, state, 2), ValueError, "not a state of tx"),
-        ((tx, jnp.float32(1), state, 2), ValueError, "got a scalar.*replicated=True"),
-        ((tx, params, tx.init(PARAMS), 2), ValueError, "has no worker axis"),
-        (
-            (tx, jax.tree.map(lambda x: x[:2], params), state, 2),
-            ValueError,
-            r"of \[2, 8\] workers",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            wrong(*arguments)
-    with pytest.raises(ValueError, match="joiners must be one of"):
-        wrong(tx, params, state, 2, joiners="last")
+def resized(tx, n, **options):
+    """With another transformation, parameters or state than those of `diloco`."""
+    of_all = trained(CASES["diloco"])
+    given = {"params": of_all[0], "state": of_all[1]} | options
+    return by_hand.resize(tx, n=n, **given)
+
+
+test_refused = all_refused(globals())(r"""
+resized(CASES["diloco"], 0)  # ValueError: n must be 1 or more
+resized(CASES["diloco"], 2.0)  # TypeError: n must be an integer
+resized(ADAM, 2)  # ValueError: not a state of tx
+resized(CASES["diloco"], 2, params=jnp.float32(1))
+    # ValueError: got a scalar.*replicated=True
+resized(CASES["diloco"], 2, state=CASES["diloco"].init(PARAMS))
+    # ValueError: has no worker axis
+resized(CASES["diloco"], 2, params=by_hand.replicate(PARAMS, 2))
+    # ValueError: of \[2, 8\] workers
+resized(CASES["diloco"], 2, joiners="last")  # ValueError: joiners must be one of
+""")
 
 
 def test_random_keys_are_no_numbers():

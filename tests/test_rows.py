@@ -139,28 +139,6 @@ def test_transformations_of_jax_take_the_pytree():
         assert jax.tree.leaves(made) == [placeholder] * 2 * (placeholder is not None)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_slices_are_gathered_from_all_devices(check_vma):
-    mesh = mesh_of({"data": 8})
-    indices, values = jnp.arange(16) % 5, jnp.arange(32.0).reshape(16, 2)
-
-    def step(indices, values, table):
-        slices = IndexedSlices(indices, values).sum_duplicates()
-        gather = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
-        return table + jax.tree.map(gather, slices).sum_duplicates()
-
-    run = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P("data"), P("data"), P()),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
-    got = jax.jit(run)(indices, values, jnp.zeros((5, 2)))
-    want = dense_reference(IndexedSlices(indices, values), 5)
-    close(got.reshape(8, 5, 2), np.broadcast_to(want, (8, 5, 2)))
-
-
 # Adding to a table.
 
 
@@ -251,16 +229,6 @@ def buffers(jaxpr):
             one = getattr(one, "jaxpr", one)
             if hasattr(one, "eqns"):
                 yield from buffers(one)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_donated_table_is_updated_in_place(dtype):
-    table = jnp.zeros((100_000, 2), dtype)
-    add: Any = jax.jit(optax.apply_updates, donate_argnums=0)
-    memory = by_hand.memory(add, {"a": table}, {"a": some_slices()})
-    assert memory.aliased == table.nbytes
-    # XLA on the CPU makes a float32 copy of a bfloat16 operand of a scatter.
-    assert dtype == jnp.bfloat16 or memory.temporary < 10_000
 
 
 # The look-up and its gradient.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -19,8 +18,9 @@ from optx_sync.outer.delayed_nesterov import DelayedNesterovState
 from optx_sync.peers.gossip import OwnCenterState
 from optx_sync.placement.fields import fields_of
 from optx_sync.replicas.cross_shard import CrossShardState
-from tests.contexts import begun
+from tests.contexts import assert_close, begun, by_workers
 from tests.meshes import mesh_of
+from tests.refusals import refused
 
 PACKAGE = pathlib.Path(oxs.__file__).parent
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
@@ -59,7 +59,7 @@ def leaves(tree):
 
 @pytest.mark.parametrize("name", WITH_OPTAX)
 def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
-    """Its specs and axes place a step of all workers, which keeps the types."""
+    """And `Workers` lay it as its specs say."""
     tx: Any = WITH_OPTAX[name]
     one, axes = tx.init(PARAMS), by_hand.state_axes(tx, PARAMS)
     assert axes == jax.tree.map(lambda _: 0, one)
@@ -69,21 +69,9 @@ def test_what_is_optax_s_is_per_worker_and_lies_as_the_parameters(name):
     specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
     assert specs == jax.tree.map(lambda x: P("workers", *shapes[x.shape]), one)
     mesh = mesh_of({"workers": 4, "fsdp": 2})
-    state = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        by_hand.replicate(one, 4, axes),
-        specs,
-    )
-
-    def step(params, state):
-        return tx.update(params, state, params)[1]
-
-    mapped = jax.vmap(step, in_axes=(0, axes), out_axes=axes, axis_name="workers")
-    with jax.numpy_dtype_promotion("standard"):  # Optax's counters meet floats
-        after = jax.eval_shape(mapped, by_hand.replicate(PARAMS, 4), state)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    workers = oxs.Workers(4, "workers", mesh=mesh, specs=SPECS)
+    _, state = workers.start((PARAMS, one))
+    assert jax.tree.map(lambda x: x.sharding.spec, state) == specs
 
 
 def test_what_workers_share_has_no_worker_axis():
@@ -106,28 +94,27 @@ def test_what_workers_share_has_no_worker_axis():
     assert "workers" not in str(by_hand.state_specs(tx, PARAMS, SPECS, None))
 
 
-@pytest.mark.parametrize("around", ["chain", "masked", "multi_transform", "inject"])
+AROUND: dict[str, Any] = {
+    "chain": lambda: optax.chain(optax.clip(1.0), center()),
+    "masked": lambda: optax.masked(center(), {"w": True, "b": False}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"first": center(), "second": optax.sgd(0.1, momentum=0.9)}, LABELS
+    ),
+    "inject": lambda: optax.inject_hyperparams(lambda rate: center(optax.sgd(rate)))(
+        rate=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
 def test_what_workers_share_is_found_inside_of_optax(around):
-    tx = {
-        "chain": optax.chain(optax.clip(1.0), center()),
-        "masked": optax.masked(center(), {"w": True, "b": False}),
-        "multi_transform": optax.multi_transform(
-            {"first": center(), "second": optax.sgd(0.1, momentum=0.9)}, LABELS
-        ),
-        "inject": optax.inject_hyperparams(lambda rate: center(optax.sgd(rate)))(
-            rate=0.1
-        ),
-    }[around]
+    tx, get = AROUND[around](), optax.tree_utils.tree_get
     axes = by_hand.state_axes(tx, PARAMS)
     specs = by_hand.state_specs(tx, PARAMS, SPECS, "workers")
-    assert optax.tree_utils.tree_get(axes, "local_step") is None
-    assert optax.tree_utils.tree_get(axes, "center")["w"] is None
-    assert optax.tree_utils.tree_get(specs, "local_step") == P()
-    assert optax.tree_utils.tree_get(specs, "center")["w"] == SPECS["w"]
-    state = tx.init(PARAMS)
-    stacked = by_hand.replicate(state, 3, axes)
-    assert optax.tree_utils.tree_get(stacked, "center")["w"].shape == (4, 2)
-    assert jax.tree.structure(stacked) == jax.tree.structure(state)
+    assert (get(axes, "local_step"), get(axes, "center")["w"]) == (None, None)
+    assert (get(specs, "local_step"), get(specs, "center")["w"]) == (P(), SPECS["w"])
+    _, stacked = oxs.Workers(3, "workers").start((PARAMS, tx.init(PARAMS)))
+    assert get(stacked, "center")["w"].shape == (4, 2)
 
 
 def test_every_state_says_whose_its_fields_are():
@@ -147,43 +134,29 @@ def test_every_state_says_whose_its_fields_are():
         assert set(getattr(state, "field_kinds", ())) == set(state._fields), state
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("mesh", [None, "Explicit"])
 @pytest.mark.parametrize("at_center", ["outer", "inner"])
-def test_a_rate_injected_around_a_center_rule(at_center, on_mesh):
+def test_a_rate_injected_around_a_center_rule(at_center, mesh):
     """All workers share it, since it may act at the center."""
+    options: Any = {"axis_name": "workers", "communication_period": 2}
 
     def make(rate):
+        sgd = optax.sgd(rate, 0.5)
         if at_center == "outer":
-            outer = optax.sgd(rate, 0.5)
-            return oxs.diloco(
-                optax.sgd(0.1), "workers", outer=outer, communication_period=2
-            )
-        return oxs.agn(optax.sgd(rate, 0.5), "workers", communication_period=2)
+            return oxs.diloco(optax.sgd(0.1), outer=sgd, **options)
+        return oxs.agn(sgd, **options)
 
-    mesh = None
-    if on_mesh:
-        mesh = mesh_of({"workers": 4}, "Explicit")
-    grads = by_hand.replicate(PARAMS, 4)
-    results = []
-    for tx in (make(0.3), optax.inject_hyperparams(make)(rate=0.3)):
-        params, state, axes = begun(tx, PARAMS, 4, "workers", mesh)
-
-        def step(params, state, grads, tx=tx):
-            return oxs.apply_gradients(tx, grads, state, params)
-
-        step = jax.jit(
-            by_hand.map_workers(
-                step, "workers", mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes)
-            )
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            for _ in range(4):
-                params, state = step(params, state, grads)
-        results.append((params, state))
-    (expected, _), (found, state) = results
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), found, expected)
+    over = mesh and mesh_of({"workers": 4}, mesh)
+    workers = oxs.Workers(4, "workers", mesh=over)
+    txs = {"given": make(0.3), "injected": optax.inject_hyperparams(make)(rate=0.3)}
+    grads = jax.tree.map(lambda x: np.ones((4, 4, *x.shape), np.float32), PARAMS)
+    with jax.numpy_dtype_promotion("standard"):
+        found, states = by_workers(workers, txs, PARAMS, grads)
+    assert_close(found["injected"], found["given"])
+    state = states["injected"]
     assert state.hyperparams["rate"].shape == state.count.shape == ()
-    _, new = by_hand.resize(tx, found, state, 3, strict=True)
+    last = jax.tree.map(lambda x: x[:, -1], found["injected"])
+    _, new = by_hand.resize(txs["injected"], last, state, 3, strict=True)
     assert new.count.shape == () and int(new.count) == 4
 
 
@@ -224,26 +197,6 @@ def test_factored_slots_keep_the_specs_of_their_axes():
     assert state.v == {name: whole.get(name, P()) for name in shapes}
     placed = by_hand.state_specs(tx, params, specs, "workers")[0]
     assert placed.v_row["wide"] == P("workers", "row")
-
-
-def test_adafactor_trains_where_its_specs_place_it():
-    """A sharded step is the one of one device."""
-    params = {"w": jnp.cos(jnp.arange(128.0 * 256).reshape(128, 256))}
-    grads = jax.tree.map(jnp.sin, params)
-    tx = optax.adafactor(0.1)
-    mesh = mesh_of({"row": 2, "column": 4})
-    specs = {"w": P("row", "column")}
-    places = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        (specs, by_hand.state_specs(tx, params, specs, None)),
-        is_leaf=lambda x: isinstance(x, P),
-    )
-    state = jax.device_put(tx.init(params), places[1])
-    step = jax.jit(tx.update, out_shardings=places)
-    updates, new_state = step(jax.device_put(grads, places[0]), state, params)
-    expected, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-7)
-    assert new_state[0].v_row["w"].sharding.spec == P("row")
 
 
 def test_several_mesh_axes_of_workers():
@@ -300,46 +253,20 @@ def test_replicate_and_first_are_each_other_s_inverse(n):
             assert equal(by_hand.first(stacked, axes), state)
 
 
-def test_stack_of_other_leaves():
-    tree = {
-        "number": 2.0,
-        "numpy": np.arange(3),
-        "none": None,
-        "rows": oxs.IndexedSlices(jnp.array([1, 4]), jnp.ones((2, 3))),
-    }
-    stacked: Any = by_hand.replicate(tree, 4)
-    assert stacked["number"].shape == (4,) and stacked["none"] is None
-    assert stacked["numpy"].shape == (4, 3)
-    assert stacked["rows"].values.shape == (4, 2, 3)
-    one: Any = by_hand.first(stacked)
-    assert np.array_equal(one["rows"].indices, [1, 4])
-
-
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_stacked_state_does_not_alias_what_it_came_from(n):
-    tx = center()
-    params = jax.tree.map(jnp.copy, PARAMS)
+    tx, params = center(), jax.tree.map(jnp.copy, PARAMS)
     state = tx.init(params)
     axes = by_hand.state_axes(tx, params)
-    stacked = (
-        by_hand.replicate(params, n),
-        by_hand.replicate(state, n, axes),
-        by_hand.replicate(state, n),
-    )
-
-    def pointers(tree):
-        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
-
-    together = pointers((params, state, stacked))
-    assert len(set(together)) == len(together)
-    jax.jit(lambda *args: args, donate_argnums=(0, 1, 2))(*stacked)
-    assert equal(state, tx.init(PARAMS))  # Still there.
+    stacked = by_hand.replicate(params, n), by_hand.replicate(state, n, axes)
+    leaves = jax.tree.leaves((params, state, stacked, by_hand.replicate(state, n)))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
 def test_first_of_what_has_no_worker_axis():
-    with pytest.raises(ValueError, match=r"worker axis in front.*Pass axes=oxs"):
+    with refused(r"ValueError: worker axis in front.*Pass axes=oxs"):
         by_hand.first({"scalar": jnp.float32(1)})
-    with pytest.raises(ValueError, match=r"n must be 1 or more.*number of workers"):
+    with refused(r"ValueError: n must be 1 or more.*number of workers"):
         by_hand.replicate(PARAMS, 0)
     axes = {"scalar": None}
     assert by_hand.first({"scalar": jnp.float32(1)}, axes)["scalar"] == 1
@@ -397,13 +324,16 @@ def test_random_keys_beside_other_leaves():
     rows = oxs.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)))
     several = jax.random.split(key, (2, 3))
     tree = {"key": key, "raw": raw, "rows": rows, "several": several, "equal": key}
+    tree |= {"number": 2.0, "none": None}
     axes = jax.tree.map(lambda _: 0, tree) | {"equal": None}
-    stacked = by_hand.replicate(tree, WORKERS, axes)
+    stacked: Any = by_hand.replicate(tree, WORKERS, axes)
     np.testing.assert_array_equal(words(stacked["key"]), folded(key))
     assert stacked["several"].shape == (WORKERS, 2, 3)
-    np.testing.assert_array_equal(
-        words(stacked["several"][:, 1, 2]), folded(several[1, 2])
-    )
+    last = words(stacked["several"][:, 1, 2])
+    np.testing.assert_array_equal(last, folded(several[1, 2]))
     np.testing.assert_array_equal(stacked["raw"], [raw] * WORKERS)
     np.testing.assert_array_equal(stacked["rows"].indices, [[2, 0]] * WORKERS)
     np.testing.assert_array_equal(words(stacked["equal"]), words(key))
+    assert stacked["number"].shape == (WORKERS,) and stacked["none"] is None
+    one: Any = by_hand.first(stacked, axes)
+    assert np.array_equal(one["rows"].indices, [2, 0])

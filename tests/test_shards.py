@@ -15,6 +15,7 @@ import optx_sync as oxs
 from optx_sync import by_hand
 from optx_sync.comm.shards import spec_like
 from tests.meshes import mesh_of
+from tests.refusals import all_refused
 
 exchange = oxs.exchange
 fed = exchange.error_feedback
@@ -202,28 +203,27 @@ def test_workers_stay_as_they_lie(period):
     assert step.program._cache_size() == 1
 
 
-def test_specs_that_do_not_fit():
-    mesh = mesh_of({"pods": 2, "a": 4})
-    for specs, message in (
-        ({"w": P("pods")}, "'pods' is no axis of the mesh along which"),
-        ({"w": P("b")}, "'b' is no axis"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            oxs.Workers(2, "pods", mesh=mesh, specs=specs)
-    with pytest.raises(TypeError, match="specs is a tree of"):
-        by_hand.map_workers(len, "pods", mesh=mesh, specs={"w": ("a",)})
+PODS = mesh_of({"pods": 2, "a": 4})
+
+
+def mean_of(specs):
+    """A mean of workers that lie so."""
     tx = oxs.cross_shard(optax.sgd(1.0), "pods", exchange=exchange.median())
-    x = {"w": jnp.ones((2, 4))}
+    mapped = by_hand.map_workers(
+        lambda x: tx.update(x, tx.init(x))[0], "pods", mesh=PODS, specs=specs
+    )
+    return mapped({"w": jnp.ones((2, 4))})
 
-    def mean(x):
-        return tx.update(x, tx.init(x))[0]
 
-    for specs, message in (
-        ({"v": P("a")}, r"array at \['w'\], of shape \(4,\), is to be sent"),
-        (P("a", None), "has shape .4,., and specs has"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            by_hand.map_workers(mean, "pods", mesh=mesh, specs=specs)(x)
+test_specs_that_do_not_fit = all_refused(globals())(r"""
+oxs.Workers(2, "pods", mesh=PODS, specs={"w": P("pods")})
+    # ValueError: 'pods' is no axis of the mesh along which
+oxs.Workers(2, "pods", mesh=PODS, specs={"w": P("b")})  # ValueError: 'b' is no axis
+mean_of({"w": ("a",)})  # TypeError: specs is a tree of
+mean_of({"v": P("a")})
+    # ValueError: array at \['w'\], of shape \(4,\), is to be sent
+mean_of(P("a", None))  # ValueError: has shape .4,., and specs has
+""")
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,12 @@ def test_specs_that_do_not_fit():
 )
 def test_moments_lie_as_their_parameters_whatever_these_are_named(shapes, specs):
     """Layers in a list, a name of Adam's, one spec for all of them, a single array."""
-    mesh = mesh_of({"pods": 2, "a": 4})
 
     def is_shape(x):
         return isinstance(x, tuple) and isinstance(x[0], int)
 
     params = jax.tree.map(jnp.ones, shapes, is_leaf=is_shape)
-    workers = oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+    workers = oxs.Workers(2, "pods", mesh=PODS, specs=specs)
     tx = oxs.local_sgd(optax.adam(0.1), "pods")
     state: Any = workers.start((params, tx.init(params)))[1]
     wanted = jax.tree.broadcast(specs, params, is_leaf=lambda x: isinstance(x, P))

@@ -1,9 +1,8 @@
 """Workers that meet a center one by one: the originals' recorded runs, and laws."""
 
-import json
-import pathlib
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +12,11 @@ import pytest
 import optx_sync as oxs
 from benchmarks import by_hand
 from optx_sync import hlo
-from optx_sync.runtime import Server, Worker
 from optx_sync.simulate import asynchronous
-from tests import contexts
-from tests.reference import center
+from tests.recorded import GOLDEN, arrays_of, inner_of, recorded
 from tests.refusals import refused
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-RECORDED = {
-    case["name"]: case for case in MANIFEST["cases"] if case["group"] == "async"
-}
+RECORDED = recorded("async")
 FILES = {path.stem for kind in ("agn_*", "easgd_*") for path in GOLDEN.glob(kind)}
 assert RECORDED.keys() == FILES and len(FILES) > 30
 
@@ -40,21 +33,6 @@ def remembering(tx):
         lambda updates, state, params=None: (updates, updates),
     )
     return optax.chain(seen, tx)
-
-
-def inner_of(case):
-    arguments = dict(case["hyperparameters"]["inner"])
-    kind, learning_rate = arguments.pop("class"), arguments.pop("learning_rate")
-    if kind == "GradientDescentOptimizer":
-        return oxs.optimizers.gradient_descent(learning_rate)
-    if kind == "MomentumOptimizer":
-        return oxs.optimizers.momentum(
-            learning_rate, arguments["momentum"], nesterov=arguments["use_nesterov"]
-        )
-    assert kind == "AdamOptimizer"
-    return oxs.optimizers.adam(
-        learning_rate, arguments["beta1"], arguments["beta2"], arguments["epsilon"]
-    )
 
 
 def rule_of(case, inner):
@@ -82,7 +60,7 @@ def run(case, arrays):
             for name in names
         }
 
-    inner = remembering(inner_of(case))
+    inner = remembering(inner_of(case["hyperparameters"]["inner"]))
 
     @jax.jit
     def replayed(params):
@@ -112,7 +90,7 @@ def check(actual, recorded, key, start=None):
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_run(name):
     case = RECORDED[name]
-    arrays = dict(np.load(GOLDEN / case["file"]))
+    arrays, _ = arrays_of(case)
     record = run(case, arrays)
     unchecked = set(case["arrays"]) - {"schedule"}
     unchecked -= {key for key in unchecked if key[:2] in ("a_", "c_", "g_", "p0")}
@@ -245,43 +223,6 @@ def test_the_recurrence_of_workers_that_meet_one_by_one(name, schedule, period):
         np.testing.assert_array_equal(record.global_step, rounds)
     counts = np.bincount(schedule, minlength=WORKERS)
     np.testing.assert_array_equal(record.final.workers.local_step, counts)
-
-
-READS_TAKEN = {  # both with a `take` of their own
-    "contribute": oxs.CenterRule(
-        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
-        take=lambda x, before, after, at: x - 0.25 * (x - after),
-        reads=("params", "taken", "after"),
-    ),
-    "penalty": oxs.CenterRule(
-        contribute=lambda own, center, at: 0.5 * (own.params - center),
-        take=lambda x, before, after, at: x - 0.25 * (x - after),
-        penalty=lambda own, at: 0.3 * (own.params - own.taken),
-        reads=("params", "center", "after"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", READS_TAKEN)
-def test_a_rule_that_reads_what_was_taken_gets_it_from_servers_too(name):
-    rule, schedule = READS_TAKEN[name], [0, 1, 1, 0, 0, 1]
-    grads = gradients(len(schedule), seed=4)
-    settings: Any = {"num_workers": 2, "communication_period": 1}
-    expected = asynchronous(INNER, rule, PARAMS, of_event(grads), schedule, **settings)
-    server = Server(PARAMS, rule, **settings)
-    party = [Worker(server, PARAMS, INNER, rule, index=w, **settings) for w in (0, 1)]
-    for event, worker in enumerate(schedule):
-        party[worker].step(jax.tree.map(lambda g, t=event: g[t], grads))
-    actual: Any = (server.center(), *(worker.params for worker in party))
-    last = expected.final
-    workers = (jax.tree.map(lambda x, w=w: x[w], last.workers.params) for w in (0, 1))
-    for own, other in zip(actual, (last.center, *workers), strict=True):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
-            own,
-            other,
-        )
-    assert last.workers.taken != ()
 
 
 def short_run(schedule, record: Any = "all"):
@@ -484,37 +425,24 @@ def test_bad_input_is_refused(said, changes):
         asynchronous(**given | changes)
 
 
-PART_CASES = {
-    "diloco": (oxs.rules.diloco(optax.sgd(0.7)), [0] * 4 + [1] * 4, 4, 1, 0.5),
-    "elastic": (oxs.rules.elastic(moving_rate=0.2, rho=0.0), [0, 0, 1, 1] * 2, 2, 1, 0),
-    "agn": (oxs.rules.agn(optax.sgd(0.3)), [0, 0, 2, 2, 0, 0, 1, 1], 6, 2, 0.0),
-    "local_sgd": (oxs.rules.local_sgd(), [0] * 8, 3, 3, 0.25),
-}
-
-
-def test_fragments_are_those_of_each_worker():
-    """Against NumPy: parts, delays and shares, by each worker's own counter."""
-    rng = np.random.default_rng(0)
-    workers = rng.integers(0, 3, 50)
-    grads = rng.normal(size=(50, 8)).astype(np.float32)
-    outers = {"diloco": center.momentum(0.7), "agn": center.momentum(0.3)}
-
-    def run(rule, owner, period, delay, keep):
-        settings: Any = {"communication_period": period, "delay": delay}
-        settings |= {"fragments": lambda path, leaf: owner[::2], "keep_local": keep}
-        settings |= {"num_workers": 3, "record": "all"}
-        start, grad_fn = np.zeros((4, 2), np.float32), of_event(grads.reshape(50, 4, 2))
-        return asynchronous(INNER, rule, start, grad_fn, workers, **settings)
-
-    every = jax.jit(lambda: {name: run(*one) for name, one in PART_CASES.items()})
-    found = every()
-    for name, (_, owner, period, delay, keep) in PART_CASES.items():
-        start, inner = np.zeros(8, np.float32), center.momentum(0.05, 0.9)
-        given: Any = {"period": period, "delay": delay, "keep": keep, "rate": 0.2}
-        expected = center.asynchronous_in_fragments(
-            name, start, grads, workers, 3, inner, owner,
-            outer=outers.get(name, ()), **given,
+def test_gradients_of_another_precision_change_no_dtype():
+    """After Optax's `test_multi_steps_mixed_precision`: equal gradients of 1."""
+    dtypes = {"half": jnp.bfloat16, "single": jnp.float32}
+    params = {name: jnp.full(3, 2.0, dtype) for name, dtype in dtypes.items()}
+    grads = {"half": jnp.ones(3), "single": jnp.ones(3, jnp.bfloat16)}
+    inner, events = optax.adam(0.1), [0, 1] * 3
+    with jax.numpy_dtype_promotion("standard"):  # As `optax.adam` asks.
+        own = inner.init(params)
+        run = asynchronous(
+            inner, oxs.rules.local_sgd(), params, lambda *_: grads, events,
+            num_workers=2, communication_period=1,
         )  # fmt: skip
-        got = [x.reshape(50, 8) for x in (found[name].params, found[name].center)]
-        contexts.assert_close(got, list(expected))
-    assert found["diloco"].final.workers.rounds.sum() == found["diloco"].global_step[-1]
+        replicas: Any = oxs.simulate.sync_replicas(
+            inner, params, lambda *_: grads, events,
+            replicas_to_aggregate=2, num_tokens=0,
+        )  # fmt: skip
+    of_one = jax.tree.map(lambda x: x[-1], (run.params, run.final.workers.inner))
+    for found in (of_one, (replicas.final.params, replicas.final.inner)):
+        chex.assert_trees_all_equal_dtypes(found, (params, own))
+        for leaf in jax.tree.leaves(found[0]):
+            np.testing.assert_allclose(2 - np.float32(leaf), 0.3, atol=0.02)

@@ -1,7 +1,5 @@
 """The event replay of synchronous replicas, against recordings of the original."""
 
-import json
-import pathlib
 from typing import Any
 
 import jax
@@ -14,42 +12,11 @@ import optx_sync as oxs
 from optx_sync import simulate
 from optx_sync.replicas.tokens import Tokens, hand_out
 from tests import contexts
+from tests.recorded import arrays_of, inner_of, recorded
 from tests.reference import sync_replicas as reference
 from tests.refusals import refused
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 OF_EVERY_EVENT = ("accepted", "updated", "tokens", "global_step")
-
-
-def recorded(group) -> dict[str, Any]:
-    """The recordings of a group by their names."""
-    cases = json.loads((GOLDEN / "manifest.json").read_text())["cases"]
-    return {case["name"]: case for case in cases if case["group"] == group}
-
-
-def arrays_of(case) -> Any:
-    """The arrays of a recording, and those of a prefix by the parameters' names."""
-    with np.load(GOLDEN / case["file"]) as arrays:
-        data = dict(arrays)
-
-    def named(prefix):
-        start = f"{prefix}_"
-        return {
-            k.removeprefix(start): x for k, x in data.items() if k.startswith(start)
-        }
-
-    return data, named
-
-
-def inner_of(hyper):
-    """The optimizer of a recording."""
-    make, *names = {
-        "MomentumOptimizer": (oxs.optimizers.momentum, "momentum", "use_nesterov"),
-        "AdagradOptimizer": (oxs.optimizers.adagrad, "initial_accumulator_value"),
-        "AdamOptimizer": (oxs.optimizers.adam, "beta1", "beta2", "epsilon"),
-        "GradientDescentOptimizer": (oxs.optimizers.gradient_descent,),
-    }[hyper["class"]]
-    return make(hyper["learning_rate"], *(hyper[name] for name in names))
 
 
 def decay_of(averages):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
@@ -120,33 +119,6 @@ def test_what_is_read_outlives_the_state(stacked):
         found = [read(state, params) for read in reads]
         jax.tree.map(lambda x: x.delete(), state)
         jax.tree.map(np.asarray, found)
-
-
-def test_swap_center_of_a_flax_train_state():
-    params, state = trained()
-    train_state = TrainState(
-        step=0, apply_fn=lambda p: p, params=params, tx=TX, opt_state=state
-    )
-    swapped = oxs.flax.swap_center(train_state)
-    np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 2, rtol=1e-6)
-    assert swapped.params["w"].shape == (3, 2)
-    assert train_state.params is params
-
-
-def test_a_train_state_trains_with_a_center():
-    train_state: Any = TrainState.create(
-        apply_fn=lambda p: p, params=jax.tree.map(jnp.asarray, PARAMS), tx=TX
-    )
-
-    def step(grads):
-        once = train_state.apply_gradients(grads=grads)
-        return once.apply_gradients(grads=grads)
-
-    step = jax.jit(jax.vmap(step, axis_name=AXIS))
-    after = step({"w": jnp.ones((WORKERS, 3, 2))})
-    np.testing.assert_allclose(after.params["w"][1], PARAMS["w"] - 1, atol=1e-6)
-    swapped = oxs.flax.swap_center(after)
-    np.testing.assert_allclose(swapped.params["w"], PARAMS["w"] - 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("read", [oxs.center_params, oxs.metrics])

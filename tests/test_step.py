@@ -1,6 +1,7 @@
 """`apply_gradients`, `meet=` and `due`: a step that returns parameters."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from benchmarks import by_hand
@@ -39,12 +39,7 @@ def grads_of(step):
 
 
 def start(tx):
-    axes = oxs.by_hand.state_axes(tx, PARAMS)
-    return (
-        oxs.by_hand.replicate(PARAMS, WORKERS),
-        oxs.by_hand.replicate(tx.init(PARAMS), WORKERS, axes),
-        axes,
-    )
+    return contexts.begun(tx, PARAMS, WORKERS, AXIS)
 
 
 def mapped(tx, axes, meet=None, apply=oxs.apply_gradients):
@@ -95,30 +90,16 @@ def test_the_host_may_decide_when_workers_meet(rule):
 @pytest.mark.parametrize("rule", ["elastic", "diloco"])
 def test_two_programs_one_without_a_collective_one_without_a_conditional(rule):
     tx = RULES[rule](PERIOD)
-    params, state, axes = start(tx)
-    specs = oxs.by_hand.state_specs(tx, PARAMS, P(), AXIS)
-    mesh = mesh_of({AXIS: WORKERS})
-    found = {}
+    workers = oxs.Workers(WORKERS, AXIS, mesh=mesh_of({AXIS: WORKERS}))
+
+    @functools.partial(workers.step, state=2, split=False, donate=False)
+    def step(params, state, grads, meet):
+        return oxs.apply_gradients(tx, grads, state, params, meet=meet)
+
+    state, found = workers.start((PARAMS, tx.init(PARAMS))), {}
     for meet in (False, True):
-
-        def local(params, state, grads, meet=meet):
-            params, grads = oxs.by_hand.first((params, grads))
-            params, state = oxs.apply_gradients(
-                tx, grads, oxs.by_hand.first(state, axes), params, meet=meet
-            )
-            return oxs.by_hand.replicate(params, 1), oxs.by_hand.replicate(
-                state, 1, axes
-            )
-
-        step = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(P(AXIS), specs, P(AXIS)),
-            out_specs=(P(AXIS), specs),
-        )
-        traced = jax.jit(step).trace(params, state, grads_of(0))
-        assert "cond[" not in str(traced.jaxpr)
-        compiled = traced.lower().compile(contexts.AS_USERS_COMPILE)
+        lowered = step.lower(*state, grads_of(0), meet=meet)
+        compiled = lowered.compile(contexts.AS_USERS_COMPILE)
         opcodes = {i.opcode for i in by_hand.written(hlo.program(compiled))}
         rows = oxs.audit.collectives(compiled)
         found[meet] = "conditional" in opcodes, [(r.kind, r.conditional) for r in rows]
@@ -135,14 +116,9 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
     def run(params, state):
         def body(carry, number):
             params, state = step(*carry, grads_of(number))
-            apart = [
-                jnp.any(p != c[None])
-                for p, c in zip(
-                    jax.tree.leaves(params),
-                    jax.tree.leaves(state.center),
-                    strict=True,
-                )
-            ]
+            apart = jax.tree.map(
+                lambda p, c: jnp.any(p != c[None]), params, state.center
+            )
             return (params, state), jnp.any(jnp.array(apart))
 
         return jax.lax.scan(body, (params, state), jnp.arange(200))[1]
@@ -150,21 +126,6 @@ def test_a_worker_that_takes_the_center_lands_on_it_to_the_bit(rule):
     apart = jax.jit(run)(params, state)
     assert not np.any(apart[1::2])  # after a round
     assert np.all(apart[0::2])  # between two
-
-
-def test_one_compilation_over_many_steps_and_donated():
-    tx = RULES["diloco"](PERIOD)
-    params, state, axes = start(tx)
-    every_worker: Any = mapped(tx, axes)
-
-    def all_workers(params, state):
-        return every_worker(params, state, grads_of(0))
-
-    one_step = chex.assert_max_traces(all_workers, n=1)
-    step = jax.jit(one_step, donate_argnums=(0, 1))
-    for _ in range(20):
-        params, state = step(params, state)
-    assert int(state.global_step) == 20 // PERIOD
 
 
 def test_apply_gradients_of_any_transformation():
@@ -183,37 +144,6 @@ def test_a_step_needs_the_parameters(tx):
             oxs.apply_gradients(tx, params, tx.init(params), None)
 
 
-def test_sync_replicas_gives_parameters_directly():
-    """As `update` and `optax.apply_updates` do, row-sparse gradients included."""
-    tx = oxs.sync_replicas(oxs.optimizers.adagrad(0.1), AXIS, 6, variable_averages=0.5)
-    params = {"table": jnp.ones((5, 2)), "w": jnp.arange(3.0)}
-    states = (
-        oxs.by_hand.replicate(tx.init(params), WORKERS),
-        oxs.by_hand.replicate(params, WORKERS),
-    )
-
-    def run(apply):
-        def body(state, params, number):
-            def step(carry, now):
-                state, params = carry
-                rows = jnp.array([1, 4, 1]) + 0 * number.astype(jnp.int32)
-                slices = oxs.IndexedSlices(rows, number * jnp.ones((3, 2)) + now)
-                grads = {"table": slices, "w": params["w"] * number}
-                params, state = apply(
-                    tx, grads, state, params, contributes=number != 2.0
-                )
-                return (state, params), ()
-
-            return jax.lax.scan(step, (state, params), jnp.arange(3.0))[0]
-
-        call: Any = jax.jit(jax.vmap(body, axis_name=AXIS))
-        return call(*states, jnp.arange(WORKERS, dtype=jnp.float32))
-
-    direct, by_updates = run(oxs.apply_gradients), run(by_update)
-    assert np.all(direct[0].global_step == 1)
-    chex.assert_trees_all_close(direct, by_updates, rtol=1e-6)
-
-
 def test_sync_replicas_where_the_host_knows_that_all_contribute():
     tx = oxs.sync_replicas(INNER, AXIS, WORKERS)
     params, state, axes = start(tx)
@@ -226,9 +156,7 @@ def test_sync_replicas_where_the_host_knows_that_all_contribute():
 
 
 def test_due():
-    assert [oxs.by_hand.due(4, step) for step in range(8)] == [False] * 3 + [True] + [
-        False
-    ] * 3 + [True]
+    assert [step for step in range(9) if oxs.by_hand.due(4, step)] == [3, 7]
     # Every step in a warm-up of four, then every third; read where a period begins.
     schedule = optax.join_schedules(
         [optax.constant_schedule(1), optax.constant_schedule(3)], [4]
@@ -272,16 +200,10 @@ class Growing:
         return self.first + (step > 0)
 
 
-def test_due_of_a_schedule_without_a_hash():
-    for _ in range(2):
-        schedule = Growing(2)
-        assert [step for step in range(9) if oxs.by_hand.due(schedule, step)] == [
-            1,
-            4,
-            7,
-        ]
-        schedule = Growing(3)
-        assert [step for step in range(9) if oxs.by_hand.due(schedule, step)] == [2, 6]
+@pytest.mark.parametrize(("first", "met"), [(2, [1, 4, 7]), (3, [2, 6])] * 2)
+def test_due_of_a_schedule_without_a_hash(first, met):
+    schedule = Growing(first)
+    assert [step for step in range(9) if oxs.by_hand.due(schedule, step)] == met
 
 
 @pytest.mark.parametrize("length", [np.nan, jnp.nan, np.ones(1), None])

@@ -18,6 +18,7 @@ import optx_sync as oxs
 from optx_sync import by_hand
 from tests.contexts import begun
 from tests.meshes import mesh_of
+from tests.refusals import refused, table
 
 AXIS = "workers"
 STEPS = 5
@@ -44,34 +45,26 @@ def loss_of(params, inputs):
     return jnp.mean((inputs @ params["w"]) ** 2) + jnp.sum((params["b"] - 1.0) ** 2)
 
 
-def train(workers, mesh, params):
-    """The user's program: parameters, states and losses at the end, and its step."""
-    run: Any = {
-        name: begun(tx, params, workers, AXIS, mesh) for name, tx in TXS.items()
-    }
-    params = {name: run[name][0] for name in TXS}
-    state = {name: run[name][1] for name in TXS}
-    axes = {name: run[name][2] for name in TXS}
+def train(number, mesh, params):
+    """The user's program: states and losses at the end, and its collectives."""
+    workers = oxs.Workers(number, AXIS, mesh=mesh)
 
-    def step(params, state, inputs):
+    @functools.partial(workers.step, split=False)
+    def step(states, inputs):
         losses = {}
         for name, tx in TXS.items():
-            losses[name], grads = jax.value_and_grad(loss_of)(params[name], inputs)
-            params[name], state[name] = oxs.apply_gradients(
-                tx, grads, state[name], params[name]
-            )
-        return params, state, losses, oxs.reduce(losses, AXIS)
+            params, state = states[name]
+            losses[name], grads = jax.value_and_grad(loss_of)(params, inputs)
+            states[name] = oxs.apply_gradients(tx, grads, state, params)
+        return states, losses
 
-    mapped = by_hand.map_workers(
-        step, AXIS, mesh=mesh, in_axes=(0, axes, 0), out_axes=(0, axes, 0, None)
-    )
-    compiled = jax.jit(mapped, donate_argnums=(0, 1))
-    compiled = compiled.lower(params, state, batch_of(workers))
-    compiled = compiled.compile()
-    results = params, state, None, None
+    states = {name: (params, tx.init(params)) for name, tx in TXS.items()}
+    states, losses = workers.start(states), None
+    rows = oxs.audit.collectives(step, states, batch_of(number))
     for _ in range(STEPS):  # The program takes what it returns: nothing moves.
-        results = compiled(*results[:2], batch_of(workers))
-    return jax.device_get(results), oxs.audit.collectives(compiled)
+        states, losses = step(states, batch_of(number))
+    assert step.program._cache_size() == 1
+    return jax.device_get((states, losses)), rows
 
 
 simulated = functools.cache(lambda workers: train(workers, None, PARAMS)[0])
@@ -151,8 +144,6 @@ def test_gradients_of_replicated_parameters_are_local():
     np.testing.assert_array_equal(grads["scale"], np.full(8, 2.0))
     np.testing.assert_array_equal(rows, grads["table"])
     np.testing.assert_array_equal(grads["table"][3], [[0, 0]] * 3 + [[2, 2]])
-    with pytest.raises(TypeError, match="axis_name must be the name"):
-        oxs.value_and_grad(loss, axis_name=0)
 
 
 def test_keys_keywords_and_trees_with_holes():
@@ -177,80 +168,48 @@ def same(x):
     return x
 
 
-# What is refused, on a mesh and simulated: the call and what the message says.
-EIGHT = np.arange(8.0)
-FOUR = mesh_of({AXIS: 4})
-REFUSED = {
-    "more workers than devices": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh or FOUR)(EIGHT),
-        r"8 workers, but the mesh has \d positions.*mesh=None",
-    ),
-    "a scalar": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh)(1.0),
-        "is a scalar. Give it None in in_axes",
-    ),
-    "another tree": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=({"a": 0},))(
-            EIGHT
-        ),
-        "in_axes of map_workers do not fit",
-    ),
-    "too many axes": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=(0, 0))(EIGHT),
-        "in_axes of map_workers do not fit",
-    ),
-    "another axis": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, in_axes=1),
-        "got 1. Move the worker axis to the front",
-    ),
-    "unequal numbers": (
-        lambda mesh: by_hand.map_workers(max, AXIS, mesh=mesh)(EIGHT[:4], EIGHT[:3]),
-        r"\[1\] of map_workers has shape \(3,\), (of 3|others are of 4) workers",
-    ),
-    "a result that is not equal": (
-        lambda mesh: by_hand.map_workers(same, AXIS, mesh=mesh, out_axes=None)(
-            EIGHT[:4]
-        ),
-        "of map_workers has None in out_axes, equal on all",
-    ),
-}
+EIGHT, FOUR, SGD = np.arange(8.0), mesh_of({AXIS: 4}), optax.sgd(0.1)
+TWO = mesh_of({AXIS: 2, "fsdp": 4})
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, on_mesh):
-    call, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        call(FOUR if on_mesh else None)
+def mapped(mesh, *args, fun=same, **ways):
+    return by_hand.map_workers(fun, AXIS, mesh=mesh, **ways)(*args)
 
 
-def test_meshes_and_parameters_that_do_not_fit():
-    mesh = mesh_of({AXIS: 2, "fsdp": 4})
-    across = jax.device_put(np.ones((4, 2)), NamedSharding(mesh, P(AXIS)))
-    for call, message in (
-        (
-            lambda: by_hand.map_workers(same, "pods", mesh=mesh),
-            "no axis 'pods'; its axes",
-        ),
-        (lambda: by_hand.map_workers(same, (AXIS, "fsdp")), "needs a mesh, which says"),
-        (lambda: by_hand.map_workers(same, AXIS)({}), "nothing tells how many workers"),
-        (
-            lambda: by_hand.state_axes(optax.sgd(0.1), PARAMS, level=-1),
-            "from 0; got level -1",
-        ),
-        (
-            lambda: oxs.Workers(3, AXIS, mesh=mesh),
-            "Workers are 3, but the mesh has 2 positions",
-        ),
-        (
-            lambda: oxs.Workers(2, AXIS, mesh=mesh).start(across),
-            "may be sharded over the mesh's axes besides",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(TypeError, match="mesh must be a jax"):
-        by_hand.map_workers(same, AXIS, mesh=8)
+def across():
+    """Started with parameters that lie along the axis of the workers."""
+    params = jax.device_put(np.ones((4, 2)), NamedSharding(TWO, P(AXIS)))
+    return oxs.Workers(2, AXIS, mesh=TWO).start(params)
+
+
+@pytest.mark.parametrize("mesh", [None, FOUR], ids=["simulated", "mesh"])
+@table(r"""
+mapped(mesh or FOUR, EIGHT)
+    # ValueError: 8 workers, but the mesh has \d positions.*mesh=None
+mapped(mesh, 1.0)  # ValueError: is a scalar. Give it None in in_axes
+mapped(mesh, EIGHT, in_axes=({"a": 0},))
+    # ValueError: in_axes of map_workers do not fit
+mapped(mesh, EIGHT, in_axes=(0, 0))
+    # ValueError: in_axes of map_workers do not fit
+mapped(mesh, EIGHT, in_axes=1)
+    # ValueError: got 1. Move the worker axis to the front
+mapped(mesh, EIGHT[:4], EIGHT[:3], fun=max)
+    # ValueError: \[1\] of map_workers has shape \(3,\), of 3 workers
+mapped(mesh, EIGHT[:4], out_axes=None)
+    # ValueError: of map_workers has None in out_axes, equal on all
+by_hand.map_workers(same, "pods", mesh=TWO)  # ValueError: no axis 'pods'; its axes
+by_hand.map_workers(same, (AXIS, "fsdp"))  # ValueError: needs a mesh, which says
+by_hand.map_workers(same, AXIS, mesh=8)  # TypeError: mesh must be a jax
+mapped(None, {})  # ValueError: nothing tells how many workers
+by_hand.state_axes(SGD, PARAMS, level=-1)  # ValueError: from 0; got level -1
+oxs.Workers(3, AXIS, mesh=TWO)
+    # ValueError: Workers are 3, but the mesh has 2 positions
+across()  # ValueError: may be sharded over the mesh's axes besides
+oxs.value_and_grad(loss_of, axis_name=0)  # TypeError: axis_name must be the name
+""")
+def test_refused(call, said, mesh):
+    with refused(said):
+        eval(call, globals() | {"mesh": mesh})
 
 
 # JAX's version, NPROC, devices of the mesh; the cores are 3 and the CPU devices 8.
@@ -302,26 +261,6 @@ def test_shardings_are_where_a_run_starts():
     assert all(jax.tree.leaves(equal))
     assert expected[1].center["w"].sharding.spec == P(None, "fsdp")
     assert started[0]["w"].addressable_shards[0].data.shape == (1, 8, 2)
-
-
-def test_explicit_axes_are_compiled_once():
-    """A step returns their specs in full, and the start has them so already."""
-    mesh, tx = mesh_of({AXIS: 2, "fsdp": 4}, "Explicit"), optax.sgd(0.1, 0.9)
-    params, state, axes = begun(tx, PARAMS, 2, AXIS, mesh)
-
-    def step(params, state):
-        return oxs.apply_gradients(tx, params, state, params)
-
-    mapped = jax.jit(
-        by_hand.map_workers(
-            step, AXIS, mesh=mesh, in_axes=(0, axes), out_axes=(0, axes)
-        )
-    )
-    for _ in range(3):
-        params, state = mapped(params, state)
-    assert mapped._cache_size() == 1
-    first = by_hand.first(params)["w"]
-    np.testing.assert_array_equal(first, params["w"].addressable_shards[0].data[0])
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_of({AXIS: 4}), mesh_of({"a": 2, "b": 2})])

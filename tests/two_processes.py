@@ -8,10 +8,7 @@ where it is not to be the one that `styles_of` finds.
 """
 
 import importlib
-import os
 import pickle
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from optx_sync import by_hand
-from tests import contexts
+from tests import contexts, scripts
 
 CASES = (
     "tests.replicas.test_cross_shard:process_cases",
@@ -119,23 +116,15 @@ def front_door(mesh):
 def replay_all():
     """{(case, style): the leaves of the history [T, 4, ...]}, by two processes."""
     with tempfile.TemporaryDirectory() as folder:
-        _launch(folder, Path(folder, "result"))
-        return pickle.loads(Path(folder, "result").read_bytes())
+        result = Path(folder, "result")
+        _launch(Path(folder), result)
+        return pickle.loads(result.read_bytes())
 
 
 def _launch(folder, result):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[1]
-    logs = [Path(folder, f"{number}.log") for number in range(PROCESSES)]
-    command = [sys.executable, "-m", "tests.two_processes", str(port), str(result)]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    children = []
-    for number, log in enumerate(logs):
-        with log.open("w") as output:
-            to = {"stdout": output, "stderr": output, "cwd": root, "env": environment}
-            children.append(subprocess.Popen([*command, str(number)], **to))
+    children = scripts.launch(
+        __name__, folder, PROCESSES, lambda number, port: (port, result, number)
+    )
     end, codes = time.monotonic() + SECONDS, [None]
     # One that fails leaves the other waiting in a collective: look at all of them.
     while None in codes and not any(codes) and time.monotonic() < end:
@@ -144,7 +133,7 @@ def _launch(folder, result):
     for child in children:
         child.kill()
         child.wait()
-    said = "\n".join(log.read_text() for log in logs)
+    said = "\n".join(log.read_text() for log in folder.glob("*.log"))
     assert not any(codes) and None not in codes, f"{codes}, None never ended:\n{said}"
 
 

@@ -97,6 +97,12 @@ def reduce(
     return found[0]
 
 
+WEIGHED_SUM = (
+    "weight= makes a weighted mean and has no meaning with reduction='sum'; leave "
+    "weight out, or pass reduction='mean'."
+)
+
+
 def reduce_and_sum(
     tree: SameTree,
     axis_name: AxisName,
@@ -115,8 +121,8 @@ def reduce_and_sum(
     wire_dtype = check_sum_dtype(dtype)
     axes = collectives.check_axis_name(axis_name)
     size = collectives.axis_size(axis_name)
-    if weight is not None:
-        check_weighted(reduction)
+    if weight is not None and reduction == "sum":
+        raise ValueError(WEIGHED_SUM)
     groups = None
     if group_assignment is not None:
         check_group_assignment(group_assignment, size)
@@ -282,15 +288,6 @@ def check_reduction(reduction: object) -> None:
     """A ValueError for anything but "mean" and "sum"."""
     if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}.")
-
-
-def check_weighted(reduction: Reduction) -> None:
-    """Refuse a weight for a sum."""
-    if reduction == "sum":
-        raise ValueError(
-            "weight= makes a weighted mean and has no meaning with reduction='sum'; "
-            "leave weight out, or pass reduction='mean'."
-        )
 
 
 def check_sum_dtype(dtype: DTypeLike | None) -> np.dtype | None:

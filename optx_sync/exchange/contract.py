@@ -201,14 +201,12 @@ def check_weight(exchange: Exchange, weight: ArrayLike | None) -> None:
         )
 
 
-def require_exact(exchange: Exchange) -> None:
-    """Refuse to measure gradients if the exchange does not give their exact mean."""
-    if not exchange.exact:
-        raise ValueError(
-            "measure=True compares each replica's gradient with the mean of all, and "
-            "this exchange gives another one, coded or cut. Measure with "
-            "oxs.exchange.all_reduce(), or leave measure out."
-        )
+# Said where gradients are to be measured and the exchange has no exact mean.
+INEXACT = (
+    "measure=True compares each replica's gradient with the mean of all, and this "
+    "exchange gives another one, coded or cut. Measure with oxs.exchange.all_reduce(), "
+    "or leave measure out."
+)
 
 
 def check_exchange(exchange: object, default: Exchange | None = None) -> Exchange:

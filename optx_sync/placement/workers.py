@@ -258,11 +258,10 @@ class _Workers(NamedTuple):
             what = f"The argument {path_name(path[1:])} of map_workers"
             if not shape:
                 what = f"{what} has axis 0 in in_axes, the workers', but is a scalar."
-            elif positions is None:
-                what = f"{what} has shape {shape}, others are of {workers} workers."
             else:
                 what = f"{what} has shape {shape}, of {shape[0]} workers"
-                what = wrong_number(what, self.axes, positions)
+                others = f"{what}; others are of {workers}."
+                what = wrong_number(what, self.axes, positions) if positions else others
             raise ValueError(
                 f"{what} Give it None in in_axes if it is equal for all workers; stack "
                 "what is one worker's: oxs.by_hand.replicate(x, n), a state with "

@@ -28,6 +28,7 @@ from optx_sync.exchange.measures import (
     start,
 )
 from optx_sync.metrics import Info, told
+from optx_sync.options import Refused, refuse
 from optx_sync.placement import fields
 from optx_sync.replicas import owners
 from optx_sync.replicas.landing import Leaves
@@ -35,6 +36,7 @@ from optx_sync.step import take_weight
 from optx_sync.trees import Tree
 
 Grads = Literal["local", "summed", "averaged"]
+_ALL_REDUCE = all_reduce()
 _CALL = "oxs.cross_shard(optax.adam(1e-3), 'data')"
 
 
@@ -178,31 +180,21 @@ def cross_shard(
     check_axis_name(axis_name)
     reduce.check_reduction(reduction)
     checks.one_of("grads", grads, Grads)
-    if exchange is not None:
-        _require_own(grads, "An exchange")
-    exchange = contract.check_exchange(exchange, all_reduce())
     if group_assignment is not None:
         reduce.check_group_assignment(group_assignment)
-        _require_own(grads, "group_assignment")
-        if not exchange.exact:
-            raise ValueError(
-                "group_assignment needs an exchange that takes groups; this one does "
-                "not. Use oxs.exchange.all_reduce(), or a mesh with an axis per group."
-            )
-    if measure:
-        _require_own(grads, "measure=True")
-        contract.require_exact(exchange)
-    replicas = _CrossShard(
+    options = _Options(
         inner,
         axis_name,
         reduction,
         group_assignment,
         grads,
-        exchange,
+        contract.check_exchange(exchange, _ALL_REDUCE),
+        shard_state,
         reduce.check_extra_args(reduce_extra_args),
         measure,
-        _landing(inner, axis_name, shard_state, exchange, group_assignment, measure),
     )
+    refuse(options, _TOGETHER)
+    replicas = _CrossShard(options, _landing(options))
     return optax.GradientTransformationExtraArgs(replicas.init, replicas.update)
 
 
@@ -260,8 +252,8 @@ def all_reduce_grads(
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-class _CrossShard(NamedTuple):
-    """`init` and `update` of `cross_shard`, with checked arguments."""
+class _Options(NamedTuple):
+    """The checked options of `cross_shard`."""
 
     inner: optax.GradientTransformationExtraArgs
     axis_name: AxisName
@@ -269,39 +261,134 @@ class _CrossShard(NamedTuple):
     group_assignment: GroupAssignment | None
     grads: Grads
     exchange: Exchange
+    shard_state: bool | str
     reduced_names: tuple[str, ...]
     measure: bool
+
+    @property
+    def leaves(self) -> bool:
+        """Whether whole leaves of the state lie on their owners."""
+        return self.shard_state == "leaves"
+
+    @property
+    def stops_half_way(self) -> bool:
+        """Whether the exchange can leave each replica the sum of its piece."""
+        coded = self.exchange.halves is not None and not self.leaves
+        return self.exchange.scatter is not None or coded
+
+
+_REDUCED = (
+    " needs each replica's own gradient, but grads={0.grads!r} says that they are "
+    "reduced already. Use grads='local', with oxs.localize(params, axis_name) before "
+    "jax.grad."
+)
+_HALF_WAY = (
+    "shard_state={0.shard_state!r} needs an exchange that can stop half way, where "
+    "each replica has the sum of its piece; this one cannot. Use "
+)
+_TOGETHER: Refused[_Options] = (
+    (
+        lambda o: o.shard_state not in (False, True, "leaves"),
+        "shard_state must be False, True (pieces of arrays) or 'leaves' (whole ones); "
+        "got {0.shard_state!r}.",
+    ),
+    (
+        lambda o: o.grads != "local" and o.exchange is not _ALL_REDUCE,
+        "An exchange" + _REDUCED,
+    ),
+    (
+        lambda o: o.grads != "local" and o.group_assignment is not None,
+        "group_assignment" + _REDUCED,
+    ),
+    (
+        lambda o: o.group_assignment is not None and not o.exchange.exact,
+        "group_assignment needs an exchange that takes groups; this one does not. Use "
+        "oxs.exchange.all_reduce(), or a mesh with an axis per group.",
+    ),
+    (lambda o: o.grads != "local" and o.measure, "measure=True" + _REDUCED),
+    (
+        lambda o: o.shard_state and o.group_assignment is not None,
+        "shard_state={0.shard_state!r} cuts the state over all replicas of the axis "
+        "and takes no group_assignment. Use a mesh with an axis per group, and name "
+        "that of the replicas inside a group.",
+    ),
+    (
+        lambda o: o.leaves and not o.stops_half_way,
+        _HALF_WAY + "oxs.exchange.all_reduce(), or leave shard_state out.",
+    ),
+    (
+        lambda o: o.shard_state and not o.stops_half_way,
+        _HALF_WAY + "oxs.exchange.all_reduce(), quantized() or "
+        "error_feedback(quantized()), or leave shard_state out.",
+    ),
+    (
+        lambda o: o.leaves and o.measure,
+        "shard_state='leaves' cannot be combined with measure=True. Leave one of them "
+        "out, or use shard_state=True.",
+    ),
+    (lambda o: o.measure and not o.exchange.exact, contract.INEXACT),
+)
+_WEIGHED: Refused[_Options] = (
+    (lambda o: o.grads != "local", "weight" + _REDUCED),
+    (lambda o: o.reduction == "sum", reduce.WEIGHED_SUM),
+)
+
+
+def _landing(options: _Options) -> Landing:
+    """Where the mean lands, as `shard_state` says."""
+    inner, axis_name = options.inner, options.axis_name
+    if not options.shard_state:
+        return Whole(axis_name, options.group_assignment)
+    axes = check_axis_name(axis_name)
+    if options.leaves:
+        return Leaves(axis_name, owners.Leaves(inner, axes))
+    cut = Elementwise(inner, axes, f"shard_state={options.shard_state!r}")
+    return Pieces(axis_name, cut, options.exchange.bucket_bytes)
+
+
+class _CrossShard(NamedTuple):
+    """`init` and `update` of `cross_shard`."""
+
+    options: _Options
     landing: Landing
 
     @property
     def keeps(self) -> bool:
         """Whether the state is more than that of `inner`."""
-        exchange = self.exchange
-        return self.measure or exchange.remembers or exchange.outlier is not None
+        exchange = self.options.exchange
+        return (
+            self.options.measure or exchange.remembers or exchange.outlier is not None
+        )
 
     def init(self, params):
         """The state of a replica before its first step."""
+        options = self.options
         checks.check_params(params)
 
         def own(tree):
-            return varying.localize_where_mapped(tree, self.axis_name)
+            return varying.localize_where_mapped(tree, options.axis_name)
 
         # The groups' states will differ, so all of the state varies from the start.
-        grouped = self.group_assignment is not None
+        grouped = options.group_assignment is not None
         params = own(params) if grouped else params
-        inner = self.landing.init(self.inner, params)
+        inner = self.landing.init(options.inner, params)
         inner = own(inner) if grouped else inner
         if not self.keeps:
             return inner
         memory, outliers = own(
-            (self.exchange.init(params), contract.start_outliers(self.exchange))
+            (
+                options.exchange.init(params),
+                contract.start_outliers(options.exchange),
+            )
         )
-        measured = like_params(start(), params, self.axis_name) if self.measure else ()
+        measured = (
+            like_params(start(), params, options.axis_name) if options.measure else ()
+        )
         return CrossShardState(
             memory,
             Info(outliers=outliers, measured=measured),
             inner,
-            summed=fields.fact(self.reduction == "sum"),
+            summed=fields.fact(options.reduction == "sum"),
             cut=fields.fact(not isinstance(self.landing, Whole)),
         )
 
@@ -309,56 +396,60 @@ class _CrossShard(NamedTuple):
         self, updates, state, params=None, *, weight=None, batch_size=None, **extra_args
     ):
         """The updates of `inner` for the reduced gradients, and the state."""
+        inner = self.options.inner
         extra_args = self.check(updates, params, weight, extra_args)
         batch_size = check_batch_size(batch_size)
         before = state if self.keeps else CrossShardState((), Info(), state)
         like = updates if params is None else params
-        landing = self.landing.fit(self.inner, updates, like, before.inner)
+        landing = self.landing.fit(inner, updates, like, before.inner)
         mean, now = self.meet(landing, updates, before, weight, batch_size)
         own = None if params is None else landing.share(params)
         with checks.explains_inner(mean):
-            new, inner = landing.step(self.inner, mean, before.inner, own, extra_args)
+            new, state = landing.step(
+                self.options.inner, mean, before.inner, own, extra_args
+            )
         new = checks.fill_missing(landing.whole(new), params)
-        info = with_update(now.info, new, self.axis_name)
+        info = with_update(now.info, new, self.options.axis_name)
         now = now._replace(
             info=varying.vary_like(info, before.info),
-            inner=varying.vary_like(inner, before.inner),
+            inner=varying.vary_like(state, before.inner),
         )
         return new, now if self.keeps else now.inner
 
     def check(self, grads, params, weight, extra_args) -> dict[str, Any]:
         """Refuse arguments that do not fit; returns the extra arguments for `inner`."""
+        options = self.options
         checks.check_grads(grads, params)
         take_weight(weight)
         if weight is not None:
-            _require_own(self.grads, "weight")
-            reduce.check_weighted(self.reduction)
-        if self.grads != "local":
-            varying.require_reduced(grads, self.axis_name, self.grads)
+            refuse(options, _WEIGHED)
+        if options.grads != "local":
+            varying.require_reduced(grads, options.axis_name, options.grads)
         else:
-            varying.require_local(grads, self.axis_name, "gradient")
-            contract.check_weight(self.exchange, weight)
-            if not self.exchange.exact:
+            varying.require_local(grads, options.axis_name, "gradient")
+            contract.check_weight(options.exchange, weight)
+            if not options.exchange.exact:
                 contract.require_dense(grads)
         return reduce.mean_extra_args(
             extra_args,
-            self.reduced_names,
-            self.axis_name,
+            options.reduced_names,
+            options.axis_name,
             weight=weight,
-            group_assignment=self.group_assignment,
+            group_assignment=options.group_assignment,
         )
 
     def meet(self, landing, grads, state: CrossShardState, weight, batch_size):
         """(this replica's share of the mean or sum of all gradients, the state)."""
-        summed = self.reduction == "sum"
-        if self.grads != "local":
+        options = self.options
+        summed = options.reduction == "sum"
+        if options.grads != "local":
             mean = landing.share(grads)
-            if summed != (self.grads == "summed"):
-                replicas = axis_size(self.axis_name)
+            if summed != (options.grads == "summed"):
+                replicas = axis_size(options.axis_name)
                 mean = times(mean, replicas, divided=not summed)
             return mean, state
         agreed = agree(
-            self.exchange,
+            options.exchange,
             landing,
             grads,
             state.exchange,
@@ -368,55 +459,3 @@ class _CrossShard(NamedTuple):
             summed=summed,
         )
         return agreed.mean, state._replace(exchange=agreed.memory, info=agreed.info)
-
-
-def _require_own(grads: Grads, what: str) -> None:
-    """Refuse gradients that are already reduced, where `what` needs local ones."""
-    if grads != "local":
-        raise ValueError(
-            f"{what} needs each replica's own gradient, but grads={grads!r} says that "
-            "they are reduced already. Use grads='local', with oxs.localize(params, "
-            "axis_name) before jax.grad."
-        )
-
-
-def _landing(
-    inner: optax.GradientTransformationExtraArgs,
-    axis_name: AxisName,
-    shard_state: bool | str,
-    exchange: Exchange,
-    group_assignment: GroupAssignment | None,
-    measure: bool,
-) -> Landing:
-    """Where the mean lands, as `shard_state` says; refuse what cannot land there."""
-    if shard_state not in (False, True, "leaves"):
-        raise ValueError(
-            "shard_state must be False, True (pieces of arrays) or 'leaves' (whole "
-            f"ones); got {shard_state!r}."
-        )
-    if not shard_state:
-        return Whole(axis_name, group_assignment)
-    option, leaves = f"shard_state={shard_state!r}", shard_state == "leaves"
-    if group_assignment is not None:
-        raise ValueError(
-            f"{option} cuts the state over all replicas of the axis and takes no "
-            "group_assignment. Use a mesh with an axis per group, and name that of the "
-            "replicas inside a group."
-        )
-    coded = exchange.halves is not None and not leaves
-    if exchange.scatter is None and not coded:
-        others = "" if leaves else ", quantized() or error_feedback(quantized())"
-        raise ValueError(
-            f"{option} needs an exchange that can stop half way, where each replica "
-            "has the sum of its piece; this one cannot. Use "
-            f"oxs.exchange.all_reduce(){others}, or leave {option} out."
-        )
-    if leaves and measure:
-        raise ValueError(
-            f"{option} cannot be combined with measure=True. Leave one of them out, or "
-            "use shard_state=True."
-        )
-    axes = check_axis_name(axis_name)
-    if leaves:
-        return Leaves(axis_name, owners.Leaves(inner, axes))
-    return Pieces(axis_name, Elementwise(inner, axes, option), exchange.bucket_bytes)

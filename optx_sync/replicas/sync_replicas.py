@@ -281,8 +281,8 @@ def sync_replicas(
         )
     exchange = contract.check_exchange(exchange, all_reduce())
     contract.require_declared(exchange, "sync_replicas")
-    if measure:
-        contract.require_exact(exchange)
+    if measure and not exchange.exact:
+        raise ValueError(contract.INEXACT)
     replicas = _SyncReplicas(
         inner,
         axis_name,

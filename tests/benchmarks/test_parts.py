@@ -1,18 +1,13 @@
 """Parts of the benchmarks that can be wrong: each against NumPy, or by hand."""
 
-import math
 import operator
-import sysconfig
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from scipy import stats
 
-import optx_sync as oxs
 from tests.cases import OPTIMIZERS
 
 MACHINES = 100
@@ -48,96 +43,6 @@ def test_the_step_by_hand_is_the_library_s(module, name):
     assert np.abs(ends[0] - np.asarray(params["w"])).max() > 1e-3
 
 
-def center_by_hand(method, schedule, targets, period, rate):
-    """The methods in NumPy, for the gradient x - target of worker's own target."""
-    x, summed = np.zeros(len(targets)), np.zeros(len(targets))
-    steps, center = np.zeros(len(targets), int), 0.0
-    for w in schedule:
-        update = -rate * (x[w] - targets[w])
-        x[w], summed[w], steps[w] = x[w] + update, summed[w] + update, steps[w] + 1
-        if steps[w] % period == 0:
-            if method == "AEASGD":
-                pull = 0.05 * (x[w] - center)
-                x[w], center = x[w] - pull, center + pull
-            else:
-                center += summed[w] / (period if method == "AGN" else 1)
-                x[w], summed[w] = center, 0.0
-    return center
-
-
-@pytest.mark.parametrize("method", ["AGN", "AEASGD", "DOWNPOUR"])
-def test_the_methods_are_what_their_papers_say(module, method):
-    targets, period, rate = np.array([1.0, -2.0, 4.0, 0.5]), 3, 0.1
-    schedule = np.random.default_rng(0).integers(0, 4, 200)
-    record = oxs.simulate.asynchronous(
-        optax.sgd(rate),
-        module("reproduce_agn").RULES[method],
-        jnp.zeros(()),
-        lambda worker, params, event: params - jnp.float32(targets)[worker],
-        schedule,
-        num_workers=4,
-        communication_period=period,
-    )
-    expected = center_by_hand(method, schedule, targets, period, rate)
-    assert abs(expected) > 0.1
-    np.testing.assert_allclose(record.center[-1], expected, rtol=1e-5)
-
-
-def test_orders_and_staleness(module):
-    script = module("reproduce_agn")
-    rng = np.random.default_rng(0)
-    schedule = script.ORDERS["commits"](rng, 5, 4, 2000)
-    blocks = schedule.reshape(500, 4)
-    assert (blocks == blocks[:, :1]).all()
-    # Whoever commits is drawn: that of a worker after its own is 0 commits old.
-    assert np.mean(script.staleness_of(schedule, 4) == 0) == pytest.approx(
-        0.2, abs=0.05
-    )
-    assert script.staleness_of(np.array([0, 1, 0, 0, 1, 1]), 1).tolist() == [
-        *(0, 1, 1, 0, 2, 0)
-    ]
-    round_robin = script.staleness_of(np.arange(60) % 5, 3)
-    assert round_robin.tolist() == [0, 1, 2, 3, 4] + [4] * 15
-
-
-def test_areas(module):
-    script = module("reproduce_agn")
-    assert script.areas_of(np.array([[0.0, 1.0, 0.0], [2.0, 2.0, 2.0]])).tolist() == [
-        *(0.5, 2.0)
-    ]
-    # Two curves, of 4 and of 8 commits: over the first 4 the second has half its rise.
-    commits = np.array([[0.0, 2.0, 4.0], [0.0, 4.0, 8.0]])
-    curves = np.array([[0.0, 0.5, 1.0], [0.0, 0.5, 1.0]])
-    against = script.against_commits(commits, curves)
-    np.testing.assert_allclose(against, [[0, 0.5, 1], [0, 0.25, 0.5]])
-
-
-def expected_seconds(law, spare):
-    """The mean of the (100 - b)-th smallest of 100 times, by formulas."""
-    if law == "1 + exponential":
-        return 1 + 0.3 * sum(1 / k for k in range(spare + 1, MACHINES + 1))
-    if law == "Pareto":
-        gammas = (MACHINES + 1, -0.4 + spare + 1), (spare + 1, MACHINES + 1 - 0.4)
-        (a, b), (c, d) = ([math.lgamma(x) for x in pair] for pair in gammas)
-        return math.exp(a + b - c - d)
-    seconds = np.linspace(0, 60, 60_001)
-    slow, fast = (stats.lognorm(0.3, scale=scale) for scale in (10, 1))
-    below = 0.98 * fast.cdf(seconds) + 0.02 * slow.cdf(seconds)
-    later = stats.binom.cdf(MACHINES - spare - 1, MACHINES, below)
-    return np.trapezoid(later, seconds)
-
-
-@pytest.mark.parametrize("law", ["log-normal, stragglers", "1 + exponential", "Pareto"])
-def test_steps_take_what_order_statistics_say(module, law):
-    script = module("reproduce_backup_workers")
-    times = script.times_of(0, law, 2000)
-    for spare in (4, 10, 20):
-        expected = expected_seconds(law, spare)
-        assert script.giving_up(times, spare).mean() == pytest.approx(
-            expected, rel=0.05
-        )
-
-
 def test_late_machines(module):
     script = module("reproduce_backup_workers")
     # One of two is enough. The second one is busy until 10, then hands in at 11 what it
@@ -155,53 +60,6 @@ def test_late_machines(module):
     assert script.giving_up(times, 1).tolist() == [1, 1, 1, 2]
     # Until 3 the third one is away. The third step begins at 3.
     assert script.carrying_on(times, 1).tolist() == [1, 2, 1, 2]
-
-
-def test_the_events_of_a_step_are_in_order(module):
-    script = module("reproduce_backup_workers")
-    times, (_, schedule, rows, validation, test) = script.make(0, "Pareto", 5)
-    assert times.min() >= 1
-    for of_step, order in zip(times, schedule.reshape(5, MACHINES), strict=True):
-        assert (np.diff(of_step[order]) >= 0).all()
-        assert sorted(order) == list(range(MACHINES))
-    everywhere = np.concatenate([validation, test])
-    assert len(np.unique(everywhere)) == 720
-    assert not np.isin(rows, everywhere).any()
-
-
-def test_the_first_time(module):
-    script = module("reproduce_backup_workers")
-    curves = np.array([[0.1, 0.8, 0.7, 0.9], [0.1, 0.2, 0.3, 0.4]])
-    seconds = np.array([1.5, 3.0, 4.5, 6.0])
-    when, updates = script.first_time(curves, seconds, 0.8)
-    assert when.tolist() == [3.0, np.inf]
-    assert updates.tolist() == [2, np.inf]
-
-
-@pytest.mark.parametrize(
-    ("best", "tried"), [(0, [-1, 0, 1]), (2, [0, 1, 2, 3]), (-1, [-2, -1, 0, 1])]
-)
-def test_rates_are_tried_past_the_best_on_both_sides(module, best, tried):
-    try_rates = module("reproduce_diloco").try_rates
-    found = try_rates(lambda rate: abs(math.log2(rate / 2e-3) - best))
-    assert [round(math.log2(rate / 2e-3)) for rate in sorted(found)] == tried
-
-
-def test_turns_are_spread_over_a_period(module):
-    script = module("reproduce_elastic_averaging")
-    schedule = script.turns(4, 16, 32)
-    assert np.bincount(schedule).tolist() == [32] * 4
-    steps = np.zeros(4, int)
-    exchanges = []
-    for event, worker in enumerate(schedule):
-        steps[worker] += 1
-        if steps[worker] % 16 == 0:
-            exchanges.append((event, worker))
-    assert [worker for _, worker in exchanges] == [0, 1, 2, 3] * 2
-    # Four turns apart: of four workers once all have started.
-    gaps = np.diff([event for event, _ in exchanges])
-    assert gaps[3] == 4 * 4 + 1 - 4  # the last worker of a turn, the first of another
-    assert script.turns(3, 1, 2).tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def batches_of(seed):
@@ -263,15 +121,6 @@ def test_methods_are_those_of_the_papers(module, name, penalty):
     np.testing.assert_array_equal(zeros, expected == 0)
 
 
-def test_without_a_penalty_all_are_gradient_descent(module):
-    sparse = module("sparse_methods")
-    batches = batches_of(2)
-    expected = weights_by_hand("ogd_count", 0.0, batches)
-    for name in ("ftrl", "fobos", "ogd_count"):
-        weights = sparse.train(getattr(sparse, name), RATE, 0.0, FEATURES, *batches)
-        np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("power", [0.0, 0.5])
 def test_the_global_rate(module, power):
     sparse = module("sparse_methods")
@@ -304,40 +153,6 @@ def test_nonzeros_at_equal_loss(module):
     assert script.shown([1.0, np.nan]) == "-"
 
 
-def test_lines_and_labels(module, monkeypatch, tmp_path):
-    for name, text in {
-        "test/inside.py": "a = b + c\n" * 3,
-        "package/test/deeper.py": "p = q\n",
-        "top.py": "x = y\n\nx\n",
-        "site-packages/other.py": "p = q\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    load = module("reproduce_ftrl").load
-    ((ids, labels), (rest, _)), about = load((4, 1))
-    assert ids.shape == (4, 48) and rest.shape == (1, 48)
-    assert (about["files"], about["lines"]) == (3, 7)
-    ((ids, labels),), _ = load((5,))
-    # Three equal lines of five tokens and four pairs; two of three and two.
-    assert sorted(labels) == [0, 0, 1, 1, 1]
-    np.testing.assert_array_equal((ids < 2**18).sum(1), np.where(labels == 1, 9, 5))
-    # Without tests: is the file in a package?
-    (tmp_path / "test/inside.py").unlink()
-    ((_, labels),), _ = load((2,))
-    assert sorted(labels) == [0, 1]
-
-
-def test_loops_over_leaves_are_counted(module):
-    steps = module("bench_steps")
-    peers, shapes = module("peers"), jax.ShapeDtypeStruct((512,), "float32")
-    params = [shapes] * 3
-    for name, loops in {"gradient_descent": 1, "adam": 3}.items():
-        compiled, *seconds = steps.build(peers.OURS[name](), params)
-        assert 1 <= steps.loops_of(compiled, 512, 3) <= loops
-        assert min(seconds) > 0
-
-
 def test_every_peer_has_one_of_ours(module):
     peers = module("peers")
     names = {row["ours"]["name"] for row in peers.TABLE.values()}
@@ -348,42 +163,3 @@ def test_every_peer_has_one_of_ours(module):
         assert jax.eval_shape(make().init, jnp.ones(3))
     running = {key for row in peers.KERNELS.values() for key in row.get("running", ())}
     assert running == set(peers.RUNNING)
-
-
-def test_rows_touched_are_as_the_kind_says(module):
-    gradients = module("bench_steps").gradients
-    for order in ("any order", "sorted", "repeated"):
-        pairs = gradients(1_000, 100, order, 3)
-        assert len(pairs) == 3
-        for indices, values in pairs:
-            assert indices.dtype == np.int32 and values.shape == (100, 16)
-            assert indices.min() >= 0 and indices.max() < 1_000
-            assert (len(np.unique(indices)) < 100) == (order == "repeated")
-            assert (np.diff(indices) > 0).all() == (order == "sorted")
-        assert not np.array_equal(pairs[0][0], pairs[1][0])
-    first, again = (gradients(1_000, 100, "any order", 1)[0] for _ in range(2))
-    assert np.array_equal(first[0], again[0]) and np.array_equal(first[1], again[1])
-
-
-def test_break_even_is_where_both_take_as_long(module):
-    break_even = module("bench_steps").break_even
-    counts = [16, 64, 256, 1024]
-
-    def at(cost):
-        linear = {str(n): {"ours": [n * cost], "dense": [128.0]} for n in counts}
-        return break_even(counts, linear | {"sorted": {"ours": [1e9], "dense": [1]}})
-
-    np.testing.assert_allclose([at(1.0), at(0.25), at(100.0)], [128, 512, 16])
-    assert at(0.01) is None
-
-
-def test_a_step_moves_the_rows_it_is_given(module):
-    steps = module("bench_steps")
-    table = steps.table_of("gradient_descent", 50)
-    pairs = steps.gradients(50, 5, "repeated", 2)
-    for (grads,) in steps.slices(pairs):
-        table(grads)
-    expected = np.ones((50, 16), np.float32)
-    for indices, values in pairs:
-        np.add.at(expected, indices, -np.float32(0.01) * values)
-    np.testing.assert_allclose(table.held[0], expected, rtol=1e-6)

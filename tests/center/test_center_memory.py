@@ -17,6 +17,7 @@ import pytest
 import optx_sync as oxs
 from optx_sync import by_hand
 from tests import contexts
+from tests.refusals import all_refused
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
 PERIOD = 2
@@ -154,24 +155,18 @@ def test_quiet_steps_hand_the_center_on():
     assert touched(meet=True) and not touched(meet=False)
 
 
-REFUSED = {
-    "memory": (dict(center_memory="host"), "center_memory must be 'device' or"),
-    "delay": (dict(center_memory="pinned_host", delay=1), "delay=1 it absorbs"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case):
-    options, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        oxs.diloco(INNER, AXIS, communication_period=PERIOD, **options)
-
-
-def test_a_penalty_and_a_program_that_decides_itself_are_refused():
-    with pytest.raises(ValueError, match="reads it in every step"):
-        oxs.elastic_average(INNER, AXIS, rho=0.1, center_memory="pinned_host")
+def decided(meet):
     tx = oxs.local_sgd(INNER, None, center_memory="pinned_host")
-    state = tx.init(PARAMS)
-    for meet in (None, jnp.bool_(True)):
-        with pytest.raises(ValueError, match="needs two programs"):
-            oxs.apply_gradients(tx, PARAMS, state, PARAMS, meet=meet)
+    return oxs.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, meet=meet)
+
+
+test_refused = all_refused(globals())(r"""
+oxs.diloco(INNER, AXIS, center_memory="host")
+    # ValueError: center_memory must be 'device' or
+oxs.diloco(INNER, AXIS, center_memory="pinned_host", delay=1)
+    # ValueError: delay=1 it absorbs
+oxs.elastic_average(INNER, AXIS, rho=0.1, center_memory="pinned_host")
+    # ValueError: reads it in every step
+decided(None)
+decided(jnp.bool_(True))  # ValueError: needs two programs
+""")

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand
 from tests import contexts
 from tests.center.test_laws import RULES, STEPS, gradients, replay
 from tests.meshes import mesh_of
@@ -20,14 +19,6 @@ PARAMS = {
     "scalar": np.float32(0.5),
     "matrix": np.linspace(-2, 2, 12, dtype=np.float32).reshape(6, 2),
 }
-
-
-def one_step(tx, grads, state, params, axes=None) -> Any:
-    """One step of all workers: (parameters, state)."""
-    axes = 0 if axes is None else axes
-    run = jax.vmap(tx.update, (0, axes, 0), (0, axes), axis_name=AXIS)
-    updates, state = jax.jit(run)(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def test_a_chain_clips_each_workers_gradient_before_the_exchange():
@@ -82,17 +73,15 @@ def test_two_rules_for_two_parts_of_the_parameters():
 def test_none_gradients(rule):
     """No update in a quiet step; the exchange acts on the leaf all the same."""
     tx = RULES[rule](optax.sgd(0.1), communication_period=2)
-    params = {
-        "used": jnp.ones((WORKERS, 3)),
-        "unused": jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2),
-    }
-    state = by_hand.replicate(tx.init(jax.tree.map(lambda p: p[0], params)), WORKERS)
+    one = {"used": jnp.ones(3), "unused": jnp.arange(2.0)}
+    step, params, state = contexts.started(tx, one)
     # The center of the unused leaf is [0, 1] on all workers, as at worker 0.
+    params["unused"] = jnp.arange(WORKERS * 2.0).reshape(WORKERS, 2)
     grads = {"used": jnp.ones((WORKERS, 3)), "unused": None}
-    quiet, state = one_step(tx, grads, state, params)
+    quiet, state = step(params, state, grads)
     np.testing.assert_array_equal(quiet["unused"], params["unused"])
     assert np.all(quiet["used"] != params["used"])
-    pulled, state = one_step(tx, grads, state, quiet)
+    pulled, state = step(quiet, state, grads)
     x, c = np.asarray(params["unused"]), np.array([0.0, 1.0])
     expected = {
         "elastic": x - 0.2 * (x - c),
@@ -143,46 +132,23 @@ def test_rows_reach_the_inner_optimizer_as_rows():
     np.testing.assert_array_equal(state.accumulated[0, :, 0], [1, 2, 0])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_tuple_of_axes(rule):
-    names = ("outer", "inner")
-    rules = {
-        "elastic": lambda axis: oxs.elastic_average(
-            optax.sgd(0.1), axis, learning_rate=0.1, communication_period=2
-        ),
-        "agn": lambda axis: oxs.agn(optax.sgd(0.1), axis, communication_period=2),
-        "local_sgd": lambda axis: oxs.local_sgd(
-            optax.sgd(0.1), axis, communication_period=2, drop_nonfinite=True
-        ),
-        "diloco": lambda axis: oxs.diloco(optax.sgd(0.1), axis, communication_period=2),
-    }
-    tx = rules[rule](names)
-    params: Any = jnp.ones(3)
-    grads = gradients(params=np.ones(3))
-    axes = by_hand.state_axes(tx, params)
-    specs = by_hand.state_specs(tx, params, P(), names)
-    mesh = mesh_of(dict.fromkeys(names, 2))
+def test_a_tuple_of_axes():
+    names, options = ("outer", "inner"), {"communication_period": 2}
 
-    def local(params, state, grads):
-        params, state, grads = params[0], by_hand.first(state, axes), grads[0]
-        run: Any = contexts.steps(tx)
-        history, state = run(params, state, grads, {})
-        return history[None], by_hand.replicate(state, 1, axes)
+    def rules(axis):
+        sgd = optax.sgd(0.1)
+        return {
+            "elastic": oxs.elastic_average(sgd, axis, learning_rate=0.1, **options),
+            "agn": oxs.agn(sgd, axis, **options),
+            "local_sgd": oxs.local_sgd(sgd, axis, drop_nonfinite=True, **options),
+            "diloco": oxs.diloco(sgd, axis, **options),
+        }
 
-    history, _ = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(P(names), specs, P(names)),
-            out_specs=(P(names), specs),
-        )
-    )(
-        by_hand.replicate(params, 4),
-        by_hand.replicate(tx.init(params), 4, axes),
-        np.swapaxes(grads, 0, 1),
-    )
-    expected, _ = replay(rules[rule](AXIS), grads, np.ones(3, np.float32))
-    contexts.assert_close(np.swapaxes(history, 0, 1), expected)
+    along = oxs.Workers(WORKERS, names, mesh=mesh_of(dict.fromkeys(names, 2)))
+    inputs = jnp.ones(3), gradients(params=np.ones(3)).swapaxes(0, 1)
+    found, _ = contexts.by_workers(along, rules(names), *inputs)
+    wanted, _ = contexts.by_workers(oxs.Workers(WORKERS, AXIS), rules(AXIS), *inputs)
+    contexts.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("rule", ["elastic", "diloco"])
@@ -210,27 +176,15 @@ def test_double_precision(rule):
 )
 def test_an_injected_moving_rate_is_traced(dtype, moving_rate, second):
     """A schedule for it, too; checks are for what is known."""
-    inject = optax.inject_hyperparams(
-        oxs.elastic_average, static_args=("axis_name", "communication_period")
-    )
-    tx = inject(
-        inner=optax.sgd(0.25),
-        axis_name=AXIS,
-        moving_rate=moving_rate,
-        learning_rate=0.25,
-        communication_period=1,
-    )
+    fixed = {"static_args": ("axis_name", "communication_period")}
+    inject = optax.inject_hyperparams(oxs.elastic_average, **fixed)
+    options: dict[str, Any] = {"learning_rate": 0.25, "communication_period": 1}
+    tx = inject(optax.sgd(0.25), AXIS, moving_rate=moving_rate, **options)
     # With rho = a / learning rate the penalty doubles the pull, but for the first step.
-    params: Any = jnp.full((2, 1), 4.0, dtype)
-    state = by_hand.replicate(tx.init(params[0]), 2)
-    grads = jnp.zeros((2, 1), dtype)
-    params = params.at[1].set(0.0)
-    values = []
+    step, params, state = contexts.started(tx, jnp.full(1, 4.0, dtype), 2)
+    params, values = params.at[1].set(0.0), []
     for _ in range(2):
-        run = jax.jit(jax.vmap(tx.update, axis_name=AXIS))
-        updates, state = run(grads, state, params)
-        with jax.numpy_dtype_promotion("standard"):
-            params = optax.apply_updates(params, updates)
+        params, state = step(params, state, jnp.zeros((2, 1), dtype))
         values.append([float(x) for x in params[:, 0]])
     # a = 0.5: the penalty pulls worker 1 by 0.5 * 4 to 2, the exchange by 0.5 * 2 to 3,
     # and the center 4 goes to 3. a = 0.25, anchored at 4: 3 + 0.25 goes to 3.1875.
@@ -259,21 +213,6 @@ def test_optax_finds_its_way_in_a_state(name):
     )
     np.testing.assert_array_equal(doubled.center["matrix"], params["matrix"] + 1)
     assert int(doubled.local_step) == 0
-
-    specs = by_hand.state_specs(
-        tx, params, {"scalar": P(), "matrix": P("fsdp")}, "workers"
-    )
-    assert specs.center == {"scalar": P(), "matrix": P("fsdp")}
-    assert specs.local_step == specs.steps_since_round == specs.global_step == P()
-    assert specs.info.dropped == P("workers")
-    assert specs.inner[0].trace["matrix"] == P("workers", "fsdp")
-    own, whole = {"matrix": P("workers", "fsdp"), "scalar": P("workers")}, specs.center
-    assert specs.accumulated in ((), own)
-    assert specs.taken in ((), whole)
-    assert specs.broken in ((), P("workers"))
-    axes = by_hand.state_axes(tx, params)
-    assert (axes.center["matrix"], axes.local_step) == (None, None)
-    assert (axes.info.dropped, axes.inner[0].trace["matrix"]) == (0, 0)
 
 
 def test_a_center_that_is_equal_where_the_parameters_differ_is_refused():

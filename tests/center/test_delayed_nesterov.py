@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker
+from tests.refusals import all_refused
 
 GRADS = np.random.default_rng(0).normal(size=(14, 3)).astype(np.float32)
 
@@ -58,25 +58,42 @@ def weigh(at):
     return (1.0 + at.staleness) ** -0.5 * at.tokens / 8 / at.num_pushed
 
 
-def test_weights_of_contributions():
-    """Two workers, in the simulation and at a server; tokens of each event."""
-    order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
-    tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
-    target = np.array([1.0, 3.0], np.float32)
-    rule = oxs.rules.diloco(oxs.outer.delayed_nesterov(0.5, 0.9))
+def check_both(rule, weigh, order, target, expected, period, tokens=None):
+    """The centers by the simulation, and the last one by a server and its workers."""
+    number = len(target)
+    settings: dict[str, Any] = {"num_workers": number, "communication_period": period}
     run = oxs.simulate.asynchronous(
         optax.sgd(0.5),
         rule,
         jnp.zeros(()),
         lambda worker, params, event: params - jnp.asarray(target)[worker],
         jnp.asarray(order),
-        num_workers=2,
-        communication_period=2,
         weigh=weigh,
         tokens=tokens,
         record="all",
+        **settings,
     )
-    # By hand.
+    np.testing.assert_allclose(run.center, expected, rtol=1e-5)
+    params = {"x": jnp.zeros(())}
+    server = Server(params, rule._replace(weigh=weigh), **settings)
+    workers = [
+        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
+        for w in range(number)
+    ]
+    for event, w in enumerate(order):
+        grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
+        given = {} if tokens is None else {"tokens": float(tokens[event])}
+        workers[w].step(grads, **given)
+    np.testing.assert_allclose(server.center()["x"], expected[-1], rtol=1e-5)
+    assert server.global_step == run.global_step[-1]
+    return run
+
+
+def test_weights_of_contributions():
+    """Two workers, in the simulation and at a server; tokens of each event."""
+    order = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0]
+    tokens = np.arange(1.0, 1 + len(order), dtype=np.float32)
+    target = np.array([1.0, 3.0], np.float32)
     x, taken, seen = np.zeros(2), np.zeros(2), [0, 0]
     count, behind, pushed = [0, 0], np.zeros(2), [0, 0]
     center, m, d, rounds, centers = 0.0, 0.0, 0.0, 0, []
@@ -97,19 +114,8 @@ def test_weights_of_contributions():
             x[w] = taken[w] = center
             count[w], behind[w], seen[w] = 0, 0.0, rounds
         centers.append(center)
-    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
-
-    params = {"x": jnp.zeros(())}
-    settings: dict[str, Any] = {"num_workers": 2, "communication_period": 2}
-    server = Server(params, rule._replace(weigh=weigh), **settings)
-    workers = [
-        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
-        for w in range(2)
-    ]
-    for w, of_event in zip(order, tokens, strict=True):
-        grads = jax.tree.map(lambda p, w=w: p - target[w], workers[w].params)
-        workers[w].step(grads, tokens=float(of_event))
-    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
+    rule = oxs.rules.diloco(oxs.outer.delayed_nesterov(0.5, 0.9))
+    check_both(rule, weigh, order, target, centers, 2, tokens)
 
 
 def test_what_is_dropped_as_stale_leaves_no_trace():
@@ -119,12 +125,6 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
     read the variables, and then neither the optimizer nor the global step moves.
     """
     order, target = np.array([0, 1, 2] * 6), np.array([1.0, 3.0, 8.0], np.float32)
-    rule = oxs.rules.diloco(optax.sgd(0.5, momentum=0.9))
-    settings: dict[str, Any] = {"num_workers": 3, "communication_period": 1}
-
-    def drop_stale(at):
-        return at.staleness <= 1
-
     x, seen, center, trace, applied, centers = np.zeros(3), [0] * 3, 0.0, 0.0, 0, []
     for w in order:
         gradient = 0.5 * (x[w] - target[w]) / 3  # a third of its way, from the center
@@ -135,70 +135,39 @@ def test_what_is_dropped_as_stale_leaves_no_trace():
         x[w], seen[w] = center, applied
         centers.append(center)
     assert applied == 12  # of each three in turn, the third is too late
-    run = oxs.simulate.asynchronous(
-        optax.sgd(0.5),
-        rule,
+    rule = oxs.rules.diloco(optax.sgd(0.5, momentum=0.9))
+    run = check_both(rule, lambda at: at.staleness <= 1, order, target, centers, 1)
+    assert run.global_step[-1] == len(order)
+
+
+nesterov, SGD = oxs.outer.delayed_nesterov, optax.sgd(1.0)
+
+
+def simulated(**options):
+    return oxs.simulate.asynchronous(
+        SGD,
+        oxs.rules.local_sgd(),
         jnp.zeros(()),
-        lambda worker, params, event: params - jnp.asarray(target)[worker],
-        order,
-        weigh=drop_stale,
-        record="all",
-        **settings,
+        lambda worker, params, event: params,
+        [0, 1],
+        num_workers=2,
+        communication_period=1,
+        **options,
     )
-    np.testing.assert_allclose(run.center, centers, rtol=1e-5)
-    params = {"x": jnp.zeros(())}
-    server = Server(params, rule._replace(weigh=drop_stale), **settings)
-    workers = [
-        Worker(server, params, optax.sgd(0.5), rule, index=w, **settings)
-        for w in range(3)
-    ]
-    for w in order:
-        workers[w].step(jax.tree.map(lambda p, w=w: p - target[w], workers[w].params))
-    np.testing.assert_allclose(server.center()["x"], centers[-1], rtol=1e-5)
-    assert server.global_step == run.global_step[-1] == len(order)
 
 
-def test_what_is_refused():
-    wrong: Any = oxs
-    nesterov = wrong.outer.delayed_nesterov
-    for call, error, message in (
-        (lambda: nesterov(0.7, every=0), ValueError, "every must be 1"),
-        (lambda: nesterov(0.7, 1.5), ValueError, "momentum must lie in"),
-        (lambda: nesterov(0.7, c=-1), ValueError, "c must lie in"),
-        (lambda: nesterov("0.7"), TypeError, "or an Optax schedule"),
-        (
-            lambda: wrong.center_variable(
-                optax.sgd(1.0), oxs.rules.diloco()._replace(weigh=weigh), "workers"
-            ),
-            ValueError,
-            "in lockstep nobody is late",
-        ),
-        (
-            lambda: wrong.runtime.run(
-                print, GRADS, optax.sgd(1.0), 3, num_workers=1, weigh=weigh
-            ),
-            TypeError,
-            "rule must be a CenterRule",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-
-    def run(**options):
-        return wrong.simulate.asynchronous(
-            optax.sgd(0.5),
-            oxs.rules.local_sgd(),
-            jnp.zeros(()),
-            lambda worker, params, event: params,
-            [0, 1],
-            num_workers=2,
-            communication_period=1,
-            **options,
-        )
-
-    with pytest.raises(TypeError, match="weigh must be a function"):
-        run(weigh=0.5)
-    with pytest.raises(ValueError, match=r"weigh must return a scalar.*\(2,\)"):
-        run(weigh=lambda at: jnp.ones(2))
-    with pytest.raises(ValueError, match="tokens must hold a number for each of the 2"):
-        run(tokens=np.ones(3))
+test_refused = all_refused(globals())(r"""
+nesterov(0.7, every=0)  # ValueError: every must be 1
+nesterov(0.7, 1.5)  # ValueError: momentum must lie in
+nesterov(0.7, c=-1)  # ValueError: c must lie in
+nesterov("0.7")  # TypeError: or an Optax schedule
+oxs.center_variable(SGD, oxs.rules.diloco()._replace(weigh=weigh), "workers")
+    # ValueError: in lockstep nobody is late
+oxs.runtime.run(print, GRADS, SGD, 3, num_workers=1, weigh=weigh)
+    # TypeError: rule must be a CenterRule
+simulated(weigh=0.5)  # TypeError: weigh must be a function
+simulated(weigh=lambda at: jnp.ones(2))
+    # ValueError: weigh must return a scalar.*\(2,\)
+simulated(tokens=np.ones(3))
+    # ValueError: tokens must hold a number for each of the 2
+""")

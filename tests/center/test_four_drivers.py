@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optx_sync as oxs
 from optx_sync.runtime import Server, Worker
@@ -132,8 +131,6 @@ def runtime(rule, workers=1, weigh=None, **options):
 
 
 LOCAL, DILOCO = oxs.rules.local_sgd(), oxs.rules.diloco(OUTER)
-ELASTIC = oxs.rules.elastic(moving_rate=0.2, rho=0.3)
-AGN = oxs.rules.agn(optax.sgd(0.3))
 DROPS = {"drop_nonfinite": True, "scale": BROKEN}
 # name: (rule, the drivers beside lockstep, options)
 CASES: dict[str, tuple[oxs.CenterRule, str, dict[str, Any]]] = {
@@ -228,7 +225,7 @@ def test_one_worker_walks_the_same_way_with_every_driver():
 
 
 def test_two_workers_in_turn():
-    """Asynchronously and in the runtime, each step a round; and by the formulas."""
+    """Asynchronously and in the runtime, each step a round, or a part of one."""
     rules = {"local_sgd": LOCAL, "diloco": DILOCO, "elastic": ELASTIC, "agn": AGN}
     options: dict[str, Any] = {
         "workers": 2,
@@ -248,46 +245,3 @@ def test_two_workers_in_turn():
         assert_same(runtime(rule, **options), found[name], name)
         in_parts = runtime(rule, 2, fragments=2, communication_period=2)
         assert_same(in_parts, parts[name], f"{name}, in parts")
-    for name in ("local_sgd", "elastic"):
-        x = np.tile(PARAMS["b"].astype(float), (2, 1))
-        center, taken, trace = x[0].copy(), x.copy(), np.zeros_like(x)
-        for event, target in enumerate(TARGETS["b"]):
-            w = event % 2
-            gradient = x[w] - (1 + w) * target
-            if name == "elastic":
-                gradient += 0.3 * (x[w] - taken[w])
-            trace[w] = gradient + 0.5 * trace[w]
-            x[w] -= 0.1 * trace[w]
-            factor = 0.5 if event else 1.0  # After the first each has missed a round.
-            if name == "elastic":
-                apart, taken[w] = 0.2 * (x[w] - center), center
-                center, x[w] = center + factor * apart, x[w] - apart
-            else:
-                center = center + factor * (x[w] - taken[w]) / 2
-                x[w] = taken[w] = center
-            params, centers = (tree["b"][event] for tree in found[name])
-            np.testing.assert_allclose(params, x[w], rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(centers, center, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["plain", "weights", "broken"])
-def test_two_workers_who_meet_all_with_or_without_a_center(name):
-    """A ring of two is complete, and so are both kinds of group."""
-    given = {"plain": {}, "weights": {"weights": WEIGHTS}, "broken": DROPS}[name]
-    options: dict[str, Any] = {"workers": 2, "communication_period": 3, **given}
-    graphs = {"ring": oxs.graphs.ring(), "group": oxs.graphs.grid(2)}
-
-    def both():
-        expected = on_an_axis(lockstep, DILOCO, **options)
-        return expected, {
-            kind: on_an_axis(gossip, DILOCO, graph=graph, **options)
-            for kind, graph in graphs.items()
-        }
-
-    expected, found = jax.jit(both)()
-    for kind, history in found.items():
-        for x, y in zip(*map(jax.tree.leaves, (history, expected)), strict=True):
-            # A rounding of the mean may cross one of bfloat16.
-            near = 2**-7 if x.dtype == jnp.bfloat16 else 1e-5
-            x, y = (np.asarray(a, np.float32) for a in (x, y))
-            np.testing.assert_allclose(x, y, rtol=near, atol=near, err_msg=kind)

@@ -14,7 +14,7 @@ import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
 from tests.reference import center as reference
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 AXIS, STEPS = contexts.AXIS, 26
 PARAMS = {
@@ -61,27 +61,14 @@ RULES = {
 
 def case(rule, fragments, period, delay=0, keep=0.0, outer="sgd", drop=False):
     """(transformation, arguments of the recurrence)."""
-    has_outer = rule in ("diloco", "agn")
-    tx = RULES[rule](
-        INNER,
-        AXIS,
-        communication_period=period,
-        fragments=fragments,
-        delay=delay,
-        keep_local=keep,
-        drop_nonfinite=drop,
-        **({"outer": OUTERS[outer][0]} if has_outer else {}),
-    )
-    return tx, {
-        "rule": rule,
-        "owner": OWNERS[fragments],
-        "period": period,
-        "delay": delay,
-        "keep": keep,
-        "rate": 0.2,
-        "outer": OUTERS[outer][1] if has_outer else (),
-        "broken": BROKEN if drop else None,
-    }
+    options = {"communication_period": period, "fragments": fragments, "delay": delay}
+    options |= {"keep_local": keep, "drop_nonfinite": drop}
+    arguments = {"rule": rule, "owner": OWNERS[fragments], "period": period}
+    arguments |= {"delay": delay, "keep": keep, "rate": 0.2, "outer": ()}
+    arguments["broken"] = BROKEN if drop else None
+    if rule in ("diloco", "agn"):
+        options["outer"], arguments["outer"] = OUTERS[outer]
+    return RULES[rule](INNER, AXIS, **options), arguments
 
 
 # A number at the end of a name would be taken for that of a layer, by `strided`.
@@ -169,7 +156,7 @@ def program(**options):
     """(rows of the audit, temporary bytes) of a step on two devices."""
     tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     step, params, state = contexts.started(
-        tx, MATRICES, 2, over=contexts.mesh(2), donate=(0, 1)
+        tx, MATRICES, 2, mesh=contexts.mesh(2), donate=True
     )
     compiled = step.lower(params, state, params).compile()
     return oxs.audit.collectives(compiled), by_hand.memory(compiled).temporary
@@ -207,17 +194,10 @@ class Stream:
 
     def __init__(self, period, coded, params):
         """Compile the step."""
-        tx = oxs.diloco(
-            oxs.optimizers.adam(0.05),
-            AXIS,
-            communication_period=period,
-            fragments=2,
-            delay=1,
-            keep_local=0.5,
-            drop_nonfinite=True,
-            measure=True,
-            exchange=oxs.exchange.error_feedback(coded),
-        )
+        parts: Any = {"communication_period": period, "fragments": 2, "delay": 1}
+        parts |= {"keep_local": 0.5, "drop_nonfinite": True, "measure": True}
+        fed = oxs.exchange.error_feedback(coded)
+        tx = oxs.diloco(oxs.optimizers.adam(0.05), AXIS, exchange=fed, **parts)
         self.params = params
         self.step, *begin = contexts.started(tx, params, 2)
         self.begin: Any = tuple(begin)
@@ -243,24 +223,14 @@ def stream():
     return Stream(6, oxs.exchange.quantized(bits=4, block=4), params)
 
 
-@pytest.mark.parametrize("period", [6, 2])
-def test_a_run_resumes_between_a_sum_and_its_landing(period, stream, tmp_path):
-    if period == 2:  # One exchange in each step.
-        params = {"first": jnp.eye(8), "second": jnp.ones((8, 8))}
-        stream = Stream(period, oxs.exchange.power_sgd(), params)
-        after = stream.run(stream.begin, [0])
-        # Nothing was on its way in the first step.
-        remembered = [carry[1].exchange for carry in (stream.begin, after)]
-        jax.tree.map(np.testing.assert_array_equal, *remembered)
-    straight = stream.run(stream.begin, range(11))
-    half = stream.run(stream.begin, range(6))  # A sum has just been taken.
-    assert np.any(half[1].pending.values[0])
-    np.savez(tmp_path / "run", *jax.tree.leaves(half))
-    with np.load(tmp_path / "run.npz") as file:
-        leaves = [jnp.asarray(file[name]) for name in file.files]
-    restored = jax.tree.unflatten(jax.tree.structure(half), leaves)
-    found = stream.run(restored, range(6, 11))
-    jax.tree.map(np.testing.assert_array_equal, found, straight)
+def test_of_nothing_on_its_way_an_exchange_remembers_nothing():
+    params = {"first": jnp.eye(8), "second": jnp.ones((8, 8))}
+    stream = Stream(2, oxs.exchange.power_sgd(), params)  # an exchange in each step
+    after = stream.run(stream.begin, [0])
+    remembered = [carry[1].exchange for carry in (stream.begin, after)]
+    jax.tree.map(np.testing.assert_array_equal, *remembered)
+    later = stream.run(after, range(1, 3))
+    assert np.any(later[1].pending.values[0])
 
 
 def test_an_exchange_remembers_what_it_lost_of_each_part(stream):
@@ -327,18 +297,12 @@ def test_the_caller_may_say_when_a_part_meets():
     """`meet` in place of the counter: as often, and early."""
     grads = jax.tree.map(lambda x: x[0], gradients(2, 1))
     tx, _ = case("diloco", 3, 6, 2, 0.5)
-    params, state, axes = contexts.begun(tx, PARAMS, 2)
-
-    def step(params, state, grads, meet):
-        return oxs.apply_gradients(tx, grads, state, params, meet=meet)
-
-    ways = {"in_axes": (0, axes, 0, None), "out_axes": (0, axes)}
-    step = jax.jit(jax.vmap(step, **ways, axis_name=AXIS))
+    made = {meet: contexts.started(tx, PARAMS, 2, meet=meet) for meet in (True, False)}
 
     def run(says):
-        carry = params, state
+        carry = made[True][1:]
         for meet in says:
-            carry = step(*carry, grads, meet)
+            carry = made[meet][0](*carry, grads)
         return carry
 
     counted = run([oxs.by_hand.due(tx, number) for number in range(6)])
@@ -416,19 +380,17 @@ def made(period=10, params=None, **more):
 
 
 def parts(fragments):
-    return lambda: made(40, PARAMS, fragments=fragments)
+    return made(40, PARAMS, fragments=fragments)
 
 
 def step_of(tx, made_by: Any = None, **extra):
     made_by, params = made_by or tx, {"a": jnp.ones(4), "b": jnp.ones(4)}
-    axes = oxs.by_hand.state_axes(made_by, params)
+    params, state, axes = contexts.begun(made_by, params, 2)
 
     def one(params, state):
         return oxs.apply_gradients(tx, params, state, params, **extra)
 
-    one = jax.vmap(one, in_axes=(0, axes), axis_name=AXIS)
-    state = oxs.by_hand.replicate(made_by.init(params), 2, axes)
-    return lambda: jax.eval_shape(one, oxs.by_hand.replicate(params, 2), state)
+    jax.eval_shape(jax.vmap(one, (0, axes), axis_name=AXIS), params, state)
 
 
 IN_LINE = oxs.agn(INNER, AXIS, communication_period=2, fragments=2, delay=1)
@@ -436,48 +398,34 @@ HALVES, LAYERED = (
     oxs.agn(INNER, AXIS, communication_period=4, fragments=fragments)
     for fragments in (2, oxs.rules.strided(2))
 )
-NO_PART = "ValueError: nothing is in number"
-REFUSED: list[tuple[Any, str]] = [
-    (lambda: made(fragments=0), "ValueError: 1 or more"),
-    (lambda: oxs.rules.strided(-1), "ValueError: 1 or more"),
-    (lambda: made(fragments=2.0), "TypeError: oxs.rules.strided"),
-    (lambda: made(fragments=True), "TypeError: or a function"),
-    (lambda: made(delay=-1), "ValueError: delay must be 0 or more"),
-    (lambda: made(delay=0.5), "TypeError: delay must be an integer"),
-    (lambda: made(keep_local=2.0), "ValueError: lie in"),
-    (lambda: made(keep_local="a"), "TypeError: must be a number"),
-    (lambda: made(fragments=3), "ValueError: not a multiple of the 3"),
-    (lambda: made(fragments=2, delay=6), "ValueError: Pass delay=5 or less"),
-    (
-        lambda: made(lambda step: 4, fragments=2),
-        "ValueError: schedule, which fragments cannot",
-    ),
-    (lambda: made(delay=1, inner_state="average"), "ValueError: inner_state"),
-    (lambda: made(fragments=2, inner_state="reset"), "ValueError: inner_state"),
-    # When the parameters are seen.
-    (parts(40), NO_PART),
-    (parts(lambda path, leaf: 1), NO_PART + " 0"),
-    (parts(lambda path, leaf: -1), "ValueError: numbered from 0"),
-    (parts(lambda path, leaf: [0, 1]), "ValueError: one for each of its rows"),
-    (parts(lambda path, leaf: 0.5), "TypeError: must return an int"),
-    (parts(lambda path, leaf: min(leaf.ndim, 2)), "ValueError: not a multiple"),
-    # In a step.
-    (step_of(IN_LINE, meet=True), "ValueError: meet has no say"),
-    (step_of(IN_LINE, value=jnp.float32(0)), "ValueError: an optimizer of its own"),
-    (step_of(IN_LINE, weight=jnp.float32(1)), "ValueError: weight has to travel in"),
-    (step_of(HALVES, LAYERED), "ValueError: is not one of this transformation"),
-    (
-        lambda: oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2),
-        "ValueError: around another center rule",
-    ),
-    (
-        lambda: oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3),
-        "TypeError: pass the period itself",
-    ),
-]
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_refused(call, said):
-    with refused(said):
-        call()
+test_refused = all_refused(globals())(r"""
+made(fragments=0)  # ValueError: 1 or more
+oxs.rules.strided(-1)  # ValueError: 1 or more
+made(fragments=2.0)  # TypeError: oxs.rules.strided
+made(fragments=True)  # TypeError: or a function
+made(delay=-1)  # ValueError: delay must be 0 or more
+made(delay=0.5)  # TypeError: delay must be an integer
+made(keep_local=2.0)  # ValueError: lie in
+made(keep_local="a")  # TypeError: must be a number
+made(fragments=3)  # ValueError: not a multiple of the 3
+made(fragments=2, delay=6)  # ValueError: Pass delay=5 or less
+made(lambda step: 4, fragments=2)  # ValueError: schedule, which fragments cannot
+made(delay=1, inner_state="average")  # ValueError: inner_state
+made(fragments=2, inner_state="reset")  # ValueError: inner_state
+parts(40)  # ValueError: nothing is in number
+parts(lambda path, leaf: 1)  # ValueError: nothing is in number 0
+parts(lambda path, leaf: -1)  # ValueError: numbered from 0
+parts(lambda path, leaf: [0, 1])  # ValueError: one for each of its rows
+parts(lambda path, leaf: 0.5)  # TypeError: must return an int
+parts(lambda path, leaf: min(leaf.ndim, 2))  # ValueError: not a multiple
+step_of(IN_LINE, meet=True)  # ValueError: meet has no say
+step_of(IN_LINE, value=jnp.float32(0))  # ValueError: an optimizer of its own
+step_of(IN_LINE, weight=jnp.float32(1))  # ValueError: weight has to travel in
+step_of(HALVES, LAYERED)  # ValueError: is not one of this transformation
+oxs.diloco(oxs.local_sgd(INNER, "data"), "pods", fragments=2)
+    # ValueError: around another center rule
+oxs.by_hand.due(oxs.local_sgd(INNER, AXIS, fragments=unequal), 3)
+    # TypeError: pass the period itself
+""")

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand
 from optx_sync.step import landing
 from tests import contexts
 
@@ -34,9 +33,8 @@ def start():
 
 @pytest.mark.parametrize("rule", HARD)
 def test_a_hard_pull_lands_a_thousand_times(rule):
-    tx = HARD[rule]
-    one = start()
-    axes = by_hand.state_axes(tx, one)
+    tx, one = HARD[rule], start()
+    stacked, state, axes = contexts.begun(tx, one)
 
     def body(params, state, key):
         def step(carry, key):
@@ -53,8 +51,6 @@ def test_a_hard_pull_lands_a_thousand_times(rule):
 
     run = jax.vmap(body, (0, axes, 0), (0, None), axis_name=AXIS)
     keys = jax.random.split(jax.random.key(0), WORKERS)
-    stacked = by_hand.replicate(one, WORKERS)
-    state = by_hand.replicate(tx.init(one), WORKERS, axes)
     history, centers = jax.jit(run)(stacked, state, keys)
     for name in one:
         assert history[name].dtype == name
@@ -90,14 +86,9 @@ def test_a_target_next_to_the_middle_of_two_values_lands_on_the_nearer(dtype):
 
 
 def test_who_was_left_out_lands_on_the_center_too():
-    tx = oxs.elastic_average(
-        optax.sgd(0.1),
-        AXIS,
-        moving_rate=0.1,
-        rho=0.0,
-        communication_period=1,
-        drop_nonfinite=True,
-    )
+    options: Any = {"communication_period": 1, "drop_nonfinite": True}
+    pull = {"moving_rate": 0.1, "rho": 0.0}
+    tx = oxs.elastic_average(optax.sgd(0.1), AXIS, **pull, **options)
     params = start()
     noise = jax.random.normal(jax.random.key(0), (3, WORKERS, 3, 24))
     noise = noise.at[-1, 1, 0, 0].set(jnp.nan)
@@ -124,28 +115,12 @@ DONATED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rule", DONATED)
-def test_parameters_and_state_are_donated_from_the_first_step(rule):
-    """One worker, so that nothing is copied into a stack between init and update."""
-    tx = DONATED[rule]
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def one_worker(params, state, grads):
-        run = jax.vmap(step, (None, None, 0), axis_name=AXIS)
-        return by_hand.first(run(params, state, grads))
-
-    run = jax.jit(one_worker, donate_argnums=(0, 1))
-    for init in (tx.init, jax.jit(tx.init)):
-        params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-        state = init(params)
-        for _ in range(3):
-            old = params, state.center
-            grads = {"w": jnp.ones((1, 3, 2)), "b": jnp.ones((1, 2))}
-            params, state = run(params, state, grads)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
-        assert int(oxs.metrics(state).rounds) == 1
+def test_parameters_and_state_share_no_buffer(rule):
+    """So both may be donated from the first step on."""
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    for init in (DONATED[rule].init, jax.jit(DONATED[rule].init)):
+        leaves = jax.tree.leaves((params, init(params)))
+        assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
 def test_the_center_that_is_read_survives_a_donated_step():
@@ -160,38 +135,18 @@ def test_the_center_that_is_read_survives_a_donated_step():
 
 @pytest.mark.parametrize("rule", DONATED)
 def test_init_and_a_scan_inside_of_a_checked_shard_map(rule):
-    """Types do not change between `init` and `update`, whatever those of `params`."""
-    tx = DONATED[rule]
+    """`init` and `update` give the same types; a center is known to be equal."""
+    tx, params = DONATED[rule], jnp.arange(3.0)
     grads = jax.random.normal(jax.random.key(0), (WORKERS, 5, 3))
 
-    def varying(params, grads):
-        (params, _), _ = train(params[0], tx.init(params[0]), grads[0])
-        return params[None]
+    def train(params, grads):
+        local, state = oxs.localize(params, AXIS), tx.init(params)
+        history, state = contexts.steps(tx)(local, state, grads[0], {})
+        return history[None], state.center
 
-    def replicated(params, grads):
-        state = tx.init(params)
-        (params, state), _ = train(oxs.localize(params, AXIS), state, grads[0])
-        return params[None], state.center  # The center is known to be equal.
-
-    def train(params, state, grads) -> Any:
-        def step(carry, grads):
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, state), grads)
-
-    over = {"mesh": contexts.mesh(), "check_vma": True}
-    params = jnp.arange(3.0)
-    first = jax.jit(
-        jax.shard_map(varying, in_specs=P(AXIS), out_specs=P(AXIS), **over)
-    )(by_hand.replicate(params, WORKERS), grads)
-    second, center = jax.jit(
-        jax.shard_map(
-            replicated, in_specs=(P(), P(AXIS)), out_specs=(P(AXIS), P()), **over
-        )
-    )(params, grads)
+    ways = {"in_specs": (P(), P(AXIS)), "out_specs": (P(AXIS), P())}
+    run = jax.jit(jax.shard_map(train, mesh=contexts.mesh(), **ways))
+    found, center = run(params, grads)
     expected, state = contexts.replay("vmap_axes", tx, params, grads.swapaxes(0, 1))
-    for found in (first, second):
-        np.testing.assert_allclose(found, expected[-1], rtol=1e-6, atol=1e-6)
+    contexts.assert_close(found.swapaxes(0, 1), expected)
     np.testing.assert_allclose(center, state.center, rtol=1e-6, atol=1e-6)

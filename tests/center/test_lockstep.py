@@ -1,5 +1,7 @@
 """Every center rule gives the NumPy recurrence's numbers, in every context."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,64 +31,40 @@ OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 NUMPY_INNER = reference.momentum(0.05, 0.9)
 NUMPY_OUTER = reference.momentum(0.7, 0.9, nesterov=True)
 
-# name: (transformation, arguments of the recurrence)
+SUM = {"reduction": "sum"}
+PULL, DROP = {"moving_rate": 0.2, "rho": 0.3}, {"drop_nonfinite": True}
+
+
+def pair(rule, period, options, arguments, inner=(INNER, NUMPY_INNER)):
+    """(transformation, arguments of the recurrence) of a rule and its own options."""
+    make: Any = oxs.elastic_average if rule == "elastic" else getattr(oxs, rule)
+    if options.get("accumulate") == "updates":
+        rule = "agn_updates"
+    tx = make(inner[0], AXIS, communication_period=period, **options)
+    every = period if callable(period) else lambda t: period
+    return tx, {"rule": rule, "period": every, "inner": inner[1], **arguments}
+
+
+# What the recurrence takes that has another name there.
+ELASTIC, OF_INNER = {"rate": 0.2, "rho": 0.3}, {"outer": NUMPY_INNER}
+DILOCO, UPDATES = {"outer": NUMPY_OUTER}, {"accumulate": "updates"}
+SLOWLY = SUM | {"outer": optax.sgd(0.02)}
+SLOW_SUM: Any = {"outer": reference.momentum(0.02), "mean": False}
+RATE = 0.9 / 3 / WORKERS
 CASES = {
-    "elastic": (
-        oxs.elastic_average(
-            INNER, AXIS, num_workers=WORKERS, rho=0.0, communication_period=3
-        ),
-        {"rule": "elastic", "period": lambda t: 3, "rate": 0.9 / 3 / WORKERS},
+    "elastic": pair(
+        *("elastic", 3, {"num_workers": WORKERS, "rho": 0.0}, {"rate": RATE})
     ),
-    "elastic_rho": (
-        oxs.elastic_average(INNER, AXIS, learning_rate=0.05, communication_period=3),
-        {
-            "rule": "elastic",
-            "period": lambda t: 3,
-            "rate": 0.9 / 3 / WORKERS,
-            "rho": 0.9 / 3 / WORKERS / 0.05,
-        },
+    "elastic_rho": pair(
+        *("elastic", 3, {"learning_rate": 0.05}, {"rate": RATE, "rho": RATE / 0.05})
     ),
-    "elastic_schedule": (
-        oxs.elastic_average(
-            INNER, AXIS, moving_rate=0.2, rho=0.3, communication_period=warm_up
-        ),
-        {"rule": "elastic", "period": warm_up, "rate": 0.2, "rho": 0.3},
-    ),
-    "agn": (
-        oxs.agn(INNER, AXIS, communication_period=3),
-        {"rule": "agn", "period": lambda t: 3, "outer": NUMPY_INNER},
-    ),
-    "agn_sum": (
-        oxs.agn(
-            INNER,
-            AXIS,
-            outer=optax.sgd(0.02),
-            reduction="sum",
-            communication_period=warm_up,
-        ),
-        {
-            "rule": "agn",
-            "period": warm_up,
-            "outer": reference.momentum(0.02),
-            "mean": False,
-        },
-    ),
-    "agn_updates": (
-        oxs.agn(INNER, AXIS, accumulate="updates", communication_period=4),
-        {"rule": "agn_updates", "period": lambda t: 4},
-    ),
-    "local_sgd": (
-        oxs.local_sgd(INNER, AXIS, communication_period=3),
-        {"rule": "local_sgd", "period": lambda t: 3},
-    ),
-    "post_local_sgd": (
-        oxs.local_sgd(INNER, AXIS, communication_period=warm_up),
-        {"rule": "local_sgd", "period": warm_up},
-    ),
-    "diloco": (
-        oxs.diloco(INNER, AXIS, communication_period=3),
-        {"rule": "diloco", "period": lambda t: 3, "outer": NUMPY_OUTER},
-    ),
+    "elastic_schedule": pair("elastic", warm_up, PULL, ELASTIC),
+    "agn": pair("agn", 3, {}, OF_INNER),
+    "agn_sum": pair("agn", warm_up, SLOWLY, SLOW_SUM),
+    "agn_updates": pair("agn", 4, UPDATES, {}),
+    "local_sgd": pair("local_sgd", 3, {}, {}),
+    "post_local_sgd": pair("local_sgd", warm_up, {}, {}),
+    "diloco": pair("diloco", 3, {}, DILOCO),
 }
 
 
@@ -97,45 +75,16 @@ HALF_PARAMS = {
     "float16": np.linspace(-1, 1, 9).astype(np.float16),
     "float32": np.linspace(-1, 1, 4, dtype=np.float32).reshape(2, 2),
 }
-HALF_INNER = oxs.optimizers.momentum(0.0625, 0.5)
-HALF_NUMPY_INNER = reference.momentum(0.0625, 0.5)
+HALF = oxs.optimizers.momentum(0.0625, 0.5), reference.momentum(0.0625, 0.5)
+HALF_PULL, HALF_RATE = {"moving_rate": 0.25, "rho": 0.5}, {"rate": 0.25, "rho": 0.5}
+OUTER_AGN = {"outer": oxs.optimizers.momentum(0.5, 0.5)}
+OUTER_DILOCO = {"outer": optax.sgd(0.5, momentum=0.5, nesterov=True)}
+OF_DILOCO = {"outer": reference.momentum(0.5, 0.5, nesterov=True)}
 HALF_CASES = {
-    "elastic": (
-        oxs.elastic_average(
-            HALF_INNER, AXIS, moving_rate=0.25, rho=0.5, communication_period=warm_up
-        ),
-        {"rule": "elastic", "period": warm_up, "rate": 0.25, "rho": 0.5},
-    ),
-    "agn": (
-        oxs.agn(
-            HALF_INNER,
-            AXIS,
-            outer=oxs.optimizers.momentum(0.5, 0.5),
-            communication_period=4,
-        ),
-        {
-            "rule": "agn",
-            "period": lambda t: 4,
-            "outer": reference.momentum(0.5, 0.5),
-        },
-    ),
-    "local_sgd": (
-        oxs.local_sgd(HALF_INNER, AXIS, communication_period=3),
-        {"rule": "local_sgd", "period": lambda t: 3},
-    ),
-    "diloco": (
-        oxs.diloco(
-            HALF_INNER,
-            AXIS,
-            outer=optax.sgd(0.5, momentum=0.5, nesterov=True),
-            communication_period=3,
-        ),
-        {
-            "rule": "diloco",
-            "period": lambda t: 3,
-            "outer": reference.momentum(0.5, 0.5, nesterov=True),
-        },
-    ),
+    "elastic": pair("elastic", warm_up, HALF_PULL, HALF_RATE, HALF),
+    "agn": pair("agn", 4, OUTER_AGN, {"outer": reference.momentum(0.5, 0.5)}, HALF),
+    "local_sgd": pair("local_sgd", 3, {}, {}, HALF),
+    "diloco": pair("diloco", 3, OUTER_DILOCO, OF_DILOCO, HALF),
 }
 
 # Worker 2 breaks in the middle of a period, all of them in one of the next, worker 0 in
@@ -143,50 +92,33 @@ HALF_CASES = {
 BROKEN = np.zeros((STEPS, WORKERS), bool)
 BROKEN[4, 2] = BROKEN[13] = BROKEN[17, 0] = True
 DROPPED = [2, 1, 2, 1]
+BREAKS, AVERAGE = {"broken": BROKEN}, {"inner_state": "average"}
+RESET = {"inner_state": "reset"}
 
 
 def breaks(grads):
     """The gradients with a NaN in one leaf of the broken workers."""
     matrix = grads["matrix"].copy()
     matrix[BROKEN, 1, 1] = np.nan
+    matrix[17, 0, 1, 1] = -np.inf
     return {**grads, "matrix": matrix}
 
 
-EVERY_THIRD = {"inner": INNER, "axis_name": AXIS, "communication_period": 3}
-# name: (transformation, arguments of the recurrence, what becomes of the gradients)
+# With `broken` in the arguments the gradients are broken, too.
 VARIANTS = {
-    "agn_average": (
-        oxs.agn(**EVERY_THIRD, inner_state="average"),
-        {"rule": "agn", "outer": NUMPY_INNER, "inner_state": "average"},
+    "agn_average": pair("agn", 3, AVERAGE, OF_INNER | AVERAGE),
+    "diloco_reset": pair("diloco", 3, RESET, DILOCO | RESET),
+    "elastic_drop": pair("elastic", 3, PULL | DROP, ELASTIC | BREAKS),
+    "agn_drop": pair("agn", 3, DROP, OF_INNER | BREAKS),
+    "agn_updates_sum_drop": pair(
+        *("agn", 3, UPDATES | SUM | DROP, BREAKS | {"mean": False})
     ),
-    "diloco_reset": (
-        oxs.diloco(**EVERY_THIRD, inner_state="reset"),
-        {"rule": "diloco", "outer": NUMPY_OUTER, "inner_state": "reset"},
+    "local_sgd_drop_average": pair("local_sgd", 3, DROP | AVERAGE, AVERAGE | BREAKS),
+    # Without a momentum nothing but the flag remembers who is broken.
+    "local_sgd_plain_drop": pair(
+        *("local_sgd", 3, DROP, BREAKS, (optax.sgd(0.05), reference.momentum(0.05)))
     ),
-    "elastic_drop": (
-        oxs.elastic_average(
-            **EVERY_THIRD, moving_rate=0.2, rho=0.3, drop_nonfinite=True
-        ),
-        {"rule": "elastic", "rate": 0.2, "rho": 0.3, "broken": BROKEN},
-    ),
-    "agn_drop": (
-        oxs.agn(**EVERY_THIRD, drop_nonfinite=True),
-        {"rule": "agn", "outer": NUMPY_INNER, "broken": BROKEN},
-    ),
-    "agn_updates_sum_drop": (
-        oxs.agn(
-            **EVERY_THIRD, accumulate="updates", reduction="sum", drop_nonfinite=True
-        ),
-        {"rule": "agn_updates", "mean": False, "broken": BROKEN},
-    ),
-    "local_sgd_drop_average": (
-        oxs.local_sgd(**EVERY_THIRD, drop_nonfinite=True, inner_state="average"),
-        {"rule": "local_sgd", "inner_state": "average", "broken": BROKEN},
-    ),
-    "diloco_drop": (
-        oxs.diloco(**EVERY_THIRD, drop_nonfinite=True),
-        {"rule": "diloco", "outer": NUMPY_OUTER, "broken": BROKEN},
-    ),
+    "diloco_drop": pair("diloco", 3, DROP, DILOCO | BREAKS),
 }
 
 # Weights that differ, some 0, and a round in which all are.
@@ -194,21 +126,11 @@ WEIGHTS = np.random.default_rng(4).integers(0, 4, (STEPS, WORKERS)).astype(np.fl
 WEIGHTS[8] = 0.0
 # As in VARIANTS, with `weight` an argument of every step.
 WEIGHED = {
-    "elastic_weighed": (
-        oxs.elastic_average(**EVERY_THIRD, moving_rate=0.2, rho=0.3),
-        {"rule": "elastic", "rate": 0.2, "rho": 0.3},
-    ),
-    "agn_sum_weighed": (
-        oxs.agn(**EVERY_THIRD, reduction="sum", outer=optax.sgd(0.02)),
-        {"rule": "agn", "outer": reference.momentum(0.02), "mean": False},
-    ),
-    "local_sgd_weighed": (
-        oxs.local_sgd(**EVERY_THIRD, inner_state="average"),
-        {"rule": "local_sgd", "inner_state": "average"},
-    ),
-    "diloco_weighed_drop": (
-        oxs.diloco(**EVERY_THIRD, drop_nonfinite=True, measure=True),
-        {"rule": "diloco", "outer": NUMPY_OUTER, "broken": BROKEN},
+    "elastic_weighed": pair("elastic", 3, PULL, ELASTIC),
+    "agn_sum_weighed": pair("agn", 3, SLOWLY, SLOW_SUM),
+    "local_sgd_weighed": pair("local_sgd", 3, AVERAGE, AVERAGE),
+    "diloco_weighed_drop": pair(
+        *("diloco", 3, DROP | {"measure": True}, DILOCO | BREAKS)
     ),
 }
 
@@ -237,19 +159,18 @@ def case(name):
         # All forms of leaves in one case; the others share the rest of the rule's code.
         leaves = PARAMS if name == "diloco" else {"matrix": PARAMS["matrix"]}
         grads = gradients(leaves)
-        return tx, leaves, grads, grads, {"inner": NUMPY_INNER, **arguments}
+        return tx, leaves, grads, grads, arguments
     if name in VARIANTS or name in WEIGHED:
         tx, arguments = (VARIANTS | WEIGHED)[name]
         leaves = {leaf: PARAMS[leaf] for leaf in ("matrix", "scalar")}
         grads = gradients(leaves)
         replayed = breaks(grads) if "broken" in arguments else grads
-        arguments = {"inner": NUMPY_INNER, "period": lambda t: 3, **arguments}
         if name in WEIGHED:
-            arguments["weights"] = WEIGHTS
+            arguments = arguments | {"weights": WEIGHTS}
         return tx, leaves, grads, replayed, arguments
     tx, arguments = HALF_CASES[name.removesuffix("_half")]
     grads = coarse_gradients()
-    return tx, HALF_PARAMS, grads, grads, {"inner": HALF_NUMPY_INNER, **arguments}
+    return tx, HALF_PARAMS, grads, grads, arguments
 
 
 def inputs(names):

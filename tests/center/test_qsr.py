@@ -10,6 +10,7 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import by_hand
+from tests.refusals import all_refused
 
 STEPS = 120
 
@@ -78,17 +79,11 @@ def test_a_constant_rate_gives_a_constant_period():
     np.testing.assert_array_equal([period(0), period(jnp.int32(50))], [9.0, 9.0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"alpha": 0.0}, ValueError),
-        ({"alpha": 0.1, "base": 0}, ValueError),
-        ({"alpha": 0.1, "base": 2.5}, TypeError),
-        ({"alpha": 0.1, "power": -1}, ValueError),
-        ({"alpha": 0.1, "warmup": -1}, ValueError),
-        ({"alpha": 0.1, "total_steps": 0}, ValueError),
-    ],
-)
-def test_bad_numbers_are_refused(arguments, error):
-    with pytest.raises(error):
-        oxs.outer.qsr(0.1, **arguments)
+test_refused = all_refused(globals())(r"""
+oxs.outer.qsr(0.1, alpha=0.0)
+oxs.outer.qsr(0.1, alpha=0.1, base=0)
+oxs.outer.qsr(0.1, alpha=0.1, power=-1)
+oxs.outer.qsr(0.1, alpha=0.1, warmup=-1)
+oxs.outer.qsr(0.1, alpha=0.1, total_steps=0)  # ValueError: must
+oxs.outer.qsr(0.1, alpha=0.1, base=2.5)  # TypeError: must
+""")

@@ -1,10 +1,6 @@
 """`shard_center=True`: the numbers of the whole center, in 1/N of the memory."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -13,14 +9,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from orbax.checkpoint import StandardCheckpointer
 
 import optx_sync as oxs
+from benchmarks.by_hand import memory as memory_of
 from optx_sync import by_hand
 from tests import contexts
-from tests.center.sharded_memory import FLOATS, measured
 from tests.meshes import mesh_of
-from tests.refusals import refused
+from tests.refusals import all_refused, refused
 from tests.replicas.test_cross_shard import together
 
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -139,14 +134,8 @@ CODES: dict[str, Any] = {
 def coded(name):
     bits, more = CODES[name]
     exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(bits))
-    return oxs.local_sgd(
-        optax.sgd(0.1),
-        AXIS,
-        communication_period=2,
-        shard_center=True,
-        exchange=exchange,
-        **more,
-    )
+    options = {"communication_period": 2, "shard_center": True, "exchange": exchange}
+    return oxs.local_sgd(optax.sgd(0.1), AXIS, **options, **more)
 
 
 @pytest.mark.parametrize(
@@ -216,28 +205,16 @@ def test_workers_that_are_sharded():
     """Along an axis that the compiler lays out: pieces are of whole arrays."""
     mesh = mesh_of({"pods": 2, "inside": 2})
     one = {"w": jnp.linspace(-1, 1, 32).reshape(8, 4)}
-    found = []
-    for sharded in (False, True):
-        tx = oxs.diloco(
-            INNER, "pods", communication_period=2, fragments=2, shard_center=sharded
-        )
-        params, state, axes = contexts.begun(tx, one, 2)
-        grads = {"w": params["w"] + jnp.arange(2.0)[:, None, None]}
-        step = by_hand.map_workers(
-            lambda params, state, grads, tx=tx: oxs.apply_gradients(
-                tx, grads, state, params
-            ),
-            "pods",
-            mesh=mesh,
-            in_axes=(0, axes, 0),
-            out_axes=(0, axes),
-            specs={"w": PartitionSpec("inside")},
-        )
-        step = jax.jit(step)
-        for _ in range(3):
-            params, state = step(params, state, grads)
-        found.append({"w": np.asarray(params["w"])})
-    contexts.assert_close(found[1], found[0], 2e-6)
+    grads = {"w": np.random.default_rng(0).normal(size=(2, 3, 8, 4)).astype("f4")}
+    specs = {"w": PartitionSpec("inside")}
+    workers = oxs.Workers(2, "pods", mesh=mesh, specs=specs)
+    options: dict[str, Any] = {"communication_period": 2, "fragments": 2}
+    txs = {
+        name: oxs.diloco(INNER, "pods", shard_center=name == "pieces", **options)
+        for name in ("whole", "pieces")
+    }
+    found, _ = contexts.by_workers(workers, txs, one, grads)
+    contexts.assert_close(found["pieces"], found["whole"], 2e-6)
 
 
 def test_bytes_of_codes():
@@ -246,7 +223,7 @@ def test_bytes_of_codes():
     floats = 64 * 1024 + 513
     exchange = oxs.exchange.error_feedback(oxs.exchange.quantized(4))
     tx = oxs.diloco(INNER, AXIS, shard_center=True, exchange=exchange)
-    step, params, state = contexts.started(tx, params, over=contexts.mesh(), meet=True)
+    step, params, state = contexts.started(tx, params, mesh=contexts.mesh(), meet=True)
     rows = oxs.audit.collectives(step.lower(params, state, params).compile())
     sent = {row.kind: row.bytes for row in rows}
     assert set(sent) == {"all-to-all", "all-gather"} and len(rows) == 2
@@ -279,29 +256,30 @@ def test_a_parameter_that_is_none():
     assert center["a"] is None and np.array_equal(center["b"], np.full(3, -0.5))
 
 
-def test_memory_and_bytes():
-    """N = 8 here, and 64 and 512 workers in a process that has so many devices."""
-    children = subprocess.run(
-        [sys.executable, "-m", "tests.center.sharded_memory", "64", "512"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=300,
-    )
-    assert children.returncode == 0, children.stderr
-    found = {8: [measured(8, sharded) for sharded in (True, False)]}
-    for workers, line in zip((64, 512), children.stdout.splitlines(), strict=True):
-        found[workers] = json.loads(line)
-    for workers, (pieces, whole) in found.items():
-        own = 4 * FLOATS  # its parameters; and its counters
-        assert pieces[0] - own - 2 * own // workers <= 64
-        assert whole[0] - 3 * own <= 64
-        assert pieces[1] <= whole[1]
-        assert whole[2] == {"all-reduce": own}
-        assert pieces[2] == {"reduce-scatter": own, "all-gather": own // workers}
-        # On a ring: (N-1)/N of the operand, N-1 times it, and twice (N-1)/N of it.
-        ring = (workers - 1) / workers
-        assert ring * own + (workers - 1) * (own // workers) == 2 * ring * own
+@pytest.mark.parametrize("number", [2, 8])
+def test_memory_and_bytes(number):
+    workers, found = oxs.Workers(number, AXIS, mesh=contexts.mesh(number)), {}
+    params = jnp.zeros((1024, 64))
+    for sharded in (True, False):
+        options: Any = {"communication_period": 4, "shard_center": sharded}
+        tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
+
+        @functools.partial(workers.step, state=2)
+        def step(params, state, tx=tx):
+            return oxs.apply_gradients(tx, params, state, params)
+
+        compiled = step.lower(*workers.start((params, tx.init(params)))).compile()
+        sent = {row.kind: row.bytes for row in oxs.audit.collectives(compiled)}
+        memory = memory_of(compiled)
+        found[sharded] = memory.arguments, memory.temporary, sent
+    pieces, whole, own = found[True], found[False], params.nbytes
+    assert pieces[0] - own - 2 * own // number <= 64  # its parameters; and its counters
+    assert whole[0] - 3 * own <= 64
+    assert pieces[1] <= whole[1]
+    # On a ring the same bytes: (N-1)/N of the operand and N-1 times a piece, or twice
+    # (N-1)/N of the operand.
+    assert whole[2] == {"all-reduce": own}
+    assert pieces[2] == {"reduce-scatter": own, "all-gather": own // number}
 
 
 def start(tx: Any, workers: int) -> Any:
@@ -316,24 +294,15 @@ def train(step, params, state, steps):
     return params, state
 
 
-def saved_and_read(folder, tree) -> Any:
-    with StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", tree)
-    with StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "saved", jax.eval_shape(lambda: tree))
-
-
 def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
+def test_pieces_for_another_number_of_workers():
     inner = optax.sgd(0.1, momentum=0.9)
     tx = oxs.diloco(inner, AXIS, communication_period=2, shard_center=True)
     step, *now = start(tx, 4)
     now = train(step, *now, 3)  # In the middle of a period.
-    restored = saved_and_read(tmp_path, now)
-    same(train(step, *now, 4), train(step, *restored, 4))
 
     # Three workers go on from the center and the outer state of four.
     params, state = train(step, *now, 1)
@@ -347,23 +316,17 @@ def test_a_checkpoint_of_pieces_and_another_number_of_workers(tmp_path):
     assert np.abs(oxs.center_params(more, moved)["w"] - center["w"]).max() > 0.01
 
 
-def test_parts_in_pieces_are_saved_and_cut_anew(tmp_path):
+def test_parts_in_pieces_are_cut_anew():
     """Also what is on its way, of the part that has the fewer numbers."""
-    tx = oxs.diloco(
-        optax.sgd(0.1, momentum=0.9),
-        AXIS,
-        communication_period=4,
-        fragments=lambda path, leaf: np.arange(13) // 9,
-        delay=1,
-        shard_center=True,
-    )
+    options: Any = {"communication_period": 4, "delay": 1, "shard_center": True}
+    options["fragments"] = lambda path, leaf: np.arange(13) // 9
+    tx = oxs.diloco(optax.sgd(0.1, momentum=0.9), AXIS, **options)
     step, *now = start(tx, 4)
     params, state = train(step, *now, 4)
-    restored = saved_and_read(tmp_path, state)
-    moved, more = by_hand.resize(tx, params, restored, 4)
+    moved, more = by_hand.resize(tx, params, state, 4)
     same(more, state)
     with pytest.warns(UserWarning, match="have learned"):
-        moved, more = by_hand.resize(tx, params, restored, 3)
+        moved, more = by_hand.resize(tx, params, state, 3)
     same(oxs.center_params(more, moved), oxs.center_params(state, params))
     same(pending(more), pending(state))
     assert np.abs(pending(state)[9:]).min() > 0 and not pending(state)[:9].any()
@@ -380,59 +343,6 @@ def pending(state):
     return np.concatenate([x[:n] for x, n in zip(held, sizes, strict=True)])
 
 
-ONES = jnp.ones((2, 5))
-
-
-def sharded(make: Any = oxs.local_sgd, **more):
-    return make(INNER, axis_name=AXIS, shard_center=True, **more)
-
-
-def curved(own, center, at):
-    return jnp.square(own.params - own.taken)
-
-
-def a_whole_state(params):
-    tx = sharded()
-    state = tx.init(params[0])
-    return jax.vmap(lambda p: tx.update(p, state, p), axis_name=AXIS)(params)
-
-
-REFUSED = [
-    (
-        lambda: sharded(oxs.elastic_average, moving_rate=0.1, rho=0.5),
-        "ValueError: `penalty` reads",
-    ),
-    (
-        lambda: sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0),
-        "ValueError: `take` reads",
-    ),
-    (
-        lambda: start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2),
-        "ValueError: outer optimizer see pieces",
-    ),
-    (
-        lambda: start(oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), 2),
-        "ValueError: each number alone",
-    ),
-    (lambda: oxs.diloco(INNER, None, shard_center=True), "ValueError: shares a center"),
-    (
-        lambda: sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k())),
-        "ValueError: half way",
-    ),
-    (
-        lambda: sharded(oxs.center_variable, rule=oxs.CenterRule(curved)).init(ONES[0]),
-        "ValueError: affine",
-    ),
-    (lambda: a_whole_state(ONES), "ValueError: for one of 2 replicas"),
-    (
-        lambda: jax.vmap(
-            lambda p: oxs.center_params(sharded().init(p), p), axis_name=AXIS
-        )(ONES),
-        "ValueError: outside of the mapped function",
-    ),
-]
-
-
 @pytest.mark.parametrize("shape", [(8,), (8, 1)])
 def test_one_number_for_each_worker_is_a_parameter(shape):
     """Of the shape that stacked numbers have; parameters of all are told apart."""
@@ -446,7 +356,35 @@ def test_one_number_for_each_worker_is_a_parameter(shape):
         oxs.center_params(state, params)
 
 
-@pytest.mark.parametrize(("call", "said"), REFUSED)
-def test_refused(call, said):
-    with refused(said):
-        call()
+ONES = jnp.ones((2, 5))
+
+
+def sharded(make: Any = oxs.local_sgd, **more):
+    return make(INNER, axis_name=AXIS, shard_center=True, **more)
+
+
+def curved(own, center, at):
+    return jnp.square(own.params - own.taken)
+
+
+def on_two(function):
+    return jax.vmap(function, axis_name=AXIS)(ONES)
+
+
+test_refused = all_refused(globals())(r"""
+sharded(oxs.elastic_average, moving_rate=0.1, rho=0.5)  # ValueError: `penalty` reads
+sharded(oxs.elastic_average, moving_rate=0.1, rho=0.0)  # ValueError: `take` reads
+start(sharded(oxs.diloco, outer=optax.clip_by_global_norm(1.0)), 2)
+    # ValueError: outer optimizer see pieces
+start(oxs.agn(optax.lamb(0.1), AXIS, shard_center=True), 2)
+    # ValueError: each number alone
+oxs.diloco(INNER, None, shard_center=True)  # ValueError: shares a center
+sharded(exchange=oxs.exchange.error_feedback(oxs.exchange.top_k()))
+    # ValueError: half way
+sharded(oxs.center_variable, rule=oxs.CenterRule(curved)).init(ONES[0])
+    # ValueError: affine
+on_two(lambda p, state=sharded().init(ONES[0]): sharded().update(p, state, p))
+    # ValueError: for one of 2 replicas
+on_two(lambda p: oxs.center_params(sharded().init(p), p))
+    # ValueError: outside of the mapped function
+""")

@@ -32,20 +32,18 @@ def test_the_file_holds_every_case_of_its_generator():
         assert case["params"] == own.tolist() and case["center"] == center.tolist()
 
 
+def made(**options):
+    inner, outer = (optax.sgd(GOLDEN[f"{rate}_rate"]) for rate in ("inner", "outer"))
+    options |= {"communication_period": GOLDEN["period"], "fragments": GOLDEN["parts"]}
+    return oxs.diloco(inner, AXIS, outer=outer, **options)
+
+
 @pytest.fixture(scope="module")
 def histories():
     """Parameters and centers of all runs, from one program."""
 
     def run(delay, mix):
-        tx = oxs.diloco(
-            optax.sgd(GOLDEN["inner_rate"]),
-            AXIS,
-            outer=optax.sgd(GOLDEN["outer_rate"]),
-            communication_period=GOLDEN["period"],
-            fragments=GOLDEN["parts"],
-            delay=delay,
-            keep_local=mix,
-        )
+        tx = made(delay=delay, keep_local=mix)
         start = {"layers": [jnp.ones(()), jnp.ones(())]}
         grads = jax.tree.map(lambda x: GOLDEN["gradient"] * x, start)
 
@@ -82,24 +80,14 @@ def test_diloco_mocked_failure_recovery():
     the center (docs/checkpoints.md): in that part's next round one of two brings three
     steps less, and the outer step is shorter by as much.
     """
-    tx = oxs.diloco(
-        optax.sgd(GOLDEN["inner_rate"]),
-        AXIS,
-        outer=optax.sgd(GOLDEN["outer_rate"]),
-        communication_period=GOLDEN["period"],
-        fragments=GOLDEN["parts"],
-    )
+    tx = made()
     one = [jnp.ones(()), jnp.ones(())]
-    params, state, axes = contexts.begun(tx, one, 2)
-
-    def step(params, state):
-        grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)
-        return oxs.apply_gradients(tx, grads, state, params)
-
-    step = jax.jit(jax.vmap(step, (0, axes), (0, axes), axis_name=AXIS))
+    made_for = {number: contexts.started(tx, one, number) for number in (1, 2)}
+    _, params, state = made_for[2]
     own, center = [], []
     for number in range(1, STEPS + 1):
-        params, state = step(params, state)
+        grads = jax.tree.map(lambda x: jnp.full_like(x, GOLDEN["gradient"]), params)
+        params, state = made_for[len(params[0])][0](params, state, grads)
         if number == 6:
             with pytest.warns(UserWarning, match="what leaving workers have learned"):
                 params, state = by_hand.resize(tx, params, state, 1)

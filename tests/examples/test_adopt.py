@@ -61,6 +61,8 @@ def test_few_lines_change(style):
             assert 0 < changed(made[before], made[name]) <= most, name
 
 
+# The pods are the same lines on each page: those of one are run.
+IN_PODS = ("nnx",)
 # One after another in one process, whose small programs compile once.
 ALL = """
 import runpy, sys
@@ -77,6 +79,8 @@ def trained(tmp_path_factory):
     asked, runs = [], []
     for style in STYLES:
         for name, lines in programs(style).items():
+            if name == "pods" and style not in IN_PODS:
+                continue
             script = folder / f"{style}_{name}.py"
             script.write_text("\n".join(lines))
             # Six workers go on where eight have saved, and for ten steps more.
@@ -104,7 +108,8 @@ def test_they_train(style, trained):
     assert alone.keys() == replicas.keys() == {0, 10}
     # Replicas make the update of one device, with other dropout masks.
     assert replicas[10] == pytest.approx(alone[10], rel=0.05)
-    assert trained[style, "diloco"].keys() == trained[style, "pods"].keys() == {0, 10}
+    for name in ("diloco", "pods") if style in IN_PODS else ("diloco",):
+        assert trained[style, name].keys() == {0, 10}
     assert trained[style, "six_workers"].keys() == {20, 30}
     if style == "pmap":
         assert trained[style, "two_lines"] == pytest.approx(alone, rel=1e-2)

@@ -13,27 +13,37 @@ from tests.meshes import mesh_of
 AXIS = "pods"
 
 
-def mapped(context, function, replicas):
-    """`function` of one replica's trees as a jitted one of [N, ...] trees."""
+def mapped(context, function, replicas, axis: Any = AXIS):
+    """`function` of one replica's trees as a jitted one of [N, ...] trees.
+
+    Along a tuple of two axes the replicas lie two by N/2.
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    shape = (replicas,) if isinstance(axis, str) else (2, replicas // 2)
     if context == "vmap":
-        return jax.jit(jax.vmap(function, axis_name=AXIS))
+        lanes = function
+        for name in reversed(names):
+            lanes = jax.vmap(lanes, axis_name=name)
+
+        def flat(*args):
+            cut = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), args)
+            return jax.tree.map(
+                lambda x: x.reshape(replicas, *x.shape[len(shape) :]), lanes(*cut)
+            )
+
+        return jax.jit(flat)
     if context == "pmap":
-        return jax.pmap(function, axis_name=AXIS, devices=jax.devices()[:replicas])
+        return jax.pmap(function, axis_name=axis, devices=jax.devices()[:replicas])
 
     def stacked(*args):
-        return jax.tree.map(lambda x: x[None], function(*oxs.by_hand.first(args)))
+        return oxs.by_hand.replicate(function(*oxs.by_hand.first(args)), 1)
 
     keywords: Any = {"check_vma": context != "shard_map_unchecked"}
+    sizes = dict(zip(names, shape, strict=True))
     if context == "sharded_workers":
-        mesh = mesh_of({AXIS: replicas, "inside": 2})
-        keywords = {"axis_names": {AXIS}}
-    else:
-        mesh = mesh_of({AXIS: replicas})
-    return jax.jit(
-        jax.shard_map(
-            stacked, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **keywords
-        )
-    )
+        sizes, keywords = sizes | {"inside": 2}, {"axis_names": {axis}}
+    specs = {"in_specs": P(axis), "out_specs": P(axis)}
+    return jax.jit(jax.shard_map(stacked, mesh=mesh_of(sizes), **specs, **keywords))
 
 
 def placed(context, tree, replicas):

@@ -8,8 +8,9 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.comm.buffers import Joint
-from tests.contexts import AXIS, REPLICAS, mesh
+from tests.exchange.meeting import mapped
 
+AXIS, REPLICAS = "data", 4
 BYTES = 32 * REPLICAS * 4
 # In buckets of 32 numbers for each replica: the first alone, two that fill one, and one
 # that is larger than a bucket.
@@ -30,13 +31,8 @@ def in_pieces(exchange):
 
 
 def center_in_pieces(exchange):
-    tx = oxs.diloco(
-        optax.sgd(0.1),
-        AXIS,
-        communication_period=1,
-        shard_center=True,
-        exchange=exchange,
-    )
+    options = {"communication_period": 1, "shard_center": True, "exchange": exchange}
+    tx = oxs.diloco(optax.sgd(0.1), AXIS, **options)
     return lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS, meet=True)[0]
 
 
@@ -63,16 +59,8 @@ def test_each_bucket_travels_by_itself_and_no_number_changes(case):
     for name in PARAMS:
         np.testing.assert_array_equal(one[name], other[name], name)
     for function, buckets in ((whole, 1), (cut, 3)):
-        mapped = jax.shard_map(
-            lambda grads, function=function: jax.tree.map(
-                lambda x: x[None], function(oxs.by_hand.first(grads))
-            ),
-            mesh=mesh(),
-            in_specs=jax.P(AXIS),
-            out_specs=jax.P(AXIS),
-            check_vma=False,
-        )
-        text = str(jax.make_jaxpr(mapped)(GRADS))
+        run = mapped("shard_map_unchecked", function, REPLICAS, AXIS)
+        text = str(jax.make_jaxpr(run)(GRADS))
         first = "all_to_all[" if make is EXCHANGE.quantized else "reduce_scatter["
         assert text.count(first) == buckets
         assert text.count("all_gather[") == buckets
@@ -88,11 +76,3 @@ def test_what_is_joined_fills_a_bucket_and_what_is_larger_is_alone():
     assert places(sizes, 16) == [[0, 1], [2], [3], [5]]
     assert places(sizes, 20) == [[0, 1, 3], [2], [5]]
     assert places(sizes, 2**25) == [[0, 1, 3, 5], [2]]
-
-
-@pytest.mark.parametrize("make", [EXCHANGE.all_reduce, EXCHANGE.quantized])
-def test_no_bucket_is_refused(make):
-    with pytest.raises(ValueError, match="bucket_bytes must be 1 or more"):
-        make(bucket_bytes=0)
-    with pytest.raises(TypeError, match="bucket_bytes must be an integer"):
-        make(bucket_bytes=1e6)

@@ -10,9 +10,10 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync import by_hand
+from tests.contexts import steps
 from tests.exchange.meeting import AXIS, mapped, placed
 from tests.meshes import mesh_of
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
 power_sgd, error_feedback = oxs.exchange.power_sgd, oxs.exchange.error_feedback
@@ -57,29 +58,6 @@ def test_bytes_of_codes(context, bits, most):
     assert sent <= most * RING["all-reduce"] * 4 * NUMBERS
 
 
-def test_shards_of_a_worker_send_their_own_codes_where_all_axes_are_manual():
-    """XLA gathers a worker's codes on each of its shards where their axis is its own.
-
-    A sharding constraint does not keep it from that. Where the program is manual over
-    the shards' axis too, a shard codes and sends what it has.
-    """
-    exchange, mesh = quantized(), mesh_of({AXIS: REPLICAS, "inside": 2})
-    tree = {name: TREE[name] for name in ("matrix", "half")}
-    specs = {"matrix": jax.P(AXIS, None, "inside"), "half": jax.P(AXIS, "inside")}
-
-    def meet(tree):
-        mean = exchange.meet(by_hand.first(tree), (), AXIS)[0]
-        return jax.tree.map(lambda x: x[None], mean)
-
-    mapped_by_hand = jax.jit(
-        jax.shard_map(meet, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    )
-    found = {row.kind: row.bytes for row in oxs.audit.collectives(mapped_by_hand, tree)}
-    own = (300 * 33 + 500) // REPLICAS  # numbers of a piece of a shard
-    for kind, pieces in (("all-to-all", REPLICAS), ("all-gather", 1)):
-        assert own * pieces <= found[kind] <= 1.04 * own * pieces
-
-
 SHARDS = {"rows": jax.P("inside"), "columns": jax.P(None, "inside"), "whole": jax.P()}
 FED = {
     "quantized": error_feedback(quantized(4, 16)),
@@ -92,7 +70,7 @@ FED = {
 @pytest.mark.parametrize("name", FED)
 def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
     """What arrived and what is owed is what was sent, of each shard by itself."""
-    mesh, steps = mesh_of({AXIS: REPLICAS, "inside": 2}), 3
+    mesh, number = mesh_of({AXIS: REPLICAS, "inside": 2}), 3
     rng = np.random.default_rng(0)
     params = {
         "rows": jnp.zeros((32, 12)),
@@ -103,62 +81,29 @@ def test_the_law_where_the_axis_of_the_shards_is_manual_too(name, check_vma):
         leaf: rng.normal(size=(REPLICAS, *p.shape)).astype(np.float32)
         for leaf, p in params.items()
     }
-    tx = {
-        "replicas": oxs.cross_shard(optax.sgd(1.0), AXIS, exchange=FED[name]),
-        "workers": oxs.local_sgd(
-            optax.sgd(1.0), AXIS, communication_period=1, exchange=FED[name]
-        ),
-    }
+    options: Any = {"communication_period": 1, "exchange": FED[name]}
+    tx = oxs.local_sgd(optax.sgd(1.0), AXIS, **options)
+    axes = by_hand.state_axes(tx, params)
     of_each = {leaf: jax.P(AXIS, *spec) for leaf, spec in SHARDS.items()}
-    axes, specs = ({} for _ in range(2))
-    for kind, one in tx.items():
-        same = {"replicated": kind == "replicas"}
-        axes[kind] = by_hand.state_axes(one, params, **same)
-        specs[kind] = by_hand.state_specs(one, params, SHARDS, AXIS, **same)
+    specs = of_each, by_hand.state_specs(tx, params, SHARDS, AXIS)
 
     def train(params, state, grads):
-        state = {kind: by_hand.first(state[kind], axes[kind]) for kind in tx}
-        params["workers"] = by_hand.first(params["workers"])
-        grads = by_hand.first(grads)
+        pair = by_hand.first((params, state), (0, axes))
+        for _ in range(number):
+            pair = oxs.apply_gradients(tx, by_hand.first(grads), pair[1], pair[0])
+        return by_hand.replicate(pair, 1, (0, axes))
 
-        def step(carry, _):
-            params, state = carry
-            moved = {
-                kind: oxs.apply_gradients(one, grads, state[kind], params[kind])
-                for kind, one in tx.items()
-            }
-            return tuple({kind: moved[kind][i] for kind in tx} for i in range(2)), None
-
-        params, state = jax.lax.scan(step, (params, state), length=steps)[0]
-        params["workers"] = by_hand.replicate(params["workers"], 1)
-        return params, {
-            kind: by_hand.replicate(state[kind], 1, axes[kind]) for kind in tx
-        }
-
-    placed_as = ({"replicas": SHARDS, "workers": of_each}, specs)
-    run = jax.shard_map(
-        train,
-        mesh=mesh,
-        in_specs=(*placed_as, of_each),
-        out_specs=placed_as,
-        check_vma=check_vma,
-    )
-    state = {
-        kind: by_hand.replicate(one.init(params), REPLICAS, axes[kind])
-        for kind, one in tx.items()
-    }
-    start = {"replicas": params, "workers": by_hand.replicate(params, REPLICAS)}
-    trained, state = jax.jit(run)(start, state, grads)
-    for kind in tx:
+    ways = {"in_specs": (*specs, of_each), "out_specs": specs, "check_vma": check_vma}
+    run = jax.jit(jax.shard_map(train, mesh=mesh, **ways))
+    start = by_hand.replicate((params, tx.init(params)), REPLICAS, (0, axes))
+    trained, state = run(*start, grads)
+    owed = oxs.optimizers.slot(state, "error")
+    for leaf, grad in grads.items():
         # Workers send how far they moved, which is minus their gradients.
-        sign = 1 if kind == "replicas" else -1
-        owed = oxs.optimizers.slot(state[kind], "error")
-        for leaf, grad in grads.items():
-            arrived = (steps * grad - sign * owed[leaf]).mean(0)
-            found = np.asarray(trained[kind][leaf]).reshape(-1, *params[leaf].shape)[0]
-            np.testing.assert_allclose(-found, arrived, rtol=1e-5, atol=1e-5)
-            if leaf != "whole" or name == "quantized":
-                assert np.abs(owed[leaf]).max() > 0.01
+        arrived = (number * grad + owed[leaf]).mean(0)
+        np.testing.assert_allclose(-trained[leaf][0], arrived, rtol=1e-5, atol=1e-5)
+        if leaf != "whole" or name == "quantized":
+            assert np.abs(owed[leaf]).max() > 0.01
 
 
 def test_bytes_of_the_largest_and_of_factors():
@@ -203,25 +148,25 @@ def test_two_bits_are_the_means_of_four_bins():
 
 
 def test_a_nan_and_an_infinity_are_seen_and_do_no_lasting_harm():
-    rng = np.random.default_rng(0)
-    good = rng.normal(size=(2, 4, 40, 40)).astype(np.float32)
+    good = np.random.default_rng(0).normal(size=(2, 4, 40, 40)).astype(np.float32)
+    exchanges = quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()
+
+    def meet(bad, good):
+        found = []
+        for fed in map(error_feedback, exchanges):
+            before = fed.meet(good, fed.init(bad), AXIS)
+            met = fed.meet(bad, before.state, AXIS)
+            again = fed.meet(good, met.state, AXIS)
+            found.append((met.mean, again.mean, again.state.error))
+        return found
+
+    run = jax.jit(jax.vmap(meet, axis_name=AXIS))
     for broken in (np.nan, np.inf):
         bad = good[0].copy()
         bad[1, 3, 5] = broken
-        for exchange in (quantized(4), top_k(4, 64), top_k(4, 64, 2), power_sgd()):
-            fed = error_feedback(exchange)
-
-            def meet(bad, good, fed=fed):
-                state = fed.init(bad)
-                state = fed.meet(good, state, AXIS).state
-                met = fed.meet(bad, state, AXIS)
-                again = fed.meet(good, met.state, AXIS)
-                return met.mean, again.mean, again.lost, again.state
-
-            mean, again, _, state = lanes(meet, bad, good[1])
+        for mean, again, error in run(bad, good[1]):
             assert not np.isfinite(mean[:, 3, 5]).any()
-            assert np.isfinite(again).all()
-            assert np.isfinite(state.error).all()
+            assert np.isfinite(again).all() and np.isfinite(error).all()
 
 
 def test_a_replica_without_weight_keeps_what_it_owes():
@@ -258,120 +203,85 @@ WRAPPERS = {
 
 
 def test_wrappers_with_feedback_follow_the_exact_ones():
-    """In 40 steps, with a worker that is broken once; and go on from a checkpoint."""
+    """In 40 steps, with a worker that is broken once."""
     rng = np.random.default_rng(0)
-    grads = {
-        name: rng.normal(size=(3, 40, *p.shape)).astype(p.dtype)
-        for name, p in PARAMS.items()
-    }
-    broken = grads["matrix"].copy()
-    broken[1, 20] = np.nan
+    grads = jax.tree.map(
+        lambda p: rng.normal(size=(3, 40, *p.shape)).astype(p.dtype), PARAMS
+    )
+    broken = grads | {"matrix": grads["matrix"].copy()}
+    broken["matrix"][1, 20] = np.nan
 
-    def run(tx, params, state, grads):
-        def step(carry, grads):
-            params, state = carry
-            params, state = oxs.apply_gradients(tx, grads, state, params)
-            return (params, state), None
-
-        return jax.lax.scan(step, (params, state), grads)[0]
-
-    def all_of_them(grads):
+    def all_of_them(grads, broken):
         ends = {}
         for name, wrapper in WRAPPERS.items():
-            now = grads if name == "local_sgd" else grads | {"matrix": grads["whole"]}
-            now = {leaf: now[leaf] for leaf in PARAMS}
-            exact, coded = wrapper(), wrapper(exchange=FEEDBACK)
+            now = broken if name == "local_sgd" else grads
             params = jax.tree.map(jnp.asarray, PARAMS)
-            half = [jax.tree.map(lambda g, cut=cut: g[cut], now) for cut in HALVES]
-            state = coded.init(params)
-            middle = run(coded, params, state, half[0])
-            ends[name] = (
-                run(exact, params, exact.init(params), now),
-                run(coded, params, state, now),
-                run(coded, *middle, half[1]),
-            )
-        return ends
+            ends[name] = [
+                steps(tx)(params, tx.init(params), now, {})[0]
+                for tx in (wrapper(), wrapper(exchange=FEEDBACK))
+            ]
+        return jax.tree.map(lambda x: x[-1].astype(jnp.float32), ends)
 
-    ends = lanes(all_of_them, grads | {"matrix": broken, "whole": grads["matrix"]})
-    for name, (exact, coded, resumed) in ends.items():
-        for leaf, x in exact[0].items():
-            x, y = np.asarray(x, np.float32), np.asarray(coded[0][leaf], np.float32)
+    for name, (exact, coded) in lanes(all_of_them, grads, broken).items():
+        for leaf, x in exact.items():
+            y = coded[leaf]
             assert np.array_equal(y, np.broadcast_to(y[:1], y.shape)), (name, leaf)
             assert 0 < np.abs(x - y).max() < 0.03 * max(1, np.abs(x).max()), name
-        same = jax.tree.map(np.array_equal, coded, resumed)
-        assert all(jax.tree.leaves(same)), name
-
-
-HALVES = (slice(0, 20), slice(20, 40))
 
 
 def met(exchange, x):
     return lanes(lambda x: exchange.meet(x, exchange.init(x), AXIS)[0], x)
 
 
-def rows(values):
-    return oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values)
+def of_rows(function):
+    """What a function makes of row-sparse gradients of a table."""
+
+    def one(values):
+        return function(
+            oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values), jnp.zeros((4, 3))
+        )
+
+    return lanes(one, jnp.ones((2, 1, 3)))
 
 
-def meet_rows(exchange):
-    def meet(values):
-        state = exchange.init({"w": jnp.zeros((4, 3))})
-        return exchange.meet({"w": rows(values)}, state, AXIS)[0]
-
-    return lanes(meet, jnp.ones((2, 1, 3)))
-
-
-def step_with_rows(tx):
-    def step(values):
-        return tx.update(rows(values), tx.init(jnp.zeros((4, 3))))[0]
-
-    return lanes(step, jnp.ones((2, 1, 3)))
+def met_rows(exchange):
+    return of_rows(
+        lambda rows, table: exchange.meet(
+            {"w": rows}, exchange.init({"w": table}), AXIS
+        )[0]
+    )
 
 
-REFUSED = {
-    "bits": (lambda: quantized(bits=2), "ValueError: 8 or 4; got 2"),
-    "block": (lambda: quantized(block=0), "ValueError: block must be 1 or more"),
-    "block's type": (lambda: quantized(block=2.0), "TypeError: an integer"),
-    "k": (lambda: top_k(k=65, chunk=64), "ValueError: k=65 and chunk=64"),
-    "no k": (lambda: top_k(k=0), "ValueError: k must be 1 or more"),
-    "bins": (lambda: top_k(bits=4), "ValueError: quantized"),
-    "rank": (lambda: power_sgd(rank=0), "ValueError: rank must be 1 or more"),
-    "rate": (lambda: power_sgd(min_rate=0), "ValueError: min_rate"),
-    "decay": (lambda: error_feedback(quantized(), 1.5), r"ValueError: \[0, 1\]"),
-    "feedback": (lambda: error_feedback(0.5), "TypeError: oxs.exchange"),
-    "robust": (
-        lambda: error_feedback(oxs.exchange.median()), "ValueError: must not come back"
-    ),
-    "integers": (
-        lambda: met(quantized(), {"w": jnp.ones((2, 3), jnp.int32)}), "TypeError: int32"
-    ),
-    "complex": (
-        lambda: met(top_k(), jnp.ones((2, 3), jnp.complex64)), "TypeError: complex64"
-    ),
-    "rows": (lambda: meet_rows(power_sgd()), r"ValueError: \['w'\] is row-spar"),
-    "rows in feedback": (lambda: meet_rows(FEEDBACK), "ValueError: row-sparse"),
-    "rows in cross_shard": (
-        lambda: step_with_rows(WRAPPERS["cross_shard"](exchange=top_k())),
-        "ValueError: row-sparse",
-    ),
-    "rows in sync_replicas": (
-        lambda: step_with_rows(WRAPPERS["sync_replicas"](exchange=FEEDBACK)),
-        "ValueError: row-sparse",
-    ),
-    "groups": (
-        lambda: WRAPPERS["cross_shard"](
-            exchange=quantized(), group_assignment=[[0, 1], [2, 3]]
-        ),
-        "ValueError: takes groups",
-    ),
-}  # fmt: skip
+def step_of_rows(wrapper, exchange):
+    tx = WRAPPERS[wrapper](exchange=exchange)
+    return of_rows(lambda rows, table: tx.update(rows, tx.init(table))[0])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    call, said = REFUSED[name]
-    with refused(said):
-        call()
+test_refused = all_refused(globals())(r"""
+quantized(bits=2)  # ValueError: 8 or 4; got 2
+quantized(block=0)  # ValueError: block must be 1 or more
+quantized(block=2.0)  # TypeError: an integer
+quantized(bucket_bytes=0)
+oxs.exchange.all_reduce(bucket_bytes=0)  # ValueError: bucket_bytes must be 1 or more
+quantized(bucket_bytes=1e6)
+oxs.exchange.all_reduce(bucket_bytes=1e6)  # TypeError: bucket_bytes must be an integer
+top_k(k=65, chunk=64)  # ValueError: k=65 and chunk=64
+top_k(k=0)  # ValueError: k must be 1 or more
+top_k(bits=4)  # ValueError: quantized
+power_sgd(rank=0)  # ValueError: rank must be 1 or more
+power_sgd(min_rate=0)  # ValueError: min_rate
+error_feedback(quantized(), 1.5)  # ValueError: \[0, 1\]
+error_feedback(0.5)  # TypeError: oxs.exchange
+error_feedback(oxs.exchange.median())  # ValueError: must not come back
+met(quantized(), {"w": jnp.ones((2, 3), jnp.int32)})  # TypeError: int32
+met(top_k(), jnp.ones((2, 3), jnp.complex64))  # TypeError: complex64
+met_rows(power_sgd())  # ValueError: \['w'\] is row-spar
+met_rows(FEEDBACK)
+step_of_rows("cross_shard", top_k())
+step_of_rows("sync_replicas", FEEDBACK)  # ValueError: row-sparse
+WRAPPERS["cross_shard"](exchange=quantized(), group_assignment=[[0, 1], [2, 3]])
+    # ValueError: takes groups
+""")
 
 
 def test_a_missing_gradient_is_owed_nothing():

@@ -11,8 +11,9 @@ import pytest
 
 import optx_sync as oxs
 from optx_sync.exchange.error_feedback import ErrorFeedbackState
-from tests.contexts import begun
+from tests.contexts import started
 from tests.exchange.meeting import mapped, placed, rounds
+from tests.refusals import refused, table
 from tests.transformations import EXCHANGES as EVERY
 
 quantized, top_k = oxs.exchange.quantized, oxs.exchange.top_k
@@ -230,47 +231,34 @@ def test_measures_through_an_exchange_of_your_own():
 
     norms = []
     for exchange in (None, oxs.exchange.Exchange(lambda tree: (), meet, True)):
-        tx = oxs.local_sgd(
-            *(optax.sgd(1.0), "workers"),
-            communication_period=1,
-            exchange=exchange,
-            measure=True,
-        )
-        params, state, axes = begun(tx, jnp.zeros(2), 2)
-        step = oxs.by_hand.map_workers(
-            lambda params, state, grads, tx=tx: oxs.apply_gradients(
-                tx, grads, state, params
-            ),
-            "workers",
-            in_axes=(0, axes, 0),
-            out_axes=(0, axes),
-        )
+        options: Any = {"communication_period": 1, "measure": True}
+        tx = oxs.local_sgd(optax.sgd(1.0), "workers", exchange=exchange, **options)
+        step, params, state = started(tx, jnp.zeros(2), 2, "workers")
         params, state = step(params, state, jnp.array([[3.0, 4.0], [0.0, 5.0]]))
         norms.append(float(oxs.metrics(state, params).contribution_norm))
     assert norms == [5.0, 5.0]
 
 
-def test_what_meet_returned_before_is_refused_by_name():
-    tx = oxs.cross_shard(
-        optax.sgd(0.1),
-        "workers",
-        exchange=by_hand(lambda mean, state: (mean, None, state)),
-    )
-    with pytest.raises(TypeError, match=r"oxs.exchange.Met; this one returned a tuple"):
-        jax.vmap(lambda x: tx.update(x, tx.init(x)), axis_name="workers")(jnp.ones(2))
+SILENT = oxs.exchange.Exchange(
+    lambda tree: (),
+    lambda tree, state, axis, **more: oxs.exchange.Met(oxs.reduce(tree, axis)),
+)
+TUPLE = by_hand(lambda mean, state: (mean, None, state))
 
 
-def test_an_exchange_that_does_not_say_whether_it_is_linear_is_asked():
-    silent = oxs.exchange.Exchange(
-        lambda tree: (),
-        lambda tree, state, axis, **more: oxs.exchange.Met(oxs.reduce(tree, axis)),
-    )
-    for call in (
-        lambda: oxs.exchange.error_feedback(silent),
-        lambda: oxs.sync_replicas(optax.sgd(0.1), "data", 2, exchange=silent),
-    ):
-        with pytest.raises(ValueError, match="this one does not declare"):
-            call()
-    tx = oxs.cross_shard(optax.sgd(1.0), "data", exchange=silent)
-    step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="data")
-    np.testing.assert_array_equal(step(jnp.array([1.0, 3.0])), [-2, -2])
+def step_with(exchange):
+    tx = oxs.cross_shard(optax.sgd(1.0), "workers", exchange=exchange)
+    step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name="workers")
+    return step(jnp.array([1.0, 3.0]))
+
+
+@table(r"""
+step_with(TUPLE)  # TypeError: oxs.exchange.Met; this one returned a tuple
+error_feedback(SILENT)
+oxs.sync_replicas(optax.sgd(0.1), "workers", 2, exchange=SILENT)
+    # ValueError: this one does not declare
+""")
+def test_what_an_exchange_of_your_own_must_say(call, said):
+    assert step_with(SILENT).tolist() == [-2, -2]  # which works where nobody asks
+    with refused(said):
+        eval(call, globals())

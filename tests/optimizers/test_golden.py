@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pathlib
 from typing import Any
 
 import jax
@@ -14,14 +13,9 @@ from jax import lax
 
 from optx_sync.rows.slices import IndexedSlices
 from tests.cases import OPTIMIZERS
+from tests.recorded import GOLDEN, arrays_of, recorded
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-RECORDED = {
-    case["name"]: case
-    for case in MANIFEST["cases"]
-    if case["group"] in ("tf_train", "tf_contrib", "returnn")
-}
+RECORDED = recorded("tf_train", "tf_contrib", "returnn")
 BY_ORIGINAL = {original: case for case in OPTIMIZERS for original in case.originals}
 
 # Arguments of the originals under the names that they have here.
@@ -125,7 +119,7 @@ def check_params(arrays, name, actual, select: Any = ...):
 @pytest.mark.parametrize("name", RUN)
 def test_trajectory(name):
     case = RECORDED[name]
-    arrays = dict(np.load(GOLDEN / case["file"]))
+    arrays, _ = arrays_of(case)
     params, states = run(case, arrays)
     unchecked = {key for key in case["arrays"] if key[:2] not in ("g_", "id", "va")}
     unchecked -= {"lr"}
@@ -153,7 +147,7 @@ def test_trajectory(name):
 
 def test_amsgrad_without_gradient_stays_put():
     case = RECORDED[AMSGRAD_NAN]
-    arrays = dict(np.load(GOLDEN / case["file"]))
+    arrays, _ = arrays_of(case)
     params, _ = run(case, arrays)
     for name in ("s", "v", "m"):
         check_params(arrays, name, params[name])
@@ -181,5 +175,6 @@ def test_every_recorded_trajectory_is_run_or_listed():
     assert {f"{case['group']}/{case['optimizer']}" for case in RECORDED.values()} == (
         BY_ORIGINAL.keys()
     )
-    recorded_files = {case["file"] for case in MANIFEST["cases"]}
+    cases = json.loads((GOLDEN / "manifest.json").read_text())["cases"]
+    recorded_files = {case["file"] for case in cases}
     assert recorded_files == {path.name for path in GOLDEN.glob("*.npz")}

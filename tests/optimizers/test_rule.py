@@ -172,21 +172,6 @@ def test_a_step_that_breaks_its_contract(step, said):
         tx.update(params, tx.init(params), params)
 
 
-def test_a_constant_and_a_traced_rate_compile_to_the_same_numbers():
-    # XLA would fold two constants into one, and round once instead of twice.
-    def scale(grad, slots, param, at):
-        return grad * at.learning_rate / at.hyper[0], slots
-
-    def update(grads, rate, state):
-        return optimizer(LeafRule(scale, hyper=(0.7,)), rate).update(grads, state)[0]
-
-    grads = jnp.linspace(0.1, 1.0, 64)
-    state = optimizer(LeafRule(scale), 0.3).init(grads)
-    traced = jax.jit(update)(grads, 0.3, state)
-    constant = jax.jit(lambda grads, state: update(grads, 0.3, state))(grads, state)
-    np.testing.assert_array_equal(constant, traced)
-
-
 def test_numpy_arrays_are_leaves_too():
     tx = optimizer(LeafRule(add, SumSlots(total=0.0), "touched"), 0.5)
     table = np.zeros([3, 1], np.float32)

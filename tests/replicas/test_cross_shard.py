@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from optx_sync.optimizers.adam import adam
 from tests import contexts, two_processes
+from tests.recorded import arrays_of, inner_of, recorded
 from tests.reference import replicas as reference
-from tests.refusals import refused
-from tests.test_simulate_sync_replicas import arrays_of, inner_of, recorded
+from tests.refusals import all_refused
 
 # Optax's types know no gradient that is a tree of rows, or of arrays by name.
 cross_shard: Any = oxs.cross_shard
@@ -184,8 +184,10 @@ def test_each_way_out_gives_the_right_number():
             assert (rows[..., 2] == right).all() and not rows[..., :2].any()
 
 
-def own(x):
-    return {"here": x}
+def said_to_be(grads, made):
+    """A step of gradients said to be what they are not."""
+    tx = all_reduce_grads(AXIS, grads=grads)
+    return over_eight(lambda x: tx.update(made(x), tx.init(None)))(INPUT)
 
 
 def mixed(x):
@@ -196,26 +198,20 @@ def rows(x):
     return mixed(x) | {"here": oxs.IndexedSlices(jnp.array([0]), x)}
 
 
-@pytest.mark.parametrize(
-    ("told", "made", "said"),
-    [
-        (
-            *("local", mixed),
-            r"(?s)at \['there'\].* does not vary over the mesh axis 'data'.*"
-            r"oxs\.localize\(params, 'data'\).*jax\.grad.*"
-            r"grads='summed'\).*grads='averaged'\)",
-        ),
-        *(
-            (told, made, rf"grads='{told}'.*at \['here'\] varies.*oxs\.localize")
-            for told in ("summed", "averaged")
-            for made in (own, mixed, rows)
-        ),
-    ],
-)
-def test_leaves_that_are_not_what_they_are_told_to_be_are_named(told, made, said):
-    tx = all_reduce_grads(AXIS, grads=told)
-    with pytest.raises(ValueError, match=said):
-        over_eight(lambda x: tx.update(made(x), tx.init(None)))(INPUT)
+test_leaves_that_are_not_what_they_are_said_to_be = all_refused(globals())(r"""
+said_to_be("local", mixed)
+    # ValueError: (?s)at \['there'\].* does not vary over the mesh axis 'data'.*jax.grad
+said_to_be("local", mixed)
+    # ValueError: (?s)oxs.localize\(params, 'data'\).*grads='summed'.*grads='averaged'
+said_to_be("summed", lambda x: {"here": x})
+said_to_be("summed", mixed)
+said_to_be("summed", rows)
+    # ValueError: grads='summed'.*at \['here'\] varies.*oxs.localize
+said_to_be("averaged", lambda x: {"here": x})
+said_to_be("averaged", mixed)
+said_to_be("averaged", rows)
+    # ValueError: grads='averaged'.*at \['here'\] varies.*oxs.localize
+""")
 
 
 SCHEDULED = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), 0.9)
@@ -239,28 +235,6 @@ def test_groups_that_start_inside_checked_shard_map(inner):
     reduced = [reference.reduce(g, groups=GROUPS) for g in grads]
     start = np.ones((N, 3), np.float32)
     contexts.assert_close(got, reference.momentum(start, reduced, 0.1, 0.9))
-
-
-@pytest.mark.parametrize("context", ["shard_map", "islands"])
-def test_rows_give_the_dense_answer(context):
-    rng = np.random.default_rng(2)
-    indices = rng.integers(0, 6, (3, N, 2)).astype(np.int32)
-    values = rng.normal(size=(3, N, 2, 2)).astype(np.float32)
-    weight = weights()[2:5]  # One of them is all zero.
-    values[weight == 0] = np.nan
-    rows = jax.vmap(jax.vmap(oxs.IndexedSlices))(indices, values)
-    dense = jax.vmap(jax.vmap(lambda rows: rows.to_dense(6)))(rows)
-    tx = cross_shard(oxs.on_values(optax.sgd(0.5)), AXIS, group_assignment=GROUPS)
-    params = dict.fromkeys(("rows", "dense"), np.ones((6, 2), np.float32))
-    history, _ = contexts.replay(
-        context,
-        together({"rows": tx, "dense": tx}),
-        params,
-        {"rows": rows, "dense": dense},
-        {"weight": weight},
-    )
-    assert np.isfinite(history["rows"]).all() and np.ptp(history["rows"]) > 1
-    contexts.assert_close(history["rows"], history["dense"])
 
 
 # The compiled program.
@@ -483,80 +457,62 @@ def test_recorded_from_the_original(name):
 
 # What is refused; a test writes docs/combinations.md, which has pairs of options.
 
-
-def groups(*given):
-    return {"group_assignment": given[0] if len(given) == 1 else list(given)}
+SGD, PAIRS, ex = optax.sgd(0.1), [[0, 1], [2, 3]], oxs.exchange
 
 
-SGD = {"inner": optax.sgd(0.1), "axis_name": AXIS}
-ex = oxs.exchange
+def sharded(**options):
+    return cross_shard(SGD, AXIS, **options)
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        (r"TypeError: missing.*'inner'.*oxs\.cross_shard\(optax", {}),
-        ("TypeError: missing.*'axis_name'", {"inner": optax.sgd(0.1)}),
-        ("TypeError: missing.*'axis_name'", {"inner": "data"}),
-        ("TypeError: inner must be.*of type str", SGD | {"inner": "data"}),
-        ("TypeError: axis_name must be the name.*got 0", SGD | {"axis_name": 0}),
-        ("TypeError: axis_name must be the name", SGD | {"axis_name": ["a", 0]}),
-        ("ValueError: must be 'mean' or 'sum'; got 'x'", SGD | {"reduction": "x"}),
-        ("ValueError: grads must be one of.*got 'x'", SGD | {"grads": "x"}),
-        ("ValueError: shard_state must be .*'owners'", SGD | {"shard_state": "owners"}),
-        # A word alone is a tuple of its letters.
-        ("TypeError: tuple of names.*'key'", SGD | {"reduce_extra_args": "key"}),
-        ("TypeError: exchange must be one of.*'int8'", SGD | {"exchange": "int8"}),
-        ("ValueError: list of lists; got", SGD | groups(((0, 1), (2, 3)))),
-        ("ValueError: more than once", SGD | groups([0, 1], [2, 3], [0, 1])),
-        ("ValueError: size of each group", SGD | groups([0, 1, 2], [3])),
-        (r"ValueError: permutation of range\(4\)", SGD | groups([0, 1], [2, 7])),
-        (
-            r"ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize",
-            SGD | {"grads": "summed", "exchange": ex.all_reduce(jnp.bfloat16)},
-        ),
-        (
-            r"ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)",
-            SGD | {"exchange": ex.quantized()} | groups([0, 1], [2, 3]),
-        ),
-    ],
-)
-def test_refused_at_construction(said, arguments):
-    with refused(said):
-        cross_shard(**arguments)
+def grouped(*groups):
+    return sharded(group_assignment=list(groups))
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        (r"ValueError: permutation of range\(4\)", groups([0], [1])),
-        ("ValueError: no meaning.*reduction='sum'", {"reduction": "sum"}),
-        ("ValueError: weight needs each.*'summed'", {"grads": "summed"}),
-    ],
-)
-def test_refused_at_the_call(said, arguments):
-    tx = cross_shard(optax.sgd(0.1), AXIS, **arguments)
-    with refused(said):
-        lanes(tx, oxs.by_hand.replicate(TREE, N), TREE, weight=jnp.ones(N))
+test_refused_at_construction = all_refused(globals())(r"""
+cross_shard()  # TypeError: missing.*'inner'.*oxs\.cross_shard\(optax
+cross_shard(SGD)
+cross_shard("data")  # TypeError: missing.*'axis_name'
+cross_shard("data", AXIS)  # TypeError: inner must be.*of type str
+cross_shard(SGD, 0)  # TypeError: axis_name must be the name.*got 0
+cross_shard(SGD, ["a", 0])  # TypeError: axis_name must be the name
+sharded(reduction="x")  # ValueError: must be 'mean' or 'sum'; got 'x'
+sharded(grads="x")  # ValueError: grads must be one of.*got 'x'
+sharded(shard_state="owners")  # ValueError: shard_state must be .*'owners'
+sharded(reduce_extra_args="key")  # TypeError: tuple of names.*'key'
+sharded(exchange="int8")  # TypeError: exchange must be one of.*'int8'
+sharded(group_assignment=((0, 1), (2, 3)))  # ValueError: list of lists; got
+grouped([0, 1], [2, 3], [0, 1])  # ValueError: more than once
+grouped([0, 1, 2], [3])  # ValueError: size of each group
+grouped([0, 1], [2, 7])  # ValueError: permutation of range\(4\)
+sharded(grads="summed", exchange=ex.all_reduce(jnp.bfloat16))
+    # ValueError: An exchange needs each replica's own.*'summed'.*oxs.localize
+sharded(exchange=ex.quantized(), group_assignment=PAIRS)
+    # ValueError: exchange that takes groups.*oxs.exchange.all_reduce\(\)
+""")
 
 
 OWN = ex.Exchange(lambda tree: (), lambda tree, *_, **__: ex.Met(tree), True)
 
 
-@pytest.mark.parametrize(
-    ("width", "index", "exchange", "said"),
-    [
-        (3, 0, None, r"IndexedSlices at \['m'\]"),
-        (2, 2, None, r"IndexedSlices at \['m'\]"),
-        (2, 0, OWN, "row-sparse, which this exchange does not take"),
-    ],
-)
-def test_rows_that_do_not_fit_are_refused(width, index, exchange, said):
+def weighted(tx):
+    return lanes(tx, oxs.by_hand.replicate(TREE, N), TREE, weight=jnp.ones(N))
+
+
+def rows_of(width, index, exchange=None):
     tx = all_reduce_grads(AXIS, exchange=exchange)
 
     def update(x):
         rows = oxs.IndexedSlices(np.array([index]), x * jnp.ones((1, width)))
         return tx.update({"m": rows}, tx.init(None), {"m": TREE["m"]})
 
-    with pytest.raises(ValueError, match=said):
-        jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
+    return jax.vmap(update, axis_name=AXIS)(jnp.ones(N))
+
+
+test_refused_at_the_call = all_refused(globals())(r"""
+weighted(grouped([0], [1]))  # ValueError: permutation of range\(4\)
+weighted(sharded(reduction="sum"))  # ValueError: no meaning.*reduction='sum'
+weighted(sharded(grads="summed"))  # ValueError: weight needs each.*'summed'
+rows_of(3, 0)
+rows_of(2, 2)  # ValueError: IndexedSlices at \['m'\]
+rows_of(2, 0, OWN)  # ValueError: row-sparse, which this exchange does not take
+""")

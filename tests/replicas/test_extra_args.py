@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
 from tests import contexts
+from tests.refusals import all_refused
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 PARAMS = jnp.zeros(2)
@@ -41,73 +42,35 @@ BROKEN = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])
 FIRST_AND_THIRD = jnp.array([1, 0, 1, 0])
 
 
+PAIRS, BY_VALUE, THREE = [[0, 2], [1, 3]], by_value(), [3.0] * N
+SHARD = oxs.cross_shard(BY_VALUE, AXIS)
+SUM = oxs.cross_shard(BY_VALUE, AXIS, reduction="sum")
+GROUPS = oxs.cross_shard(BY_VALUE, AXIS, group_assignment=PAIRS)
+OWN_SHARD = oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=())
+OWN_SYNC = oxs.sync_replicas(BY_VALUE, AXIS, N, reduce_extra_args=())
+FOUR, TWO = (oxs.sync_replicas(BY_VALUE, AXIS, number) for number in (N, 2))
+WEIGHT = {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])}
+TWO_BROKEN: Any = {"weight": FIRST_AND_THIRD, "value": BROKEN}
+TWO_COUNT: Any = {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN}
+
+
 @pytest.mark.parametrize(
     ("tx", "extra", "expected"),
     [
-        (oxs.cross_shard(by_value(), AXIS), {}, [3.0] * N),
-        (oxs.cross_shard(by_value(), AXIS, reduction="sum"), {}, [3.0] * N),
-        (
-            oxs.cross_shard(by_value(), AXIS),
-            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
-            [3.0] * N,
-        ),
-        (
-            oxs.cross_shard(by_value(), AXIS),
-            {"weight": FIRST_AND_THIRD, "value": BROKEN},
-            [2.0] * N,
-        ),
-        (
-            oxs.cross_shard(by_value(), AXIS, group_assignment=[[0, 2], [1, 3]]),
-            {},
-            [2.0, 4.0, 2.0, 4.0],
-        ),
-        (oxs.cross_shard(by_value(), AXIS, reduce_extra_args=()), {}, VALUES.tolist()),
-        (oxs.sync_replicas(by_value(), AXIS, N), {}, [3.0] * N),
-        (
-            oxs.sync_replicas(by_value(), AXIS, 2),
-            {"contributes": FIRST_AND_THIRD == 1, "value": BROKEN},
-            [2.0] * N,
-        ),
-        (
-            oxs.sync_replicas(by_value(), AXIS, 2),
-            {"weight": jnp.array([3.0, 0.0, 0.0, 2.0])},
-            [3.0] * N,
-        ),
-        (
-            oxs.sync_replicas(by_value(), AXIS, N, reduce_extra_args=()),
-            {},
-            VALUES.tolist(),
-        ),
+        (SHARD, {}, THREE),
+        (SUM, {}, THREE),
+        (SHARD, WEIGHT, THREE),
+        (SHARD, TWO_BROKEN, [2.0] * N),
+        (GROUPS, {}, [2.0, 4.0, 2.0, 4.0]),
+        (OWN_SHARD, {}, VALUES.tolist()),
+        (FOUR, {}, THREE),
+        (TWO, TWO_COUNT, [2.0] * N),
+        (TWO, WEIGHT, THREE),
+        (OWN_SYNC, {}, VALUES.tolist()),
     ],
 )
 def test_value_is_the_mean_of_what_counts(tx, extra, expected):
     assert seen(tx, **{"value": VALUES, **extra}) == expected
-
-
-def test_a_plateau_is_the_same_for_all():
-    """They drifted to -5.0 and -1.11: each replica lowered its rate by its own loss."""
-    tx = oxs.cross_shard(
-        optax.chain(
-            optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.1, patience=1)
-        ),
-        AXIS,
-    )
-
-    def step(carry, value):
-        params, state = carry
-        updates, state = tx.update(jnp.ones(2), state, params, value=value)
-        return (optax.apply_updates(params, updates), state), None
-
-    def train(losses) -> Any:
-        (params, _), _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), losses)
-        moved: Any = params
-        return moved[0]
-
-    # One falls, the other does not; their mean falls.
-    losses = jnp.array([[9.0, 7.0, 5.0, 3.0, 1.0], [1.0] * 5])
-    with jax.numpy_dtype_promotion("standard"):  # As Optax's transformation asks.
-        found = jax.jit(jax.vmap(train, axis_name=AXIS))(losses)
-    assert found.tolist() == [-5.0, -5.0]
 
 
 def on_mesh(*cases):
@@ -159,12 +122,13 @@ def test_what_types_tell():
         on_mesh((link, {"value": own}))
 
 
-@pytest.mark.parametrize("wrapper", ["cross_shard", "sync_replicas"])
-def test_names_that_are_none(wrapper):
-    numbers = (2,) if wrapper == "sync_replicas" else ()
-    for names in ("value", ("value", 1), None):
-        with pytest.raises(TypeError, match=r"tuple of names.*got"):
-            getattr(oxs, wrapper)(by_value(), AXIS, *numbers, reduce_extra_args=names)
+test_names_that_are_none = all_refused(globals())(r"""
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args="value")
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=("value", 1))
+oxs.cross_shard(BY_VALUE, AXIS, reduce_extra_args=None)
+oxs.sync_replicas(BY_VALUE, AXIS, 2, reduce_extra_args="value")
+    # TypeError: tuple of names.*got
+""")
 
 
 def test_the_center_s_own_step_gets_the_workers_mean():

@@ -12,6 +12,7 @@ import pytest
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
+from tests.refusals import all_refused
 
 cross_shard: Any = oxs.cross_shard
 AXIS, REPLICAS = contexts.AXIS, contexts.REPLICAS
@@ -95,44 +96,27 @@ def whole():
     return run(wide, jax.jit(tx.init)(wide), grads)
 
 
-def program(context):
-    state, axes = started()
-    grads = jax.tree.map(lambda x: x.swapaxes(0, 1), GRADS)
-    inputs = PARAMS, state, grads
-    if context == "shard_map":
-        axes = (None, axes, 0), (None, axes)
-        run = oxs.by_hand.map_workers(
-            body, AXIS, mesh=contexts.mesh(), in_axes=axes[0], out_axes=axes[1]
-        )
-        return jax.jit(run), inputs
-    run = functools.partial(
-        jax.pmap if context == "pmap" else jax.vmap,
-        in_axes=(None, axes, 0),
-        out_axes=(0, axes),
-        axis_name=AXIS,
-    )
-    if context == "pmap":
-        return run(body, devices=jax.devices()[:REPLICAS]), inputs
-    return jax.jit(run(body)), inputs
-
-
 def momentum(state):
     return state.inner_states["muon"].inner_state[0].mu["blocks"][0]
 
 
-@pytest.mark.parametrize("context", ["vmap", "pmap", "shard_map"])
-def test_the_numbers_are_those_of_muon_on_the_mean(context):
-    run, inputs = program(context)
-    params, state = run(*inputs)
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_the_numbers_are_those_of_muon_on_the_mean(on_mesh):
+    state, axes = started()
+    over, out = (contexts.mesh(), (None, axes)) if on_mesh else (None, (0, axes))
+    ways = {"in_axes": (None, axes, 0), "out_axes": out}
+    run = oxs.by_hand.map_workers(body, AXIS, mesh=over, **ways)
+    grads = jax.tree.map(lambda x: x.swapaxes(0, 1), GRADS)
+    params, state = jax.jit(run)(PARAMS, state, grads)
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(whole()),
         strict=True,
     ):
-        ours = np.asarray(ours, np.float32)
         tolerance = 2e-2 if "half" in str(path) else 1e-6
-        expected = np.broadcast_to(theirs, ours.shape)
-        assert np.allclose(ours, expected, rtol=0, atol=tolerance), path
+        ours = np.asarray(ours, np.float32)
+        theirs = np.broadcast_to(theirs, ours.shape)
+        np.testing.assert_allclose(ours, theirs, 0, tolerance, err_msg=str(path))
     owned = state.own.tree.leaves["['blocks'][0]"]
     assert momentum(owned).shape == (REPLICAS, 2, 6, 4)
 
@@ -140,18 +124,14 @@ def test_the_numbers_are_those_of_muon_on_the_mean(context):
 def test_one_scatter_one_gather_and_memory():
     state, axes = started()
     tx = transformation()
-    step = jax.jit(
-        oxs.by_hand.map_workers(
-            lambda grads, state: tx.update(grads, state, PARAMS),
-            AXIS,
-            mesh=contexts.mesh(),
-            in_axes=(0, axes),
-            out_axes=(None, axes),
-        ),
-        donate_argnums=1,
-    )
+
+    def update(grads, state):
+        return tx.update(grads, state, PARAMS)
+
+    ways = {"in_axes": (0, axes), "out_axes": (None, axes)}
+    step = oxs.by_hand.map_workers(update, AXIS, mesh=contexts.mesh(), **ways)
     grads = jax.tree.map(lambda x: x[0], GRADS)
-    compiled = step.lower(grads, state).compile()
+    compiled = jax.jit(step, donate_argnums=1).lower(grads, state).compile()
     text: Any = compiled.as_text()
     # None in a loop, of Newton and Schulz or another: all stand in the entry.
     names = "reduce-scatter(", "all-gather(", "all-reduce(", "all-to-all("
@@ -170,30 +150,9 @@ def test_one_scatter_one_gather_and_memory():
 
 
 def test_another_number_of_replicas():
-    """The state of four cut for three and for eight has the same rows."""
-    state, axes = started()
-    tx = transformation()
-    numbered = jax.tree.map(
-        lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), state
-    )
-    back = numbered
-    for n in (3, REPLICAS):
-        _, back = oxs.by_hand.resize(tx, PARAMS, back, n, replicated=True)
-        mu = momentum(back.own.tree.leaves["['blocks'][0]"])
-        assert mu.shape == (n, 2, 6, 4)
-        rows = np.asarray(mu).reshape(-1, 6, 4)[:5]
-        assert np.array_equal(rows.ravel(), np.arange(5 * 24))
-    with pytest.raises(ValueError, match="for one of 2 replicas"):
-        two = oxs.by_hand.first(numbered, axes)
-        jax.vmap(lambda g: tx.update(g, two, PARAMS), axis_name=AXIS)(
-            jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
-        )
-
-
-def test_workers_of_another_number():
-    """`Workers.resize` asks the state how many leaves it has."""
-    workers = oxs.Workers(REPLICAS, AXIS)
-    params, state = workers.start((PARAMS, transformation().init(PARAMS)))
+    """The state of four cut for three and again for four has the same rows."""
+    workers, tx = oxs.Workers(REPLICAS, AXIS), transformation()
+    params, state = workers.start((PARAMS, tx.init(PARAMS)))
     numbered = jax.tree.map(
         lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), state.own
     )
@@ -202,9 +161,13 @@ def test_workers_of_another_number():
         back = workers.resize(back, n)
         mu = momentum(back[1].own.tree.leaves["['blocks'][0]"])
         assert mu.shape == (n, 2, 6, 4)
-        rows = np.asarray(mu).reshape(-1, 6, 4)[:5]
-        assert np.array_equal(rows.ravel(), np.arange(5 * 24))
+        assert np.array_equal(np.ravel(mu)[: 5 * 24], np.arange(5 * 24))
     jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), back[1], state)
+    two = oxs.by_hand.first(*started())
+    with pytest.raises(ValueError, match="for one of 2 replicas"):
+        jax.vmap(lambda g: tx.update(g, two, PARAMS), axis_name=AXIS)(
+            jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
+        )
 
 
 def test_a_partition_of_whole_matrices_and_numbers():
@@ -240,23 +203,19 @@ def test_a_partition_of_whole_matrices_and_numbers():
         np.testing.assert_allclose(one, np.broadcast_to(other, one.shape), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        optax.chain(optax.clip_by_global_norm(1.0), inner()),
-        optax.normalize_by_update_norm(),
-        optax.contrib.dog(),
-        optax.contrib.prodigy(),
-        # It tells by the third step, where it passes no NaN on.
-        optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw()),
-        optax.apply_if_finite(inner(), 3),
-    ],
-)
-def test_what_mixes_leaves_is_refused(bad):
-    with pytest.raises(ValueError, match="depends on the others"):
-        cross_shard(bad, AXIS, shard_state="leaves").init(
-            {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
-        )
+def owned(inner):
+    tx = cross_shard(inner, AXIS, shard_state="leaves")
+    return tx.init({"a": jnp.ones((2, 3)), "b": jnp.ones(4)})
+
+
+test_what_mixes_leaves_is_refused = all_refused(globals())(r"""
+owned(optax.chain(optax.clip_by_global_norm(1.0), inner()))
+owned(optax.normalize_by_update_norm())
+owned(optax.contrib.dog())
+owned(optax.contrib.prodigy())
+owned(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw()))
+owned(optax.apply_if_finite(inner(), 3))  # ValueError: depends on the others
+""")
 
 
 def test_leaves_that_differ_by_name_alone_are_no_group():

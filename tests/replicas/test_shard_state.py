@@ -1,5 +1,6 @@
 """`cross_shard(..., shard_state=True)`: a state in pieces, the numbers of the whole."""
 
+import collections
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optx_sync as oxs
 from benchmarks import by_hand
 from tests import contexts
+from tests.refusals import all_refused, refused
 from tests.replicas.test_cross_shard import together, with_weight
 
 cross_shard: Any = oxs.cross_shard
@@ -180,27 +182,23 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
             shard_state=sharded,
         )
         axes = oxs.by_hand.state_axes(tx, params, replicated=True)
+        specs = oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=True)
 
-        def step(params, state, x, tx=tx):
+        def step(params, state, x, tx=tx, axes=axes):
             def loss(params):
-                return jnp.sum(jnp.tanh(x @ params["matrix"])) * params["vector"].sum()
+                outputs = jnp.tanh(x[0] @ params["matrix"])
+                return jnp.sum(outputs) * params["vector"].sum()
 
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        def of_one(params, state, x, axes=axes, step=step):
-            params, state = step(params, oxs.by_hand.first(state, axes), x[0])
+            state, grads = oxs.by_hand.first(state, axes), jax.grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
             return params, oxs.by_hand.replicate(state, 1, axes)
 
-        marks = (
-            P(),
-            oxs.by_hand.state_specs(tx, params, P(), AXIS, replicated=True),
-            P(AXIS),
-        )
-        mapped = jax.shard_map(of_one, mesh=mesh, in_specs=marks, out_specs=marks[:2])
+        ways = {"in_specs": (P(), specs, P(AXIS)), "out_specs": (P(), specs)}
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **ways))
         now = params, oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
         for _ in range(3):
-            now = jax.jit(mapped)(*now, batch)
+            now = mapped(*now, batch)
         ends[sharded] = now[0]
         if sharded:
             # A count is no piece: it is one for all. And `init` knows where it runs.
@@ -215,72 +213,52 @@ def test_replicated_parameters_gradients_that_autodiff_summed_and_a_norm_over_al
 def test_bytes_and_memory():
     """A reduce-scatter and an all-gather, and 1/N of Adam's state."""
     params = {"w": jnp.zeros((64, 40)), "half": jnp.zeros(800, jnp.bfloat16)}
-    memory = {}
+    grads, memory, sent = oxs.by_hand.replicate(params, REPLICAS), {}, {}
     for sharded in (True, False):
         tx = cross_shard(optax.adam(0.1), AXIS, shard_state=sharded)
         axes = oxs.by_hand.state_axes(tx, params, replicated=True)
         state = oxs.by_hand.replicate(tx.init(params), REPLICAS, axes)
-
-        def update(grads, state, tx=tx):
-            return tx.update(grads, state)
-
-        step = jax.jit(
-            oxs.by_hand.map_workers(
-                update,
-                AXIS,
-                mesh=contexts.mesh(),
-                in_axes=(0, axes),
-                out_axes=(None, axes),
-            ),
-            donate_argnums=1,
+        ways = {"in_axes": (0, axes), "out_axes": (None, axes)}
+        step = oxs.by_hand.map_workers(
+            lambda grads, state, tx=tx: tx.update(grads, state),
+            AXIS,
+            mesh=contexts.mesh(),
+            **ways,
         )
-        grads = oxs.by_hand.replicate(params, REPLICAS)
         # Adam's own arithmetic with a count.
         with jax.numpy_dtype_promotion("standard"):
-            compiled = step.lower(grads, state).compile()
+            compiled = jax.jit(step, donate_argnums=1).lower(grads, state).compile()
         memory[sharded] = by_hand.memory(compiled).arguments
-        rows = {row.kind: 0 for row in oxs.audit.collectives(compiled)}
+        sent[sharded] = collections.Counter()
         for row in oxs.audit.collectives(compiled):
-            rows[row.kind] += row.bytes
-        whole = 4 * (2560 + 800)
-        if sharded:
-            gathered = (4 * 2560 + 2 * 800) // REPLICAS
-            assert rows == {"reduce-scatter": whole, "all-gather": gathered}
-        else:
-            assert rows == {"all-reduce": whole}
-    gradients = 4 * 2560 + 2 * 800
-    state = 2 * 4 * (2560 + 800) // REPLICAS
-    assert memory[True] - gradients - state <= 64  # counters
-    assert memory[False] > gradients + 2 * (4 * 2560 + 2 * 800)
+            sent[sharded][row.kind] += row.bytes
+    whole, gradients = 4 * (2560 + 800), 4 * 2560 + 2 * 800
+    assert sent[False] == {"all-reduce": whole}
+    gathered = gradients // REPLICAS
+    assert sent[True] == {"reduce-scatter": whole, "all-gather": gathered}
+    assert memory[True] - gradients - 2 * whole // REPLICAS <= 64  # counters
+    assert memory[False] > gradients + 2 * gradients
 
 
 def test_a_missing_gradient_and_another_number_of_replicas():
     tx = cross_shard(oxs.optimizers.adagrad(0.1), AXIS, shard_state=True)
-    params = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
-    axes = oxs.by_hand.state_axes(tx, params)
+    one = {"w": jnp.arange(7.0), "none": jnp.ones(3)}
 
-    def train(state, replicas):
-        grads = jnp.tile(jnp.arange(7.0), (replicas, 1))
+    def train(number, held=None):
+        step, *begin = contexts.started(tx, one, number)
+        grads = {"w": jnp.tile(jnp.arange(7.0), (number, 1)), "none": None}
+        before = held or begin
+        after, state = step(*before, grads)
+        assert np.array_equal(after["none"], np.ones((number, 3)))
+        return (after, state), np.abs(after["w"] - before[0]["w"])[0, 1:]
 
-        def step(grad, state):
-            return tx.update({"w": grad, "none": None}, state, params)
-
-        mapped = oxs.by_hand.map_workers(
-            step, AXIS, in_axes=(0, axes), out_axes=(0, axes)
-        )
-        updates, state = jax.jit(mapped)(grads, state)
-        assert np.array_equal(updates["none"], np.zeros((replicas, 3)))
-        return updates["w"][0], state
-
-    first, state = train(oxs.by_hand.replicate(tx.init(params), 3, axes), 3)
-    state = oxs.by_hand.resize(tx, oxs.by_hand.replicate(params, 3), state, 4)[1]
-    second, state = train(state, 4)
+    held, first = train(3)
+    (_, state), second = train(4, oxs.Workers(4, AXIS).resize(held))
     accumulated = oxs.optimizers.slot(state, "accumulator")["w"]
     assert accumulated.shape == (4, 2)
-    np.testing.assert_allclose(
-        accumulated.reshape(-1)[:7], 0.1 + 2 * np.square(np.arange(7.0)), rtol=1e-6
-    )
-    assert (np.abs(second)[1:] < np.abs(first)[1:]).all()
+    squares = 0.1 + 2 * np.square(np.arange(7.0))
+    np.testing.assert_allclose(accumulated.reshape(-1)[:7], squares, rtol=1e-6)
+    assert (second < first).all()
 
 
 def sharded(inner, **more):
@@ -291,20 +269,16 @@ def started(inner, params=None):
     return sharded(inner).init(jnp.ones(5) if params is None else params)
 
 
-def a_whole_state(grads):
-    tx = sharded(optax.sgd(0.1, momentum=0.9))
-    state = tx.init(jnp.zeros(5))
-    return jax.vmap(lambda grads: tx.update(grads, state), axis_name=AXIS)(grads)
+def on_two(function, *shape):
+    return jax.vmap(function, axis_name=AXIS)(jnp.ones((2, *shape)))
 
 
-def a_row(values):
-    tx = sharded(optax.sgd(0.1))
-    return tx.update(oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values), ())
+def updated(grads, state=(), params=None):
+    return sharded(MOMENTUM).update(grads, state, params)
 
 
-def an_integer(grads):
-    tx = sharded(optax.sgd(0.1))
-    return tx.update(grads, tx.init(grads), jnp.arange(3))
+def rows(values):
+    return oxs.IndexedSlices(jnp.zeros(1, jnp.int32), values)
 
 
 def needs(name):
@@ -314,54 +288,31 @@ def needs(name):
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
 
-NORM = optax.normalize_by_update_norm()
-REFUSED = {
-    "clip": (lambda: started(optax.clip_by_global_norm(1.0)), "each number alone"),
-    "lamb": (lambda: started(optax.lamb(0.1)), "Leave shard_state=True out"),
-    "guard": (lambda: started(optax.apply_if_finite(optax.sgd(0.1), 3)), "alone"),
-    "a rate of all": (
-        # It tells by the third step, where it passes no NaN on.
-        lambda: started(optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())),
-        "alone",
-    ),
-    "factors of what is large": (
-        lambda: started(optax.scale_by_factored_rms(), jnp.zeros((128, 128))),
-        "other sizes",
-    ),
-    "a part": (
-        lambda: started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)}),
-        "alone",
-    ),
-    "no way to try": (
-        lambda: started(needs("curvature")), "small arrays"
-    ),
-    "groups": (
-        lambda: sharded(optax.sgd(0.1), group_assignment=[[0, 1], [2, 3]]),
-        "mesh with an axis per group",
-    ),
-    "codes of the largest": (
-        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.top_k()),
-        "half way",
-    ),
-    "median": (
-        lambda: sharded(optax.sgd(0.1), exchange=oxs.exchange.median()),
-        "half way",
-    ),
-    "rows": (
-        lambda: jax.vmap(a_row, axis_name=AXIS)(jnp.ones((2, 1, 3))), "row-sparse"
-    ),
-    "integers": (
-        lambda: jax.vmap(an_integer, axis_name=AXIS)(jnp.ones((2, 3))), "dtype int32"
-    ),
-    "a whole state": (lambda: a_whole_state(jnp.ones((2, 5))), "for one of 2 replicas"),
-}  # fmt: skip
+NORM, MOMENTUM = optax.normalize_by_update_norm(), optax.sgd(0.1, momentum=0.9)
+# It tells by the third step, where it passes no NaN on.
+DADAPT = optax.chain(optax.zero_nans(), optax.contrib.dadapt_adamw())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    call, message = REFUSED[name]
-    with pytest.raises((ValueError, TypeError), match=message):
-        call()
+test_refused = all_refused(globals())(r"""
+started(optax.lamb(0.1))  # ValueError: Leave shard_state=True out
+started(optax.clip_by_global_norm(1.0))
+started(optax.apply_if_finite(MOMENTUM, 3))
+started(DADAPT)
+started(optax.masked(NORM, {"w": True}), {"w": jnp.ones(5)})
+    # ValueError: each number alone
+started(optax.scale_by_factored_rms(), jnp.zeros((128, 128)))
+    # ValueError: other sizes
+started(needs("curvature"))  # ValueError: small arrays
+sharded(MOMENTUM, group_assignment=[[0, 1], [2, 3]])
+    # ValueError: mesh with an axis per group
+sharded(MOMENTUM, exchange=oxs.exchange.top_k())
+sharded(MOMENTUM, exchange=oxs.exchange.median())  # ValueError: half way
+on_two(lambda x: updated(rows(x)), 1, 3)  # ValueError: row-sparse
+on_two(lambda x: updated(x, started(MOMENTUM, x), jnp.arange(3)), 3)
+    # TypeError: dtype int32
+on_two(lambda x, whole=started(MOMENTUM): updated(x, whole), 5)
+    # ValueError: for one of 2 replicas
+""")
 
 
 def test_which_trees_it_has_seen_changes_nothing():
@@ -373,7 +324,7 @@ def test_which_trees_it_has_seen_changes_nothing():
     tx, other = (sharded(optax.masked(NORM, named)) for _ in range(2))
     tx.init({"w": jnp.ones(5)})
     for one in (tx, other):
-        with pytest.raises(ValueError, match="each number alone"):
+        with refused("ValueError: each number alone"):
             one.init({"normed": jnp.ones(5)})
 
 
@@ -382,10 +333,6 @@ def test_hyperparameters_may_be_traced():
         lambda learning_rate: sharded(optax.sgd(learning_rate, momentum=0.9))
     )
     tx = make(learning_rate=0.5)
-    state = tx.init(jnp.zeros(3))
-    axes = oxs.by_hand.state_axes(tx, jnp.zeros(3))
-    step = jax.jit(
-        oxs.by_hand.map_workers(tx.update, AXIS, in_axes=(0, axes), out_axes=(0, axes))
-    )
-    updates, _ = step(jnp.ones((2, 3)), oxs.by_hand.replicate(state, 2, axes))
-    assert np.array_equal(updates, np.full((2, 3), -0.5))
+    step, params, state = contexts.started(tx, jnp.zeros(3), 2)
+    params, _ = step(params, state, jnp.ones((2, 3)))
+    assert np.array_equal(params, np.full((2, 3), -0.5))

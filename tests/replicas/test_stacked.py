@@ -12,6 +12,7 @@ import pytest
 
 import optx_sync as oxs
 from tests.meshes import mesh_of
+from tests.refusals import all_refused
 
 RNG = np.random.default_rng(0)
 STEPS = 3
@@ -154,22 +155,24 @@ def test_pods_that_share_out_their_matrices():
         assert x.sharding.spec == spec == jax.P(*["pods", "fsdp"][: x.ndim])
 
 
-def test_what_does_not_fit_is_refused():
-    tx = oxs.stacked(muon(), jax.P("fsdp"))
-    with pytest.raises(ValueError, match=r"over \['fsdp'\].*jax.set_mesh"):
-        tx.init(PARAMS)
-    for spec in (jax.P(), jax.P(None, "fsdp"), jax.P("fsdp", "data")):
-        with pytest.raises(ValueError, match="in its first place and no other"):
-            oxs.stacked(muon(), spec)
-    with pytest.raises(TypeError, match=r"spec must be a jax.P.*got 'fsdp'"):
-        oxs.stacked(muon(), "fsdp")
-    mesh = mesh_of({"data": 2, "fsdp": 4})
-    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
-    one = oxs.stacked(muon(), jax.NamedSharding(mesh, jax.P("fsdp")))
-    state = one.init(params)
-    other = oxs.stacked(muon(), jax.NamedSharding(mesh, jax.P(("data", "fsdp"))))
-    with pytest.raises(ValueError, match="4 rows, and 2 leaves on 8 devices need 8"):
-        other.update(params, state, params)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), muon())
-    with pytest.raises(ValueError, match=r"depends on the others.*oxs.stacked\(inner"):
-        oxs.stacked(clipped, jax.NamedSharding(mesh, jax.P("fsdp"))).init(params)
+BOTH = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
+MESH, MUON, P = mesh_of({"data": 2, "fsdp": 4}), muon(), jax.P
+FOUR, EIGHT = (
+    oxs.stacked(MUON, jax.NamedSharding(MESH, P(x))) for x in ("fsdp", ("data", "fsdp"))
+)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), MUON)
+
+
+test_refused = all_refused(globals())(r"""
+oxs.stacked(MUON, P("fsdp")).init(PARAMS)
+    # ValueError: over \['fsdp'\].*jax.set_mesh
+oxs.stacked(MUON, P())
+oxs.stacked(MUON, P(None, "fsdp"))
+oxs.stacked(MUON, P("fsdp", "data"))
+    # ValueError: in its first place and no other
+oxs.stacked(MUON, "fsdp")  # TypeError: spec must be a jax.P.*got 'fsdp'
+EIGHT.update(BOTH, FOUR.init(BOTH), BOTH)
+    # ValueError: 4 rows, and 2 leaves on 8 devices need 8
+oxs.stacked(CLIPPED, jax.NamedSharding(MESH, P("fsdp"))).init(BOTH)
+    # ValueError: depends on the others.*oxs.stacked\(inner
+""")

@@ -14,7 +14,7 @@ import optx_sync as oxs
 from optx_sync import by_hand, sync_replicas
 from tests import contexts
 from tests.reference import sync_replicas as reference
-from tests.refusals import refused
+from tests.refusals import all_refused
 
 AXIS, N = contexts.AXIS, contexts.REPLICAS
 STEPS, ROWS, RATE, DECAY = 24, 5, 0.1, 0.9
@@ -95,15 +95,13 @@ def inputs():
     """All of REQUIRED in one transformation, so that each context compiles once."""
     links, grads = [], {}
     for name, required in REQUIRED.items():
-        tx = sync_replicas(
-            oxs.optimizers.momentum(RATE, DECAY),
-            AXIS,
-            required,
-            total_num_replicas=np.int64(N),
-            variable_averages=average_decay,
-            variables_to_average=averaged,
-            drop_nonfinite=True,
-        )
+        inner, number = oxs.optimizers.momentum(RATE, DECAY), np.int64(N)
+        options: Any = {"total_num_replicas": number, "drop_nonfinite": True}
+        ema: Any = {
+            "variable_averages": average_decay,
+            "variables_to_average": averaged,
+        }
+        tx = sync_replicas(inner, AXIS, required, **options, **ema)
         links.append(optax.masked(by_lag(tx, name), {x: x == name for x in REQUIRED}))
         drawn, indices = gradients(name)
         grads[name] = {x: drawn[x] for x in ("scalar", "matrix")} | {"fixed": None}
@@ -161,24 +159,10 @@ def on_all(tree):
 
 
 def replicated(tx, params, grads, extra):
-    """check_vma=True with `P()` for parameters and inner state, in and out."""
+    """Parameters and inner state are equal on all replicas of a mesh, in and out."""
     axes = by_hand.state_axes(tx, params, replicated=True)
-    specs = by_hand.state_specs(tx, params, P(), AXIS, replicated=True)
-
-    def local(params, state, grads, extra):
-        state, (grads, extra) = (
-            by_hand.first(state, axes),
-            by_hand.first((grads, extra)),
-        )
-        history, state = contexts.steps(tx)(params, state, grads, extra)
-        return history, by_hand.replicate(state, 1, axes)
-
-    run = jax.shard_map(
-        local,
-        mesh=contexts.mesh(),
-        in_specs=(P(), specs, P(AXIS), P(AXIS)),
-        out_specs=(P(), specs),
-    )
+    ways = {"in_axes": (None, axes, 0, 0), "out_axes": (None, axes)}
+    run = by_hand.map_workers(contexts.steps(tx), AXIS, mesh=contexts.mesh(), **ways)
     state = by_hand.replicate(tx.init(params), N, axes)
     history, state = jax.jit(run)(params, state, *contexts.by_replica((grads, extra)))
     return on_all(history), state
@@ -251,10 +235,6 @@ def lanes(tx, params, replicas=N) -> Any:
     return step
 
 
-def init(tx, params) -> Any:
-    return tx.init(params)
-
-
 def marking():
     """An inner transformation that no compiler can hide: it permutes its gradients."""
     ring = [(i, (i + 1) % N) for i in range(N)]
@@ -265,37 +245,23 @@ def marking():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def test_a_quiet_step_sends_flags_only():
-    params = {"w": np.zeros((6, 5), np.float32), "b": np.zeros(3, np.float32)}
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_quiet_step_sends_flags_only(sharded):
+    """And each device of a worker that is sharded its own shards when it is due."""
+    params = {"w": np.zeros((6, 4), np.float32), "b": np.zeros(2, np.float32)}
     tx = sync_replicas(marking(), AXIS, 6, variable_averages=0.9, drop_nonfinite=True)
-    axes, every = by_hand.state_axes(tx, params), by_hand.replicate(params, N)
-    run = contexts.mapped(contexts.steps(tx), tx, every, axes, contexts.mesh(), True)
-    state = by_hand.replicate(tx.init(params), N, axes)
-    two_steps = by_hand.replicate(by_hand.replicate(params, 2), N)
-    rows = oxs.audit.collectives(run, every, state, two_steps, {})
+    over, specs = contexts.mesh(), None
+    if sharded:
+        over, specs = contexts.island_mesh(), {"w": P(None, "inside"), "b": P()}
+    step, params, state = contexts.started(tx, params, mesh=over, specs=specs)
+    rows = oxs.audit.collectives(step, params, state, params)
     always = [row for row in rows if not row.conditional]
-    assert [(row.kind, row.bytes) for row in always] == [("all-reduce", 4 * N)]
+    assert {row.kind for row in always} == {"all-reduce"}
+    assert sum(row.bytes for row in always) == 4 * N
     due = [row for row in rows if row.conditional]
     assert {row.kind for row in due} == {"all-reduce", "collective-permute"}
     reduced = sum(row.bytes for row in due if row.kind == "all-reduce")
-    assert reduced == 4 * (6 * 5 + 3)
-
-
-def test_a_quiet_step_of_islands_sends_flags_only():
-    params = {"w": np.zeros((6, 4), np.float32)}
-    tx = sync_replicas(optax.sgd(0.1), AXIS, 6)
-    axes = by_hand.state_axes(tx, params)
-    ways = {"in_axes": (0, axes, 0, 0), "out_axes": (0, axes)}
-    mapped = jax.vmap(contexts.steps(tx), **ways, axis_name=AXIS, spmd_axis_name=AXIS)
-    every = (
-        by_hand.replicate(params, N),
-        by_hand.replicate(by_hand.replicate(params, 2), N),
-    )
-    stacked, grads = jax.tree.map(contexts._on_islands, every)
-    state = by_hand.replicate(tx.init(params), N, axes)
-    rows = oxs.audit.collectives(jax.jit(mapped), stacked, state, grads, {})
-    assert sum(row.bytes for row in rows if not row.conditional) <= 4 * N
-    assert any(row.conditional and row.bytes >= 4 * 6 * 2 for row in rows)
+    assert reduced == 4 * (6 * 4 // (1 + sharded) + 2)
 
 
 def test_nothing_changes_where_nobody_is_left():
@@ -303,7 +269,7 @@ def test_nothing_changes_where_nobody_is_left():
     tx = sync_replicas(
         oxs.optimizers.adam(0.1), AXIS, 1, variable_averages=0.5, drop_nonfinite=True
     )
-    before = init(tx, params)
+    before = tx.init(params)
     grads = jax.tree.map(lambda p: jnp.full((N, *p.shape), jnp.nan), params)
     updates, state = lanes(tx, params)(grads)
     found = optax.apply_updates(params, updates), state.inner, state.averages
@@ -468,7 +434,7 @@ def test_state_is_what_optax_expects():
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     tx = sync_replicas(optax.sgd(0.1, momentum=0.9), AXIS, 2, variable_averages=0.9)
     tx = optax.chain(optax.clip(1.0), tx)
-    state = init(tx, params)
+    state = tx.init(params)
     same = optax.tree.map_params(tx, lambda x, p: x.shape == p.shape, state, params)
     # Sums, trace and averages of two parameters.
     assert sum(x is True for x in jax.tree.leaves(same)) == 6
@@ -560,70 +526,54 @@ def test_averages_are_read_in_the_parameters_dtype():
     assert read["b"].tolist() == [7, 7, 7]
 
 
-SGD = optax.sgd(1.0)
+MEDIAN, KRUM, SGD = oxs.exchange.median(), oxs.exchange.krum(0), optax.sgd(1.0)
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        ("TypeError: inner must be", {"inner": "data"}),
-        ("TypeError: axis_name", {"axis_name": 2}),
-        ("ValueError: aggregate must be 1 or more, .*0", {"replicas_to_aggregate": 0}),
-        ("TypeError: must be an integer", {"replicas_to_aggregate": 2.0}),
-        (r"ValueError: below 2\*\*31; got", {"total_num_replicas": 10**10}),
-        ("ValueError: a decay in .0, 1.", {"variable_averages": 1.5}),
-        ("ValueError: a decay in .0, 1.", {"variable_averages": ()}),
-        ("ValueError: there is no average", {"variables_to_average": True}),
-        ("ValueError: must be a floating dtype", {"accumulator_dtype": "int32"}),
-    ],
-)
-def test_refused_at_construction(said, arguments):
-    given = {"inner": SGD, "axis_name": AXIS, "replicas_to_aggregate": 2}
-    with refused(said):
-        sync_replicas(**(given | arguments))
+def synced(replicas_to_aggregate: Any = 2, **options):
+    return sync_replicas(SGD, AXIS, replicas_to_aggregate, **options)
 
 
-MEDIAN, KRUM = oxs.exchange.median(), oxs.exchange.krum(0)
+def step_of(tx, **extra):
+    return lanes(tx, jnp.float32(0))(jnp.ones(N), **extra)
 
 
-@pytest.mark.parametrize(
-    ("said", "keywords", "extra"),
-    [
-        ("ValueError: =3, but the axis 'data' has 4", {"total_num_replicas": 3}, {}),
-        ("TypeError: must be a bool", {}, {"contributes": jnp.ones(N)}),
-        ("ValueError: be a scalar", {}, {"contributes": jnp.ones((N, 2), bool)}),
-        ("TypeError: must be an integer", {}, {"gradient_step": jnp.ones(N)}),
-        ("ValueError: weight must be a scalar", {}, {"weight": jnp.ones((N, 2))}),
-        ("ValueError: takes no weight", {"exchange": MEDIAN}, {"weight": jnp.ones(N)}),
-        ("ValueError: takes no weight", {"exchange": KRUM}, {"weight": jnp.ones(N)}),
-    ],
-)
-def test_refused_at_the_call(said, keywords, extra):
-    tx = sync_replicas(SGD, AXIS, 2, **keywords)
-    with refused(said):
-        lanes(tx, jnp.float32(0))(jnp.ones(N), **extra)
+def on_empty(tree):
+    return synced().update(tree, synced().init(jnp.zeros(2)), tree)
 
 
-def test_refuses_what_it_cannot_do_without():
-    tx, params = sync_replicas(SGD, AXIS, 2), jnp.zeros(2)
-    own: Any = tx.init(params)
-    for empty in ({}, None):
-        with refused("ValueError: at least one variable"):
-            tx.init(empty)
-        with refused("ValueError: at least one variable"):
-            tx.update(empty, own, empty)
-    with refused("ValueError: no averages"):
-        oxs.averaged_params(own, params)
-    with refused("ValueError: no metrics in this state"):
-        oxs.metrics(optax.adam(0.1).init(params))
-    averaging = sync_replicas(SGD, AXIS, 2, variable_averages=0.9)
-    with refused("ValueError: params=None"):
-        averaging.update(params, averaging.init(params))
-
-    def summed(x):
+def summed(tx, params):
+    def local(x):
         grads = jax.grad(lambda p: jnp.sum(p * x[0]))(params)
-        return tx.update(grads, own, params)[0]
+        return tx.update(grads, tx.init(params), params)[0]
 
-    run = jax.shard_map(summed, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
-    with refused(r"ValueError: localize.*stay local"):
-        jax.eval_shape(run, jnp.ones((N, 2)))
+    run = jax.shard_map(local, mesh=contexts.mesh(), in_specs=P(AXIS), out_specs=P())
+    return jax.eval_shape(run, jnp.ones((N, 2)))
+
+
+test_refused = all_refused(globals())(r"""
+sync_replicas("data", AXIS, 2)  # TypeError: inner must be
+sync_replicas(SGD, 2, 2)  # TypeError: axis_name
+synced(0)  # ValueError: aggregate must be 1 or more, .*0
+synced(2.0)  # TypeError: must be an integer
+synced(total_num_replicas=10**10)  # ValueError: below 2\*\*31; got
+synced(variable_averages=1.5)
+synced(variable_averages=())  # ValueError: a decay in .0, 1.
+synced(variables_to_average=True)  # ValueError: there is no average
+synced(accumulator_dtype="int32")  # ValueError: must be a floating dtype
+step_of(synced(total_num_replicas=3))  # ValueError: =3, but the axis 'data' has 4
+step_of(synced(), contributes=jnp.ones(N))  # TypeError: must be a bool
+step_of(synced(), contributes=jnp.ones((N, 2), bool))  # ValueError: be a scalar
+step_of(synced(), gradient_step=jnp.ones(N))  # TypeError: must be an integer
+step_of(synced(), weight=jnp.ones((N, 2)))  # ValueError: weight must be a scalar
+step_of(synced(exchange=MEDIAN), weight=jnp.ones(N))
+step_of(synced(exchange=KRUM), weight=jnp.ones(N))  # ValueError: takes no weight
+synced().init({})
+synced().init(None)
+on_empty({})
+on_empty(None)  # ValueError: at least one variable
+oxs.averaged_params(synced().init(TABLE), TABLE)  # ValueError: no averages
+oxs.metrics(SGD.init(TABLE))  # ValueError: no metrics in this state
+(lambda tx: tx.update(TABLE, tx.init(TABLE)))(synced(variable_averages=0.9))
+    # ValueError: params=None
+summed(synced(), jnp.zeros(2))  # ValueError: localize.*stay local
+""")

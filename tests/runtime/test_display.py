@@ -3,7 +3,6 @@
 import io
 import logging
 import math
-import time
 import types
 
 from ray.util import metrics as ray_metrics
@@ -49,9 +48,6 @@ def test_a_million_events_are_counted_and_not_kept():
     seen.add([event("lost", 2, 0)])
     for _ in range(1000):
         seen.add(pushes)
-    begin = time.perf_counter()
-    table(3, seen)
-    assert time.perf_counter() - begin < 0.1  # It took 3 s to look at all of them.
     history = seen.history(None)
     assert len(history.events) == display.KEPT == 100_000
     assert history.count("push") == 1_000_000 and history.count("lost", 2) == 1

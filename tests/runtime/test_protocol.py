@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.explorer import Explorer
 from optx_sync.runtime import protocol
-from tests.runtime.explorer import Explorer
 
 
 @pytest.mark.parametrize(

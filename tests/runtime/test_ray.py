@@ -76,7 +76,7 @@ def written(directory: pathlib.Path) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in directory.glob("*.*")}
 
 
-def one_worker_is_the_replay(rule, servers, code=None):
+def one_worker_is_the_replay(rule, servers, code):
     params = {
         key: np.linspace(0.5, 2, p.size, dtype=np.float32).reshape(p.shape)
         for key, p in PARAMS.items()
@@ -102,18 +102,12 @@ def one_worker_is_the_replay(rule, servers, code=None):
     expected = run.final.center
     assert isinstance(expected, dict)
     assert history.count("push") == 4 and history.averages is None
-    if code is not None:
-        sizes = {event.bytes for event in history.events if event.kind == "push"}
-        assert sizes == {run.push_bytes} == {2 * (8 + 4)}
+    sizes = {event.bytes for event in history.events if event.kind == "push"}
+    assert sizes == {run.push_bytes} == {2 * (8 + 4)}
     for key in center:
         np.testing.assert_allclose(
             center[key], np.asarray(expected[key]), rtol=2e-6, atol=2e-6
         )
-
-
-def test_one_worker_is_the_replay_with_two_servers_and_coded_pushes():
-    code = oxs.exchange.error_feedback(oxs.exchange.quantized())
-    one_worker_is_the_replay(oxs.rules.diloco(), 2, code)
 
 
 def test_killed_worker_is_replaced_and_the_others_go_on(tmp_path):
@@ -300,10 +294,6 @@ def test_killed_servers_come_back_from_their_checkpoints(tmp_path):
     shutil.rmtree(directory / "server_1")
     with pytest.raises(ValueError, match="holds checkpoints of server_0 alone"):
         start()
-    center, history = start(resume=False)
-    assert history.count("started") == 2 and history.count("restored") == 0
-    assert all(np.all(part == 60) for part in center.values())
-    assert (directory / "server_0.before_1").exists()
 
 
 @pytest.mark.parametrize("required", [3, 4])
@@ -366,15 +356,14 @@ def test_backup_worker_lets_the_others_go_on_and_without_it_they_wait(
 
 
 def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
-    def good(number, incarnation, name="w"):
-        arrays = {f"['{name}']": np.ones_like(PARAMS[name])}
-        return Push(
-            0, number, {"contribution": arrays}, incarnation=incarnation,
-            part=0 if name == "w" else 1,
-        )  # fmt: skip
+    """Each kind of them is tried in test_server.py; here they come through Ray."""
 
-    def change(push, array):
-        return push._replace(arrays={"contribution": {"['w']": array}})
+    def push(number, incarnation, name="w", amount=1.0):
+        array = np.full_like(PARAMS[name], amount)
+        return Push(
+            0, number, {"contribution": {f"['{name}']": array}},
+            incarnation=incarnation, part=0 if name == "w" else 1,
+        )  # fmt: skip
 
     def train(worker):
         if worker.index == 1:
@@ -383,53 +372,38 @@ def test_bad_pushes_are_refused_and_leave_the_center_alone(tmp_path):
             while not (tmp_path / "messages.0").exists():
                 time.sleep(0.05)
             return
-        connection, mine = worker.connection, worker.incarnation
-        connection.push(good(1, mine))
-        connection.push(good(2, mine))
+        connection, mine, messages = worker.connection, worker.incarnation, []
+        connection.push(push(1, mine))
         before = connection.center(PARAMS)
-        third, messages = good(3, mine), []
+        second = push(2, mine)
         for bad in (
-            change(third, np.full((2, 3), np.nan, np.float32)),
-            change(third, np.zeros((3, 2), np.float32)),
-            change(third, np.zeros((2, 3), np.float16)),
-            good(1, mine),
-            good(3, mine - 1),
-            third._replace(arrays={"contribution": {"['x']": np.zeros(1)}}),
-            third._replace(local_step="abc"),
-            third._replace(part=2),
-        ):
+            push(2, mine, amount=np.nan), push(2, mine - 1), second._replace(part=2),
+        ):  # fmt: skip
             try:
                 connection.push(bad)
             except PushRefused as error:
                 messages.append(str(error))
-            after = connection.center(PARAMS)
-            for name, value in before.items():
-                np.testing.assert_array_equal(after[name], value)
-        connection.push(good(2, mine))  # A retry is answered, and not applied again.
-        connection.push(third)
-        for number in (1, 2, 3):
-            connection.push(good(number, mine, "b"))
+            jax.tree.map(
+                np.testing.assert_array_equal, connection.center(PARAMS), before
+            )
+        connection.push(push(1, mine))  # A retry is answered, and not applied again.
+        connection.push(second)
+        for number in (1, 2):
+            connection.push(push(number, mine, "b"))
         (tmp_path / "messages.0").write_text(json.dumps(messages))
 
     center, history = runtime.run(
         train, PARAMS, ONE, COUNT, num_workers=2, num_servers=2, communication_period=1
     )
     expected = (
-        "['w'] holds a NaN",
-        "['w'] must have shape (2, 3); got (3, 2)",
-        "['w'] must have dtype float32; got float16",
-        "round 1 of worker 0 is over",
-        "is not the newest one",
-        "unknown [\"['x']\"]",
-        "local_step must be an integer; got 'abc'",
-        "part 2 does not live here",
-    )
+        "['w'] holds a NaN", "is not the newest one", "part 2 does not live here",
+    )  # fmt: skip
     messages = written(tmp_path)["messages.0"]
     for message, part in zip(messages, expected, strict=True):
         assert part in message
-    assert all(np.all(part == 3) for part in center.values())
+    assert all(np.all(part == 2) for part in center.values())
     assert history.count("retry") == 1
-    assert history.count("refused", 0) == 8
+    assert history.count("refused", 0) == 3
     # Who does not catch it is replaced.
     assert history.count("refused", 1) == 2 and history.count("lost", 1) == 1
 
@@ -612,16 +586,6 @@ print("center", center["w"].tolist())
     assert "has joined" in done.stderr  # There is no terminal: the log says it.
 
 
-def test_worker_that_dies_again_and_again_ends_the_run(monkeypatch):
-    monkeypatch.setattr(on_ray, "DEATHS_WITHOUT_A_ROUND", 2)
-
-    def train(worker):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(RuntimeError, match="Worker 0 died 2 times without a round"):
-        runtime.run(train, PARAMS, ONE, COUNT, num_workers=1)
-
-
 def test_server_without_checkpoints_takes_the_center_along():
     def train(worker):
         os.kill(ray.get(worker.connection.servers[0].pid.remote()), signal.SIGKILL)
@@ -657,5 +621,6 @@ def test_bad_settings_are_refused_before_a_process_starts(tmp_path):
 def test_run_starts_ray_where_there_is_none_and_stops_it():
     """The last one: it takes the module's Ray away."""
     ray.shutdown()
-    one_worker_is_the_replay(oxs.rules.elastic(learning_rate=0.1), 1)
+    code = oxs.exchange.error_feedback(oxs.exchange.quantized())
+    one_worker_is_the_replay(oxs.rules.diloco(), 2, code)
     assert not ray.is_initialized()

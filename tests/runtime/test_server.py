@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import json
-import pathlib
 import random
 import subprocess
 import sys
@@ -35,12 +33,10 @@ from optx_sync.runtime.messages import NoStart
 from optx_sync.runtime.parts import lay_out
 from optx_sync.runtime.protocol import Client
 from optx_sync.simulate import asynchronous
+from tests.recorded import arrays_of as recorded_arrays
+from tests.recorded import recorded
+from tests.refusals import refused
 
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-CASES = {
-    case["name"]: case
-    for case in json.loads((GOLDEN / "manifest.json").read_text())["cases"]
-}
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.array(0.5)}
 INNER = optax.sgd(0.1, momentum=0.9)
 # Reads all there is to read: own parameters, what was taken, what was summed up, and
@@ -63,6 +59,17 @@ RULES = {
     "local_sgd": oxs.rules.local_sgd(),
     "diloco": oxs.rules.diloco(),
     "all of it": GREEDY,
+    "what was taken": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - own.taken),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        reads=("params", "taken", "after"),
+    ),
+    "a penalty that does": oxs.CenterRule(
+        contribute=lambda own, center, at: 0.5 * (own.params - center),
+        take=lambda x, before, after, at: x - 0.25 * (x - after),
+        penalty=lambda own, at: 0.3 * (own.params - own.taken),
+        reads=("params", "center", "after"),
+    ),
 }
 
 
@@ -118,6 +125,8 @@ def test_only_what_the_formulas_read_travels():
         "local_sgd": (("contribution",), ("after",)),
         "diloco": (("contribution",), ("after",)),
         "all of it": (("params", "taken", "accumulated"), ("before", "after")),
+        "what was taken": (("contribution",), ("before", "after")),
+        "a penalty that does": (("params",), ("before", "after")),
     }
 
 
@@ -379,13 +388,6 @@ def test_the_requests_of_each_worker_are_counted():
     assert server.news("", 0)[2] == [0, 1]
 
 
-def test_half_precision_center_is_float32():
-    params = {"w": jnp.ones(2, jnp.bfloat16)}
-    server = Server(params, oxs.rules.local_sgd(), num_workers=2)
-    server.push(Push(0, 1, {"contribution": {"['w']": np.full(2, 1e-4, np.float32)}}))
-    np.testing.assert_array_equal(server.center()["w"], np.float32(1 + 1e-4))
-
-
 def test_parts_are_of_about_equal_size_and_none_is_empty():
     params = {
         str(i): np.full(size, i, np.float32) for i, size in enumerate([8, 0, 5, 4])
@@ -421,7 +423,8 @@ def grads(amount):
     "name", ["sync_n2_r4_sgd_multi_batch", "sync_n1_r3_sgd_multi_batch_mintokens"]
 )
 def test_several_batches_per_update_are_the_original(name):
-    case, data = CASES[name], np.load(GOLDEN / f"{name}.npz")
+    case = recorded("sync_replicas")[name]
+    data, _ = recorded_arrays(case)
     given = case["hyperparameters"]
     names = [key[3:] for key in data if key.startswith("p0_")]
     agreement = SyncReplicas(
@@ -644,30 +647,56 @@ def test_nobody_waits_for_ever_after_a_restore():
         assert min(updates for updates, _ in ends) >= 3
 
 
-def test_settings_that_make_no_sense_are_refused():
-    rule = oxs.rules.local_sgd()
-    for make, message in [
-        (lambda: SyncReplicas(0), "replicas_to_aggregate must be 1 or more"),
-        (lambda: SyncReplicas(1, num_tokens=-2), "num_tokens must be -1 or more"),
-        (lambda: SyncReplicas(1, variable_averages=2.0), "decay in"),
-        (lambda: sync_server(SyncReplicas(2, 4), 3), "there are 3 workers"),
-        (lambda: sync_server(SyncReplicas(4, num_tokens=1), 2), "and 2 are needed"),
-        (lambda: Server(PARAMS, rule, num_workers=0), "num_workers must be 1 or more"),
-        (lambda: center_server(checkpoint_every=0), "checkpoint_every must be"),
+LOCAL = oxs.rules.local_sgd()
+BIG: Any = {str(number): np.ones((9, 9)) for number in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("said", "make"),
+    [
         (
-            lambda: Server(PARAMS, rule._replace(num_workers=3), num_workers=2),
-            "made for 3 workers",
+            "ValueError: replicas_to_aggregate must be 1 or more",
+            lambda: SyncReplicas(0),
         ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make()
-    big = {str(number): np.ones((9, 9)) for number in range(9)}
-    with pytest.raises(TypeError, match=r"be a center rule.* got one of type dict\.$"):
-        Server(PARAMS, big, num_workers=2)
-    with pytest.raises(TypeError, match=r"inner must be an Optax .* one of type dict"):
-        Server(PARAMS, SyncReplicas(1), num_workers=2, inner=big)
-    with pytest.raises(TypeError, match=r"Pass for example jnp.asarray\(1.5\)"):
-        Server({"w": 1.5}, rule, num_workers=1)
+        (
+            "ValueError: num_tokens must be -1 or more",
+            lambda: SyncReplicas(1, num_tokens=-2),
+        ),
+        ("ValueError: decay in", lambda: SyncReplicas(1, variable_averages=2.0)),
+        ("ValueError: there are 3 workers", lambda: sync_server(SyncReplicas(2, 4), 3)),
+        (
+            "ValueError: and 2 are needed",
+            lambda: sync_server(SyncReplicas(4, num_tokens=1), 2),
+        ),
+        (
+            "ValueError: num_workers must be 1",
+            lambda: Server(PARAMS, LOCAL, num_workers=0),
+        ),
+        (
+            "ValueError: checkpoint_every must be",
+            lambda: center_server(checkpoint_every=0),
+        ),
+        (
+            "ValueError: made for 3 workers",
+            lambda: Server(PARAMS, LOCAL._replace(num_workers=3), num_workers=2),
+        ),
+        (
+            r"TypeError: be a center rule.* got one of type dict\.$",
+            lambda: Server(PARAMS, BIG, num_workers=2),
+        ),
+        (
+            "TypeError: inner must be an Optax .* one of type dict",
+            lambda: sync_server(1, 2, inner=BIG),
+        ),
+        (
+            r"TypeError: Pass for example jnp.asarray\(1.5\)",
+            lambda: Server({"w": 1.5}, LOCAL, num_workers=1),
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(said, make):
+    with refused(said):
+        make()
 
 
 # What a hostile cluster found.
@@ -944,11 +973,9 @@ def test_checkpoints_elsewhere_are_handed_to_orbax():
     "optimizer",
     [
         optax.contrib.prodigy(1.0),
-        optax.contrib.dog(1.0),
-        optax.contrib.dowg(1.0),
         optax.contrib.mechanize(optax.sgd(0.1)),
     ],
-    ids=["prodigy", "dog", "dowg", "mechanize"],
+    ids=["prodigy", "mechanize"],
 )
 @jax.numpy_dtype_promotion("standard")  # They count in integers and floats.
 def test_optimizers_whose_state_holds_the_parameters(optimizer):
@@ -969,15 +996,15 @@ def test_optimizers_whose_state_holds_the_parameters(optimizer):
 
 def test_numbers_of_rows_share_their_programs():
     server = sync_server(1, 1)
-    values = np.ones((16, 3), np.float32)
-    for rows in range(1, 10):
+    values = np.ones((4, 3), np.float32)
+    for rows in range(1, 5):
         grad = {"['w']": (np.arange(rows) % 2, values[:rows]), "['b']": None}
         server.push(Push(0, rows, {"grads": grad}))
-    # 1, 2, 4, 8 and 16 rows.
-    assert server._held[0]._update._cache_size() == 5
+    # 1, 2 and 4 rows.
+    assert server._held[0]._update._cache_size() == 3
     # Each update takes the mean of a row's gradients, which were added up: the rows of
     # table row 0 and of table row 1.
-    pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 10)]
+    pairs = [[(rows + 1) // 2, rows // 2] for rows in range(1, 5)]
     times = np.sum(np.array(pairs), axis=0)
     np.testing.assert_array_equal(
         server.center()["w"], PARAMS["w"] - times[:, None].astype(np.float32)
@@ -1009,23 +1036,23 @@ def test_what_waits_at_a_server_outlives_it(tmp_path):
     close(again.center()["w"], PARAMS["w"] - 3)
 
 
-def test_thousands_of_pushes_leave_nothing_behind():
+def test_a_thousand_pushes_leave_nothing_behind():
     rule = oxs.rules.agn(None, accumulate="updates")
     server = Server(PARAMS, rule, num_workers=2, copy_replies=False)
     place, sizes = ("", 0), []
     tracemalloc.start()
-    for number in range(1, 1501):
+    for number in range(1, 501):
         for worker in (0, 1):
             server.push(Push(worker, number, moves(1e-3)))
         if number % 100 == 0:  # As the driver of a run does.
             name, events = server.events(*place)
             place = name, len(events) + (place[1] if name == place[0] else 0)
-        if number in (500, 1500):
+        if number in (100, 500):
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert server.global_step == 3_000
-    # 2,000 events would be half a million bytes.
+    assert server.global_step == 1_000
+    # 800 events would be 200,000 bytes.
     assert sizes[1] - sizes[0] < 50_000, sizes
 
 

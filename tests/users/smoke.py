@@ -1,4 +1,4 @@
-"""What an installation must do: ten wrappers, simulated and on a mesh, agree.
+"""What an installation must do: eight wrappers, simulated and on a mesh, agree.
 
     python tests/users/smoke.py
     python tests/users/smoke.py diloco ftrl
@@ -31,8 +31,6 @@ def wrappers():
         "shard_state": oxs.cross_shard(inner, "workers", shard_state=True),
         "sync_replicas": oxs.sync_replicas(inner, "workers", 6),
         "elastic_average": oxs.elastic_average(inner, "workers", **every, **pull),
-        "agn": oxs.agn(inner, "workers", **every),
-        "local_sgd": oxs.local_sgd(inner, "workers", **every),
         "diloco": oxs.diloco(inner, "workers", **every),
         "streaming": oxs.diloco(inner, "workers", exchange=bits4, **stream),
         "gossip": oxs.gossip(inner, "workers", **every),

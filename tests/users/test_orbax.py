@@ -1,7 +1,5 @@
-"""Checkpoints with Orbax: bit-equal resumption, and another number of workers."""
+"""Checkpoints with Orbax: a run that is resumed is the run that was not stopped."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint
-import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import optx_sync as oxs
-from optx_sync import by_hand
-from tests import contexts, scripts
 from tests.contexts import AXIS, REPLICAS
 
 # One program trains all of them, each on parameters of its own.
@@ -53,61 +46,28 @@ PARAMS = dict.fromkeys(TRANSFORMATIONS, ONE)
 TX = optax.partition(TRANSFORMATIONS, {name: name for name in PARAMS})
 
 
-def gradients(params, steps, seed):
+WORKERS = oxs.Workers(REPLICAS, AXIS, mesh=True)
+
+
+@WORKERS.step(state=2, split=False)
+def step(params, state, grads):
+    updates, state = TX.update(grads, state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates), state
+
+
+def start() -> Any:
+    return WORKERS.start((PARAMS, TX.init(PARAMS)))
+
+
+def trained(now, seed):
+    """Two steps on, on gradients of each worker's own."""
     rng = np.random.default_rng(seed)
-
-    def draw(x):
-        return jnp.asarray(rng.normal(size=(REPLICAS, steps, *x.shape)), x.dtype)
-
-    return jax.tree.map(draw, params)
-
-
-def in_lanes(tx, axes, **spmd):
-    """A program of all workers' steps: the history of parameters, and the state."""
-    own = {"in_axes": (0, axes, 0, 0), "out_axes": (0, axes), "axis_name": AXIS}
-    return jax.jit(jax.vmap(contexts.steps(tx), **own, **spmd))
-
-
-def train(run, params, state, *grads):
-    history, state = run(params, state, gradients(*grads), {})
-    return jax.tree.map(lambda x: x[:, -1], history), state
-
-
-def trainer(context) -> Any:
-    """A program in one of the contexts, and what places a start."""
-    axes = by_hand.state_axes(TX, PARAMS)
-    # Orbax restores to the devices of the template, and there it must stay.
-    if context == "shard_map_axes":
-        params, mesh = by_hand.replicate(PARAMS, REPLICAS), contexts.mesh()
-        run = contexts.mapped(contexts.steps(TX), TX, params, axes, mesh, True)
-        inside, own = P(), P(AXIS)
-    else:
-        run, mesh = in_lanes(TX, axes, spmd_axis_name=AXIS), contexts.island_mesh()
-        inside = {key: {"w": P(None, "inside"), "b": P("inside")} for key in PARAMS}
-        own = jax.tree.map(lambda spec: P(AXIS, *spec), inside)
-    specs = own, by_hand.state_specs(TX, PARAMS, inside, AXIS)
-
-    def put(spec, below):
-        return jax.device_put(below, NamedSharding(mesh, spec))
-
-    def start():
-        now = (
-            by_hand.replicate(PARAMS, REPLICAS),
-            by_hand.replicate(TX.init(PARAMS), 4, axes),
-        )
-        return jax.tree.map(put, specs, now, is_leaf=lambda x: isinstance(x, P))
-
-    return run, start
-
-
-def save(path, tree):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, tree)
-
-
-def restore(path, like):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, like)
+    for _ in range(2):
+        drawn = {k: rng.normal(size=(REPLICAS, *x.shape)) for k, x in ONE.items()}
+        grads = {k: jnp.asarray(x, ONE[k].dtype) for k, x in drawn.items()}
+        now = step(*now, dict.fromkeys(PARAMS, grads))
+    return now
 
 
 def assert_same_bits(actual, expected):
@@ -121,78 +81,17 @@ def assert_same_bits(actual, expected):
         assert (a.dtype, a.shape, a.tobytes()) == (e.dtype, e.shape, e.tobytes()), path
 
 
-@pytest.mark.parametrize("context", ["shard_map_axes", "islands"])
-def test_resumed_training_is_bit_equal(context, tmp_path):
+def test_resumed_training_is_bit_equal(tmp_path):
     """After two steps of three, and of two in every second accumulation."""
-    run, start = trainer(context)
-    at = train(run, *start(), PARAMS, 2, 0)
+    at = trained(start(), 0)
     counters = optax.tree_utils.tree_get_all_with_path(at, "steps_since_round")
     assert {int(np.max(count)) for _, count in counters} == {2}  # of three
-    save(tmp_path / "checkpoint", at)
     # As a new process would: from a fresh start, of which only the shapes are used.
     like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
-    restored = restore(tmp_path / "checkpoint", like)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", at)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", like)
     assert_same_bits(restored, at)
-    resumed, uninterrupted = (
-        train(run, *train(run, *now, PARAMS, 2, 1), PARAMS, 2, 2)
-        for now in (restored, at)
-    )
+    resumed, uninterrupted = (trained(trained(x, 1), 2) for x in (restored, at))
     assert_same_bits(resumed, uninterrupted)
-
-
-@pytest.mark.parametrize("measure", [False, True])
-def test_a_run_goes_on_without_what_was_told(measure, tmp_path):
-    """Saved without its info, or by a run that measured nothing: same parameters."""
-
-    def rule(measure):
-        tx = oxs.diloco(
-            optax.sgd(0.1, 0.9), AXIS, communication_period=2, measure=measure
-        )
-        return optax.chain(optax.clip(1.0), tx)
-
-    saves, goes_on = rule(measure), rule(True)
-    start, fresh = (contexts.begun(tx, ONE) for tx in (saves, goes_on))
-    run = in_lanes(saves, start[2])
-    params, state = train(run, *start[:2], ONE, 3, 0)
-    template = jax.eval_shape(lambda: optax.tree.set(start[1], info=()))
-    save(tmp_path / "bare", optax.tree.set(state, info=()))
-    bare: Any = restore(tmp_path / "bare", template)
-    restored: Any = optax.tree.set(bare, info=optax.tree.get(fresh[1], "info"))
-    assert oxs.metrics(state).rounds == oxs.metrics(restored).rounds == 1
-    expected, _ = train(run, params, state, ONE, 3, 1)
-    actual, after = train(in_lanes(goes_on, fresh[2]), params, restored, ONE, 3, 1)
-    assert_same_bits(actual, expected)
-    assert oxs.metrics(after).contributors == 4
-
-
-# As docs/checkpoints.md has it: a mesh of eight devices in one process, of three in
-# another.
-WRITE = """
-mesh = jax.make_mesh((8,), ("workers",))
-workers = oxs.Workers(8, "workers", mesh=mesh)
-everyone = workers.start((params, tx.init(params)))
-with StandardCheckpointer() as checkpointer:
-    checkpointer.save(folder, everyone)
-"""
-READ = """
-eight = read(folder, 8)
-mesh = jax.make_mesh((3,), ("workers",))
-three, state = oxs.Workers(3, "workers", mesh=mesh).resize(eight, strict=True)
-print(three["w"].shape, three["w"].sharding.spec[0], int(state[1].global_step))
-"""
-
-
-def test_another_number_of_workers_in_another_process(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-    first, *others = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    # Up to where the page trains.
-    first = first[: first.index("def step(")]
-    read = next(block for block in others if block.startswith("def read("))
-    printed = [
-        scripts.run(
-            f'import jax\njax.config.update("jax_num_cpu_devices", {devices})\n{first}'
-            f"folder = Path({str(tmp_path / 'of-eight')!r})\n{code}"
-        )
-        for devices, code in ((8, WRITE), (3, read + READ))
-    ]
-    assert printed[-1].split("\n")[-2] == "(3, 3) workers 0"

@@ -195,13 +195,13 @@ class Explorer:
     def thawed(self, number, server):
         """The server that was frozen, as a new object."""
         machine = self.machines.things[number]
-        thawed = copy.copy(self.models[server])
+        thawed: Any = copy.copy(self.models[server])
         thawed._book, thawed._events = machine.book, []
         thawed._checkpoints, thawed._held = Disk(machine.disk), []
         for model, center in zip(
             self.models[server]._held, machine.centers, strict=True
         ):
-            held = copy.copy(model)
+            held: Any = copy.copy(model)
             shape = model.center["['x']"].shape
             values = np.frombuffer(center, np.float32).reshape(shape).copy()
             held.center, held.kept, held.spare = {"['x']": values}, {}, []
