@@ -26,7 +26,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -376,13 +376,9 @@ class _Save:
         return [*found.values()]
 
 
-Read = TypeVar("Read")
-
-
-def _agreed(path: object, read: Callable[[], Read]) -> Read:
+def _agreed(path: object, read: Callable[[], Tree]) -> Tree:
     """What `read` returns, if it can be read in all processes."""
-    found: Any = None
-    error: Exception | None = None
+    found, error = None, None
     try:
         found = read()
     except Exception as raised:  # Orbax raises various errors for broken files.

@@ -245,17 +245,21 @@ class _Workers(NamedTuple):
         """The mark of each leaf of the arguments, checked against its shape."""
         marks = _marks((self.in_axes, 0), (args, kwargs), "in_axes")
         leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+        own = [
+            (path_name(path[1:]), x)
+            for (path, x), mark in zip(leaves, marks, strict=True)
+            if mark is not None
+        ]
+        for where, x in own:
+            check_arrays(x, "The argument of map_workers", where)
         workers = positions
-        for (path, x), mark in zip(leaves, marks, strict=True):
-            if mark is None:
-                continue
-            check_arrays(x, "The argument of map_workers", path_name(path[1:]))
+        for where, x in own:
             shape = jnp.shape(x)
             if workers is None and shape:
                 workers = shape[0]
             if shape[:1] == (workers,):
                 continue
-            what = f"The argument {path_name(path[1:])} of map_workers"
+            what = f"The argument {where} of map_workers"
             if not shape:
                 what = f"{what} has axis 0 in in_axes, the workers', but is a scalar."
             else:
@@ -264,7 +268,7 @@ class _Workers(NamedTuple):
                 what = wrong_number(what, self.axes, positions) if positions else others
             raise ValueError(
                 f"{what} Give it None in in_axes if it is equal for all workers; stack "
-                "what is one worker's: oxs.by_hand.replicate(x, n), a state with "
+                "what is one worker's first: oxs.by_hand.replicate(x, n), a state with "
                 "axes=oxs.by_hand.state_axes(tx, params)."
             )
         if workers is None:
@@ -321,8 +325,9 @@ class _Workers(NamedTuple):
         return UnequalError(
             f"{which} of map_workers has None in out_axes, equal on all workers, but is"
             " computed from what is each worker's own. Give it axis 0, or let the "
-            f"workers agree with oxs.reduce(x, {self.axes!r}). What oxs.localize gives "
-            "is a worker's own, too: hand apply_gradients the parameters before it."
+            f"workers agree with oxs.reduce(x, {self.axes!r}). Parameters that went "
+            "through oxs.localize stay its own: apply_gradients takes those from "
+            "before it."
         )
 
 
