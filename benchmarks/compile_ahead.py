@@ -246,7 +246,7 @@ def compile_in_pods(case: str, mesh: Mesh, dtype: Any) -> jax.stages.Compiled:
 def shapes_of(workers: oxs.Workers, state: Any) -> Any:
     """What `workers.start` makes of a state of shapes, by shapes and places."""
     form, arrays = forms.split(state)
-    return form.merge(workers._layout().shapes(form, arrays))
+    return form.merge(workers._layout.shapes(form, arrays))
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:

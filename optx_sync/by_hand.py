@@ -10,9 +10,12 @@ from jax.sharding import PartitionSpec
 
 from optx_sync.checks import check_no_train_state, integer, one_of
 from optx_sync.comm import shards
+from optx_sync.fingerprints import by_name
 from optx_sync.peers.gossip import mean_params as mean_params
 from optx_sync.placement import axes as placing
+from optx_sync.placement.leaves import Leaf, check_levels, leaves_of, map_leaves
 from optx_sync.placement.resize import Joiners, resize_tree, worker_axes
+from optx_sync.placement.workers import entries
 from optx_sync.placement.workers import map_workers as map_workers
 from optx_sync.step import due as due
 from optx_sync.trees import (
@@ -20,7 +23,6 @@ from optx_sync.trees import (
     check_arrays,
     check_transformation,
     first_worker,
-    names_of,
     pure,
 )
 
@@ -58,8 +60,8 @@ def state_axes(
     """
     level = integer("level", level, "The outermost is 0.", least=-(2**31))
     state = _state_shapes(tx, params)
-    placing.check_levels(state, level + 1)
-    return placing.tree_axes(state, level, replicated)
+    check_levels(state, level + 1)
+    return map_leaves(lambda leaf: leaf.mark(level, replicated), state)
 
 
 def state_specs(
@@ -103,32 +105,23 @@ def state_specs(
         (TraceState(trace=P('workers', 'fsdp')), EmptyState())
     """
     state = _state_shapes(tx, params)
-    try:
-        full_specs = jax.tree.broadcast(param_specs, params, is_leaf=shards.is_spec)
-    except ValueError as error:
-        raise ValueError(
-            f"param_specs do not fit the parameters: {str(error).splitlines()[0]} Pass "
-            "a PartitionSpec for each of them, or one for all: jax.P()."
-        ) from None
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    known = {
-        names_of(path): (x, spec)
-        for (path, x), spec in zip(
-            leaves, jax.tree.leaves(full_specs, is_leaf=shards.is_spec), strict=True
-        )
-    }
-    specs, structure = placing.specs_like(state, known), jax.tree.structure(state)
+    mend = "Pass a PartitionSpec for each of them, or one for all: jax.P()."
+    given = entries(param_specs, params, "param_specs", mend, shards.is_spec)
+    named = zip(by_name(params).items(), given, strict=True)
+    known = {name: (x, spec) for (name, x), spec in named}
     levels = worker_axis if isinstance(worker_axis, PartitionSpec) else (worker_axis,)
-    if worker_axis is not None:
-        placing.check_levels(state, len(levels))
-        # From the innermost level on: each stands in front of those before.
-        for level, axis in reversed(list(enumerate(levels))):
-            marks = structure.flatten_up_to(placing.tree_axes(state, level, replicated))
-            specs = [
-                spec if mark is None else PartitionSpec(axis, *spec)
-                for spec, mark in zip(specs, marks, strict=True)
-            ]
-    return structure.unflatten(specs)
+    if worker_axis is None:
+        levels = ()
+    else:
+        check_levels(state, len(levels))
+
+    def with_axes(leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
+        marks = (leaf.mark(level, replicated) for level in range(len(levels)))
+        front = [axis for axis, mark in zip(levels, marks, strict=True) if mark == 0]
+        return PartitionSpec(*front, *spec)
+
+    specs = map(with_axes, leaves_of(state), placing.specs_like(state, known))
+    return jax.tree.structure(state).unflatten(specs)
 
 
 def replicate(tree: Tree, n: int, axes: Tree = None) -> Tree:
@@ -184,15 +177,17 @@ def first(tree: Tree, axes: Tree = None) -> Tree:
         Array([1., 2.], dtype=float32)
     """
 
-    def of_first(x):
-        if jnp.ndim(x) == 0:
+    def of_first(leaf, mark):
+        if mark is None:
+            return leaf.x
+        if jnp.ndim(leaf.x) == 0:
             raise ValueError(
                 "first needs leaves with a worker axis in front; got a scalar. Pass "
-                "axes=oxs.by_hand.state_axes(tx, params) if some leaves have none."
+                "axes=oxs.by_hand.state_axes(tx, params) for a state."
             )
-        return first_worker(x)
+        return first_worker(leaf.x)
 
-    return placing.map_marked(of_first, tree, axes, shared=lambda x: x)
+    return placing.map_marked(of_first, tree, axes)
 
 
 def resize(
@@ -276,15 +271,13 @@ def resize(
     like = _state_shapes(tx, one)
     if jax.tree.structure(like) != jax.tree.structure(state):
         raise ValueError(
-            "This is not a state of tx: they differ in structure, "
-            f"{jax.tree.structure(state)} and {jax.tree.structure(like)}. Pass the "
-            "transformation to go on with, built like the one that made the state."
+            "This is not a state of tx, built like the transformation that made it: "
+            f"{jax.tree.structure(state)} is not {jax.tree.structure(like)}."
         )
     resized = resize_tree(
         params,
         state,
         like,
-        placing.tree_axes(like, 0, replicated),
         n,
         levels=levels,
         joiners=joiners,
@@ -298,8 +291,8 @@ def resize(
 def _shape_of_first(x: Any) -> jax.ShapeDtypeStruct:
     if jnp.ndim(x) == 0:
         raise ValueError(
-            "resize needs the parameters of all workers, [N, ...]; got a scalar. With "
-            "replicas whose parameters have no worker axis pass replicated=True."
+            "resize needs the parameters of all workers, [N, ...]; got a scalar. Pass "
+            "replicated=True for those of replicas, without a worker axis."
         )
     return jax.ShapeDtypeStruct(jnp.shape(x)[1:], x.dtype)
 
@@ -309,4 +302,6 @@ def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
     check_transformation(tx, "tx", "optax.adam(1e-3)")
     check_no_train_state(params)
     check_arrays(params, "The parameter")
-    return jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(tx.init, params)
+    placing.refuse_around_center(state)
+    return state

@@ -36,9 +36,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optx_sync import forms
 from optx_sync.checks import check_seed, integer
 from optx_sync.comm.collectives import AxisName, check_axis_name
-from optx_sync.fingerprints import Damaged, by_name, compare, sealed, unsealed
+from optx_sync.comm.shards import Names
+from optx_sync.fingerprints import (
+    Damaged,
+    Words,
+    by_name,
+    compare,
+    sealed,
+    unsealed,
+)
 from optx_sync.front.workers import Workers
-from optx_sync.placement.axes import is_key
+from optx_sync.placement.leaves import is_key
 from optx_sync.trees import Tree, names_of
 
 log: logging.Logger = logging.getLogger("optx_sync.elastic")
@@ -126,7 +134,7 @@ class Group:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         # If one process has failed, the others may never come to the end of the group.
         if kind is None:
             self.close()
@@ -219,12 +227,12 @@ class Group:
 
         if self.position <= self._saved:
             raise ValueError(
-                f"The run has been saved at position {self._saved} already, and is at "
-                f"{self.position}. A save is called by its position: take examples by "
-                "group.rows, or count your own, group.position += len(batch)."
+                f"The run has been saved at position {self._saved} already. Take "
+                "examples between two saves by group.rows, or count your own, "
+                "group.position += len(batch)."
             )
         form, arrays = forms.split(state)
-        tree: dict[str, Any] = {}
+        tree: dict[str, Tree] = {}
         for path, x in zip(form.paths(), arrays, strict=True):
             *inner, last = names_of(path) or ("state",)
             node = tree
@@ -325,10 +333,10 @@ class _Save:
     def __init__(self, manager: Any, step: int):
         self.directory: Any = manager.directory
         self.path: Any = manager.directory / str(step)
-        self.words: dict[tuple[str, ...], list[Any]] = {}
+        self.words: dict[Names, Words] = {}
         self._manager, self._step = manager, step
 
-    def notes(self) -> tuple[dict[str, Any], dict[tuple[str, ...], list[Any]]]:
+    def notes(self) -> tuple[dict[str, Tree], dict[Names, Words]]:
         """The notes and the words of this save, which names the arrays alike."""
         metadata = self._manager.metadata(self._step)
         noted, words = unsealed(self.path, metadata.custom_metadata)
@@ -368,7 +376,7 @@ class _Save:
         return [*found.values()]
 
 
-def _agreed(path: Any, read: Callable[[], Any]) -> Any:
+def _agreed(path: object, read: Callable[[], Tree]) -> Tree:
     """What `read` returns, if it can be read in all processes."""
     found, error = None, None
     try:

@@ -17,7 +17,7 @@ import json
 import operator
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,10 @@ from jax.experimental import multihost_utils
 
 from optx_sync.comm import collectives
 from optx_sync.comm.collectives import AxisName
-from optx_sync.placement import axes, memory
+from optx_sync.comm.shards import Names
+from optx_sync.placement import memory
+from optx_sync.placement.axes import equal_on_replicas
+from optx_sync.placement.leaves import is_key
 from optx_sync.shapes import Array, Bool, Int32, UInt32
 from optx_sync.trees import Tree, check_arrays, names_of, path_name, pure
 
@@ -36,7 +39,8 @@ _MIX = 0x9E3779B9
 _WORDS, _SUM = "fingerprints", "sum"
 _SMALL = 2**16  # up to so many numbers NumPy is quicker than a compiler
 
-Names = tuple[str, ...]  # of a path
+Notes: TypeAlias = Mapping[str, Any]
+Words: TypeAlias = list[Any]  # of an array its shape, its dtype and its two words
 
 
 class Damaged(Exception):
@@ -124,7 +128,7 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     nothing = jnp.zeros(2, jnp.uint32)
     words = [
         _words(memory.on_device(jnp.asarray(x))) if equal else nothing
-        for x, equal in zip(leaves, axes.equal_on_replicas(tree), strict=True)
+        for x, equal in zip(leaves, equal_on_replicas(tree), strict=True)
     ]
     own = jnp.stack(words) if words else jnp.zeros((0, 2), jnp.uint32)
     if axis_name is None:
@@ -145,13 +149,13 @@ def fingerprint(tree: Tree, axis_name: AxisName | None) -> Fingerprint:
     return Fingerprint(own, found, jnp.where(found, first, jnp.int32(-1)))
 
 
-def by_name(tree: Tree) -> dict[Names, Any]:
+def by_name(tree: Tree) -> dict[Names, Tree]:
     """The arrays of a tree by the names of their paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {names_of(path): x for path, x in pairs}
 
 
-def sealed(notes: Mapping[str, Any], arrays: Mapping[Names, Any]) -> dict[str, Any]:
+def sealed(notes: Notes, arrays: Mapping[Names, Tree]) -> dict[str, Any]:
     """Notes to save beside arrays: with the arrays' words and a sum of all of it.
 
     Args:
@@ -165,9 +169,7 @@ def sealed(notes: Mapping[str, Any], arrays: Mapping[Names, Any]) -> dict[str, A
     return {**noted, _SUM: _sum_of(noted)}
 
 
-def unsealed(
-    path: object, notes: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[Names, list[Any]]]:
+def unsealed(path: object, notes: Notes) -> tuple[dict[str, Any], dict[Names, Words]]:
     """What `sealed` was given, and of each array its shape, dtype and two words.
 
     Raises:
@@ -183,7 +185,7 @@ def unsealed(
 
 
 def compare(
-    path: object, words: Mapping[Names, list[Any]], arrays: Mapping[Names, Any]
+    path: object, words: Mapping[Names, Words], arrays: Mapping[Names, Tree]
 ) -> None:
     """Compare arrays that were read with the words of those that were saved.
 
@@ -196,7 +198,7 @@ def compare(
             raise Damaged(f"{path} holds another {'.'.join(name)} than was saved")
 
 
-def _described(arrays: Mapping[Names, Any]) -> dict[Names, list[Any]]:
+def _described(arrays: Mapping[Names, Tree]) -> dict[Names, Words]:
     """Of each array its shape, its dtype and its two words."""
     words = [_words_here(x) for x in arrays.values()]  # None is waited for yet
     words = [np.sum(jax.device_get(of_one), 0, np.uint32) for of_one in words]
@@ -212,13 +214,13 @@ def _described(arrays: Mapping[Names, Any]) -> dict[Names, list[Any]]:
     }
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: Tree) -> bool:
     """Whether this process has all of an array."""
     is_array = isinstance(x, jax.Array)
     return not is_array or x.is_fully_addressable or x.is_fully_replicated
 
 
-def _words_here(x: Any) -> list[Any]:
+def _words_here(x: Tree) -> list[Tree]:
     """The words of this process's parts of an array, to be added up."""
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
@@ -226,7 +228,7 @@ def _words_here(x: Any) -> list[Any]:
             x = np.asarray(x, order="C")[..., None].view(np.uint32)
         parts = [(x, [0] * x.ndim)]
     else:
-        x = jax.random.key_data(x) if axes.is_key(x) else x
+        x = jax.random.key_data(x) if is_key(x) else x
         one, shards = x.is_fully_replicated, x.addressable_shards
         used = shards[:1] if one else [s for s in shards if s.replica_id == 0]
         parts = [(s.data, [here.start or 0 for here in s.index]) for s in used]
@@ -241,7 +243,7 @@ def _on_device(x: jax.Array, shape: tuple[int, ...], start: jax.Array) -> jax.Ar
     return _words(memory.on_device(jnp.asarray(x)), shape, start)
 
 
-def _on_host(x: Any, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
+def _on_host(x: Tree, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
     """`_words` without a program to compile."""
     x = np.asarray(x)
     if x.dtype.itemsize == 1:
@@ -259,7 +261,7 @@ def _on_host(x: Any, shape: tuple[int, ...], start: np.ndarray) -> np.ndarray:
     return np.array([np.sum(one, dtype=np.uint32) for one in both])
 
 
-def _sum_of(notes: Mapping[str, Any]) -> int:
+def _sum_of(notes: Notes) -> int:
     return zlib.crc32(json.dumps(notes, sort_keys=True).encode())
 
 
@@ -296,7 +298,7 @@ def _words(
 
 def _bits(x: jax.Array) -> UInt32[Array, "..."]:
     """The bits of each number; of wide ones several words along a last axis."""
-    if axes.is_key(x):
+    if is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         return jnp.stack([_bits(x.real), _bits(x.imag)], axis=-1)

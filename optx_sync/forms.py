@@ -9,12 +9,12 @@ places, such as tied weights, stays one.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import PyTreeDef
+from jax.tree_util import KeyPath, PyTreeDef
 
 from optx_sync.trees import Tree, path_name
 
@@ -26,42 +26,53 @@ class Kept(NamedTuple):
     """A leaf that is no array."""
 
     kind: type  # since True == 1
-    value: Any
+    value: object
+
+
+Structure: TypeAlias = Any  # a `PyTreeDef`, which is no type to a type checker
+# What stands at a leaf: an array; the arrays of a variable, by its structure; the place
+# of an earlier leaf that is the same variable; or what is no array, `Kept`.
+Entry: TypeAlias = Any
 
 
 class Form(NamedTuple):
     """A tree without its arrays; equal where the trees differ in arrays alone."""
 
-    treedef: Any  # variables are its leaves
-    # For each leaf: `_ARRAY`; the structure of a variable; the place of an earlier leaf
-    # that is the same variable; or `Kept`.
-    leaves: tuple[Any, ...]
+    treedef: Structure  # variables are its leaves
+    leaves: tuple[Entry, ...]
 
-    def merge(self, arrays: Any) -> Tree:
+    def merge(self, arrays: Iterable[Tree]) -> Tree:
         """The tree with these arrays."""
+        return self._filled(
+            arrays, lambda leaf, own: leaf.unflatten(own), lambda leaf: leaf.value
+        )
+
+    def bare(self, arrays: Iterable[Tree]) -> Tree:
+        """The tree with arrays for variables, and `None` for what is no array."""
+        return self._filled(
+            arrays, lambda _, own: own[0] if len(own) == 1 else own, lambda _: None
+        )
+
+    def _filled(
+        self,
+        arrays: Iterable[Tree],
+        variable: Callable[[Structure, list[Tree]], Tree],
+        kept: Callable[[Kept], Tree],
+    ) -> Tree:
         arrays, leaves = iter(arrays), []
         for leaf in self.leaves:
             if leaf is _ARRAY:
                 leaves.append(next(arrays))
             elif isinstance(leaf, Kept):
-                leaves.append(leaf.value)
+                leaves.append(kept(leaf))
             elif isinstance(leaf, int):
                 leaves.append(leaves[leaf])
             else:
                 own = [next(arrays) for _ in range(leaf.num_leaves)]
-                leaves.append(leaf.unflatten(own))
+                leaves.append(variable(leaf, own))
         return self.treedef.unflatten(leaves)
 
-    def bare(self, arrays: Any) -> Tree:
-        """The tree with arrays for variables, and `None` for what is no array."""
-        arrays, leaves = iter(arrays), []
-        for leaf in self.leaves:
-            own = [next(arrays) for _ in range(_count(leaf))]
-            again = leaves[leaf] if isinstance(leaf, int) else None
-            leaves.append(own[0] if len(own) == 1 else own or again)
-        return self.treedef.unflatten(leaves)
-
-    def pick(self, tree: Tree) -> list[Any]:
+    def pick(self, tree: Tree) -> list[Tree]:
         """For each array the entry of a tree that has the structure of `bare`."""
         found = self.treedef.flatten_up_to(tree)
         return [
@@ -70,23 +81,27 @@ class Form(NamedTuple):
             for x in (value if _count(leaf) > 1 else [value] * _count(leaf))
         ]
 
-    def paths(self) -> list[tuple[Any, ...]]:
+    def paths(self) -> list[KeyPath]:
         """The path to each array."""
-        marked = jax.tree_util.tree_leaves_with_path(
-            self.treedef.unflatten(range(len(self.leaves)))
-        )
-        return [path for path, i in marked for _ in range(_count(self.leaves[i]))]
+        paths = self.paths_of_leaves()
+        return [paths[place] for place in self._places()]
+
+    def paths_of_leaves(self) -> list[KeyPath]:
+        """The path to each leaf, array or not."""
+        numbered = self.treedef.unflatten(range(len(self.leaves)))
+        return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
     def variables(self) -> list[type | None]:
         """The class of the variable that holds each array, `None` without one."""
         kinds = [getattr(x, "node_data", lambda: [None])()[0] for x in self.leaves]
-        return [
-            kind
-            for kind, leaf in zip(kinds, self.leaves, strict=True)
-            for _ in range(_count(leaf))
-        ]
+        return [kinds[place] for place in self._places()]
 
-    def update(self, tree: Tree, arrays: Any) -> Tree:
+    def _places(self) -> list[int]:
+        """For each array the place of its leaf."""
+        counts = map(_count, self.leaves)
+        return [place for place, count in enumerate(counts) for _ in range(count)]
+
+    def update(self, tree: Tree, arrays: Iterable[Tree]) -> Tree:
         """The tree with these arrays; variables of the tree are set in place."""
         merged = self.merge(arrays)
         if not any(isinstance(leaf, PyTreeDef) for leaf in self.leaves):
@@ -101,7 +116,7 @@ class Form(NamedTuple):
         return tree if is_object(tree) else self.treedef.unflatten(leaves)
 
 
-def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[Any]]:
+def split(tree: Tree, numbers: bool = False) -> tuple[Form, list[jax.Array]]:
     """The form and the arrays of a tree; with `numbers` Python's count as arrays."""
     stops = is_variable if "flax.nnx" in sys.modules else None
     leaves, treedef = jax.tree.flatten(tree, is_leaf=stops)
@@ -127,7 +142,7 @@ def shapes_of(function: Callable[[], Tree]) -> Tree:
     """The tree that a function returns, with `jax.ShapeDtypeStruct` for arrays."""
     forms: list[Form] = []
 
-    def traced() -> list[Any]:
+    def traced() -> list[jax.Array]:
         form, arrays = split(with_arrays(function()))
         forms.append(form)
         return arrays
@@ -136,14 +151,14 @@ def shapes_of(function: Callable[[], Tree]) -> Tree:
     return forms[0].merge(arrays)
 
 
-def is_function(x: Any) -> bool:
+def is_function(x: object) -> bool:
     """Whether this is a function, rather than a model that can be called."""
     return inspect.isroutine(x) or isinstance(x, functools.partial)
 
 
 def with_arrays(tree: Tree) -> Tree:
     """The tree with arrays for Python's numbers, except in Equinox modules."""
-    module: Any = getattr(sys.modules.get("equinox"), "Module", ())
+    module = getattr(sys.modules.get("equinox"), "Module", ())
     return jax.tree.map(
         lambda x: jnp.asarray(x) if is_number(x) else x,
         tree,
@@ -154,7 +169,8 @@ def with_arrays(tree: Tree) -> Tree:
 def difference(form: Form, other: Form) -> str:
     """The first place where two forms differ, in words."""
     names, others = (
-        {path_name(path): leaf for path, leaf in _leaves_of(f)} for f in (form, other)
+        dict(zip(map(path_name, f.paths_of_leaves()), f.leaves, strict=True))
+        for f in (form, other)
     )
     for name in names | others:
         if name not in others:
@@ -166,12 +182,12 @@ def difference(form: Form, other: Form) -> str:
     return "the containers differ"
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether this is a Python number other than a bool."""
     return isinstance(x, int | float | complex) and not isinstance(x, bool)
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
     """Whether this is a variable of Flax NNX; does not import NNX."""
     return _is_of_nnx(type(x), "Variable")
 
@@ -181,12 +197,12 @@ def is_trained(variable: type | None) -> bool:
     return variable is None or _is_of_nnx(variable, "Param")
 
 
-def is_of_nnx(x: Any) -> bool:
+def is_of_nnx(x: object) -> bool:
     """Whether this is an object, a variable or a state of Flax NNX; for `is_leaf=`."""
     return is_object(x) or is_variable(x) or _is_of_nnx(type(x), "State")
 
 
-def is_object(x: Any) -> bool:
+def is_object(x: object) -> bool:
     """Whether this is a Flax NNX object, which changes in place."""
     return _is_of_nnx(type(x), "Pytree")
 
@@ -196,13 +212,7 @@ def _is_of_nnx(kind: type, base: str) -> bool:
     return issubclass(kind, getattr(sys.modules.get("flax.nnx"), base, ()))
 
 
-def _count(leaf: Any) -> int:
+def _count(leaf: Entry) -> int:
     if leaf is _ARRAY:
         return 1
     return 0 if isinstance(leaf, Kept | int) else leaf.num_leaves
-
-
-def _leaves_of(form: Form) -> list[tuple[Any, Any]]:
-    numbered = form.treedef.unflatten(range(len(form.leaves)))
-    pairs = jax.tree_util.tree_leaves_with_path(numbered)
-    return [(path, form.leaves[i]) for path, i in pairs]

@@ -45,7 +45,7 @@ GROUND = {
     "audit": files("audit/: programs"),
     "rows": files("rows/: slices"),
     "comm": files("comm/: collectives varying buffers shards"),
-    "placement": files("placement/: fields axes memory held resize workers"),
+    "placement": files("placement/: fields leaves axes memory held resize workers"),
     "exchange": files(
         "exchange/: contract all_reduce pieces measures landing "
         "robust/norms robust/transposed"

@@ -435,7 +435,8 @@ class Drawn(NamedTuple):
     own: jax.Array
 
 
-def test_chips_of_a_pod_draw_the_same_noise():
+@pytest.mark.parametrize("injected", [False, True])
+def test_chips_of_a_pod_draw_the_same_noise(injected):
     """Of keys in the optimizer; a user's own is each chip's."""
     drawing = optax.GradientTransformation(
         lambda params: Drawn(jax.random.key(2)),
@@ -444,9 +445,11 @@ def test_chips_of_a_pod_draw_the_same_noise():
     noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
     inner = oxs.cross_shard(optax.chain(drawing, noise, optax.sgd(0.1)), "chips")
     tx = oxs.diloco(inner, "pods")
+    if injected:
+        tx = optax.inject_hyperparams(lambda rate: oxs.diloco(inner, "pods"))(rate=1.0)
     workers = oxs.Workers((2, 4), ("pods", "chips"))
     _, state, own = workers.start((PARAMS, tx.init(PARAMS), jax.random.key(1)))
-    drawn, noise, _ = state.inner
+    drawn, noise, _ = (state.inner_state if injected else state).inner
     for keys, different in ((drawn.own, 2), (noise.rng_key, 2), (own, 8)):
         numbers = np.asarray(jax.random.key_data(keys)).reshape(8, -1)
         assert len(np.unique(numbers, axis=0)) == different

@@ -254,7 +254,7 @@ made_by(mesh, optax.sgd(0.1, 0.9), optax.chain(SGD, SGD))
 run(mesh, DILOCO, params=PARAMS)
     # Error: stack\w* .*first.*: oxs.by_hand.replicate\(x, n\), a state with axes=
 run(mesh, DILOCO, DILOCO.init(PARAMS))
-    # Error: is a scalar.* oxs.by_hand.replicate\(x, n\), which stacks a .* axes=oxs
+    # Error: is a scalar.* oxs.by_hand.replicate\(x, n\), a state with axes=oxs
 run(mesh, DILOCO, out=0, steps=2)
     # Error: counters .* shape \(4,\).* has returned them so.* `out_axes=\(0, axes\)`
 run(mesh, DILOCO, of_all(DILOCO))

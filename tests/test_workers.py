@@ -190,7 +190,7 @@ mapped(mesh, 1.0)  # ValueError: is a scalar. Give it None in in_axes
 mapped(mesh, EIGHT, in_axes=({"a": 0},))
     # ValueError: in_axes of map_workers do not fit
 mapped(mesh, EIGHT, in_axes=(0, 0))
-    # ValueError: for 2 positional arguments; got 1
+    # ValueError: in_axes of map_workers do not fit
 mapped(mesh, EIGHT, in_axes=1)
     # ValueError: got 1. Move the worker axis to the front
 mapped(mesh, EIGHT[:4], EIGHT[:3], fun=max)

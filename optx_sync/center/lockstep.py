@@ -55,7 +55,8 @@ from optx_sync.exchange.all_reduce import all_reduce
 from optx_sync.exchange.measures import start
 from optx_sync.metrics import SharedInfo
 from optx_sync.placement import memory
-from optx_sync.placement.fields import fact, map_but_counters
+from optx_sync.placement.fields import fact
+from optx_sync.placement.leaves import map_but_counters
 from optx_sync.step import (
     direct_transformation,
     landing_update,

@@ -36,6 +36,10 @@ class VaryingTypeError(ValueError):
     """
 
 
+class UnequalError(VaryingTypeError):
+    """What workers are to share differs between them, or the other way round."""
+
+
 class _Alone(tuple):
     """An empty tuple of axes; any other empty tuple is refused as an axis name."""
 

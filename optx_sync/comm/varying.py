@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
+    UnequalError,
     VaryingTypeError,
     check_axis_name,
     checked_axes,
@@ -145,7 +146,7 @@ def require_varying(
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         missing = axes.get(path, frozenset()) - varying_axes(leaf) - own
         if missing:
-            raise VaryingTypeError(
+            raise UnequalError(
                 f"The parameter at {path_name(path)} varies over the mesh axes "
                 f"{sorted(missing)}, but the {what} in the state does not. Place the "
                 "state as the parameters are: oxs.by_hand.state_specs(tx, params, "

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from optx_sync.comm.shards import Names
+from optx_sync.fingerprints import by_name
 from optx_sync.forms import Form
 from optx_sync.trees import names_of
 
 
-def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
+def saved(manager: Any, step: int | None) -> tuple[dict[Names, Any], Any]:
     """(the shapes in an Orbax checkpoint by name, its structure)."""
     import orbax.checkpoint as ocp
 
@@ -22,14 +23,13 @@ def saved(manager: Any, step: int) -> tuple[dict[Names, Any], Any]:
         for path in manager.directory.iterdir()
         if (number := re.findall(r"\d+$", path.name))
     }
-    if step not in folders:
+    if step is None or step not in folders:
         raise ValueError(
             f"There is no checkpoint of step {step} in {manager.directory}; there are "
-            f"those of {sorted(folders)}."
+            f"those of {sorted(folders)}. Begin with what start gave without one."
         )
     tree = ocp.PyTreeCheckpointHandler().metadata(folders[step] / "default").tree
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return {names_of(path): x for path, x in leaves}, treedef
+    return by_name(tree), jax.tree.structure(tree)
 
 
 def saved_names(form: Form, saved: Collection[Names]) -> list[Names]:

@@ -8,7 +8,7 @@ an optimizer's state, and random keys there, is each worker's own.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -18,18 +18,18 @@ from optx_sync.center.state import CenterState
 from optx_sync.comm.shards import Names
 from optx_sync.fingerprints import fingerprint
 from optx_sync.forms import Form, is_trained
-from optx_sync.placement import fields
-from optx_sync.placement.axes import is_key, tree_axes
+from optx_sync.placement import fields, held
 from optx_sync.placement.held import is_of_optimizer
-from optx_sync.placement.layout import Layout
+from optx_sync.placement.layout import Arrays, Layout, Levels
+from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.workers import map_workers
-from optx_sync.trees import Tree, names_of, path_name
+from optx_sync.trees import names_of, path_name
 
 Worker: TypeAlias = int | tuple[int, ...]  # with several axes its place along each
 
 
 def differing(
-    layout: Layout, form: Form, arrays: Sequence[Any], start: Names
+    layout: Layout, form: Form, arrays: Arrays, start: Names
 ) -> dict[Worker, str]:
     """The workers that differ and, for each, the path of the first array.
 
@@ -40,54 +40,52 @@ def differing(
         start: The path to the parameters in it.
     """
     found: dict[Worker, str] = {}
-    paths = [path_name(path) for path in form.paths()]
+    leaves, levels = held.leaves(form, arrays), layout.levels(form, arrays)
     for level in range(len(layout.sizes)):
-        chosen = _equal(layout, form, arrays, level, start)
+        chosen = [
+            place
+            for place in _equal(form, leaves, level, start)
+            # Simulated workers hold what they share once.
+            if layout.mesh is not None or level in levels[place]
+        ]
         if not chosen:
             continue
-        some = [arrays[k] for k in chosen]
-        found_first = _first(layout, form, level, tuple(chosen), some)
-        first = np.asarray(jax.device_get(found_first))
+        first = _first(
+            layout,
+            level,
+            tuple(levels[place] for place in chosen),
+            [arrays[place] for place in chosen],
+        )
+        first = np.asarray(jax.device_get(first))
         for where in np.argwhere(first >= 0).tolist():
-            path = paths[chosen[first[tuple(where)]]]
+            path = leaves[chosen[first[tuple(where)]]].path
             place = [*where[:-1]]
             place.insert(level, where[-1])
             worker = place[0] if len(place) == 1 else tuple(place)
-            found.setdefault(worker, path)
+            found.setdefault(worker, path_name(path))
     return found
 
 
-def _equal(
-    layout: Layout, form: Form, arrays: Sequence[Any], level: int, start: Names
-) -> list[int]:
+def _equal(form: Form, leaves: Sequence[Leaf], level: int, start: Names) -> list[int]:
     """The numbers of the arrays that must be equal along an axis."""
-    tree = form.bare(arrays)
-    nodes = fields.nodes_of(tree, fields.is_level)
-    for _ in range(level):
-        inner: Tree = [node.inner for node in nodes]
-        nodes = fields.nodes_of(inner, fields.is_level)
+    states = [
+        field.node
+        for leaf in leaves
+        for field in [field for field in leaf.around if field.level][level : level + 1]
+    ]
     # An axis without a state of its own is one of replicas.
-    has_center = any(hasattr(type(node), "center_params") for node in nodes)
-    marks = form.pick(tree_axes(tree, level, replicated=not has_center))
-    optimizers = form.pick(_of_optimizers(tree, level))
-    inside = form.pick(
-        jax.tree.map(
-            lambda node: jax.tree.map(lambda _: fields.is_level(node), node),
-            tree,
-            is_leaf=fields.is_level,
-        )
-    )
-    lies = layout.marks(form, arrays)
-    chosen, variables = [], form.variables()
-    for k, (path, x) in enumerate(zip(form.paths(), arrays, strict=True)):
-        is_param = names_of(path)[: len(start)] == start and not is_key(x)
-        is_param = is_param and is_trained(variables[k])
-        equal = not has_center and (is_param or optimizers[k])
-        if inside[k] and not optimizers[k]:
-            equal = marks[k] is None
-        # Simulated workers hold what they share once.
-        if equal and (layout.mesh is not None or lies[k][level] is not None):
-            chosen.append(k)
+    has_center = any(hasattr(type(node), "center_params") for node in states)
+    before, chosen = _before_reductions(leaves), []
+    for place, (leaf, kind) in enumerate(zip(leaves, form.variables(), strict=True)):
+        computed = _is_computed(leaf, level, before)
+        if leaf.levels and not computed:
+            equal = leaf.mark(level, replicated=not has_center) is None
+        else:
+            is_param = names_of(leaf.path)[: len(start)] == start
+            is_param = is_param and not is_key(leaf.x) and is_trained(kind)
+            equal = not has_center and (is_param or computed)
+        if equal:
+            chosen.append(place)
     return chosen
 
 
@@ -101,81 +99,52 @@ _BEFORE: dict[type, tuple[str, ...]] = {
 }
 
 
-def _of_optimizers(tree: Tree, level: int, inside: bool = False) -> Tree:
-    """Whether each leaf is what an optimizer has computed from a reduced gradient.
+def _is_computed(leaf: Leaf, level: int, before: set[tuple[int, str]]) -> bool:
+    """Whether an optimizer has computed an array from a reduced gradient.
 
-    Of levels of workers only outer ones may stand around it. `inside`: whether the
-    state of an optimizer holds the tree.
+    Of levels of workers only outer ones may stand around it. `before`: the links of
+    chains that come before a reduction.
+    """
+    inside = False
+    for node, name, _, is_level in leaf.around:
+        if is_level:
+            if not level or name != "inner":
+                return False
+            level, inside = level - 1, False
+        elif fields.is_in_pieces(node) or name in _BEFORE.get(type(node), ()):
+            return False
+        elif (id(node), name) in before:
+            return False
+        inside = inside or (not is_level and is_of_optimizer(node))
+    return inside
+
+
+def _before_reductions(leaves: Sequence[Leaf]) -> set[tuple[int, str]]:
+    """The links of chains, by chain and place, before one that reduces gradients.
+
+    It makes one gradient of all replicas', as its state says.
     """
 
-    def visit(node):
-        if fields.is_level(node):
-            return fields.map_fields(field, node)
-        if fields.is_in_pieces(node):
-            return _nowhere(node)
-        if is_of_optimizer(node):
-            before = _BEFORE.get(type(node), ())
-            pairs = zip(node._fields, node, strict=True)
-            return type(node)(
-                *(_nowhere(x) if name in before else deeper(x) for name, x in pairs)
-            )
-        if _is_chain(node):
-            last = max(place for place, link in enumerate(node) if _reduces(link))
-            own = [place < last and not _reduces(x) for place, x in enumerate(node)]
-            pairs = zip(own, node, strict=True)
-            return tuple(
-                _nowhere(x) if before else _of_optimizers(x, level, inside)
-                for before, x in pairs
-            )
-        return inside
-
-    def field(name, _, x):
-        return (
-            _of_optimizers(x, level - 1) if level and name == "inner" else _nowhere(x)
-        )
-
-    def deeper(x):
-        return _of_optimizers(x, level, inside=True)
-
-    return jax.tree.map(
-        visit,
-        tree,
-        is_leaf=lambda x: is_of_optimizer(x) or _is_chain(x),
-    )
-
-
-def _nowhere(tree: Tree) -> Tree:
-    return jax.tree.map(lambda _: False, tree)
-
-
-def _reduces(link: Tree) -> bool:
-    """Whether a link of a chain makes one gradient of all replicas', by its state."""
-
-    def is_one(node):
+    def reduces(node):
         return fields.is_level(node) or isinstance(node, fields.Reduced)
 
-    return bool(fields.nodes_of(link, is_one))
+    nodes = (field.node for leaf in leaves for field in leaf.around)
+    chains = {id(node): node for node in nodes if type(node) is tuple}
+    found = set()
+    for number, chain in chains.items():
+        reducing = [bool(fields.nodes_of(link, reduces)) for link in chain]
+        last = max((place for place, yes in enumerate(reducing) if yes), default=0)
+        found |= {(number, str(x)) for x in range(last) if not reducing[x]}
+    return found
 
 
-def _is_chain(node: Any) -> bool:
-    return type(node) is tuple and any(map(_reduces, node))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _first(
-    layout: Layout,
-    form: Form,
-    level: int,
-    chosen: tuple[int, ...],
-    arrays: list[Any],
+    layout: Layout, level: int, levels: Levels, arrays: list[jax.Array]
 ) -> jax.Array:
     """Of all workers' arrays the number of the first that differs, `[..., n]`."""
-    every: list[Any] = [None] * len(form.paths())
-    for k, x in zip(chosen, arrays, strict=True):
-        every[k] = x
-    marks = layout.marks(form, every)
 
-    def compare(arrays: list[Any]) -> jax.Array:
+    def compare(arrays: list[jax.Array]) -> jax.Array:
         return fingerprint(arrays, layout.axes[level]).leaf
 
     for at in reversed(range(len(layout.sizes))):
@@ -183,7 +152,7 @@ def _first(
             compare,
             layout.axes[at],
             mesh=layout.mesh,
-            in_axes=([marks[k][at] for k in chosen],),
+            in_axes=([0 if at in along else None for along in levels],),
             out_axes=None if at == level else 0,
         )
     return compare(arrays)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of `Workers.step`: one worker's step, compiled for all of them."""
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,19 +13,16 @@ import jax.numpy as jnp
 
 from optx_sync import forms
 from optx_sync.checks import check_function
+from optx_sync.comm.collectives import UnequalError
 from optx_sync.placement import fields, held, memory
-from optx_sync.placement.axes import is_key
-from optx_sync.placement.layout import Layout, strong
-from optx_sync.placement.workers import map_workers, with_specs
+from optx_sync.placement.layout import Arrays, Layout, strong
+from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.placement.workers import Mark, map_workers, with_specs
 from optx_sync.trees import Tree, check_arrays, path_name
 
 # How a step returned its state: as its only result, before other results, or by
 # changing NNX objects.
 How = Literal["alone", "first", "in place"]
-
-
-# Part of JAX's message if a shared part of a state comes back as a worker's own.
-_NOT_SHARED = "None in out_axes", "but the center in the state does not"
 
 
 class _Call(NamedTuple):
@@ -35,33 +33,40 @@ class _Call(NamedTuple):
     keywords: tuple[str, ...]  # of the last batches, those passed by keyword
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["how"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """What a step returned beside its state, and how it returned that."""
+
+    tree: Tree
+    how: How
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class Step:
     """The step of all workers."""
 
-    def __init__(
-        self,
-        layout: Callable[[], Layout],
-        fun: Callable[..., Any],
-        state: int,
-        split: Any,
-        average: bool,
-        donate: bool,
-    ):
-        if isinstance(fun, Step):
+    layout: Callable[[], Layout]
+    fun: Callable[..., Tree]
+    state: int
+    split: bool | tuple[bool | None, ...] | None
+    average: bool
+    donate: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fun, Step):
             raise TypeError(
-                f"{fun.name} is a step of all workers already; give workers.step the "
-                "function of one worker."
+                f"{self.fun.name} is a step of all workers already; give workers.step "
+                "the function of one worker."
             )
-        check_function("What workers.step compiles", fun, "Pass one worker's step.")
-        functools.update_wrapper(self, fun)
-        self.layout: Callable[[], Layout] = layout
-        self.fun: Callable[..., Any] = fun
-        self.state: int = state
-        self.split: Any = split
-        self.average: bool = average
-        self.name: str = getattr(fun, "__name__", "The step")
-        self.donate: bool = donate
-        donated = (1,) if donate else ()
+        check_function(
+            "What workers.step compiles", self.fun, "Pass one worker's step."
+        )
+        functools.update_wrapper(self, self.fun)
+        self.name: str = getattr(self.fun, "__name__", "The step")
+        donated = (1,) if self.donate else ()
         compiled = functools.partial(jax.jit, static_argnums=0, donate_argnums=donated)
         self.program: Any = compiled(self._run)
         # JAX gives donated buffers to results of the same shape, in order, whatever
@@ -69,7 +74,7 @@ class Step:
         # its own.
         self.program_of_two_memories: Any = compiled(self._run, keep_unused=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """One step: returns the state first, then the other results."""
         call, arrays, batches = self._take_apart(args, kwargs)
         # XLA itself may crash on either.
@@ -78,12 +83,11 @@ class Step:
         if any(map(_is_used_up, arrays)):
             raise ValueError(
                 f"{self.name} was given a state that an earlier step has used up: its "
-                "buffers hold the newer one. Go on with what that step returned, "
-                "`state, loss = step(state, batch)`, or keep the older one by "
-                "workers.step(donate=False)."
+                "buffers hold the newer one. Go on with what that step returned, or "
+                "keep the older one by donate=False."
             )
         new, results = self._program_for(arrays)(call, arrays, batches)
-        ((how, others),) = results.items()
+        others = results.tree
         if self.average:
             others = _means(others, len(self.layout().sizes))
         given = args[: self.state]
@@ -91,20 +95,22 @@ class Step:
             old if forms.is_object(old) else new
             for old, new in zip(given, call.state.update(given, new), strict=True)
         ]
-        if how == "in place":
+        if results.how == "in place":
             return others
-        return state[0] if how == "alone" else (*state, *others)
+        return state[0] if results.how == "alone" else (*state, *others)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Tree, **kwargs: Tree) -> Any:
         """The step, lowered for these arguments, as by `jax.jit`."""
         call, arrays, batches = self._take_apart(args, kwargs)
         return self._program_for(arrays).lower(call, arrays, batches)
 
-    def _program_for(self, arrays: list) -> Any:
+    def _program_for(self, arrays: Arrays) -> Any:
         on_host = memory.is_on_host(arrays)
         return self.program_of_two_memories if on_host else self.program
 
-    def _check_given_once(self, call: _Call, arrays: list, batches: list) -> None:
+    def _check_given_once(
+        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+    ) -> None:
         """Refuse an array of the state that is passed twice: its memory is reused."""
         donated, others = list(map(id, arrays)), map(id, itertools.chain(*batches))
         if len({*donated}) == len(donated) and {*donated}.isdisjoint(others):
@@ -125,7 +131,9 @@ class Step:
                     "jnp.copy(x), or keep it by workers.step(donate=False)."
                 )
 
-    def _take_apart(self, args: tuple, kwargs: dict) -> tuple[_Call, list, list]:
+    def _take_apart(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[_Call, Arrays, list[Arrays]]:
         """(what the program is compiled for, the state's arrays, the batches)."""
         if len(args) < self.state:
             raise TypeError(
@@ -145,71 +153,41 @@ class Step:
         call = _Call(form, tuple(form for form, _ in parts), tuple(kwargs))
         return call, arrays, [arrays for _, arrays in parts]
 
-    def _run(self, call: _Call, arrays: list, batches: list) -> tuple[list, dict]:
+    def _run(
+        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+    ) -> tuple[Arrays, _Results]:
         """The step of all workers, on arrays."""
-        layout = self.layout()
-        marks = layout.marks(call.state, arrays)
-        layout.check(call.state, arrays, marks, f"{self.name} with state={self.state}")
-        self._check_lists(call, batches)
+        layout, form = self.layout(), call.state
+        levels = layout.check(form, arrays, f"{self.name} with state={self.state}")
         laid = [
-            [
-                self._lay(
-                    x, split, f"argument {self.state + number}{path_name(path, '')}"
-                )
-                for path, x in zip(form.paths(), batch, strict=True)
-            ]
-            for number, (form, batch, split) in enumerate(
-                zip(call.batches, batches, self._splits(call), strict=True)
+            self._lay(f"argument {number}", *batch)
+            for number, batch in enumerate(
+                zip(call.batches, batches, self._splits(call), strict=True), self.state
             )
         ]
-        batch_marks = [[mark for _, mark in batch] for batch in laid]
         fun = with_specs(functools.partial(self._one_worker, call), layout.specs)
         for level in reversed(range(len(layout.sizes))):
-            own = [marked[level] for marked in marks]
+            own = [0 if level in along else None for along in levels]
             fun = map_workers(
                 fun,
                 layout.axes[level],
                 mesh=layout.mesh,
-                in_axes=(own, batch_marks),
+                in_axes=(own, [[mark for _, mark in batch] for batch in laid]),
                 out_axes=(own, 0),
             )
         try:
             new, results = fun(arrays, [[x for x, _ in batch] for batch in laid])
-        except ValueError as error:
-            if not any(words in str(error) for words in _NOT_SHARED):
-                raise
+        except UnequalError as error:
             raise ValueError(
                 f"{self.name} makes each worker's own of what workers share, counters "
                 "or the center. The axes of Workers stand in the order of the "
-                f"optimizer's wrappers, the outermost first; here it is {layout.axes}, "
-                "for an optimizer as oxs.diloco(oxs.cross_shard(tx, "
-                f"{layout.axes[-1]!r}), {layout.axes[0]!r})."
+                f"optimizer's wrappers, the outermost first; here it is {layout.axes}."
             ) from error
-        form = call.state
         if self.state == 1:  # its one argument, in a tuple
             form = form._replace(treedef=form.treedef.children()[0])
-        return layout.pinned(form, new, marks), results
+        return layout.pinned(form, new, levels), results
 
-    def _check_lists(self, call: _Call, batches: list) -> None:
-        """Refuse to give each worker all of a list of numbers, which is a batch."""
-
-        def is_list(x):
-            return type(x) is list and bool(x) and all(map(is_number, x))
-
-        def is_number(x):
-            return getattr(x, "ndim", None) == 0 and not is_key(x)
-
-        pairs = zip(call.batches, batches, self._splits(call), strict=True)
-        for number, (form, batch, split) in enumerate(pairs, self.state):
-            if split is not None and fields.nodes_of(form.bare(batch), is_list):
-                raise ValueError(
-                    f"Argument {number} of {self.name} holds a list of numbers, each "
-                    "of which would be the same for all workers. Pass an array to "
-                    "split it, jnp.asarray(batch). For the whole list on each worker "
-                    "pass split=None, or a tuple."
-                )
-
-    def _splits(self, call: _Call) -> tuple[Any, ...]:
+    def _splits(self, call: _Call) -> tuple[bool | None, ...]:
         """`split` for each batch."""
         keywords = len(call.keywords)
         if not isinstance(self.split, tuple):
@@ -217,52 +195,66 @@ class Step:
         if len(self.split) != len(call.batches) - keywords:
             raise ValueError(
                 f"split of {self.name} is for {len(self.split)} batches; got "
-                f"{len(call.batches) - keywords} behind the state. Give one for each "
-                "that is not passed by keyword."
+                f"{len(call.batches) - keywords} behind the state, without keywords."
             )
         return (*self.split, *(True,) * keywords)
 
-    def _lay(self, x: Any, split: bool | None, where: str) -> tuple[Any, int | None]:
-        """(all workers' batch, `[*sizes, ...]`; 0 if it lies along them, or None)."""
+    def _lay(
+        self, where: str, form: forms.Form, arrays: Arrays, split: bool | None
+    ) -> list[tuple[jax.Array, Mark]]:
+        """All workers' batch: (`[*sizes, ...]`, 0 if it lies along them, or `None`)."""
+        if split is not None and fields.nodes_of(form.bare(arrays), _is_list):
+            raise ValueError(
+                f"{where.capitalize()} of {self.name} holds a list of numbers, each of "
+                "which would be the same for all workers. Pass an array to split it, "
+                "jnp.asarray(batch); split=None gives each worker the whole list."
+            )
+        laid = []
+        for path, x in zip(form.paths(), arrays, strict=True):
+            if split is None or (not jnp.shape(x) and not is_key(x)):
+                laid.append((x, None))
+            else:
+                laid.append((self._along(x, split, f"{where}{path_name(path, '')}"), 0))
+        return laid
+
+    def _along(self, x: jax.Array, split: bool, where: str) -> jax.Array:
+        """An array of all workers' batch, `[*sizes, ...]`."""
         layout, shape = self.layout(), jnp.shape(x)
-        if split is None or (not shape and not is_key(x)):
-            return x, None
         if not shape:
-            return layout.of_all(*forms.split(x))[0], 0
-        if split is False:
+            return layout.of_all(*forms.split(x))[0]
+        what = f"The {where} of {self.name} has shape {shape}, and"
+        if not split:
             if shape[: len(layout.sizes)] != layout.sizes:
                 raise ValueError(
-                    f"The {where} of {self.name} has shape {shape}, and split=False "
-                    f"says that it begins with {layout.sizes}. A whole batch is split "
-                    "by split=True; split=None gives the whole to each worker."
+                    f"{what} split=False says that it begins with {layout.sizes}. A "
+                    "whole batch is split by split=True; split=None gives all of it."
                 )
-            return x, 0
+            return x
         if not shape[0] or shape[0] % layout.number:
             mend = (
                 "Drop or pad the last ones. What is the same for all workers has "
-                "split=None, what is split already split=False: "
-                "workers.step(split=(True, None)) has one for each batch."
+                "split=None, what is split already split=False, or a tuple of them."
             )
-            if shape == (2,) and x.dtype == jnp.uint32:
+            if is_raw_key(x):
                 mend = (
                     "It looks like a raw random key: pass jax.random.key(0), or "
-                    "jax.random.wrap_key_data(key), and each worker gets its own."
+                    "jax.random.wrap_key_data(key)."
                 )
             raise ValueError(
-                f"The {where} of {self.name} has shape {shape}, and {shape[0]} cannot "
-                f"be split evenly among {layout.number} workers. {mend}"
+                f"{what} {shape[0]} cannot be split evenly among {layout.number} "
+                f"workers. {mend}"
             )
-        return x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:]), 0
+        return x.reshape(*layout.sizes, shape[0] // layout.number, *shape[1:])
 
-    def _one_worker(self, call: _Call, arrays: list, batches: list) -> tuple:
+    def _one_worker(
+        self, call: _Call, arrays: Arrays, batches: list[Arrays]
+    ) -> tuple[Arrays, _Results]:
         """One worker's step: (the new state's arrays, the other results)."""
         given = call.state.merge(arrays)
         rest = [f.merge(x) for f, x in zip(call.batches, batches, strict=True)]
         args = rest[: len(rest) - len(call.keywords)]
         kwargs = dict(zip(call.keywords, rest[len(args) :], strict=True))
-        how, new, others = self._sort(
-            call.state, given, self.fun(*given, *args, **kwargs)
-        )
+        new, results = self._sort(call.state, given, self.fun(*given, *args, **kwargs))
         for path, old, x in zip(call.state.paths(), arrays, new, strict=True):
             if (jnp.shape(x), jnp.result_type(x)) != (old.shape, old.dtype):
                 raise ValueError(
@@ -270,39 +262,47 @@ class Step:
                     f"state {path_name(path)}, which is {old.dtype}{[*old.shape]}. "
                     "Return it in its own shape and dtype: x.astype(old.dtype)."
                 )
-        check_arrays(others, f"The result of {self.name}")
-        return list(map(strong, new)), {how: others}
+        check_arrays(results.tree, f"The result of {self.name}")
+        return list(map(strong, new)), results
 
-    def _sort(self, form: forms.Form, given: Tree, results: Any) -> tuple:
-        """(how the state came back, its arrays, the other results)."""
+    def _sort(
+        self, form: forms.Form, given: Sequence[Tree], results: Tree
+    ) -> tuple[Arrays, _Results]:
+        """(the arrays of the state that came back, the other results)."""
         listed = results if type(results) is tuple else (results,)
-        ways: tuple[tuple[How, Any, Any], ...] = (
-            ("alone", (results,), ()),
-            ("first", listed[: self.state], listed[self.state :]),
-            ("in place", given, results),
-        )
-        objects = all(map(forms.is_object, given))
-        pairs = zip(form.paths(), form.variables(), strict=True)
-        if objects and (lost := [path for path, kind in pairs if kind is None]):
-            raise ValueError(
-                f"{self.name} cannot change {path_name(lost[0])} in place: it is an "
-                "array of an NNX object, but no nnx.Variable. Make it one: "
-                "nnx.Variable(array)."
-            )
-        for how, state, others in ways if objects else ways[:2]:
+        ways: dict[How, tuple[Tree, Tree]] = {
+            "alone": ((results,), ()),
+            "first": (listed[: self.state], listed[self.state :]),
+        }
+        if all(map(forms.is_object, given)):
+            ways["in place"] = given, results
+            kinds = zip(form.paths(), form.variables(), strict=True)
+            if lost := [path for path, kind in kinds if kind is None]:
+                raise ValueError(
+                    f"{self.name} cannot change {path_name(lost[0])} in place: it is "
+                    "an array of an NNX object, but no nnx.Variable. Make it one: "
+                    "nnx.Variable(array)."
+                )
+        found = form
+        for how, (state, others) in ways.items():
             found, arrays = forms.split(state)
             if found == form:
-                return how, arrays, others
-        got = given if objects else listed[: self.state]
+                return arrays, _Results(others, how)
         raise ValueError(
             f"With state={self.state} {self.name} returns its state in front of other "
-            "results, as it got it: `return params, state, loss` with state=2. (NNX "
-            "objects may change in place instead.) In what it returned "
-            f"{forms.difference(form, forms.split(got)[0])}."
+            "results, `return params, state, loss` with state=2, or changes NNX objects"
+            f" in place. In what it returned {forms.difference(form, found)}."
         )
 
 
-def _is_used_up(x: Any) -> bool:
+def _is_list(x: Tree) -> bool:
+    """Whether this is a list of numbers, of which JAX makes a scalar each."""
+    if type(x) is not list:
+        return False
+    return bool(x) and all(getattr(y, "ndim", None) == 0 and not is_key(y) for y in x)
+
+
+def _is_used_up(x: Tree) -> bool:
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_deleted", bool)()
 
 

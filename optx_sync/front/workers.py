@@ -10,7 +10,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from optx_sync import forms
 from optx_sync.checks import integer, one_of
@@ -22,14 +28,9 @@ from optx_sync.front.step import Step
 from optx_sync.metrics import metrics
 from optx_sync.placement import fields, held
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import is_key
-from optx_sync.placement.layout import (
-    Layout,
-    One,
-    number_along_first,
-    one_number_only,
-)
-from optx_sync.trees import Tree, is_inexact, names_of, path_name
+from optx_sync.placement.layout import Layout, Levels, One, of_one, one_number_only
+from optx_sync.placement.leaves import is_key, is_raw_key
+from optx_sync.trees import Tree, brief, is_inexact, path_name
 
 
 class Workers:
@@ -94,26 +95,21 @@ class Workers:
         specs: Tree = None,
     ):
         names, several = check_axis_name(axis_name), isinstance(n, Sequence)
-        self.sizes: tuple[int, ...] = _sizes(n if isinstance(n, Sequence) else (n,))
+        self.sizes: tuple[int, ...] = _sizes(n)
         # An axis is one name, or several names along which one number of workers lies.
         one: AxisName = placing.entry_of(names)
         self.axes: tuple[AxisName, ...] = names if several else (one,)
         self._mesh, self._specs = mesh or None, specs
-        self._started: tuple[forms.Form, list[Any]] | None = None
+        self._started: tuple[forms.Form, list[Tree]] | None = None
         if len(self.sizes) != len(self.axes):
             raise ValueError(
                 f"Workers has {len(self.sizes)} numbers and {len(self.axes)} axes: "
                 f"{self.sizes} and {self.axes}. Give one for each, as in "
                 "oxs.Workers((2, 4), ('pods', 'chips'))."
             )
-        if isinstance(mesh, Mesh):
+        if not isinstance(mesh, bool | None):
             self._check_mesh(mesh)
-            self._layout()  # checks specs
-        elif not isinstance(mesh, bool) and mesh is not None:
-            raise TypeError(
-                f"mesh of Workers is a jax.sharding.Mesh, True for one of the devices "
-                f"that there are, or None to simulate; got {type(mesh).__name__}."
-            )
+            _ = self._layout  # checks specs
 
     def _check_mesh(self, mesh: Mesh) -> None:
         for size, axis in zip(self.sizes, self.axes, strict=True):
@@ -125,8 +121,8 @@ class Workers:
         if len(self.axes) > 1 and any(explicit):
             raise ValueError(
                 "Along several axes of type Explicit JAX gathers each worker's arrays "
-                f"in every step. Make the mesh of {self.axes} with axis_types="
-                f"(AxisType.Auto,) * {len(mesh.axis_names)}, or pass mesh=True."
+                f"in every step. Make the mesh with axis_types=(AxisType.Auto,) * "
+                f"{len(mesh.axis_names)}, or pass mesh=True."
             )
 
     def __repr__(self) -> str:
@@ -148,20 +144,28 @@ class Workers:
         names = [axis for axis in self.axes if isinstance(axis, str)]
         if len(devices) < needed or len(names) < len(self.axes):
             raise ValueError(
-                f"mesh=True makes a mesh of {needed} devices along {self.axes}, one "
-                f"for each worker; there are {len(devices)}. Simulate with mesh=None, "
-                "pass a mesh of your own, or let CPU devices stand for others, before "
-                f"the first array: jax.config.update('jax_num_cpu_devices', {needed})."
+                f"mesh=True makes a mesh of {needed} devices along {self.axes}; there "
+                f"are {len(devices)}. Simulate with mesh=None, pass a mesh of your own,"
+                " or let CPU devices stand for others, before the first array: "
+                f"jax.config.update('jax_num_cpu_devices', {needed})."
             )
         kinds = (AxisType.Auto,) * len(self.sizes)
         return jax.make_mesh(self.sizes, names, kinds, devices=devices[:needed])
 
+    @functools.cached_property
     def _layout(self) -> Layout:
-        mesh, specs = self.mesh, None
-        if self._specs is not None and mesh is not None:
-            used = tuple(name for axis in self.axes for name in check_axis_name(axis))
-            specs = shards.specs_by_name(self._specs, mesh.shape, used)
-        return Layout(self.sizes, self.axes, mesh, specs)
+        layout, specs = Layout(self.sizes, self.axes, self.mesh), self._specs
+        if specs is None or layout.mesh is None:
+            return layout
+        named = shards.specs_by_name(specs, layout.mesh.shape, layout.names)
+        return layout._replace(specs=named)
+
+    def _all(
+        self, state: Tree, where: str
+    ) -> tuple[forms.Form, list[jax.Array], Levels]:
+        """(the form, the arrays, along what they lie) of a state of all workers."""
+        form, arrays = _split(state, where)
+        return form, arrays, self._layout.check(form, arrays, where)
 
     def start(self, state: Tree) -> Tree:
         """The state that all workers start from: copies of one worker's, placed.
@@ -193,14 +197,11 @@ class Workers:
         form, arrays = self._one(state)
         if self.mesh is not None:
             placing.check_threads(self.mesh)
-        arrays = self._layout().start(form, arrays)
-        self._started = (
-            form,
-            [
-                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-                for x in arrays
-            ],
-        )
+        arrays = self._layout.start(form, arrays)
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays
+        ]
+        self._started = form, shapes
         return form.merge(arrays)
 
     def expect(self, state: Tree | Callable[[], Tree]) -> Tree:
@@ -236,11 +237,11 @@ class Workers:
         if forms.is_function(state):
             state = forms.shapes_of(state)
         form, arrays = self._one(state)
-        shapes = self._layout().shapes(form, arrays)
+        shapes = self._layout.shapes(form, arrays)
         self._started = form, shapes
         return form.merge(shapes)
 
-    def _one(self, state: Tree) -> tuple[forms.Form, list[Any]]:
+    def _one(self, state: Tree) -> tuple[forms.Form, list[Tree]]:
         """(the form, the arrays) of one worker's state that was not started before."""
         form, arrays = forms.split(forms.with_arrays(state))
         _warn_of_raw_keys(form, arrays)
@@ -248,8 +249,7 @@ class Workers:
         if form == before and [x.shape for x in arrays] == [x.shape for x in shapes]:
             raise ValueError(
                 "This state has been started already: it has the workers' axes in "
-                "front. Go on with it as it is; what workers.restore and "
-                "workers.resize return is started, too."
+                "front. Go on with it as it is."
             )
         return form, arrays
 
@@ -313,10 +313,9 @@ class Workers:
         for entry in split if isinstance(split, tuple) else (split,):
             if not (entry is None or isinstance(entry, bool)):
                 raise TypeError(
-                    "split is True, False or None, or a tuple of them with one for "
-                    f"each batch; got {entry!r}."
+                    f"split is True, False or None, or a tuple of them; got {entry!r}."
                 )
-        return Step(self._layout, fun, state, split, average, donate)
+        return Step(lambda: self._layout, fun, state, split, average, donate)
 
     def first(self, state: Tree) -> Tree:
         """The first worker's state, without the workers' axes.
@@ -328,10 +327,8 @@ class Workers:
             >>> workers.first(workers.start(jnp.ones(2)))
             Array([1., 1.], dtype=float32)
         """
-        form, arrays = _split(state, "workers.first")
-        layout = self._layout()
-        layout.check(form, arrays, layout.marks(form, arrays), "workers.first")
-        return form.merge(_first(layout, form, arrays))
+        form, arrays, levels = self._all(state, "workers.first")
+        return form.merge(of_one(arrays, levels, "first"))
 
     def center(self, state: Tree, *, statistics: One = "mean") -> Tree:
         """The parameters or model to evaluate and export, in one worker's shape.
@@ -364,25 +361,22 @@ class Workers:
             {'w': Array([1., 1.], dtype=float32)}
         """
         one_of("statistics", statistics, One)
-        form, arrays = _split(state, "workers.center")
-        layout = self._layout()
-        layout.check(form, arrays, layout.marks(form, arrays), "workers.center")
+        form, arrays, levels = self._all(state, "workers.center")
+        _warn_of_differences(form, arrays)
         centers = held.centers(form.bare(arrays))
-        if not any(map(fields.is_level, centers)):
-            _warn_of_differences(state, form, arrays)
         if any(node.is_older_than_training() for node in centers):
             warnings.warn(
                 "The workers have made steps, and not all of the center has met yet: "
-                "it is, or a part of it, as the workers began. They meet for the first "
-                "time after communication_period steps; pass a shorter one, or ask for "
-                "the center later.",
+                "it is, or a part of it, as the workers began. They meet after "
+                "communication_period steps; pass a shorter one, or ask for the center "
+                "later.",
                 stacklevel=2,
             )
         # The tree to return, with the numbers of the arrays that it needs.
         _, tree = held.part(form.merge(np.arange(len(arrays))))
         part, places = forms.split(tree)
         places = tuple(map(int, places))
-        return part.merge(_center(layout, form, statistics, places, arrays))
+        return part.merge(_center(form, levels, statistics, places, arrays))
 
     def metrics(self, state: Tree) -> Any:
         """Metrics of a state for a log, as from `oxs.metrics`, distances included.
@@ -430,11 +424,8 @@ class Workers:
             >>> workers.fingerprint((params.at[2, 1].set(1.5), state))
             {2: '[0]'}
         """
-        form, arrays = _split(state, "workers.fingerprint")
-        layout = self._layout()
-        marks = layout.marks(form, arrays)
-        layout.check(form, arrays, marks, "workers.fingerprint")
-        return differing(layout, form, arrays, held.prefix(state))
+        form, arrays, _ = self._all(state, "workers.fingerprint")
+        return differing(self._layout, form, arrays, held.prefix(state))
 
     def resize(
         self,
@@ -485,8 +476,7 @@ class Workers:
         places = None
         if to._started and to._started[0] == form:
             places = [x.sharding for x in to._started[1]]
-        resized = to._layout().resize(form, arrays, joiners, strict, places)
-        return form.merge(resized)
+        return form.merge(to._layout.resize(form, arrays, joiners, strict, places))
 
     def _of(self, n: int | Sequence[int]) -> "Workers":
         """Workers of another number along the first axis, on the mesh of these."""
@@ -499,8 +489,7 @@ class Workers:
             if not names or sizes[0] > self.sizes[0]:
                 raise ValueError(
                     f"The mesh has not {sizes[0]} positions along {self.axes[0]!r}. "
-                    f"Make oxs.Workers({sizes[0]}, ..., mesh=...) of another mesh; its "
-                    "resize(state) takes this state."
+                    "Workers of another mesh take this state: their resize(state)."
                 )
             place = mesh.axis_names.index(names[0])
             devices = mesh.devices.take(range(sizes[0]), axis=place)
@@ -551,11 +540,6 @@ class Workers:
         import orbax.checkpoint as ocp
 
         step = manager.latest_step() if step is None else step
-        if step is None:
-            raise ValueError(
-                f"There is no checkpoint in {manager.directory}. Begin with what start "
-                "gave where manager.latest_step() is None."
-            )
         started = self._started if like is None else forms.split(like)
         if started is None:
             raise ValueError(
@@ -569,11 +553,12 @@ class Workers:
             if name not in saved:
                 raise ValueError(
                     f"The checkpoint of step {step} holds no {'.'.join(name)}: it is "
-                    "of another state or optimizer. Pass a state like the saved one "
-                    "as like=."
+                    "of another state or optimizer. Pass one like the saved as like=."
                 )
-        n = number_along_first(form, [saved[name] for name in names])
-        whole = self._layout().place() or SingleDeviceSharding(jax.devices()[0])
+        n, *_ = self._layout.numbers(form, [saved[name] for name in names])
+        whole = SingleDeviceSharding(jax.devices()[0])
+        if self.mesh is not None:
+            whole = NamedSharding(self.mesh, PartitionSpec())
         template = dict(saved)
         for name, x in zip(names, arrays, strict=True):
             place = x.sharding if n == self.sizes[0] else whole
@@ -582,27 +567,26 @@ class Workers:
         args = ocp.args.StandardRestore(treedef.unflatten(template.values()))
         leaves = jax.tree.leaves(manager.restore(step, args=args))
         restored = dict(zip(saved, leaves, strict=True))
-        state = form.merge(restored[name] for name in names)
+        found = [restored[name] for name in names]
+        state = form.merge(found)
         if compare:
-            layout = self._layout()
+            layout = self._layout
             if n != self.sizes[0]:  # read whole on every device
                 sizes = (n, *self.sizes[1:])
                 layout = layout._replace(sizes=sizes, mesh=None, specs=None)
-            found = [restored[name] for name in names]
             wrong = differing(layout, form, found, held.prefix(state))
             if wrong:
                 raise ValueError(
                     f"In the checkpoint of step {step} workers differ from most where "
                     f"they are to be equal, first in: {wrong}. Restore an earlier one, "
-                    f"step={step} being the latest, or pass compare=False."
+                    "or pass compare=False."
                 )
         state = self.resize(state)
         for name, x, like in zip(names, arrays, forms.split(state)[1], strict=True):
             if x.shape != like.shape:
                 raise ValueError(
-                    f"The checkpoint of step {step} holds {'.'.join(name)} as "
-                    f"{like.shape} of these workers, this state as {x.shape}: it is "
-                    "of another model."
+                    f"The checkpoint of step {step} is of another model: its "
+                    f"{'.'.join(name)} is {like.shape} of these workers, not {x.shape}."
                 )
         return state
 
@@ -619,48 +603,40 @@ class Workers:
         """
         if not is_key(key):
             raise TypeError(
-                f"keys needs a random key, as jax.random.key(0); got "
-                f"{getattr(key, 'dtype', type(key).__name__)}. Of a raw one make it: "
-                "jax.random.wrap_key_data(key)."
+                f"keys needs a random key, as jax.random.key(0); got {brief(key)}. Make"
+                " one of a raw key: jax.random.wrap_key_data(key)."
             )
         form, arrays = forms.split(key)
-        return form.merge(self._layout().start(form, arrays))
-
-
-# One program for all arrays: one for each would take longer to start than to run.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _first(layout: Layout, form: forms.Form, arrays: list[Any]) -> list[Any]:
-    """The first worker's arrays."""
-    return layout.of_one(arrays, layout.marks(form, arrays), "first")
+        return form.merge(self._layout.start(form, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _center(
-    layout: Layout,
     form: forms.Form,
+    levels: Levels,
     statistics: One,
     places: tuple[int, ...],
-    arrays: list[Any],
-) -> list[Any]:
+    arrays: list[jax.Array],
+) -> list[jax.Array]:
     """Some of one worker's arrays, with the center as its parameters."""
-    marks, state = layout.marks(form, arrays), form.bare(arrays)
-    one = layout.of_one(arrays, marks, statistics)
+    one = of_one(arrays, levels, statistics)
     # A center in pieces is put together from the pieces of all workers.
-    outermost = form.bare(layout.of_one(arrays, marks, "first", outermost=1))
+    outermost = form.bare(of_one(arrays, levels, "first", outermost=1))
     pairs = zip(held.centers(outermost), held.centers(form.bare(one)), strict=True)
     # That of one worker alone, `axis_name=None`, lies with each worker.
     centers = (node if fields.is_level(node) else own for node, own in pairs)
-    for node, params in zip(centers, held.held(state, form), strict=True):
+    for node, params in zip(centers, held.held(form.bare(arrays), form), strict=True):
         params.put(one, node.center_params(params.tree(one), False))
     return [one[place] for place in places]
 
 
-def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
+def _sizes(n: int | Sequence[int]) -> tuple[int, ...]:
     mend = "Pass the number of workers; a tuple with one for each of several axes."
+    numbers = n if isinstance(n, Sequence) else (n,)
     return tuple(integer("n", number, mend) for number in numbers)
 
 
-def _split(state: Tree, where: str) -> tuple[forms.Form, list[Any]]:
+def _split(state: Tree, where: str) -> tuple[forms.Form, list[Tree]]:
     """The form and the arrays of a state that has some."""
     form, arrays = forms.split(state)
     if not arrays:
@@ -671,15 +647,14 @@ def _split(state: Tree, where: str) -> tuple[forms.Form, list[Any]]:
     return form, arrays
 
 
-def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Any]) -> None:
+def _warn_of_raw_keys(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Warn of a probable raw random key, which all workers would share."""
     for path, x in zip(form.paths(), arrays, strict=True):
-        if jnp.shape(x) == (2,) and x.dtype == jnp.uint32:
+        if is_raw_key(x):
             warnings.warn(
                 f"The state {path_name(path)} looks like a raw random key, "
                 "jax.random.PRNGKey: all workers would draw the same numbers. Take "
-                "jax.random.key(0), or jax.random.wrap_key_data(key), and each worker "
-                "gets its own.",
+                "jax.random.key(0), or jax.random.wrap_key_data(key).",
                 stacklevel=3,
             )
 
@@ -691,21 +666,17 @@ def _all_differ(arrays: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, differ)
 
 
-def _warn_of_differences(state: Tree, form: forms.Form, arrays: Sequence[Any]) -> None:
+def _warn_of_differences(form: forms.Form, arrays: Sequence[Tree]) -> None:
     """Warn if workers have drifted apart and nothing in the state makes them meet."""
-    if fields.nodes_of(form.bare(arrays), fields.is_level):
+    state, leaves = form.bare(arrays), held.leaves(form, arrays)
+    if any(leaf.levels for leaf in leaves):
         return
-    start = held.prefix(state)
-    params = [
-        x
-        for path, x in zip(form.paths(), arrays, strict=True)
-        if is_inexact(x.dtype) and names_of(path)[: len(start)] == start
-    ]
+    own = (leaf.x for leaf in held.params(state, leaves).values())
+    params = [x for x in own if is_inexact(x.dtype)]
     if params and _all_differ(params):
         warnings.warn(
             "All parameters differ from worker to worker, and this state holds no "
-            "center. Pass the optimizer's state with them, workers.center((params, "
-            "opt_state)); if it is no wrapper's, as oxs.local_sgd(tx, 'workers'), "
-            "workers train alone and never meet.",
+            "center. Pass the optimizer's state with them, (params, opt_state); if it "
+            "is no wrapper's of this package, workers train alone and never meet.",
             stacklevel=3,
         )

@@ -25,11 +25,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
+
+from optx_sync.trees import Tree
 
 
 class Kind(NamedTuple):
@@ -126,7 +128,7 @@ def fact(holds: bool) -> Fact:
 
 
 # A kind, or a function that returns it for a state.
-Table: TypeAlias = Mapping[str, Kind | Callable[[Any], Kind]]
+Table: TypeAlias = Mapping[str, Kind | Callable[[Tree], Kind]]
 
 
 State = TypeVar("State")
@@ -140,11 +142,11 @@ class Declares(Protocol):
         """The kind of each field."""
         ...
 
-    def _asdict(self) -> dict[str, Any]: ...
+    def _asdict(self) -> dict[str, Tree]: ...
 
 
 def declare(
-    **kinds: Kind | Callable[[Any], Kind],
+    **kinds: Kind | Callable[[Tree], Kind],
 ) -> Callable[[type[State]], type[State]]:
     """Decorate a state's class with the kind of each field; bases' tables are kept."""
 
@@ -156,12 +158,12 @@ def declare(
     return declared
 
 
-def declares(x: Any) -> bool:
+def declares(x: object) -> bool:
     """Whether this is a state with a table."""
     return hasattr(type(x), "field_kinds")
 
 
-def is_level(x: Any) -> bool:
+def is_level(x: Tree) -> bool:
     """Whether this is a wrapper's state, which is a level of workers."""
     return declares(x) and hasattr(type(x), "inner") and not _lies_as_params(x)
 
@@ -178,7 +180,7 @@ def kind_of(state: Declares, name: str) -> Kind:
     return kind if isinstance(kind, Kind) else kind(state)
 
 
-def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
+def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Tree]]:
     """(name, kind, value) of every field; those of `info` in place of `info`."""
     for name, value in state._asdict().items():
         if kind_of(state, name) is INFO and value:
@@ -187,27 +189,12 @@ def fields_of(state: Declares) -> Iterator[tuple[str, Kind, Any]]:
             yield name, kind_of(state, name), value
 
 
-def map_fields(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """The state with `function(name, kind, value, ...)` of every field.
-
-    In `info` the function gets each of its fields. `others` are states like this one,
-    whose values the function gets as well.
-    """
-
-    def field(name, value, *values):
-        if kind_of(state, name) is INFO and value:
-            return map_fields(function, value, *values)
-        return function(name, kind_of(state, name), value, *values)
-
-    return type(state)(*map(field, state._fields, state, *others))
-
-
-def nodes_of(tree: Any, is_node: Callable[[Any], bool] = declares) -> list[Any]:
+def nodes_of(tree: Tree, is_node: Callable[[Tree], bool] = declares) -> list[Tree]:
     """The outermost states in a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
 
 
-def center_of(state: Declares) -> tuple[Kind, Any] | None:
+def center_of(state: Declares) -> tuple[Kind, Tree] | None:
     """(kind, value) of the field from which workers start, if there is one."""
     for _, kind, value in fields_of(state):
         if kind.is_center:
@@ -215,32 +202,15 @@ def center_of(state: Declares) -> tuple[Kind, Any] | None:
     return None
 
 
-def holds_center(tree: Any) -> bool:
+def holds_center(tree: Tree) -> bool:
     """Whether a tree holds the state of a center rule or of gossip anywhere."""
     return bool(nodes_of(tree, lambda x: hasattr(type(x), "center_params")))
 
 
-def stands_last(state: Any) -> bool:
+def stands_last(state: Tree) -> bool:
     """Whether it must be last in a chain, since it holds the updated parameters."""
     return declares(state) and any(
         kind.lands and jax.tree.leaves(value) for _, kind, value in fields_of(state)
-    )
-
-
-def map_but_counters(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of every leaf of a state, except counters shared on all levels.
-
-    All workers must take the same branch of a conditional on such a counter.
-    """
-
-    def field(_, kind, value):
-        shared = kind.whose == "all levels"
-        return value if shared else map_but_counters(function, value)
-
-    return jax.tree.map(
-        lambda node: map_fields(field, node) if is_level(node) else function(node),
-        tree,
-        is_leaf=is_level,
     )
 
 
@@ -267,7 +237,7 @@ class InPieces(NamedTuple):
     (N = 1).
     """
 
-    tree: Any
+    tree: Tree
 
 
 class Owned(NamedTuple):
@@ -278,8 +248,8 @@ class Owned(NamedTuple):
     on a leaf: they are `[K]`.
     """
 
-    pieces: Any  # of leaves whose numbers are updated one by one
-    leaves: dict[str, Any]  # the stack of each group, by its first leaf's path
+    pieces: Tree  # of leaves whose numbers are updated one by one
+    leaves: dict[str, Tree]  # the stack of each group, by its first leaf's path
 
 
 @functools.partial(
@@ -289,17 +259,15 @@ class Owned(NamedTuple):
 class InStacks:
     """Stacks of whole leaves `[K, ...]`, sharded over axes of one worker's mesh."""
 
-    tree: dict[str, Any]  # the stack of each group, by its first leaf's path
+    tree: dict[str, Tree]  # the stack of each group, by its first leaf's path
     axes: tuple[str, ...]
 
     def __post_init__(self) -> None:
         _tell_flax(InStacks, "tree")
 
-    def specs(self) -> "InStacks":
-        """The `PartitionSpec` of each array; scalars are on all devices."""
-        cut, whole = PartitionSpec(self.axes), PartitionSpec()
-        tree = jax.tree.map(lambda x: cut if x.ndim else whole, self.tree)
-        return dataclasses.replace(self, tree=tree)
+    def spec_of(self, x: jax.Array) -> PartitionSpec:
+        """The `PartitionSpec` of one of its arrays; scalars are on all devices."""
+        return PartitionSpec(self.axes) if x.ndim else PartitionSpec()
 
 
 @functools.partial(
@@ -314,17 +282,17 @@ class InParts:
     """
 
     parts: tuple[InPieces, ...]
-    partition: Any
+    partition: Tree
 
     def __post_init__(self) -> None:
         _tell_flax(InParts, "parts")
 
     @property
-    def shapes(self) -> tuple[Any, ...]:
+    def shapes(self) -> tuple[Tree, ...]:
         """The shapes and dtypes of each part, as a tree."""
         return self.partition.each(lambda part: part, self.partition.shapes)
 
-    def whole(self) -> Any:
+    def whole(self) -> Tree:
         """The whole tree, of all workers' pieces or of what `init` returns."""
         return self.partition.join(
             [
@@ -342,7 +310,7 @@ def _tell_flax(kind: type, name: str) -> None:
 
 
 @functools.cache
-def _tell(serialization: Any, kind: type, name: str) -> None:
+def _tell(serialization: ModuleType, kind: type, name: str) -> None:
     def restored(x, state):
         value = serialization.from_state_dict(getattr(x, name), state[name], name)
         return dataclasses.replace(x, **{name: value})
@@ -352,7 +320,7 @@ def _tell(serialization: Any, kind: type, name: str) -> None:
     )
 
 
-def _joined(pieces: Any, like: Any) -> Any:
+def _joined(pieces: Tree, like: Tree) -> Tree:
     """An array in its shape, from its pieces `[N, k]` or from all of it, flat."""
     size = math.prod(like.shape)
     if pieces.size < size:
@@ -366,16 +334,11 @@ ONE_PIECE = (
 )
 
 
-def lies_in_pieces(center: Any) -> bool:
+def lies_in_pieces(center: object) -> bool:
     """Whether each worker holds only pieces of a center."""
     return isinstance(center, InPieces | InParts)
 
 
-def is_in_stacks(x: Any) -> bool:
-    """Whether this is an `InStacks`; for `is_leaf=`."""
-    return isinstance(x, InStacks)
-
-
-def is_in_pieces(x: Any) -> bool:
+def is_in_pieces(x: object) -> bool:
     """Whether this is an `InPieces`; for `is_leaf=`."""
     return isinstance(x, InPieces)

@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of all workers, from those of one and back, and where they lie.
 
-An array has one leading axis per worker axis along which it differs. Its marks, one per
-worker axis, say which: 0 where it lies along the axis, `None` where the axis's workers
-share it. The states' classes decide the marks.
+An array has one leading axis per worker axis along which it differs. The states'
+classes decide along which ones: the outermost is level 0.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import AxisName, check_axis_name
 from optx_sync.forms import Form
-from optx_sync.placement import held, memory
+from optx_sync.placement import fields, held, memory
 from optx_sync.placement import workers as placing
-from optx_sync.placement.axes import in_pieces, is_key, specs_like, stack, tree_axes
-from optx_sync.placement.fields import Cut
+from optx_sync.placement.axes import specs_like, stacked
+from optx_sync.placement.leaves import Leaf, is_key
 from optx_sync.placement.resize import Joiners, resize_tree
 from optx_sync.trees import (
+    Tree,
     at_least_float32,
     first_worker,
     is_inexact,
-    names_of,
     path_name,
 )
 
-Marks = list[tuple[int | None, ...]]  # of each array, one for each axis
-One = Literal["mean", "first"]
+One: TypeAlias = Literal["mean", "first"]
+# Of each array of a tree, the levels along whose worker axes it lies.
+Levels: TypeAlias = tuple[tuple[int, ...], ...]
+Arrays: TypeAlias = Sequence[Tree]  # of a tree, in the order of its form
 
 
 class Layout(NamedTuple):
@@ -49,46 +56,51 @@ class Layout(NamedTuple):
         """Of all workers."""
         return math.prod(self.sizes)
 
-    def marks(self, form: Form, arrays: Sequence[Any]) -> Marks:
-        """The marks of a tree's arrays, of one worker's or of all."""
-        tree = form.bare(arrays)
-        levels = range(len(self.sizes))
-        of_levels = (form.pick(tree_axes(tree, level)) for level in levels)
-        return list(zip(*of_levels, strict=True))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the mesh's axes along which workers lie."""
+        return tuple(name for axis in self.axes for name in check_axis_name(axis))
 
-    def numbers(self, form: Form, arrays: Sequence[Any]) -> tuple[int, ...]:
+    def levels(self, form: Form, arrays: Arrays) -> Levels:
+        """Along which axes each array of a tree lies, of one worker's or of all."""
+        return tuple(map(self._levels, held.leaves(form, arrays)))
+
+    def _levels(self, leaf: Leaf) -> tuple[int, ...]:
+        numbers = range(len(self.sizes))
+        return tuple(level for level in numbers if leaf.mark(level) is not None)
+
+    def numbers(self, form: Form, arrays: Arrays) -> tuple[int, ...]:
         """Of how many workers along each axis arrays are; as here where none lies."""
         found = list(self.sizes)
-        for x, marked in zip(arrays, self.marks(form, arrays), strict=True):
-            lies = [level for level, mark in enumerate(marked) if mark is not None]
-            for place, level in enumerate(lies):
+        for x, levels in zip(arrays, self.levels(form, arrays), strict=True):
+            for place, level in enumerate(levels):
                 found[level] = x.shape[place]
         return tuple(found)
 
-    def check(
-        self, form: Form, arrays: Sequence[Any], marks: Marks, whose: str
-    ) -> None:
-        """Refuse arrays that are not of all workers."""
-        for path, x, marked in zip(form.paths(), arrays, marks, strict=True):
-            pairs = zip(self.sizes, marked, strict=True)
-            front = tuple(n for n, mark in pairs if mark is not None)
+    def check(self, form: Form, arrays: Arrays, whose: str) -> Levels:
+        """`levels`; refuses arrays that are not of all workers."""
+        found = self.levels(form, arrays)
+        for path, x, levels in zip(form.paths(), arrays, found, strict=True):
+            front = tuple(self.sizes[level] for level in levels)
             if jnp.shape(x)[: len(front)] != front:
                 raise ValueError(
                     f"The state {path_name(path)} of {whose} has shape {jnp.shape(x)}, "
                     f"and that of all workers begins with {front}. Start once, state = "
-                    "workers.start(state); what another number of workers has trained "
-                    "goes on by state = workers.resize(state)."
+                    "workers.start(state), or resize that of another number of workers."
                 )
+        return found
 
-    def of_all(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
+    def of_all(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers; of a key each has its own."""
-        tree = form.bare(arrays)
-        for level in reversed(range(len(self.sizes))):
-            axes = tree_axes(tree, level)
-            tree = stack(tree, self.sizes[level], axes, level)
-        return list(map(strong, form.pick(tree)))
+        return [strong(self._of_all(leaf)) for leaf in held.leaves(form, arrays)]
 
-    def start(self, form: Form, arrays: Sequence[Any]) -> list[jax.Array]:
+    def _of_all(self, leaf: Leaf) -> jax.Array:
+        x = leaf.x
+        for level in reversed(range(len(self.sizes))):
+            x = stacked(leaf, x, self.sizes[level], leaf.mark(level), level)
+        return x
+
+    def start(self, form: Form, arrays: Arrays) -> list[jax.Array]:
         """The arrays of all workers, computed where they are to live."""
         places = self.places(form, arrays)
         if self.mesh is not None:
@@ -96,105 +108,86 @@ class Layout(NamedTuple):
         of_all = functools.partial(self.of_all, form)
         return jax.jit(of_all, out_shardings=places)(list(arrays))
 
-    def shapes(self, form: Form, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, form: Form, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
         """What `start` would give: shapes, dtypes and places."""
         of_all = jax.eval_shape(functools.partial(self.of_all, form), list(arrays))
         places = self.places(form, arrays) or [
-            SingleDeviceSharding(jax.devices()[0], memory_kind=kind or None)
-            for kind in form.pick(memory.kinds(form.bare(arrays)))
+            SingleDeviceSharding(jax.devices()[0], memory_kind=_memory(leaf))
+            for leaf in held.leaves(form, arrays)
         ]
         return [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(of_all, places, strict=True)
         ]
 
-    def place(self, *spec: Any, kind: str = "") -> NamedSharding | None:
-        """A place on the mesh, in the memory of this kind if one is named."""
-        return self.mesh and NamedSharding(
-            self.mesh, PartitionSpec(*spec), memory_kind=kind or None
-        )
-
-    def places(self, form: Form, arrays: Sequence[Any]) -> list[Any] | None:
+    def places(self, form: Form, arrays: Arrays) -> list[NamedSharding] | None:
         """Where one worker's arrays belong once they are stacked."""
-        mesh, places = self.mesh, []
-        if mesh is None:
+        if self.mesh is None:
             return None
-        used = tuple(name for axis in self.axes for name in check_axis_name(axis))
-        marks, told = self.marks(form, arrays), self.specs_of(form, arrays)
-        kinds = form.pick(memory.kinds(form.bare(arrays)))
-        for place, (path, x, marked, kind) in enumerate(
-            zip(form.paths(), arrays, marks, kinds, strict=True)
-        ):
-            own = told[place] if told else _spec_of(path, x, mesh, used)
-            pairs = zip(self.axes, marked, strict=True)
-            front = [axis for axis, mark in pairs if mark is not None]
-            in_full = placing.are_explicit(mesh, used)
-            missing = jnp.ndim(x) - len(own) if in_full else 0
-            if not in_full and 0 in jnp.shape(x):  # as a step returns it
-                front, own = [], ()
-            places.append(self.place(*front, *own, *[None] * missing, kind=kind))
-        return places
+        found = held.leaves(form, arrays)
+        known = self._specs_of(form, arrays) or [
+            _spec_of(leaf, self.mesh, self.names) for leaf in found
+        ]
+        pairs = zip(found, known, strict=True)
+        return [self._place(self.mesh, leaf, spec) for leaf, spec in pairs]
 
-    def specs_of(self, form: Form, arrays: Sequence[Any]) -> list[PartitionSpec] | None:
+    def _place(self, mesh: Mesh, leaf: Leaf, spec: PartitionSpec) -> NamedSharding:
+        entries = [*(self.axes[level] for level in self._levels(leaf)), *spec]
+        if placing.are_explicit(mesh, self.names):  # in full, and as a step returns it
+            entries += [None] * (jnp.ndim(leaf.x) - len(spec))
+        elif 0 in jnp.shape(leaf.x):
+            entries = []
+        return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=_memory(leaf))
+
+    def _specs_of(self, form: Form, arrays: Arrays) -> list[PartitionSpec] | None:
         """The specs of one worker's arrays, where they are known."""
         if self.specs is None or self.mesh is None:
             return None
-        tree, sizes = form.bare(arrays), self.mesh.shape
-        start, params = held.prefix(tree), {}
-        for path, x in zip(form.paths(), arrays, strict=True):
-            name = names_of(path)
-            if name[: len(start)] == start:
-                own = name[len(start) :]
-                params[own] = x, shards.spec_of(self.specs, own, jnp.shape(x), sizes)
-        specs = specs_like(tree, params)
+        tree = form.bare(arrays)
+        sizes, params = self.mesh.shape, held.params(tree, held.leaves(form, arrays))
+        known = {
+            name: (x, shards.spec_of(self.specs, name, jnp.shape(x), sizes))
+            for name, (_, x, _) in params.items()
+        }
+        specs = specs_like(tree, known)
         return form.pick(jax.tree.structure(tree).unflatten(specs))
 
-    def pinned(
-        self, form: Form, arrays: list[jax.Array], marks: Marks
-    ) -> list[jax.Array]:
+    def pinned(self, form: Form, arrays: Arrays, levels: Levels) -> list[jax.Array]:
         """All workers' arrays, where they belong if their specs are known.
 
         The compiler would choose, and compile once more for what it chose.
         """
         mesh = self.mesh
         if self.specs is None or mesh is None or mesh.explicit_axes:
-            return arrays
+            return list(arrays)
         shapes = [
-            jax.ShapeDtypeStruct(x.shape[sum(m is not None for m in marked) :], x.dtype)
-            for x, marked in zip(arrays, marks, strict=True)
+            jax.ShapeDtypeStruct(x.shape[len(along) :], x.dtype)
+            for x, along in zip(arrays, levels, strict=True)
         ]
         return jax.lax.with_sharding_constraint(arrays, self.places(form, shapes))
-
-    def of_one(
-        self, arrays: Sequence[Any], marks: Marks, how: One, outermost: int = 0
-    ) -> list[Any]:
-        """The arrays of one worker, without the axes from this one on."""
-        return _of_one(list(arrays), tuple(marks), how, outermost)
 
     def resize(
         self,
         form: Form,
-        arrays: Sequence[Any],
+        arrays: Arrays,
         joiners: Joiners,
         strict: bool,
-        places: list[Any] | None = None,
+        places: Sequence[Sharding] | None = None,
     ) -> list[jax.Array]:
         """The arrays of as many workers as these, from those of any number, placed.
 
         `places`: where they belong, if that is known.
         """
-        tree, number = form.bare(arrays), number_along_first(form, arrays)
-        inside = self.numbers(form, arrays)[1:]
-        if inside != self.sizes[1:]:
-            raise ValueError(one_number_only((number, *inside), self.sizes))
+        tree, numbers = form.bare(arrays), self.numbers(form, arrays)
+        if numbers[1:] != self.sizes[1:]:
+            raise ValueError(one_number_only(numbers, self.sizes))
         one = self.shapes_of_one(form, arrays)
-        if number != self.sizes[0]:
+        if numbers[0] != self.sizes[0]:
             found = held.held(tree, form)
             params, tree = resize_tree(
                 found[0].tree(arrays) if found else (),
                 tree,
                 form.bare(one),
-                tree_axes(tree, 0),
                 self.sizes[0],
                 levels=len(self.sizes),
                 joiners=joiners,
@@ -205,9 +198,8 @@ class Layout(NamedTuple):
                 found[0].put(arrays, params)
         places = places or self.places(form, one)
         if places is None:
-            kinds = form.pick(memory.kinds(form.bare(arrays)))
-            pairs = zip(arrays, kinds, strict=True)
-            return [memory.on_host(x) if kind else x for x, kind in pairs]
+            pairs = zip(arrays, held.leaves(form, arrays), strict=True)
+            return [memory.on_host(x) if leaf.is_on_host else x for x, leaf in pairs]
         # Put where it lies already, an array would be of another type to a step.
         pairs = zip(arrays, places, strict=True)
         return [
@@ -215,46 +207,20 @@ class Layout(NamedTuple):
             for x, place in pairs
         ]
 
-    def shapes_of_one(
-        self, form: Form, arrays: Sequence[Any]
-    ) -> list[jax.ShapeDtypeStruct]:
+    def shapes_of_one(self, form: Form, arrays: Arrays) -> list[jax.ShapeDtypeStruct]:
         """One worker's arrays by their shapes; pieces whole, as their parameters."""
-        shapes = [
-            x.shape[sum(mark is not None for mark in marked) :]
-            for x, marked in zip(arrays, self.marks(form, arrays), strict=True)
-        ]
-        names, tree = [names_of(path) for path in form.paths()], form.bare(arrays)
-        prefix = held.prefix(tree)
-        sizes = {
-            name[len(prefix) :]: math.prod(shape)
-            for name, shape in zip(names, shapes, strict=True)
-            if name[: len(prefix)] == prefix
-        }
-        cut, whole = form.pick(in_pieces(tree)), form.pick(held.sizes(tree, sizes))
-        by_name = dict(zip(names, arrays, strict=True))
-        for place, name in enumerate(names):
-            if cut[place] == Cut.LEAVES and shapes[place]:
-                leaves = _first_number(by_name[_name_of_number(name)])
-                shapes[place] = (leaves, *shapes[place][1:])
-            elif cut[place] and shapes[place]:
-                if whole[place] is None:
-                    raise ValueError(
-                        f"The state {'.'.join(name)} lies in pieces, and no parameter "
-                        "tells how many numbers it has. Cut it anew with "
-                        "oxs.by_hand.resize(tx, params, state, n)."
-                    )
-                shapes[place] = (whole[place],)
+        tree, found = form.bare(arrays), held.leaves(form, arrays)
+
+        def of_one(leaf: Leaf) -> tuple[int, ...]:
+            return leaf.x.shape[len(self._levels(leaf)) :]
+
+        params = held.params(tree, found).items()
+        sizes = {name: math.prod(of_one(leaf)) for name, leaf in params}
+        whole = form.pick(held.sizes(tree, sizes))
         return [
-            jax.ShapeDtypeStruct(shape, x.dtype)
-            for shape, x in zip(shapes, arrays, strict=True)
+            jax.ShapeDtypeStruct(_whole(leaf, of_one(leaf), size), leaf.x.dtype)
+            for leaf, size in zip(found, whole, strict=True)
         ]
-
-
-def number_along_first(form: Form, arrays: Sequence[Any]) -> int:
-    """The number of workers along the outermost axis."""
-    marks = form.pick(tree_axes(form.bare(arrays), 0))
-    pairs = zip(arrays, marks, strict=True)
-    return next(x.shape[0] for x, mark in pairs if mark is not None)
 
 
 def one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
@@ -265,7 +231,12 @@ def one_number_only(before: tuple[int, ...], after: tuple[int, ...]) -> str:
     )
 
 
-def _onto(mesh: Mesh, x: Any) -> jax.Array:
+def _memory(leaf: Leaf) -> str | None:
+    """The kind of memory in which an array belongs, where that is not the usual one."""
+    return memory.HOST if leaf.is_on_host else None
+
+
+def _onto(mesh: Mesh, x: Tree) -> jax.Array:
     """On the devices of the mesh, whole if it was not there before."""
     devices = set(mesh.devices.flat)
     if isinstance(x, jax.Array) and x.sharding.device_set == devices:
@@ -276,47 +247,60 @@ def _onto(mesh: Mesh, x: Any) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
 
 
-def _spec_of(path: Any, x: Any, mesh: Mesh, axes: tuple[str, ...]) -> PartitionSpec:
-    """How one worker's parameter is sharded over the mesh."""
-    sharding = getattr(x, "sharding", None)
+def _spec_of(leaf: Leaf, mesh: Mesh, workers: tuple[str, ...]) -> PartitionSpec:
+    """How one worker's parameter is sharded over the mesh's other axes."""
+    sharding = getattr(leaf.x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = getattr(sharding, "spec", PartitionSpec(None))
     used = {name for entry in spec for name in shards.axes_in(entry)}
-    if not used or not used <= set(mesh.shape) - set(axes):
+    if not used or not used <= set(mesh.shape) - set(workers):
         raise ValueError(
-            f"The parameter {path_name(path)} is sharded as {sharding}; a worker's may "
-            f"be sharded over the mesh's axes besides {axes!r}: {dict(mesh.shape)!r}. "
-            "Place one worker's parameters on this mesh first: "
-            "jax.device_put(params, jax.sharding.NamedSharding(mesh, spec))."
+            f"The parameter {path_name(leaf.path)} is sharded as {sharding}; a "
+            f"worker's may be sharded over the mesh's axes besides {workers!r}: "
+            f"{dict(mesh.shape)!r}. Place one worker's on this mesh: jax.device_put."
         )
     return spec
 
 
-def _name_of_number(name: tuple[str, ...]) -> tuple[str, ...]:
-    """Where a state says how many leaves stand in a stack of them: `OwnedState`."""
-    own = next(i for i in range(len(name)) if name[i:][:3] == ("own", "tree", "leaves"))
-    return (*name[:own], "numbers", name[own + 3])
+def _whole(leaf: Leaf, shape: tuple[int, ...], size: int | None) -> tuple[int, ...]:
+    """The shape of the whole of which one worker has an array of this shape."""
+    cut = leaf.cut()
+    if not cut or not shape:
+        return shape
+    if cut == fields.Cut.LEAVES:
+        places = [type(around.node) for around in leaf.around]
+        group = leaf.around[places.index(fields.Owned) + 1].name
+        (number,) = (
+            around.node.numbers[group]
+            for around in leaf.around
+            if hasattr(type(around.node), "numbers")
+        )
+        # Equal on all workers, some of whom are elsewhere.
+        return int(np.ravel(number.addressable_shards[0].data)[0]), *shape[1:]
+    if size is None:
+        raise ValueError(
+            f"The state {path_name(leaf.path)} lies in pieces, and no parameter tells "
+            "its size. Cut it anew with oxs.by_hand.resize(tx, params, state, n)."
+        )
+    return (size,)
 
 
-def _first_number(x: jax.Array) -> int:
-    """Of an integer that is equal on all workers, some of whom are elsewhere."""
-    return int(np.ravel(x.addressable_shards[0].data)[0])
-
-
-def strong(x: Any) -> jax.Array:
+def strong(x: Tree) -> jax.Array:
     """Not weakly typed, or the next step would be compiled once more."""
     return x if is_key(x) else jax.lax.convert_element_type(x, jnp.result_type(x))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _of_one(arrays: list[Any], marks: tuple, how: One, outermost: int) -> list[Any]:
+def of_one(
+    arrays: list[jax.Array], levels: Levels, how: One, outermost: int = 0
+) -> list[jax.Array]:
+    """The arrays of one worker, without the axes of the levels from this one on."""
     # Copies, also of what is shared: a step uses the state up.
     found = list(map(memory.copy, arrays))
-    for place, marked in enumerate(marks):
-        for level in reversed(range(outermost, len(marked))):
-            if marked[level] is not None:
-                axis = sum(mark is not None for mark in marked[:level])
+    for place, along in enumerate(levels):
+        for axis, level in reversed(list(enumerate(along))):
+            if level >= outermost:
                 found[place] = _one(found[place], axis, how)
     return found
 

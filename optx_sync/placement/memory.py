@@ -7,12 +7,9 @@ JAX's types distinguish the two memories, and an array on the host must be moved
 device before anything is computed from it. Scalars are always on the device.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from optx_sync.placement import fields
 from optx_sync.trees import Tree
 
 HOST = "pinned_host"
@@ -43,33 +40,18 @@ def like(tree: Tree, reference: Tree) -> Tree:
     )
 
 
-def copy(x: Any) -> jax.Array:
+def copy(x: Tree) -> jax.Array:
     """A copy that shares no buffer, in the same memory."""
     if not _on_host(x):
         return jnp.copy(x)
     return _moved(jnp.copy(_moved(x, _SPACES.Device)), _SPACES.Host)
 
 
-def kinds(tree: Tree) -> Tree:
-    """`HOST` for each leaf of a tree with states that belongs there, else ''."""
-
-    def field(_, kind, value):
-        if kind.memory == "device":
-            return kinds(value)
-        return jax.tree.map(lambda x: HOST if jnp.ndim(x) else "", value)
-
-    return jax.tree.map(
-        lambda node: fields.map_fields(field, node) if fields.declares(node) else "",
-        tree,
-        is_leaf=fields.declares,
-    )
-
-
-def _on_host(x: Any) -> bool:
+def _on_host(x: Tree) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return getattr(x.sharding, "memory_kind", None) == HOST
     return jax.typeof(x).memory_space == _SPACES.Host
 
 
-def _moved(x: Any, space: Any) -> Any:
+def _moved(x: Tree, space: Tree) -> Tree:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, space)

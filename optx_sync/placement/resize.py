@@ -5,7 +5,6 @@ The kind of a field says what becomes of it. All arrays here have the worker axi
 front, `[N, ...]`, even those that are equal on all workers.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -16,22 +15,18 @@ import numpy as np
 
 from optx_sync.comm.buffers import cut_numbers, in_rows
 from optx_sync.placement import fields
-from optx_sync.placement.axes import (
-    fold_keys,
-    in_pieces,
-    own_keys,
-    stacked_axes,
-)
+from optx_sync.placement.axes import fold_keys
+from optx_sync.placement.leaves import Leaf, is_key, leaves_of, stacked_axes
 from optx_sync.trees import Tree, is_inexact, is_masked, path_name
 
 Joiners: TypeAlias = Literal["mean", "first", "fresh"]
+Numbers: TypeAlias = Any  # an array of NumPy; of JAX where it holds random keys
 
 
 def resize_tree(
     params: Tree,
     tree: Tree,
     like: Tree,
-    axes: Tree,
     n: int,
     *,
     levels: int,
@@ -46,88 +41,60 @@ def resize_tree(
     makes the tree of a worker that begins, all of which is a state. Without it, leaves
     outside of states are each worker's own, keys included.
     """
-    leaves = _leaves(tree, like, axes, levels)
-    sizes = {leaf.x.shape[0] for leaf in leaves if leaf.own or leaf.cut}
+    found = _arrays(tree, like, levels, replicated)
+    sizes = {x.leaf.x.shape[0] for x in found if x.own or x.cut}
     if not replicated:
         sizes |= {jnp.shape(x)[0] for x in jax.tree.leaves(params)}
     if len(sizes) > 1:
         raise ValueError(
-            f"Parameters and state are of {sorted(sizes)} workers. Pass those of all "
-            "workers, of one run, as oxs.by_hand.replicate stacks them."
+            f"Parameters and state are of {sorted(sizes)} workers. Pass those of one "
+            "run, of all workers."
         )
     before = sizes.pop() if sizes else n
     if n == before:
         return jax.tree.map(jnp.copy, (params, tree))
-    how = _Resizing(before, n, joiners, [])
+    _say(_lost([x.leaf for x in found], fewer=n < before), strict)
+    how, structure = _Resizing(before, n, joiners), jax.tree.structure(tree)
     params = jax.tree.map(_on_host, params)
     if replicated:
         params = jax.tree.map(lambda x: _repeat(x, before), params)
-    stacked = _stacked(tree, leaves, before)
-    new_params = _new_params(how, params, stacked)
+    stacked = [x.of_all(before) for x in found]
+    params = how.params(params, structure.unflatten(stacked))
     if init is None:
-        fresh = _begun(like)
+        fresh = [np.full(x.one.shape, _begins(x.leaf)) for x in found]
     else:
-        last = jax.tree.map(lambda x: jnp.asarray(x[-1]), new_params)
+        last = jax.tree.map(lambda x: jnp.asarray(x[-1]), params)
         for _ in range(0 if replicated else levels - 1):
             last = jax.tree.map(lambda x: x[0], last)
-        fresh = jax.tree.map(_on_host, init(last))
-    new_tree = _new_state(how, tree, stacked, leaves, fresh, own=init is None)
-    _say(how.lost, strict)
+        fresh = jax.tree.leaves(jax.tree.map(_on_host, init(last)))
+    new = []
+    for one, x, begun in zip(found, stacked, fresh, strict=True):
+        x = how.of(one.leaf, x, begun)
+        if n > before and one.leaf.draws_own(outside=init is None):
+            # A joiner must draw other numbers.
+            joined = jax.vmap(fold_keys)(x[before:], jnp.arange(before, n))
+            x = jnp.concatenate([x[:before], joined])
+        new.append(one.of_each(x, n))
     if replicated:
-        new_params = jax.tree.map(lambda x: x[0], new_params)
-    return jax.tree.map(_back, (new_params, new_tree))
+        params = jax.tree.map(lambda x: x[0], params)
+    return jax.tree.map(jnp.asarray, (params, structure.unflatten(new)))
 
 
-def _stacked(state: Tree, leaves: list["_Leaf"], workers: int) -> Tree:
-    """The state, with the worker axis in front of all arrays."""
-    return jax.tree.structure(state).unflatten(leaf.of_all(workers) for leaf in leaves)
+def _begins(leaf: Leaf) -> int:
+    """The number that fills an array where it begins anew."""
+    return leaf.kinds[-1].begins if leaf.kinds else 0
 
 
-def _new_params(how: "_Resizing", params: Tree, stacked: Tree) -> Tree:
-    """The new workers' parameters, with some or all of them at the center."""
-    params = jax.tree.map(lambda x: how.array(fields.OWN, x), params)
-    for node in fields.nodes_of(stacked, fields.is_level):
-        if found := fields.center_of(node):
-            params = _at_center(how, params, *found)
-    return params
-
-
-def _new_state(
-    how: "_Resizing",
-    state: Tree,
-    stacked: Tree,
-    leaves: list["_Leaf"],
-    fresh: Tree,
-    own: bool,
-) -> Tree:
-    """The new workers' state; `own` says whose keys outside of states are."""
-    resized = how.tree(stacked, fresh)
-    # A joiner must not draw the same numbers as another worker.
-    resized = jax.tree.map(
-        lambda x, own: x.fold_in(how.before) if own and isinstance(x, _Keys) else x,
-        resized,
-        own_keys(state, own=own),
-    )
-    cuts = {
-        fields.Cut.NOT: lambda x, leaf: x if leaf.own else x[0],
-        fields.Cut.NUMBERS: lambda x, _: cut_numbers(x[0], how.after),
-        fields.Cut.LEAVES: lambda x, _: in_rows(x[0], how.after),
-    }
-    return jax.tree.structure(state).unflatten(
-        cuts[leaf.cut](x, leaf)
-        for x, leaf in zip(jax.tree.leaves(resized), leaves, strict=True)
-    )
-
-
-def _begun(tree: Tree, number: int = 0) -> Tree:
-    """The starting values of a state's arrays, by their fields' kinds."""
-
-    def visit(node):
-        if fields.declares(node):
-            return fields.map_fields(lambda _, kind, x: _begun(x, kind.begins), node)
-        return jax.tree.map(lambda x: np.full(x.shape, number), node)
-
-    return jax.tree.map(visit, tree, is_leaf=fields.declares)
+def _lost(leaves: list[Leaf], fewer: bool) -> list[str]:
+    """What the states say they lose; levels inside of others keep their size."""
+    states = {}
+    for leaf in leaves:
+        for field in leaf.around:
+            if hasattr(type(field.node), "lost_by_resize"):
+                states[id(field.node)] = field.node
+            if field.level and field.name == "inner":
+                break
+    return [what for x in states.values() for what in x.lost_by_resize(fewer)]
 
 
 class _Resizing(NamedTuple):
@@ -136,92 +103,62 @@ class _Resizing(NamedTuple):
     before: int
     after: int
     joiners: Joiners
-    lost: list[str]
-    # Whether contributions are added up, so that what is owed keeps its scale.
-    added: bool = False
-    # Whether the tree lies below `inner`, whose levels keep their size.
-    inside: bool = False
 
-    def tree(self, tree: Tree, fresh: Tree) -> Tree:
-        """Resize a tree: states' fields by their kinds, all else as each worker's own.
+    def params(self, params: Tree, stacked: Tree) -> Tree:
+        """The new workers' parameters, with some or all of them at the center."""
+        params = jax.tree.map(lambda x: self.array(fields.OWN, x), params)
+        for node in fields.nodes_of(stacked, fields.is_level):
+            if found := fields.center_of(node):
+                params = _at_center(self, params, *found)
+        return params
 
-        `fresh` is the tree of a worker that begins, with `None` where joiners get none.
+    def of(self, leaf: Leaf, x: Numbers, fresh: Numbers) -> Numbers:
+        """Resize an array as the fields that hold it say, else as each worker's own.
+
+        `fresh` is that of a worker that begins.
         """
-
-        def visit(node, fresh):
-            if not fields.declares(node):
-                return self.array(fields.OWN, node, fresh)
-            if hasattr(node, "lost_by_resize") and not self.inside:
-                self.lost.extend(node.lost_by_resize(self.after < self.before))
-            field = functools.partial(self._field, fields.is_level(node))
-            return fields.map_fields(field, node, fresh)
-
-        return jax.tree.map(visit, tree, fresh, is_leaf=fields.declares)
-
-    def _field(
-        self, level: bool, name: str, kind: fields.Kind, tree: Tree, fresh: Tree
-    ) -> Tree:
-        if self.inside:
-            counts = kind.resized == "from 0"
-            kind = fields.OWN_COUNT if counts else fields.OWN
-        how = self._replace(
-            added=self.added or kind.added,
-            inside=self.inside or (level and name == "inner"),
-        )
-        if kind.whose == "params":
+        tables = [field for field in leaf.around if field.kind]
+        added = inside = False
+        for place, field in enumerate(tables, 1):
+            kind = field.kind or fields.OWN
+            if inside:  # whose levels keep their size
+                kind = fields.OWN_COUNT if kind.resized == "from 0" else fields.OWN
+            # Whether contributions are added up, so that what is owed keeps its scale.
+            added = added or kind.added
+            inside = inside or (field.level and field.name == "inner")
             # A state inside of what is no level has a table of its own.
-            fresh = jax.tree.map(
-                lambda x: x if fields.declares(x) else None,
-                fresh,
-                is_leaf=None if level else fields.declares,
-            )
-        if kind.resized == "kept" and not kind.is_shared:
-            return how.tree(tree, fresh)
-        return jax.tree.map(lambda x, new: how.array(kind, x, new), tree, fresh)
+            if kind.whose == "params" and (field.level or place == len(tables)):
+                fresh = None
+            if kind.is_shared or kind.resized != "kept":
+                return self.array(kind, x, fresh, added)
+        return self.array(fields.OWN, x, fresh)
 
-    def array(self, kind: fields.Kind, x: Any, fresh: Any = None) -> Any:
+    def array(
+        self,
+        kind: fields.Kind,
+        x: Numbers,
+        fresh: Numbers = None,
+        added: bool = False,
+    ) -> Numbers:
         """Resize one array of this kind."""
         kept, joiner = x[: self.after], x[0]
+        if is_key(x):  # which have no mean
+            return jnp.concatenate([kept, _repeat(joiner, self.after - len(kept))])
         if kind.is_shared or kind.resized == "anew":
             kept, joiner = x[:0], joiner if kind.resized == "kept" else fresh
         elif kind.resized != "kept":
             joiner = np.zeros_like(joiner)
         elif self.joiners == "fresh" and fresh is not None:
             joiner = fresh
-        elif self.joiners != "first" and not isinstance(x, _Keys):
+        elif self.joiners != "first":
             joiner = _mean(x) if is_inexact(x.dtype) else x.max(0)
         if kind.resized == "owed":
             kept = kept.astype(np.float64)
             kept = kept + x[self.after :].astype(np.float64).sum(0) / self.after
             # What is owed is a share of a mean over N, so it scales by after / before.
-            kept = kept * (1.0 if self.added else self.after / self.before)
+            kept = kept * (1.0 if added else self.after / self.before)
         new = np.broadcast_to(joiner, (self.after - len(kept), *x.shape[1:]))
-        joined = np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])
-        return _Keys.of(joined, x) if isinstance(x, _Keys) else joined
-
-
-class _Keys(np.ndarray):
-    """The data of random keys, which have no mean."""
-
-    impl: Any
-
-    def __array_finalize__(self, like: Any) -> None:
-        """A slice of them is of this class, too."""
-        self.impl = getattr(like, "impl", None)
-
-    def fold_in(self, first: int) -> "_Keys":
-        """The same keys `[N]`, with the worker's number folded in from `first` on."""
-        folded = np.array(self)
-        for worker in range(first, len(self)):
-            keys = jax.random.wrap_key_data(jnp.asarray(folded[worker]), impl=self.impl)
-            folded[worker] = jax.random.key_data(fold_keys(keys, worker))
-        return _Keys.of(folded, self)
-
-    @staticmethod
-    def of(numbers: Any, like: Any) -> "_Keys":
-        keys = np.asarray(numbers).view(_Keys)
-        keys.impl = like.impl if isinstance(like, _Keys) else jax.random.key_impl(like)
-        return keys
+        return np.concatenate([kept.astype(x.dtype), new.astype(x.dtype)])
 
 
 def _mean(x: np.ndarray) -> np.ndarray:
@@ -232,20 +169,16 @@ def _mean(x: np.ndarray) -> np.ndarray:
     return np.where((x == x[0]).all(0), x[0], mean)
 
 
-def _on_host(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return _Keys.of(jax.device_get(jax.random.key_data(x)), x)
+def _on_host(x: Tree) -> Numbers:
+    if is_key(x):
+        data = jax.device_get(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return np.asarray(jax.device_get(x))
 
 
-def _back(x: Any) -> jax.Array:
-    if isinstance(x, _Keys):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(x)), impl=x.impl)
-    return jnp.asarray(x)
-
-
-def _repeat(x: np.ndarray, n: int) -> np.ndarray:
-    return np.broadcast_to(x, (n, *x.shape), subok=True)
+def _repeat(x: Numbers, n: int) -> Numbers:
+    repeated = jnp.broadcast_to if is_key(x) else np.broadcast_to
+    return repeated(x, (n, *x.shape))
 
 
 def worker_axes(state: Tree) -> int:
@@ -253,17 +186,17 @@ def worker_axes(state: Tree) -> int:
     return max(1, *map(stacked_axes, fields.nodes_of(state, fields.is_level)), 1)
 
 
-class _Leaf(NamedTuple):
-    """An array of a state."""
+class _Array(NamedTuple):
+    """An array of a state of all workers."""
 
-    x: Any
+    leaf: Leaf
     one: jax.ShapeDtypeStruct  # its shape for one worker
     own: bool  # whether it has the worker axis
     cut: fields.Cut
 
-    def of_all(self, workers: int) -> np.ndarray:
+    def of_all(self, workers: int) -> Numbers:
         """`[workers, ...]`; an array in pieces is put together and shared."""
-        x = _on_host(self.x)
+        x = _on_host(self.leaf.x)
         if self.cut == fields.Cut.NUMBERS:  # with the axes of levels inside
             x = np.moveaxis(x, 0, -2)
             x = x.reshape(*x.shape[:-2], -1)[..., : self.one.shape[0]]
@@ -271,23 +204,25 @@ class _Leaf(NamedTuple):
             x = x.reshape(-1, *x.shape[2:])[: self.one.shape[0]]
         return x if self.own else _repeat(x, workers)
 
+    def of_each(self, x: Numbers, workers: int) -> Numbers:
+        """From `[workers, ...]` back, with an axis where it has one, or cut anew."""
+        if self.cut == fields.Cut.NUMBERS:
+            return cut_numbers(x[0], workers)
+        if self.cut:
+            return in_rows(x[0], workers)
+        return x if self.own else x[0]
 
-def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
-    """The leaves of a state, with their shapes checked."""
+
+def _arrays(state: Tree, like: Tree, most: int, replicated: bool) -> list[_Array]:
+    """The arrays of a state, with their shapes checked."""
     # With nested rules some leaves have only the axis of the inner workers.
     levels = fields.nodes_of(state, fields.is_level)
     counters = [getattr(node, "global_step", 0) for node in levels]
     stacked = any(map(jnp.ndim, counters))
     found = []
-    for (path, x), one, mark, pieces in zip(
-        jax.tree_util.tree_leaves_with_path(state),
-        jax.tree.leaves(like),
-        jax.tree.structure(like).flatten_up_to(axes),
-        jax.tree.leaves(in_pieces(like)),
-        strict=True,
-    ):
-        shape, cut = jnp.shape(x), pieces if one.ndim else fields.Cut.NOT
-        own = not cut and (stacked or mark is not None)
+    for leaf, of_one in zip(leaves_of(state), leaves_of(like), strict=True):
+        shape, one, cut = jnp.shape(leaf.x), of_one.x, of_one.cut()
+        own = not cut and (stacked or of_one.mark(0, replicated) is not None)
         more = len(shape) - one.ndim
         fits = own <= more < own + most and shape[more:] == one.shape
         if cut:
@@ -298,12 +233,11 @@ def _leaves(state: Tree, like: Tree, axes: Any, most: int) -> list[_Leaf]:
         if not fits:
             what = "it has no worker axis" if more < own else "it is of another run"
             raise ValueError(
-                f"The state at {path_name(path)} has shape {shape}, of one worker"
-                f" {one.shape}: {what}. Pass the parameters and state of all workers,"
-                " as oxs.by_hand.replicate stacks them; with replicas whose parameters"
-                " have no worker axis pass replicated=True."
+                f"The state at {path_name(leaf.path)} has shape {shape}, of one worker"
+                f" {one.shape}: {what}. Pass what all workers have, stacked as by oxs."
+                "by_hand.replicate; with replicas' whole parameters replicated=True."
             )
-        found.append(_Leaf(x, one, own, cut))
+        found.append(_Array(leaf, one, own, cut))
     return found
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optx_sync.checks import check_function
 from optx_sync.comm import shards
 from optx_sync.comm.collectives import (
     AxisName,
+    UnequalError,
     VaryingTypeError,
     check_axis_name,
     checked_axes,
@@ -29,16 +30,23 @@ from optx_sync.trees import (
     path_name,
 )
 
+# Whether an array has the axis of a level's workers in front (0), or they share it.
+Mark: TypeAlias = int | None
+
+
+def _is_none(mark: Tree) -> bool:
+    return mark is None
+
 
 def map_workers(
-    fun: Callable[..., Any],
+    fun: Callable[..., Tree],
     axis_name: AxisName,
     *,
     mesh: Mesh | None = None,
     in_axes: Tree = 0,
     out_axes: Tree = 0,
     specs: Tree = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """Run one worker's function for all workers: `jax.vmap`, or the same on a mesh.
 
     Without a mesh it is `jax.vmap(fun, in_axes, out_axes, axis_name=axis_name)`: the
@@ -109,26 +117,27 @@ def map_workers(
     check_function("fun", fun, "Pass one worker's step.")
     in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
 
-    def one_worker(*args: Any, **kwargs: Any) -> Any:
-        results = fun(*args, **kwargs)
-        check_arrays(results, "The result of map_workers")
-        return results
-
+    workers = _Workers(fun, axes, in_axes, out_axes)
     if mesh is None:
-        run = _simulated(one_worker, axes, in_axes, out_axes)
+        if len(axes) > 1:
+            raise ValueError(
+                f"map_workers over the axes {axes!r} needs a mesh, which says how many "
+                "workers lie along each of them. To simulate them map over one axis at "
+                f"a time: map_workers(map_workers(fun, {axes[-1]!r}), {axes[0]!r})."
+            )
+        run = workers.simulated
     else:
         size_along(mesh, axes)
         check_threads(mesh)
         if specs is not None:
             specs = shards.specs_by_name(specs, mesh.shape, axes)
-            one_worker = with_specs(one_worker, specs)
-        run = functools.partial(_run_on_mesh, one_worker, mesh, axes, in_axes, out_axes)
+            workers = workers._replace(fun=with_specs(fun, specs))
         # JAX runs a shard_map over a part of the mesh's axes only when it is compiled.
         # Inside of the caller's own `jax.jit` this one makes no difference.
-        run = jax.jit(run, inline=True)
+        run = jax.jit(functools.partial(workers.on_mesh, mesh), inline=True)
 
     @functools.wraps(fun)
-    def of_all(*args: Any, **kwargs: Any) -> Any:
+    def of_all(*args: Tree, **kwargs: Tree) -> Tree:
         for given in (args, kwargs):
             _refuse_objects(given)
             if mesh is not None:
@@ -136,33 +145,6 @@ def map_workers(
         return run(*args, **kwargs)
 
     return of_all
-
-
-def _simulated(
-    fun: Callable[..., Any], axes: tuple[str, ...], in_axes: Tree, out_axes: Tree
-) -> Any:
-    """`map_workers` without a mesh."""
-    if len(axes) > 1:
-        raise ValueError(
-            f"map_workers over the axes {axes!r} needs a mesh, which says how many"
-            " workers lie along each of them. To simulate them on one device name one"
-            " axis, or map over one at a time:"
-            f" oxs.by_hand.map_workers(oxs.by_hand.map_workers(fun, {axes[-1]!r}),"
-            f" {axes[0]!r})."
-        )
-    mapped = jax.vmap(fun, in_axes, out_axes, axis_name=entry_of(axes))
-
-    def simulated(*args: Any, **kwargs: Any) -> Any:
-        _marks_of(args, kwargs, in_axes, None, axes)
-        try:
-            return mapped(*args, **kwargs)
-        except ValueError as error:
-            # Only `jax.vmap` finds this out; the words are from its message.
-            if "mapped output" not in str(error):
-                raise
-            raise VaryingTypeError(_unequal("A result", axes)) from error
-
-    return simulated
 
 
 def _refuse_objects(given: Tree) -> None:
@@ -176,75 +158,180 @@ def _refuse_objects(given: Tree) -> None:
             raise TypeError(
                 f"The argument {path_name(path)} of map_workers is a "
                 f"{type(x).__name__}, a Flax NNX object: use oxs.Workers, whose step "
-                "may change it in place. By hand split it before, `graph, state = "
-                "nnx.split(model)`, and merge it inside."
+                "may change it in place, or split it, `nnx.split(model)`, and merge it "
+                "inside."
             )
 
 
 def with_specs(
-    fun: Callable[..., Any], specs: shards.Specs | None
-) -> Callable[..., Any]:
+    fun: Callable[..., Tree], specs: shards.Specs | None
+) -> Callable[..., Tree]:
     """The function, inside of which exchanges know how a worker is sharded."""
 
     @functools.wraps(fun)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def told(*args: Tree, **kwargs: Tree) -> Tree:
         with shards.told(specs):
             return fun(*args, **kwargs)
 
     return told
 
 
-def _run_on_mesh(
-    fun: Callable[..., Any],
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    in_axes: Tree,
-    out_axes: Tree,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """`map_workers` on a mesh, of these arguments."""
-    marks = _marks_of(args, kwargs, in_axes, size_along(mesh, axes), axes)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    context = jax.sharding.get_abstract_mesh()
-    inside = bool(context.manual_axes)
-    if are_explicit(mesh, axes):
-        on = context if inside else mesh
-        leaves = [_lay(x, on, axes, m) for x, m in zip(leaves, marks, strict=True)]
+class _Workers(NamedTuple):
+    """One worker's function, and over what it is mapped."""
 
-    def one_worker(*leaves):
-        own = (
-            x if mark is None else jax.lax.squeeze(x, (0,))
-            for x, mark in zip(leaves, marks, strict=True)
+    fun: Callable[..., Tree]
+    axes: tuple[str, ...]
+    in_axes: Tree
+    out_axes: Tree
+
+    def simulated(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """All workers, on one device."""
+        self.check(args, kwargs, None)
+        return self._over(self.axes[0])(*args, **kwargs)
+
+    def on_mesh(self, mesh: Mesh, /, *args: Tree, **kwargs: Tree) -> Tree:
+        """All workers, on a mesh."""
+        marks = self.check(args, kwargs, size_along(mesh, self.axes))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        context = jax.sharding.get_abstract_mesh()
+        if are_explicit(mesh, self.axes):
+            on = context if context.manual_axes else mesh
+            pairs = zip(leaves, marks, strict=True)
+            leaves = [_lay(x, on, self.axes, mark) for x, mark in pairs]
+
+        def one_worker(*leaves):
+            own = (
+                x if mark is None else jax.lax.squeeze(x, (0,))
+                for x, mark in zip(leaves, marks, strict=True)
+            )
+            args, kwargs = treedef.unflatten(own)
+            return self._with_axes(self.results(*args, **kwargs))
+
+        specs = {None: PartitionSpec(), 0: PartitionSpec(entry_of(self.axes))}
+        mapped = functools.partial(
+            jax.shard_map,
+            one_worker,
+            mesh=None if context.manual_axes else mesh,
+            in_specs=tuple(specs[mark] for mark in marks),
+            out_specs=jax.tree.map(specs.get, self.out_axes, is_leaf=_is_none),
+            axis_names=set(self.axes),
         )
-        args, kwargs = treedef.unflatten(own)
-        return _results(fun(*args, **kwargs), out_axes, axes)
+        if context.manual_axes:
+            typed = bool(checked_axes(context.manual_axes))
+            return mapped(check_vma=typed)(*leaves)
+        # With types JAX differentiates `lax.pmean` of a loss otherwise than `jax.vmap`
+        # and `jax.pmap` do, which give each worker the gradient of its own loss. So
+        # they only show what is not equal on all workers, where they can follow the
+        # program.
+        _look_for_unequal(mapped(check_vma=True), *leaves)
+        one_each = isinstance(self.in_axes, tuple)
+        whose = self.in_axes if one_each else (self.in_axes,) * len(args)
+        whole = [x for x, mark in zip(args, whose, strict=True) if mark is None]
+        if any(is_inexact(x.dtype) for x in jax.tree.leaves(whole)):
+            # Types take a gradient of these to be summed: then workers are simulated.
+            sizes = tuple(mesh.shape[axis] for axis in self.axes)
+            shapes = treedef.unflatten(
+                jax.ShapeDtypeStruct(
+                    x.shape if mark is None else (*sizes, *x.shape[1:]), x.dtype
+                )
+                for x, mark in zip(leaves, marks, strict=True)
+            )
+            _look_for_unequal(self._lanes, *shapes)
+        return mapped(check_vma=False)(*leaves)
 
-    specs = {None: PartitionSpec(), 0: PartitionSpec(entry_of(axes))}
-    mapped = functools.partial(
-        jax.shard_map,
-        one_worker,
-        mesh=None if inside else mesh,
-        in_specs=tuple(specs[mark] for mark in marks),
-        out_specs=jax.tree.map(specs.get, out_axes, is_leaf=_is_none),
-        axis_names=set(axes),
-    )
-    if inside:
-        return mapped(check_vma=bool(checked_axes(context.manual_axes)))(*leaves)
-    # With types JAX differentiates `lax.pmean` of a loss otherwise than `jax.vmap` and
-    # `jax.pmap` do, which give each worker the gradient of its own loss. So they only
-    # show what is not equal on all workers, where they can follow the program.
-    _look_for_unequal(mapped(check_vma=True), *leaves)
-    whole = zip(_entries(in_axes, args), args, strict=True)
-    if any(mark is None and _holds_numbers(argument) for mark, argument in whole):
-        # Types take a gradient of these to be summed: then workers are simulated, too.
-        one_by_one, shapes = _lanes(fun, mesh, axes, in_axes, out_axes, args, kwargs)
-        _look_for_unequal(one_by_one, *shapes)
-    return mapped(check_vma=False)(*leaves)
+    def check(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], positions: int | None
+    ) -> list[Mark]:
+        """The mark of each leaf of the arguments, checked against its shape."""
+        marks = _marks((self.in_axes, 0), (args, kwargs), "in_axes")
+        leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
+        own = [
+            (path_name(path[1:]), x)
+            for (path, x), mark in zip(leaves, marks, strict=True)
+            if mark is not None
+        ]
+        for where, x in own:
+            check_arrays(x, "The argument of map_workers", where)
+        workers = positions
+        for where, x in own:
+            shape = jnp.shape(x)
+            if workers is None and shape:
+                workers = shape[0]
+            if shape[:1] == (workers,):
+                continue
+            what = f"The argument {where} of map_workers"
+            if not shape:
+                what = f"{what} has axis 0 in in_axes, the workers', but is a scalar."
+            else:
+                what = f"{what} has shape {shape}, of {shape[0]} workers"
+                others = f"{what}; others are of {workers}."
+                what = wrong_number(what, self.axes, positions) if positions else others
+            raise ValueError(
+                f"{what} Give it None in in_axes if it is equal for all workers; stack "
+                "what is one worker's first: oxs.by_hand.replicate(x, n), a state with "
+                "axes=oxs.by_hand.state_axes(tx, params)."
+            )
+        if workers is None:
+            raise ValueError(
+                "No argument of map_workers has axis 0 in in_axes, so nothing tells how"
+                " many workers there are. Pass one, such as jnp.arange(8), or a mesh."
+            )
+        return marks
+
+    def results(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """One worker's results, which fit `out_axes`."""
+        results = self.fun(*args, **kwargs)
+        check_arrays(results, "The result of map_workers")
+        _marks(self.out_axes, results, "out_axes")
+        return results
+
+    def _with_axes(self, results: Tree) -> Tree:
+        """One worker's results on a mesh, with a worker axis where they have one."""
+        marks = iter(_marks(self.out_axes, results, "out_axes"))
+
+        def place(path, x):
+            if next(marks) is not None:
+                return jax.lax.expand_dims(jnp.asarray(x), (0,))
+            if varying_axes(x) & set(self.axes):
+                raise self._unequal(f"The result {path_name(path)}")
+            return x
+
+        return jax.tree_util.tree_map_with_path(place, results)
+
+    def _over(self, axis: str) -> Callable[..., Tree]:
+        """The function, with workers simulated along an axis."""
+
+        def over(*args: Tree, **kwargs: Tree) -> Tree:
+            mapped = functools.partial(
+                jax.vmap, self.results, self.in_axes, axis_name=axis
+            )
+            try:
+                return mapped(self.out_axes)(*args, **kwargs)
+            except ValueError as error:
+                # Where all results may differ, an error of another cause is left.
+                jax.eval_shape(lambda: mapped(0)(*args, **kwargs))
+                raise self._unequal("A result") from error
+
+        return over
+
+    def _lanes(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """All workers, simulated along each of several axes."""
+        lanes = self
+        for axis in reversed(self.axes):
+            lanes = lanes._replace(fun=lanes._over(axis))
+        return lanes.fun(*args, **kwargs)
+
+    def _unequal(self, which: str) -> UnequalError:
+        return UnequalError(
+            f"{which} of map_workers has None in out_axes, equal on all workers, but is"
+            " computed from what is each worker's own. Give it axis 0, or let the "
+            f"workers agree with oxs.reduce(x, {self.axes!r}). Parameters that went "
+            "through oxs.localize stay its own: apply_gradients takes those from "
+            "before it."
+        )
 
 
-def _look_for_unequal(fun: Callable[..., Any], *args: Any) -> None:
+def _look_for_unequal(fun: Callable[..., Tree], *args: Tree) -> None:
     """Trace a function for what it shows to be unequal, and for nothing else."""
     try:
         jax.eval_shape(fun, *args)
@@ -252,43 +339,6 @@ def _look_for_unequal(fun: Callable[..., Any], *args: Any) -> None:
         raise
     except Exception:  # raised again where it runs, if it has any other cause
         pass
-
-
-def _entries(in_axes: Tree, args: tuple) -> tuple:
-    """The entry of `in_axes` for each positional argument."""
-    return in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-
-
-def _holds_numbers(tree: Tree) -> bool:
-    return any(is_inexact(jnp.result_type(x)) for x in jax.tree.leaves(tree))
-
-
-def _lanes(
-    fun: Callable[..., Any],
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    in_axes: Tree,
-    out_axes: Tree,
-    args: tuple,
-    kwargs: dict,
-) -> tuple[Callable[..., Any], tuple]:
-    """(all workers simulated along the mesh's axes, the shapes of its arguments)."""
-    for axis in reversed(axes):
-        fun = _simulated(fun, (axis,), in_axes, out_axes)
-    sizes = tuple(mesh.shape[axis] for axis in axes)
-
-    def shape(x, mark):
-        rest = jnp.shape(x) if mark is None else (*sizes, *jnp.shape(x)[1:])
-        return jax.ShapeDtypeStruct(rest, jnp.asarray(x).dtype)
-
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
-    shapes = treedef.unflatten(map(shape, leaves, marks))
-    return lambda args, kwargs: fun(*args, **kwargs), shapes
-
-
-def _is_none(mark: Any) -> bool:
-    return mark is None
 
 
 def entry_of(axes: tuple[str, ...]) -> AxisName:
@@ -335,101 +385,51 @@ def check_threads(mesh: Mesh | AbstractMesh) -> None:
     if used > 1 and threads < 2 * used:
         warnings.warn(
             f"{used} CPU devices share {threads} threads of XLA. With fewer than two "
-            "for each, steps that are not waited for can stand in a collective until "
-            f"XLA aborts the program. Start it with NPROC={2 * used} in its "
-            f"environment, or set os.environ['NPROC'] = '{2 * used}' before the first "
-            "array.",
+            "for each, steps can wait in a collective until XLA aborts the program. "
+            f"Start it with NPROC={2 * used}, or set os.environ['NPROC'] = "
+            f"'{2 * used}' before the first array.",
             stacklevel=3,
         )
 
 
-def wrong_number(what: str, axes: Any, positions: int) -> str:
+def wrong_number(what: str, axes: AxisName, positions: int) -> str:
     """The message for another number of workers than positions on the mesh."""
     return (
         f"{what}, but the mesh has {positions} positions along {axes!r}, and each is "
-        "one worker. Make the two equal, or simulate any number of workers on one "
-        "device: mesh=None."
+        "one worker. Make the two equal, or simulate any number: mesh=None."
     )
 
 
-def _unequal(which: str, axes: tuple[str, ...]) -> str:
-    return (
-        f"{which} of map_workers has None in out_axes, equal on all workers, but is "
-        "computed from what is each worker's own. Give it axis 0, or let the workers "
-        f"agree with oxs.reduce(x, {axes!r}). Parameters that went through "
-        "oxs.localize stay each worker's own: only the loss needs these, "
-        "oxs.value_and_grad(loss, axis_name=...), and apply_gradients those from "
-        "before it."
-    )
-
-
-def _fit(marks: Tree, tree: Tree, what: str) -> list[int | None]:
-    """The mark of each leaf of a tree, from a prefix of it."""
+def entries(
+    prefix: Tree,
+    tree: Tree,
+    what: str,
+    mend: str,
+    is_leaf: Callable[[Tree], bool] = _is_none,
+) -> list[Tree]:
+    """The entry of a prefix of a tree for each of the tree's leaves."""
     try:
-        broadcast = jax.tree.map(
-            lambda mark, part: [mark] * len(jax.tree.leaves(part)),
-            marks,
+        each = jax.tree.map(
+            lambda entry, part: [entry] * len(jax.tree.leaves(part)),
+            prefix,
             tree,
-            is_leaf=_is_none,
+            is_leaf=is_leaf,
         )
     except ValueError as error:
         raise ValueError(
-            f"{what} do not fit: {str(error).rstrip('.')}. Axes are 0 or None, or a"
-            " tree of them like the first levels of the value;"
-            " oxs.by_hand.state_axes(tx, params) gives those of a state."
+            f"{what} do not fit: {str(error).rstrip('.')}. {mend}"
         ) from None
-    return jax.tree.leaves(broadcast, is_leaf=_is_none)
+    return jax.tree.leaves(each, is_leaf=is_leaf)
 
 
-def _marks_of(
-    args: tuple,
-    kwargs: dict,
-    in_axes: Tree,
-    positions: int | None,
-    axes: tuple[str, ...],
-) -> list[int | None]:
-    """The mark of each leaf of the arguments, checked against its shape."""
-    if isinstance(in_axes, tuple) and len(in_axes) != len(args):
-        raise ValueError(
-            f"in_axes of map_workers is for {len(in_axes)} positional arguments; got "
-            f"{len(args)}. Give one entry for each; keyword arguments have axis 0."
-        )
-    marks = _fit((in_axes, 0), (args, kwargs), "in_axes of map_workers")
-    leaves = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    own = [x for x, mark in zip(leaves, marks, strict=True) if mark is not None]
-    for path, leaf in own:
-        check_arrays(leaf, "The argument of map_workers", path_name(path[1:]))
-    workers = positions
-    for path, leaf in own:
-        where = f"The argument {path_name(path[1:])} of map_workers"
-        shape = jnp.shape(leaf)
-        if not shape:
-            raise ValueError(
-                f"{where} has axis 0 in in_axes, the workers', but is a scalar. Give it"
-                " None in in_axes if it is equal for all workers, else"
-                " oxs.by_hand.replicate(x, n), which stacks a state that tx.init gives"
-                " with axes=oxs.by_hand.state_axes(tx, params)."
-            )
-        workers = shape[0] if workers is None else workers
-        if shape[0] != workers:
-            what = f"{where} has shape {shape}, of {shape[0]} workers"
-            if positions is None:
-                what = f"{what}; others are of {workers}."
-            else:
-                what = wrong_number(what, axes, positions)
-            raise ValueError(
-                f"{what} What is one worker's is stacked first:"
-                " oxs.by_hand.replicate(x, n), a state with"
-                " axes=oxs.by_hand.state_axes(tx, params); what is equal for all has"
-                " None in in_axes."
-            )
-    if workers is None:
-        raise ValueError(
-            "No argument of map_workers holds an array that has axis 0 in in_axes, so "
-            "nothing tells how many workers there are. Pass one, for example "
-            "jnp.arange(8), or a mesh."
-        )
-    return marks
+FIT = (
+    "Pass 0 or None, or a tree of them like the first levels of the value; "
+    "oxs.by_hand.state_axes(tx, params) gives that of a state."
+)
+
+
+def _marks(axes: Tree, tree: Tree, what: str) -> list[Mark]:
+    return entries(axes, tree, f"{what} of map_workers", FIT)
 
 
 def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
@@ -439,8 +439,8 @@ def are_explicit(mesh: Mesh, axes: tuple[str, ...]) -> bool:
 
 
 def _lay(
-    x: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], mark: int | None
-) -> Any:
+    x: jax.Array, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], mark: Mark
+) -> jax.Array:
     """Lay an array on explicit axes as `jax.shard_map`, which moves none, needs it."""
     spec = [
         tuple(name for name in shards.axes_in(entry) if name not in axes) or None
@@ -449,17 +449,3 @@ def _lay(
     if mark is not None:
         spec[0] = axes
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def _results(results: Tree, out_axes: Tree, axes: tuple[str, ...]) -> Tree:
-    """One worker's results, with a worker axis where `out_axes` says 0."""
-    marks = iter(_fit(out_axes, results, "out_axes of map_workers"))
-
-    def place(path, x):
-        if next(marks) is not None:
-            return jax.lax.expand_dims(jnp.asarray(x), (0,))
-        if varying_axes(x) & set(axes):
-            raise VaryingTypeError(_unequal(f"The result {path_name(path)}", axes))
-        return x
-
-    return jax.tree_util.tree_map_with_path(place, results)

@@ -20,8 +20,8 @@ import optax
 from optx_sync import elementwise
 from optx_sync.elementwise import FAILURES, Elementwise
 from optx_sync.exchange.pieces import shapes_too
-from optx_sync.placement.axes import is_key
 from optx_sync.placement.fields import Owned
+from optx_sync.placement.leaves import is_key
 from optx_sync.trees import Tree, cast_like, path_name
 
 _MASKED = optax.MaskedNode()

@@ -14,7 +14,7 @@ from optx_sync.center.coded import decoded, message_shapes
 from optx_sync.center.contract import Period
 from optx_sync.center.fragments import Fragments
 from optx_sync.exchange.contract import Exchange
-from optx_sync.placement.axes import is_key
+from optx_sync.placement.leaves import is_key
 from optx_sync.rows.slices import FIRST_PADDING, IndexedSlices
 from optx_sync.runtime.messages import Arrays
 from optx_sync.runtime.parts import Variables

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each array of a tree, with the fields that hold it, and what these say of it.
+
+When the states of several workers are field together, what is equal on all of them
+(counters, the center) has no worker axis, and all else has one in front. Fields that
+follow the parameters have a worker axis only if the parameters do.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+
+from optx_sync.placement import fields
+from optx_sync.placement.workers import Mark
+from optx_sync.trees import Tree, is_slices, names_of
+
+
+class Field(NamedTuple):
+    """A field of a node of a tree that holds an array; of a list or dict, an entry."""
+
+    node: Tree
+    name: str
+    kind: fields.Kind | None  # by the table of the state; `None` where there is none
+    level: bool  # whether the node is a level of workers
+
+
+class Leaf(NamedTuple):
+    """An array of a tree with states anywhere in it, of one worker or of all."""
+
+    path: KeyPath
+    x: Tree
+    around: tuple[Field, ...]  # the outermost first
+
+    @property
+    def kinds(self) -> list[fields.Kind]:
+        """The kinds of the fields that hold it."""
+        return [field.kind for field in self.around if field.kind]
+
+    @property
+    def levels(self) -> list[fields.Kind]:
+        """The kinds of those that belong to a level of workers."""
+        return [field.kind for field in self.around if field.kind and field.level]
+
+    def mark(self, level: int, replicated: bool = False) -> Mark:
+        """Whether it lies along the worker axis of a level, 0 the outermost.
+
+        `replicated`: whether the parameters are equal on all workers, without an axis.
+        """
+        whose = [kind.whose for kind in self.levels]
+        equal = {"level", "params"} if replicated else {"level"}
+        # Below the innermost level only the counters are shared.
+        shared = "all levels" in whose or not equal.isdisjoint(whose[level : level + 1])
+        shared = shared if whose else replicated
+        # What `optax.inject_hyperparams` keeps for a center is shared, as it may act
+        # at the center.
+        if shared or (len(whose) == level and any(map(_is_injected, self.around))):
+            own = self._piece and len(whose) == level + bool(whose)
+            return 0 if own else None
+        return 0
+
+    def cut(self, level: int = 0) -> fields.Cut:
+        """How it is cut over the workers of a level."""
+        own = sum(not kind.is_shared for kind in self.levels)
+        return self._piece if own == level else fields.Cut.NOT
+
+    def draws_own(self, level: int = 0, outside: bool = True) -> bool:
+        """Whether it is a random key of which each worker of a level has its own.
+
+        Of a key in no state of this package `outside` says it. A state of an outer
+        level says nothing about the level that is asked for.
+        """
+        # Row numbers have a key's dtype, so that arithmetic refuses them.
+        if not is_key(self.x) or any(is_slices(field.node) for field in self.around):
+            return False
+        if not self.levels:
+            # In a chain beside `all_reduce_grads` it must stay equal on all.
+            return outside and not any(is_optax(field.node) for field in self.around)
+        return {kind.whose for kind in self.levels[level:]} == {"own"}
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it belongs into the memory of the host; scalars do not."""
+        away = any(kind.memory != "device" for kind in self.kinds)
+        return away and _ndim(self.x) > 0
+
+    @property
+    def _piece(self) -> fields.Cut:
+        """How it is cut over the workers of the level that holds it."""
+        inside = [field for field in self.around if isinstance(field.node, _CUT)]
+        levels = [field.node for field in self.around if field.level]
+        stacked = stacked_axes(levels[-1]) if levels else 0
+        if not inside or _ndim(self.x) <= stacked:
+            return fields.Cut.NOT
+        whole = isinstance(inside[-1].node, fields.Owned) and inside[-1].name
+        return fields.Cut.LEAVES if whole == "leaves" else fields.Cut.NUMBERS
+
+
+_CUT = fields.InPieces, fields.Owned
+
+
+def leaves_of(tree: Tree) -> list[Leaf]:
+    """The arrays of a tree."""
+    return list(_leaves(tree, (), ()))
+
+
+def map_leaves(function: Callable[[Leaf], Tree], tree: Tree) -> Tree:
+    """The tree with what a function makes of each of its arrays."""
+    return jax.tree.structure(tree).unflatten(map(function, leaves_of(tree)))
+
+
+def map_but_counters(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """`function` of every leaf of a state, except counters shared on all levels.
+
+    All workers must take the same branch of a conditional on such a counter.
+    """
+
+    def of_leaf(leaf):
+        counts = any(kind.whose == "all levels" for kind in leaf.levels)
+        return leaf.x if counts else function(leaf.x)
+
+    return map_leaves(of_leaf, tree)
+
+
+def _leaves(
+    node: Tree, path: KeyPath, around: tuple[Field, ...], info: Field | None = None
+) -> Iterator[Leaf]:
+    """`info`: the field whose table's fields count as those of the state around it."""
+    children, _ = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    declares, is_level = fields.declares(node), fields.is_level(node)
+    for key, child in children:
+        if not key:  # the node is an array itself
+            yield Leaf(path, node, around)
+            continue
+        (name,) = names_of(key)
+        kind = fields.kind_of(node, name) if declares else None
+        inside = (*path, *key)
+        if kind is fields.INFO and child:
+            yield from _leaves(child, inside, around, Field(node, name, kind, is_level))
+            continue
+        field = Field(node, name, kind, is_level)
+        if info:
+            field = Field(info.node, name, kind, info.level)
+        yield from _leaves(child, inside, (*around, field))
+
+
+def stacked_axes(state: fields.Declares) -> int:
+    """How many worker axes the arrays of a state have that are each worker's own."""
+    counts = [
+        _ndim(x)
+        for _, kind, value in fields.fields_of(state)
+        if kind == fields.OWN_COUNT
+        for x in jax.tree.leaves(value)
+    ]
+    return max(counts, default=0)
+
+
+def check_levels(state: Tree, levels: int) -> None:
+    """Refuse more levels than there are nested states."""
+
+    def depth(leaf: Leaf) -> int:
+        own = list(itertools.takewhile(lambda kind: not kind.is_shared, leaf.levels))
+        pieces = any(fields.is_in_pieces(field.node) for field in leaf.around)
+        return len(own) + (pieces or len(own) < len(leaf.levels))
+
+    found = max([1, *map(depth, leaves_of(state))])
+    if not 1 <= levels <= found:
+        raise ValueError(
+            f"This state has {found} level(s) of workers, numbered from 0; got level "
+            f"{levels - 1}. A level is a wrapper in another one, with its own workers."
+        )
+
+
+def is_key(x: object) -> bool:
+    """Whether this is an array of typed random keys, not raw ones."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_raw_key(x: Tree) -> bool:
+    """Whether this looks like a `jax.random.PRNGKey`, which is an array of numbers."""
+    return jnp.shape(x) == (2,) and x.dtype == jnp.uint32
+
+
+def is_optax(x: object) -> bool:
+    """Whether this is a state of one of Optax's own transformations."""
+    return hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
+
+
+def _ndim(x: Tree) -> int:
+    """Of an array, of its shape, or of what Orbax says of it."""
+    return len(getattr(x, "shape", ()))
+
+
+def _is_injected(field: Field) -> bool:
+    """Whether `optax.inject_hyperparams` keeps a field around a center rule."""
+    injected = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
+    if not isinstance(field.node, injected) or field.name == "inner_state":
+        return False
+    states = fields.nodes_of(field.node.inner_state, fields.is_level)
+    return any(map(fields.center_of, states))
