@@ -66,7 +66,7 @@ rows_at(np.array([True, False]))
 rows_at([0.5, 1])  # TypeError: indices must be integers
 rows_at(jnp.array([]), 0)  # TypeError: they name rows; got dtype float32
 rows_at([1, 2], 3)  # ValueError: one row for each index
-rows_at([[1, 2]], 1)  # ValueError: one axis
+rows_at([[1, 2]], 1)  # ValueError: must be \[k\]
 rows_at(np.array([2**32]), 1)  # ValueError: int32
 """)
 
@@ -440,18 +440,18 @@ def with_float_ids(batch):
 
 
 test_what_names_no_rows_is_refused = all_refused(globals())(r"""
-grads_of(embedding=3)  # TypeError: function that returns ids.*\['embedding'\]
+grads_of(embedding=3)  # TypeError: rows at \['embedding'\] must be a function
 value_and_grad(3, ids_of)  # TypeError: loss must be a function
 grads_of(embeding=ids)  # ValueError: rows names \['embeding'\]
 grads_of({"none": None}, none=ids)  # ValueError: rows names \['none'\]
 grads_of(embedding=with_float_ids)  # TypeError: \['embedding'\] must be integers
 grads_of({"embedding": jnp.ones(())})
-grads_of({"embedding": jnp.ones(ROWS, "i4")})
-    # TypeError: \['embedding'\], which is not a table
+    # TypeError: rows for \['embedding'\] needs a table
+grads_of({"embedding": jnp.ones(ROWS, "i4")})  # TypeError: grad requires real
 take(jnp.ones(3), jnp.ones(2))  # TypeError: ids must be integers
 take(some_slices(), [0])
 take(3.0, [0])
-take(jnp.ones(()), [0])  # TypeError: take looks rows up
+take(jnp.ones(()), [0])  # TypeError: take needs a table
 """)
 
 

@@ -406,7 +406,7 @@ def changed(**changes):
 test_bad_input_is_refused = all_refused(globals())(r"""
 changed(inner=0.1)  # TypeError: inner must be
 changed(rule=INNER)  # TypeError: rule must be a CenterRule
-changed(workers=np.array([0.0, 1.0]))  # TypeError: integers
+changed(workers=np.array([0.0, 1.0]))  # ValueError: integers
 changed(workers=np.zeros((2, 2), int))  # ValueError: one
 changed(workers=[0, 2])  # ValueError: worker 2
 changed(workers=[0, -1])  # ValueError: worker -1

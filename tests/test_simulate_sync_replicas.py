@@ -165,8 +165,8 @@ toy(replicas_to_aggregate=0)  # ValueError: must be 1 or more
 toy(initial_global_step=-1)  # ValueError: must be 0 or more, .* -1
 toy([0, 3])  # ValueError: names worker 3, but there are 3
 toy([0, -1])  # ValueError: names worker -1
-toy([1.0])  # TypeError: must hold integers
-toy([[0, 1]])  # ValueError: must have one axis
+toy([1.0])
+toy([[0, 1]])  # ValueError: must be integers along one axis
 toy(record="some")  # TypeError: record must be
 toy(record=0)  # ValueError: record must be 1
 toy(variable_averages=2.0)  # ValueError: a decay

@@ -145,7 +145,6 @@ LeafRule(add, (0.0,))  # TypeError: slots must be a NamedTuple
 LeafRule(add, SumSlots(0.0), rows="a")  # ValueError: one of .*'touched'.*; got 'a'
 LeafRule(add, SumSlots(0.0), rows="decay_all")
 LeafRule(add, SumSlots(0.0), decay=lambda slots, at: slots)  # ValueError: decay goes
-optimizer(add, 0.1)  # TypeError: rule must be a LeafRule
 """)
 
 
