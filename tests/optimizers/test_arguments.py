@@ -52,7 +52,7 @@ optimizers.adam(0.1, b1="0.9")
 optimizers.adam(0.1, b1=True)
 optimizers.adam(0.1, b1=[0.9])  # TypeError: b1 must be a number in \[0, 1\]; got
 optimizers.adam(0.1, b1=np.array([0.9, 0.8]))
-optimizers.adam(0.1, b1=jnp.array([0.9]))  # ValueError: b1 must be a number in \[0, 1\]; got float\d\d\[
+optimizers.adam(0.1, b1=jnp.array([0.9]))  # ValueError: b1 must be.*got float
 optimizers.gradient_descent(jnp.ones([2]))  # ValueError: a number.*got float32\[2\]
 optimizers.gradient_descent(lambda count: jnp.ones([2])).update(
     jnp.ones(2), optimizers.gradient_descent(0.1).init(jnp.ones(2))
